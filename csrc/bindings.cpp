@@ -1,0 +1,84 @@
+// The extension module kernel_ladder._C: registers every operator with PyTorch through its stable ABI, and tells Python
+// which variants there are and what the compiler made of their kernels.
+//
+// SCHEMAS is the one list of CUDA variants. Each is an overload of its operator; their order is the order of the climb,
+// and the last is the default of the level.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ops.h"
+
+namespace kl {
+namespace {
+
+struct Schema {
+    const char* signature;
+    void (*boxed)(StableIValue*, uint64_t, uint64_t);
+
+    std::string qualified_name() const { return {signature, std::strchr(signature, '(')}; }  // "gelu.naive"
+};
+
+// The name and overload stand in the signature, so that no operator is named twice.
+#define KL_OP(signature, function) Schema{signature, TORCH_BOX(&function)}
+
+const std::vector<Schema>& schemas() {
+    static const std::vector<Schema> list = {
+        KL_OP("gelu.naive(Tensor input, str approximate) -> Tensor", gelu_naive),
+        KL_OP("gelu.vectorized(Tensor input, str approximate) -> Tensor", gelu_vectorized),
+        KL_OP("gelu_backward.naive(Tensor grad, Tensor input, str approximate) -> Tensor", gelu_backward_naive),
+        KL_OP("gelu_backward.vectorized(Tensor grad, Tensor input, str approximate) -> Tensor",
+              gelu_backward_vectorized),
+    };
+    return list;
+}
+
+// {"gelu": ["naive", "vectorized"], …}
+std::map<std::string, std::vector<std::string>> variants() {
+    std::map<std::string, std::vector<std::string>> found;
+    for (const Schema& schema : schemas()) {
+        const std::string name = schema.qualified_name();
+        const size_t dot = name.find('.');
+        found[name.substr(0, dot)].push_back(name.substr(dot + 1));
+    }
+    return found;
+}
+
+std::vector<KernelFacts> kernels() {
+    std::vector<KernelFacts> facts;
+    gelu_kernel_facts(facts);
+    return facts;
+}
+
+}  // namespace
+}  // namespace kl
+
+STABLE_TORCH_LIBRARY(kernel_ladder, library) {
+    for (const auto& schema : kl::schemas()) library.def(schema.signature);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kernel_ladder, CUDA, library) {
+    for (const auto& schema : kl::schemas()) library.impl(schema.qualified_name().c_str(), schema.boxed);
+}
+
+PYBIND11_MODULE(_C, module) {
+    namespace py = pybind11;
+    module.doc() = "Operators torch.ops.kernel_ladder.*, and facts about their kernels.";
+    py::class_<kl::KernelFacts>(module, "KernelFacts", "What the compiler made of a kernel (bfloat16 where it has a choice).")
+        .def_readonly("name", &kl::KernelFacts::name)
+        .def_readonly("registers", &kl::KernelFacts::registers)
+        .def_readonly("static_shared", &kl::KernelFacts::static_shared)
+        .def_readonly("dynamic_shared", &kl::KernelFacts::dynamic_shared)
+        .def_readonly("local", &kl::KernelFacts::local)
+        .def_readonly("threads", &kl::KernelFacts::threads)
+        .def_readonly("blocks_per_sm", &kl::KernelFacts::blocks_per_sm);
+    module.def("variants", &kl::variants, "Operators with their variants, in the order of the climb.");
+    module.def("kernels", &kl::kernels, "Registers, shared and local memory and occupancy of each kernel.");
+}

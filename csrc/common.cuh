@@ -1,0 +1,275 @@
+// What every kernel shares: types, checks, allocation, stream, launch check, vectors of 16 bytes, reductions.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+// The one symbol of libtorch_cuda that is needed. Weak, so that the extension links and imports without that library.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** ret_stream);
+
+namespace kl {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using half = __half;
+using bfloat16 = __nv_bfloat16;
+
+// ---- host: checks, allocation, launch ------------------------------------------------------------------------------
+
+#define KL_CUDA_CHECK(call)                                                                              \
+    do {                                                                                                 \
+        const cudaError_t error_ = (call);                                                               \
+        STD_TORCH_CHECK(error_ == cudaSuccess, "CUDA error in ", __func__, ": ", cudaGetErrorString(error_)); \
+    } while (0)
+
+#define KL_LAUNCH_CHECK() KL_CUDA_CHECK(cudaGetLastError())
+
+inline void check_cuda(const Tensor& tensor, const char* op, const char* name) {
+    STD_TORCH_CHECK(tensor.is_cuda(), op, ": argument `", name, "` must be a CUDA tensor");
+}
+
+inline void check_like(const Tensor& tensor, const Tensor& other, const char* op, const char* name) {
+    check_cuda(tensor, op, name);
+    STD_TORCH_CHECK(tensor.scalar_type() == other.scalar_type(), op, ": argument `", name,
+                    "` must have the dtype of the first argument");
+    STD_TORCH_CHECK(tensor.get_device_index() == other.get_device_index(), op, ": argument `", name,
+                    "` must be on the device of the first argument");
+}
+
+inline void check_same_shape(const Tensor& tensor, const Tensor& other, const char* op, const char* name) {
+    bool same = tensor.dim() == other.dim();
+    for (int64_t d = 0; same && d < tensor.dim(); ++d) same = tensor.size(d) == other.size(d);
+    STD_TORCH_CHECK(same, op, ": argument `", name, "` must have the shape of the first argument");
+}
+
+// Makes the tensor's device current while it lives, and knows the stream to launch on.
+struct Launch {
+    torch::stable::accelerator::DeviceGuard guard;
+    cudaStream_t stream;
+
+    explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
+        STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this PyTorch was built without CUDA");
+        void* current = nullptr;
+        const auto status = aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current);
+        STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "could not get the current CUDA stream");
+        stream = static_cast<cudaStream_t>(current);
+    }
+};
+
+// An uninitialised tensor on the device of `like`. Straight to the allocator: a dispatched call costs microseconds.
+inline Tensor empty_strided(const Tensor& like, ScalarType dtype, const int64_t* sizes, const int64_t* strides,
+                            int64_t dim) {
+    AtenTensorHandle handle = nullptr;
+    const auto status = aoti_torch_empty_strided(
+        dim, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+        aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
+    STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "could not allocate the output");
+    return Tensor(handle);
+}
+
+inline Tensor empty(const Tensor& like, ScalarType dtype, const std::vector<int64_t>& sizes) {
+    std::vector<int64_t> strides(sizes.size());
+    int64_t stride = 1;
+    for (size_t d = sizes.size(); d-- > 0;) {
+        strides[d] = stride;
+        stride *= std::max<int64_t>(sizes[d], 1);
+    }
+    return empty_strided(like, dtype, sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()));
+}
+
+inline int sm_count() {
+    int device = 0, count = 0;
+    KL_CUDA_CHECK(cudaGetDevice(&device));
+    KL_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
+// Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T = decltype(zero); … }).
+template <typename F>
+void dispatch(ScalarType dtype, const char* op, F&& f) {
+    switch (dtype) {
+        case ScalarType::Float: return f(float{});
+        case ScalarType::Half: return f(half{});
+        case ScalarType::BFloat16: return f(bfloat16{});
+        default: STD_TORCH_CHECK(false, op, ": dtype must be float16, bfloat16 or float32");
+    }
+}
+
+inline unsigned int grid_size(int64_t blocks) {
+    STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "too many blocks for one launch: ", blocks);
+    return static_cast<unsigned int>(blocks);
+}
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ---- device: conversions and vectors -------------------------------------------------------------------------------
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(half x) { return __half2float(x); }
+__device__ inline float to_float(bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ inline T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+    return x;
+}
+template <>
+__device__ inline half from_float<half>(float x) {
+    return __float2half_rn(x);
+}
+template <>
+__device__ inline bfloat16 from_float<bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+
+// As many elements as one 16-byte load or store moves.
+template <typename T>
+struct alignas(16) Vec {
+    static constexpr int size = 16 / sizeof(T);
+    T elements[size];
+    __device__ T& operator[](int i) { return elements[i]; }
+    __device__ const T& operator[](int i) const { return elements[i]; }
+};
+
+template <typename T>
+__device__ inline Vec<T> load_vec(const T* pointer) {
+    return *reinterpret_cast<const Vec<T>*>(pointer);
+}
+
+template <typename T>
+__device__ inline void store_vec(T* pointer, const Vec<T>& value) {
+    *reinterpret_cast<Vec<T>*>(pointer) = value;
+}
+
+inline bool is_aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// ---- device: reductions --------------------------------------------------------------------------------------------
+
+constexpr int WARP = 32;
+constexpr unsigned FULL_MASK = 0xffffffffu;
+
+struct Sum {
+    static constexpr float identity = 0.0f;
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+
+// fmaxf drops NaN; a maximum that must pass it on compares by hand.
+struct Max {
+    static constexpr float identity = -std::numeric_limits<float>::infinity();
+    __device__ float operator()(float a, float b) const { return (a > b || isnan(a)) ? a : b; }
+};
+
+template <typename Op>
+__device__ inline float warp_reduce(float value, Op op) {
+#pragma unroll
+    for (int lane = WARP / 2; lane > 0; lane /= 2) value = op(value, __shfl_xor_sync(FULL_MASK, value, lane));
+    return value;
+}
+
+// Every thread of the block gets the result. `scratch` holds one float per warp.
+template <typename Op>
+__device__ inline float block_reduce(float value, Op op, float* scratch) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    value = warp_reduce(value, op);
+    __syncthreads();  // the scratch may still be read from the reduction before
+    if (lane == 0) scratch[warp] = value;
+    __syncthreads();
+    return warp_reduce(lane < warps ? scratch[lane] : Op::identity, op);
+}
+
+// ---- strided operands ----------------------------------------------------------------------------------------------
+
+constexpr int MAX_DIMS = 12;
+
+// Row-major index → memory offset, over the dimensions that do not collapse into their neighbour.
+struct Strided {
+    int dims = 0;
+    int64_t sizes[MAX_DIMS];
+    int64_t strides[MAX_DIMS];
+
+    __device__ int64_t offset(int64_t index) const {
+        int64_t offset = 0;
+        for (int d = dims - 1; d > 0; --d) {
+            offset += index % sizes[d] * strides[d];
+            index /= sizes[d];
+        }
+        return dims > 0 ? offset + index * strides[0] : 0;
+    }
+    bool is_dense() const { return dims == 0 || (dims == 1 && strides[0] == 1); }
+};
+
+inline Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t dim, const char* op) {
+    Strided out;
+    for (int64_t d = 0; d < dim; ++d) {
+        if (sizes[d] == 1) continue;
+        if (out.dims > 0 && out.strides[out.dims - 1] == sizes[d] * strides[d]) {
+            out.sizes[out.dims - 1] *= sizes[d];
+            out.strides[out.dims - 1] = strides[d];
+            continue;
+        }
+        STD_TORCH_CHECK(out.dims < MAX_DIMS, op, ": strides need more than ", MAX_DIMS, " dimensions");
+        out.sizes[out.dims] = sizes[d];
+        out.strides[out.dims++] = strides[d];
+    }
+    return out;
+}
+
+// The order of dimensions in which a fresh tensor like `input` is laid out: by descending stride, broadcast ones last
+// in doubt. With its strides, so that the memory order of a dense input is kept, as torch.empty_like does.
+struct DenseLike {
+    std::vector<int64_t> order;         // dimensions, outermost in memory first
+    std::vector<int64_t> sizes;         // in that order
+    std::vector<int64_t> strides;       // of the fresh tensor, by the tensor's own dimensions
+    explicit DenseLike(const Tensor& input) {
+        const int64_t dim = input.dim();
+        for (int64_t d = 0; d < dim; ++d) order.push_back(d);
+        if (!input.is_contiguous()) {
+            auto by_stride = order;
+            std::stable_sort(by_stride.begin(), by_stride.end(),
+                             [&](int64_t a, int64_t b) { return input.stride(a) > input.stride(b); });
+            int64_t expected = 1;
+            bool dense = true;
+            for (size_t i = by_stride.size(); i-- > 0;) {
+                const int64_t d = by_stride[i];
+                if (input.size(d) == 1) continue;
+                dense = dense && input.stride(d) == expected;
+                expected *= input.size(d);
+            }
+            if (dense) order = by_stride;
+        }
+        strides.resize(dim);
+        int64_t stride = 1;
+        for (size_t i = order.size(); i-- > 0;) {
+            strides[order[i]] = stride;
+            stride *= std::max<int64_t>(input.size(order[i]), 1);
+        }
+        for (const int64_t d : order) sizes.push_back(input.size(d));
+    }
+    Tensor allocate(const Tensor& input) const {
+        const auto shape = input.sizes();
+        return empty_strided(input, input.scalar_type(), shape.data(), strides.data(), input.dim());
+    }
+    // How to read `tensor`, of the same shape, in the memory order of the fresh one.
+    Strided walk(const Tensor& tensor, const char* op) const {
+        std::vector<int64_t> ordered;
+        for (const int64_t d : order) ordered.push_back(tensor.stride(d));
+        return collapse(sizes.data(), ordered.data(), static_cast<int64_t>(sizes.size()), op);
+    }
+};
+
+}  // namespace kl

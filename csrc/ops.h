@@ -1,0 +1,50 @@
+// Every operator's functions, as bindings.cpp registers them, and the facts about kernels that it shows to Python.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/stable/tensor.h>
+
+namespace kl {
+
+using torch::stable::Tensor;
+
+// What the compiler made of a kernel, and how much of it fits on one SM (occupancy needs a GPU: -1 without one).
+struct KernelFacts {
+    std::string name;
+    int registers;         // per thread
+    int64_t static_shared; // bytes per block
+    int64_t dynamic_shared;
+    int64_t local;         // bytes per thread: spills and arrays that did not fit in registers
+    int threads;           // per block
+    int blocks_per_sm;
+};
+
+template <typename Kernel>
+KernelFacts kernel_facts(const char* name, Kernel* kernel, int threads, int64_t dynamic_shared = 0) {
+    cudaFuncAttributes attributes{};
+    KernelFacts facts{name, -1, -1, dynamic_shared, -1, threads, -1};
+    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
+        facts.registers = attributes.numRegs;
+        facts.static_shared = static_cast<int64_t>(attributes.sharedSizeBytes);
+        facts.local = static_cast<int64_t>(attributes.localSizeBytes);
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts.blocks_per_sm, reinterpret_cast<const void*>(kernel),
+                                                      threads, static_cast<size_t>(dynamic_shared));
+    }
+    cudaGetLastError();  // without a GPU the query fails; nothing after it should see that
+    return facts;
+}
+
+// gelu.cu
+Tensor gelu_naive(const Tensor& input, const std::string& approximate);
+Tensor gelu_vectorized(const Tensor& input, const std::string& approximate);
+Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::string& approximate);
+Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
+void gelu_kernel_facts(std::vector<KernelFacts>& facts);
+
+}  // namespace kl

@@ -1,0 +1,25 @@
+"""Operations of transformers, each at several levels (PyTorch, torch.compile, Triton, CUDA C++) behind one table."""
+
+from kernel_ladder._version import __version__
+from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
+from kernel_ladder.ops import attention, gelu, matmul, softmax
+from kernel_ladder.table import LEVELS, OPS, backends, register, resolve, spec, use, variants
+
+__all__ = [
+    "LEVELS",
+    "OPS",
+    "BackendError",
+    "UnavailableError",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "backends",
+    "gelu",
+    "matmul",
+    "register",
+    "resolve",
+    "softmax",
+    "spec",
+    "use",
+    "variants",
+]

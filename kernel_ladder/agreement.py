@@ -1,0 +1,182 @@
+"""Measure a variant's error against float64, and hold it to the bound that the naive formula sets.
+
+A variant agrees when, for the output and for every gradient, both in the largest deviation and in the norm::
+
+    error(variant) <= 2 * error(naive formula in the same dtype) + 2 ulp
+
+and NaN and infinity stand exactly where the oracle has them. There is no tolerance to type by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernel_ladder.spec import Inputs, Options, Spec
+
+#: An implementation under test: inputs to output, differentiable where gradients are to be checked.
+Implementation = Callable[..., torch.Tensor]
+#: Output and gradients, by name: ``{"output": …, "grad 0": …}``.
+Results = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The error of one tensor: largest deviation and norm, each with its bound."""
+
+    name: str
+    error: float
+    bound: float
+    norm_error: float
+    norm_bound: float
+    reason: str | None = None  # what is wrong beside the numbers: shape, dtype, misplaced NaN
+
+    @property
+    def agrees(self) -> bool:
+        return self.reason is None and self.error <= self.bound and self.norm_error <= self.norm_bound
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"{self.name}: {self.reason}"
+        return (
+            f"{self.name}: largest deviation {self.error:.3e} (bound {self.bound:.3e}), "
+            f"norm {self.norm_error:.3e} (bound {self.norm_bound:.3e})"
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The deviations of an output and its gradients from the oracle."""
+
+    deviations: tuple[Deviation, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return all(d.agrees for d in self.deviations)
+
+    @property
+    def worst(self) -> Deviation:
+        """The deviation that uses most of its bound."""
+        return max(
+            self.deviations,
+            key=lambda d: (not d.agrees, max(d.error / (d.bound or 1), d.norm_error / (d.norm_bound or 1))),
+        )
+
+    def __str__(self) -> str:
+        return "; ".join(str(d) for d in self.deviations)
+
+
+def evaluate(run: Implementation, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
+    """Output of `run`, and the gradient of every input where `grad`, the gradient of the output, is given."""
+    if grad is None:
+        with torch.no_grad():
+            return {"output": run(*inputs, **options)}
+    leaves = tuple(x.detach().requires_grad_() for x in inputs)
+    output = run(*leaves, **options)
+    grads = torch.autograd.grad(output, leaves, grad)
+    return {"output": output.detach(), **{f"grad {i}": g for i, g in enumerate(grads)}}
+
+
+def oracle(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
+    """Output and gradients in float64, one independent part at a time where the spec can split the case."""
+    formula = spec.oracle or spec.reference
+    if spec.parts is None:
+        return evaluate(formula, _double(inputs), options, None if grad is None else grad.double())
+    whole: Results = {}
+    for input_index, output_index in spec.parts(inputs):
+        part = _double(tuple(x[i] for x, i in zip(inputs, input_index, strict=True)))
+        part_grad = None if grad is None else grad[output_index].double()
+        results = evaluate(formula, part, options, part_grad)
+        for name, value in results.items():
+            index = output_index if name == "output" else input_index[int(name.removeprefix("grad "))]
+            if name not in whole:
+                like = _output_shape(spec, inputs, options) if name == "output" else inputs[int(name[5:])].shape
+                whole[name] = torch.empty(like, dtype=torch.float64, device=inputs[0].device)
+            whole[name][index] = value
+    return whole or evaluate(formula, _double(inputs), options, None if grad is None else grad.double())
+
+
+def _double(inputs: Inputs) -> Inputs:
+    return tuple(x.double() for x in inputs)
+
+
+def _output_shape(spec: Spec, inputs: Inputs, options: Options) -> torch.Size:
+    # PyTorch's own function on tensors without data knows the output's shape, whatever the size.
+    return spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
+
+
+def compare(name: str, actual: torch.Tensor, exact: torch.Tensor, naive: torch.Tensor | None) -> Deviation:
+    """Hold `actual` to the bound that `naive`, the naive formula's result in the same dtype, sets around `exact`."""
+
+    def wrong(reason: str) -> Deviation:
+        return Deviation(name, torch.inf, 0.0, torch.inf, 0.0, reason)
+
+    if actual.shape != exact.shape:
+        return wrong(f"shape {tuple(actual.shape)} where {tuple(exact.shape)} is expected")
+    if naive is not None and actual.dtype != naive.dtype:
+        return wrong(f"dtype {actual.dtype} where {naive.dtype} is expected")
+    if actual.numel() == 0:
+        return Deviation(name, 0.0, 0.0, 0.0, 0.0)
+    if actual.dtype != torch.float64:
+        # What the dtype cannot hold becomes infinity there, in any implementation.
+        exact = torch.where(exact.abs() > _largest(actual.dtype), exact.sign() * torch.inf, exact)
+    value = actual.double()
+    same_special = (value.isnan() == exact.isnan()) & (value.isposinf() == exact.isposinf())
+    same_special &= value.isneginf() == exact.isneginf()
+    if not same_special.all():
+        where = (~same_special).nonzero()[0].tolist()
+        got, want = value[tuple(where)].item(), exact[tuple(where)].item()
+        count = int((~same_special).sum())
+        return wrong(
+            f"{count} elements differ in NaN or infinity, the first at {where}: {got} where {want} is expected"
+        )
+    finite = exact.isfinite()
+    if not finite.any():
+        return Deviation(name, 0.0, 0.0, 0.0, 0.0)
+    exact = exact[finite]
+    error, norm_error = _errors(value[finite] - exact)
+    ulp = torch.finfo(actual.dtype).eps
+    bound, norm_bound = 2 * ulp * exact.abs().max().item(), 2 * ulp * exact.norm().item()
+    # One denormal step, for results that round to the smallest numbers of the dtype.
+    bound += torch.finfo(actual.dtype).smallest_normal * ulp
+    norm_bound += torch.finfo(actual.dtype).smallest_normal * ulp * exact.numel() ** 0.5
+    if naive is not None:
+        naive_deviation = naive.double()[finite] - exact
+        # Where the naive formula overflows, it sets no bound.
+        naive_error, naive_norm = _errors(naive_deviation[naive_deviation.isfinite()])
+        bound, norm_bound = bound + 2 * naive_error, norm_bound + 2 * naive_norm
+    return Deviation(name, error, bound, norm_error, norm_bound)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """The largest float64 that rounds to a finite number of `dtype`: half a step past its maximum."""
+    info = torch.finfo(dtype)
+    return info.max * (1 + info.eps / 4)
+
+
+def _errors(deviation: torch.Tensor) -> tuple[float, float]:
+    if deviation.numel() == 0:
+        return 0.0, 0.0
+    return deviation.abs().max().item(), deviation.norm().item()
+
+
+def agreement(
+    spec: Spec,
+    run: Implementation,
+    inputs: Inputs,
+    options: Options,
+    grad: torch.Tensor | None = None,
+    *,
+    exact: Results | None = None,
+    naive: Results | None = None,
+) -> Agreement:
+    """The agreement of an implementation with the oracle on these inputs, with gradients where `grad` is given.
+
+    Results of :func:`oracle` and of the naive formula in the inputs' dtype can be passed in, to be shared by variants.
+    """
+    exact = oracle(spec, inputs, options, grad) if exact is None else exact
+    naive = evaluate(spec.reference, inputs, options, grad) if naive is None else naive
+    actual = evaluate(run, inputs, options, grad)
+    return Agreement(tuple(compare(name, actual[name], exact[name], naive.get(name)) for name in exact))

@@ -1,0 +1,62 @@
+"""Make the tensors that a :class:`~kernel_ladder.spec.Case` describes, for tests and benchmark alike."""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_ladder.spec import Case, Inputs
+
+LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
+VALUES = ("normal", "large", "neg_inf_rows", "nan", "inf", "constant")
+
+
+def _layout(shape: tuple[int, ...], layout: str, make) -> torch.Tensor:
+    """A tensor of `shape` in the named memory layout, its values from ``make(shape)``."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; known are {', '.join(LAYOUTS)}")
+    if layout == "contiguous" or not shape:
+        return make(shape)
+    if layout == "transposed":  # the last two dimensions swapped in memory; of a vector, its order reversed in nothing
+        if len(shape) < 2:
+            return make((*shape, 2))[..., 0]
+        return make((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
+    if layout == "strided":  # every second element of the last dimension
+        return make((*shape[:-1], 2 * shape[-1]))[..., ::2]
+    if layout == "sliced":  # rows cut out of wider ones, at an offset that breaks 16-byte alignment
+        return make((*shape[:-1], shape[-1] + 3))[..., 1 : 1 + shape[-1]]
+    return make((1, *shape[1:])).expand(shape)  # zero stride in the first dimension
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
+    """The tensors of `case`: one per entry of ``case.shapes``, the same for the same `seed` on the same device type.
+
+    Values are drawn in float32 from a standard normal distribution, then rounded to `dtype`:
+
+    - ``normal``: as drawn; ``large``: times 100; ``constant``: one value, so that sums cancel exactly
+    - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf
+    - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
+    """
+    if case.values not in VALUES:
+        raise ValueError(f"unknown values {case.values!r}; known are {', '.join(VALUES)}")
+    device = torch.device(device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def make(shape: tuple[int, ...]) -> torch.Tensor:
+        draw = torch.float64 if dtype == torch.float64 else torch.float32
+        x = torch.randn(shape, generator=generator, device=device, dtype=draw)
+        if case.values == "large":
+            x = x * 100
+        elif case.values == "constant":
+            x = torch.full_like(x, 1.5)
+        elif case.values == "neg_inf_rows":
+            x.view(-1)[::5] = -torch.inf
+            if x.dim() > 1 and x.shape[0] > 1:
+                x[0] = -torch.inf
+        elif case.values == "nan":
+            x.view(-1)[::7] = torch.nan
+        elif case.values == "inf":
+            x.view(-1)[::7] = torch.inf
+            x.view(-1)[3::14] = -torch.inf
+        return x.to(dtype)
+
+    return tuple(_layout(shape, case.layout, make) for shape in case.shapes)

@@ -1,0 +1,108 @@
+"""What an operation is, apart from how it is computed: the contract that every variant of it meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Inputs = tuple[torch.Tensor, ...]
+Options = Mapping[str, Any]
+
+#: Every dtype that an operation accepts. A variant may take fewer and says so through ``unsupported``.
+DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operation, described by data, so that tests and the benchmark make the same inputs from it.
+
+    ``shapes`` has one entry per tensor argument. ``layout`` and ``values`` are names that
+    :func:`kernel_ladder.samples.make_inputs` knows. ``options`` are the keyword arguments of a variant.
+    """
+
+    id: str
+    shapes: tuple[tuple[int, ...], ...]
+    options: Options = field(default_factory=dict)
+    layout: str = "contiguous"
+    values: str = "normal"
+    quick: bool = False
+
+    def __str__(self) -> str:
+        return self.id
+
+
+@dataclass(frozen=True)
+class ErrorCase:
+    """Bad arguments, and the error that each level must raise for them.
+
+    ``arguments`` returns ``(args, kwargs)`` for the public function; ``message`` is a regular expression.
+    """
+
+    id: str
+    arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    error: type[Exception]
+    message: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything about an operation that is the same for every variant.
+
+    Attributes:
+        name: the operation's name, also the name of its module at every level.
+        reference: the naive formula in plain tensor operations. The readable baseline; the oracle, when
+            called on float64 inputs; and what ``torch.compile`` compiles.
+        builtin: PyTorch's own function, an independent check of the formula.
+        check: raises the argument errors, so that they read the same at every level.
+        samples: small and awkward cases for the tests.
+        errors: bad arguments with the message that each must raise.
+        sweep: the cases of the benchmark; those marked ``quick`` make the short sweep.
+        bytes: least bytes to move for ``(case, itemsize, backward)``.
+        flops: least floating-point operations for ``(case, backward)``.
+        auto: backends in the order in which ``backend="auto"`` tries them on a GPU, fastest first.
+        oracle: a faster formula for the float64 oracle where the naive one needs too much memory.
+            A test holds it equal to ``reference``.
+        parts: splits inputs and output into independent pieces, as pairs of (one index per input, output index),
+            so that the oracle of a large case fits in memory.
+    """
+
+    name: str
+    reference: Callable[..., torch.Tensor]
+    builtin: Callable[..., torch.Tensor]
+    check: Callable[..., None]
+    samples: Sequence[Case]
+    errors: Sequence[ErrorCase]
+    sweep: Sequence[Case]
+    bytes: Callable[[Case, int, bool], int]
+    flops: Callable[[Case, bool], int]
+    auto: Sequence[str]
+    oracle: Callable[..., torch.Tensor] | None = None
+    parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
+
+
+def check_tensors(op: str, dtypes: Sequence[torch.dtype] = DTYPES, **tensors: object) -> None:
+    """Raise unless every argument is a tensor of an accepted dtype, and all have one dtype and one device."""
+    first_name, first = next(iter(tensors.items()))
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op}: argument `{name}` must be a torch.Tensor, got {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise TypeError(f"{op}: argument `{name}` must be a dense (strided) tensor, got layout {value.layout}")
+        if value.dtype not in dtypes:
+            accepted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            given = str(value.dtype).removeprefix("torch.")
+            raise TypeError(f"{op}: argument `{name}` has dtype {given}; accepted are {accepted}")
+        assert isinstance(first, torch.Tensor)
+        if value.dtype != first.dtype:
+            raise TypeError(
+                f"{op}: arguments `{first_name}` and `{name}` must have the same dtype, "
+                f"got {str(first.dtype).removeprefix('torch.')} and {str(value.dtype).removeprefix('torch.')}"
+            )
+        if value.device != first.device:
+            raise ValueError(
+                f"{op}: arguments `{first_name}` and `{name}` must be on the same device, "
+                f"got {first.device} and {value.device}"
+            )

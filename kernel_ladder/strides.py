@@ -1,0 +1,30 @@
+"""Describe strided tensors by as few dimensions as their memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """Merge neighbouring dimensions that every operand walks as one; drop those of size one.
+
+    Returns sizes and, per operand, strides, in the order of the given dimensions (at least one dimension).
+
+    >>> collapse((4, 5, 6), (30, 6, 1), (60, 12, 2))
+    ([120], [[1], [2]])
+    """
+    sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for dim in range(len(shape) - 1, -1, -1):
+        size = shape[dim]
+        if size == 1:
+            continue
+        if sizes and all(s[dim] == m[-1] * sizes[-1] for s, m in zip(strides, merged, strict=True)):
+            sizes[-1] *= size
+            continue
+        sizes.append(size)
+        for s, m in zip(strides, merged, strict=True):
+            m.append(s[dim])
+    if not sizes:
+        return [1], [[0] for _ in strides]
+    return sizes[::-1], [m[::-1] for m in merged]

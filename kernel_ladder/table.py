@@ -1,0 +1,237 @@
+"""The dispatch table: operation × backend → variant, with a reason for everything that cannot run."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
+from kernel_ladder.spec import Inputs, Options, Spec
+
+#: Operations, each a module of this name in every level's package.
+OPS: tuple[str, ...] = ("gelu",)
+
+#: Levels in the order of the climb, each with the package that holds it.
+LEVELS: dict[str, str] = {
+    "torch": "torch_ref",
+    "compile": "compile_impl",
+    "triton": "triton_impl",
+    "cuda": "cuda_impl",
+}
+
+#: The environment variable that names the backend where neither the call nor :func:`use` does.
+ENV_BACKEND = "KERNEL_LADDER_BACKEND"
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One named implementation of an operation at a level.
+
+    ``forward(*inputs, **options)`` returns ``(output, saved)``.
+    ``backward(saved, grad, needs)`` returns one gradient per input, None where ``needs`` is False for it;
+    a variant without one is differentiated by PyTorch.
+    ``unsupported(*inputs, **options)`` returns why these inputs cannot be taken, or None.
+    """
+
+    op: str
+    name: str
+    forward: Callable[..., tuple[torch.Tensor, tuple[Any, ...]]]
+    backward: Callable[..., tuple[torch.Tensor | None, ...]] | None
+    unsupported: Callable[..., str | None]
+
+    @property
+    def level(self) -> str:
+        return self.name.partition(".")[0]
+
+    def __repr__(self) -> str:
+        return f"<{self.op} {self.name}>"
+
+
+_specs: dict[str, Spec] = {}
+_variants: dict[tuple[str, str], dict[str, Variant]] = {}  # (op, level) -> name -> variant, in the order of the climb
+_unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, once loaded
+_loading = threading.RLock()
+_chosen = threading.local()
+
+
+def _supports_all(*inputs: torch.Tensor, **options: Any) -> str | None:
+    return None
+
+
+def register_spec(spec: Spec) -> Spec:
+    """Add an operation's spec. Called once, by ``torch_ref/<op>.py``."""
+    _specs[spec.name] = spec
+    return spec
+
+
+def register(
+    op: str,
+    name: str,
+    *,
+    forward: Callable[..., tuple[torch.Tensor, tuple[Any, ...]]],
+    backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
+    unsupported: Callable[..., str | None] = _supports_all,
+) -> Variant:
+    """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`."""
+    level, _, step = name.partition(".")
+    if level not in LEVELS or not step:
+        raise ValueError(f"register: `name` must be 'level.variant' with a level of {', '.join(LEVELS)}, got {name!r}")
+    variants = _variants.setdefault((op, level), {})
+    if name in variants:
+        raise ValueError(f"register: {op} has a variant {name!r} already")
+    variants[name] = Variant(op, name, forward, backward, unsupported)
+    return variants[name]
+
+
+def _load(op: str, level: str) -> None:
+    """Import a level's module for an operation, once, and note why it is unavailable if it is."""
+    with _loading:
+        if (op, level) in _unavailable:
+            return
+        try:
+            package = importlib.import_module(LEVELS[level])
+            reason = package.unavailable()
+            importlib.import_module(f"{LEVELS[level]}.{op}")
+        except ImportError as error:
+            reason = f"the {level} level could not be imported: {error}"
+        if reason is not None and level in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(","):
+            raise UnavailableError(f"KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}")
+        _unavailable[op, level] = reason
+
+
+def _check_op(op: str) -> None:
+    if op not in OPS:
+        near = difflib.get_close_matches(op, OPS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise BackendError(f"unknown operation {op!r}; {hint}Operations are {', '.join(OPS)}")
+
+
+def spec(op: str) -> Spec:
+    """The spec of an operation."""
+    if op not in _specs:
+        _check_op(op)
+        _load(op, "torch")
+    return _specs[op]
+
+
+def variants(op: str, level: str | None = None) -> list[Variant]:
+    """Every variant of an operation (at one level), in the order of the climb, available or not."""
+    _check_op(op)
+    levels = list(LEVELS) if level is None else [level]
+    for each in levels:
+        if (op, each) not in _unavailable:
+            _load(op, each)
+    return [v for each in levels for v in _variants.get((op, each), {}).values()]
+
+
+def unavailable(op: str, level: str) -> str | None:
+    """Why a level cannot be used on this machine for an operation, or None where it can."""
+    if (op, level) not in _unavailable:
+        _check_op(op)
+        _load(op, level)
+    return _unavailable[op, level]
+
+
+def backends(op: str) -> dict[str, str | None]:
+    """Every backend of an operation by name, with the reason why it is unavailable, or None.
+
+    >>> kernel_ladder.backends("gelu")
+    {'torch.naive': None, 'torch.builtin': None, 'compile.default': None, ...}
+    """
+    found: dict[str, str | None] = {}
+    for level in LEVELS:
+        reason = unavailable(op, level)
+        names = [v.name for v in variants(op, level)]
+        found.update(dict.fromkeys(names or [level], reason))
+    return found
+
+
+@contextmanager
+def use(backend: str) -> Iterator[None]:
+    """Choose the backend of every call in this thread that names none, inside a ``with`` block.
+
+    Blocks nest. `backend` is a level (``"triton"``), a variant (``"cuda.flash"``) or ``"auto"``.
+    A name that no operation has is refused at once; one that only some have is refused by the others when called.
+    """
+    if not isinstance(backend, str):
+        raise TypeError(f"use: argument `backend` must be a str, got {type(backend).__name__}")
+    if backend != "auto" and backend not in LEVELS:
+        known = [v.name for op in OPS for v in variants(op)]
+        level = backend.partition(".")[0]
+        out_of_reach = level in LEVELS and not any(name.startswith(f"{level}.") for name in known)
+        if backend not in known and not out_of_reach:
+            raise BackendError(_unknown_backend(None, backend, known))
+    before = getattr(_chosen, "backend", None)
+    _chosen.backend = backend
+    try:
+        yield
+    finally:
+        _chosen.backend = before
+
+
+def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
+    names = list(dict.fromkeys([*LEVELS, "auto", *known]))
+    near = difflib.get_close_matches(backend, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return f"{op or 'use'}: unknown `backend` {backend!r}; {hint}Known are {', '.join(names)}"
+
+
+def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> Variant:
+    """The variant that `backend` names for these inputs.
+
+    A variant's name means that variant or an error. A level's name means its most optimised variant that supports the
+    inputs. None means what :func:`use` chose, else the environment's ``KERNEL_LADDER_BACKEND``, else ``"auto"``.
+
+    Raises:
+        BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.
+    """
+    if backend is None:
+        backend = getattr(_chosen, "backend", None) or os.environ.get(ENV_BACKEND) or "auto"
+    if not isinstance(backend, str):
+        raise TypeError(f"{op}: argument `backend` must be a str or None, got {type(backend).__name__}")
+    if backend == "auto":
+        return _resolve_auto(op, inputs, options)
+    level, _, step = backend.partition(".")
+    if level not in LEVELS:
+        raise BackendError(_unknown_backend(op, backend, [v.name for v in variants(op)]))
+    reason = unavailable(op, level)
+    climb = _variants.get((op, level), {})
+    if step and climb and backend not in climb:
+        raise BackendError(_unknown_backend(op, backend, [v.name for v in variants(op)]))
+    if reason is not None:
+        raise UnavailableError(f"{op}: backend {backend!r} is unavailable: {reason}")
+    if step:
+        variant = climb[backend]
+        why = variant.unsupported(*inputs, **options)
+        if why is not None:
+            raise UnsupportedError(f"{op}: {backend} does not support this call: {why}")
+        return variant
+    reasons = []
+    for variant in reversed(climb.values()):
+        why = variant.unsupported(*inputs, **options)
+        if why is None:
+            return variant
+        reasons.append(f"{variant.name}: {why}")
+    raise UnsupportedError(f"{op}: no variant at level {backend!r} supports this call: {'; '.join(reasons)}")
+
+
+def _resolve_auto(op: str, inputs: Inputs, options: Options) -> Variant:
+    if inputs[0].is_cuda:
+        for backend in spec(op).auto:
+            level, _, step = backend.partition(".")
+            if unavailable(op, level) is not None:
+                continue
+            climb = _variants[op, level]
+            for variant in [climb[backend]] if step else reversed(climb.values()):
+                if variant.unsupported(*inputs, **options) is None:
+                    return variant
+    variants(op, "torch")
+    return _variants[op, "torch"]["torch.builtin"]

@@ -1,0 +1,73 @@
+"""Every variant, in every dtype it takes, on every sample, forward and backward, against float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder import autograd, table
+from kernel_ladder.agreement import agreement, evaluate, oracle
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import DTYPES, Case
+
+from .conftest import DEVICE
+
+
+@functools.lru_cache(maxsize=8)
+def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
+    """Inputs, output gradient, oracle and the naive formula's results: shared by the variants of one case."""
+    spec = kernel_ladder.spec(op)
+    case = spec.samples[case_index]
+    inputs = make_inputs(case, dtype, DEVICE)
+    grad = None
+    if backward:
+        output = spec.reference(*inputs, **case.options)
+        grad = make_inputs(Case("grad", (tuple(output.shape),)), dtype, DEVICE, seed=1)[0]
+    exact = oracle(spec, inputs, case.options, grad)
+    return inputs, grad, exact, evaluate(spec.reference, inputs, case.options, grad)
+
+
+def parameters():
+    for op in kernel_ladder.OPS:
+        spec = kernel_ladder.spec(op)
+        for index, case in enumerate(spec.samples):
+            for dtype in DTYPES:
+                for backward in (False, True):
+                    for variant in table.variants(op):
+                        ident = f"{op}-{variant.name}-{str(dtype).removeprefix('torch.')}-{case.id}"
+                        ident += "-backward" if backward else "-forward"
+                        yield pytest.param(variant, index, dtype, backward, id=ident)
+
+
+#: Where PyTorch itself departs from the formula, on the CPU only: (variant, sample) -> what it does.
+KNOWN_ON_CPU = {("gelu", "torch.builtin", "none-inf"): "PyTorch's CPU kernel gives NaN for +inf, its CUDA kernel +inf"}
+
+
+@pytest.mark.parametrize(("variant", "case_index", "dtype", "backward"), list(parameters()))
+def test_agreement(variant, case_index, dtype, backward, request):
+    spec = kernel_ladder.spec(variant.op)
+    case = spec.samples[case_index]
+    reason = table.unavailable(variant.op, variant.level)
+    if reason is not None:
+        pytest.skip(reason)
+    if variant.level == "compile" and not DEVICE.type == "cuda" and case_index % 7:
+        pytest.skip("compiling takes seconds a case without a GPU: every seventh sample stands for all")
+    inputs, grad, exact, naive = expected(variant.op, case_index, dtype, backward)
+    reason = variant.unsupported(*inputs, **case.options)
+    if reason is not None:
+        pytest.skip(reason)
+    if DEVICE.type == "cpu" and (known := KNOWN_ON_CPU.get((variant.op, variant.name, case.id))):
+        request.applymarker(pytest.mark.xfail(reason=known, strict=False))
+    result = agreement(
+        spec,
+        lambda *x, **options: autograd.run(variant, x, options),
+        inputs,
+        case.options,
+        grad,
+        exact=exact,
+        naive=naive,
+    )
+    assert result.agrees, str(result)

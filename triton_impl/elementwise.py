@@ -1,0 +1,49 @@
+"""Index strided operands of elementwise kernels: up to four dimensions that do not collapse."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kernel_ladder.strides import collapse
+
+MAX_DIMS = 4
+
+
+@triton.jit
+def offset_of(index, size1, size2, size3, stride0, stride1, stride2, stride3):
+    """Memory offset of the element at a row-major `index`, in a tensor of sizes (any, size1, size2, size3)."""
+    i3 = index % size3
+    index = index // size3
+    i2 = index % size2
+    index = index // size2
+    i1 = index % size1
+    i0 = index // size1
+    return i0 * stride0 + i1 * stride1 + i2 * stride2 + i3 * stride3
+
+
+def layout(*tensors: torch.Tensor) -> tuple[bool, list[int]]:
+    """Whether `tensors`, all of one shape, can be walked as one dense run of memory; and if not, how to index them.
+
+    The second value is what :func:`offset_of` takes: three inner sizes, then four strides per tensor.
+    """
+    first = tensors[0].stride()
+    # The first tensor is a fresh output, so it is dense; whoever shares its strides is dense in the same order.
+    if all(t.stride() == first for t in tensors[1:]):
+        return True, [1] * (3 + 4 * len(tensors))
+    sizes, strides = collapse(tensors[0].shape, *(t.stride() for t in tensors))
+    padding = MAX_DIMS - len(sizes)
+    flat = [*([1] * padding), *sizes][1:]
+    for s in strides:
+        flat += [*([0] * padding), *s]
+    return False, flat
+
+
+def too_many_dims(*tensors: torch.Tensor) -> str | None:
+    """Why these tensors cannot be indexed by :func:`offset_of`, or None."""
+    for t in tensors:
+        if t.dim() > MAX_DIMS and not t.is_contiguous():
+            dims = len(collapse(t.shape, t.stride(), torch.empty(t.shape, device="meta").stride())[0])
+            if dims > MAX_DIMS:
+                return f"strides that do not collapse to {MAX_DIMS} dimensions (these need {dims})"
+    return None
