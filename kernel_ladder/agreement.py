@@ -107,6 +107,20 @@ def _output_shape(spec: Spec, inputs: Inputs, options: Options) -> torch.Size:
     return spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
 
 
+def baseline(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None, exact: Results) -> Results:
+    """The naive formula's results in the inputs' own dtype, whose error around `exact` sets the bound.
+
+    In float64 the oracle is the naive formula, and so would set no bound: there, the error that the formula makes in
+    float32, scaled by the ratio of the two units in the last place, stands in.
+    """
+    if inputs[0].dtype != torch.float64:
+        return evaluate(spec.reference, inputs, options, grad)
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    inputs, grad = tuple(x.float() for x in inputs), None if grad is None else grad.float()
+    rounded, oracle32 = evaluate(spec.reference, inputs, options, grad), oracle(spec, inputs, options, grad)
+    return {name: exact[name] + ratio * (rounded[name].double() - oracle32[name]) for name in exact}
+
+
 def compare(name: str, actual: torch.Tensor, exact: torch.Tensor, naive: torch.Tensor | None) -> Deviation:
     """Hold `actual` to the bound that `naive`, the naive formula's result in the same dtype, sets around `exact`."""
 
@@ -174,9 +188,9 @@ def agreement(
 ) -> Agreement:
     """The agreement of an implementation with the oracle on these inputs, with gradients where `grad` is given.
 
-    Results of :func:`oracle` and of the naive formula in the inputs' dtype can be passed in, to be shared by variants.
+    Results of :func:`oracle` and :func:`baseline` can be passed in, to be shared by variants.
     """
     exact = oracle(spec, inputs, options, grad) if exact is None else exact
-    naive = evaluate(spec.reference, inputs, options, grad) if naive is None else naive
+    naive = baseline(spec, inputs, options, grad, exact) if naive is None else naive
     actual = evaluate(run, inputs, options, grad)
     return Agreement(tuple(compare(name, actual[name], exact[name], naive.get(name)) for name in exact))
