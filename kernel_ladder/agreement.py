@@ -152,7 +152,8 @@ def compare(name: str, actual: torch.Tensor, exact: torch.Tensor, naive: torch.T
     exact = exact[finite]
     error, norm_error = _errors(value[finite] - exact)
     ulp = torch.finfo(actual.dtype).eps
-    bound, norm_bound = 2 * ulp * exact.abs().max().item(), 2 * ulp * exact.norm().item()
+    factor = 3 if actual.dtype == torch.float64 else 2  # there the oracle errs as much as the naive formula does
+    bound, norm_bound = factor * ulp * exact.abs().max().item(), factor * ulp * exact.norm().item()
     # One denormal step, for results that round to the smallest numbers of the dtype.
     bound += torch.finfo(actual.dtype).smallest_normal * ulp
     norm_bound += torch.finfo(actual.dtype).smallest_normal * ulp * exact.numel() ** 0.5
@@ -160,7 +161,7 @@ def compare(name: str, actual: torch.Tensor, exact: torch.Tensor, naive: torch.T
         naive_deviation = naive.double()[finite] - exact
         # Where the naive formula overflows, it sets no bound.
         naive_error, naive_norm = _errors(naive_deviation[naive_deviation.isfinite()])
-        bound, norm_bound = bound + 2 * naive_error, norm_bound + 2 * naive_norm
+        bound, norm_bound = bound + factor * naive_error, norm_bound + factor * naive_norm
     return Deviation(name, error, bound, norm_error, norm_bound)
 
 
