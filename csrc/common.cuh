@@ -156,6 +156,57 @@ __device__ inline void store_vec(T* pointer, const Vec<T>& value) {
     *reinterpret_cast<Vec<T>*>(pointer) = value;
 }
 
+// A vector as floats and back, two 16-bit elements an instruction.
+template <typename T>
+__device__ inline void unpack(const Vec<T>& v, float (&x)[Vec<T>::size]) {
+#pragma unroll
+    for (int i = 0; i < Vec<T>::size; ++i) x[i] = to_float(v[i]);
+}
+template <>
+__device__ inline void unpack<bfloat16>(const Vec<bfloat16>& v, float (&x)[8]) {
+    const uint4 words = *reinterpret_cast<const uint4*>(&v);
+    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // a bfloat16 is the upper half of a float
+        x[2 * i] = __uint_as_float(w[i] << 16);
+        x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+    }
+}
+template <typename T>
+__device__ inline Vec<T> pack(const float (&x)[Vec<T>::size]) {
+    Vec<T> v;
+#pragma unroll
+    for (int i = 0; i < Vec<T>::size; ++i) v[i] = from_float<T>(x[i]);
+    return v;
+}
+template <>
+__device__ inline Vec<half> pack<half>(const float (&x)[8]) {
+    Vec<half> v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<half2*>(&v)[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+    return v;
+}
+template <>
+__device__ inline Vec<bfloat16> pack<bfloat16>(const float (&x)[8]) {
+    Vec<bfloat16> v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<__nv_bfloat162*>(&v)[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    return v;
+}
+
+// The special function unit's own instructions: one issue slot each, 1 ulp (reciprocal) and 2 ulp (2 to the x) of error,
+// denormals flushed to zero.
+__device__ inline float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 inline bool is_aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 // ---- device: reductions --------------------------------------------------------------------------------------------
@@ -168,10 +219,9 @@ struct Sum {
     __device__ float operator()(float a, float b) const { return a + b; }
 };
 
-// fmaxf drops NaN; a maximum that must pass it on compares by hand.
-struct Max {
+struct Max {  // drops NaN, as fmaxf does
     static constexpr float identity = -std::numeric_limits<float>::infinity();
-    __device__ float operator()(float a, float b) const { return (a > b || isnan(a)) ? a : b; }
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
 template <typename Op>

@@ -121,8 +121,19 @@ def baseline(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | 
     return {name: exact[name] + ratio * (rounded[name].double() - oracle32[name]) for name in exact}
 
 
-def compare(name: str, actual: torch.Tensor, exact: torch.Tensor, naive: torch.Tensor | None) -> Deviation:
-    """Hold `actual` to the bound that `naive`, the naive formula's result in the same dtype, sets around `exact`."""
+def compare(
+    name: str,
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    naive: torch.Tensor | None,
+    grad: torch.Tensor | None = None,
+) -> Deviation:
+    """Hold `actual` to the bound that `naive`, the naive formula's result in the same dtype, sets around `exact`.
+
+    Of a gradient, `grad` is the gradient of the output that it was made from. A formula that subtracts values of that
+    size (softmax's does) leaves their rounding behind even where the difference vanishes, so two ulp of the largest
+    are allowed, in the precision of the arithmetic: float32, or float64 for float64.
+    """
 
     def wrong(reason: str) -> Deviation:
         return Deviation(name, torch.inf, 0.0, torch.inf, 0.0, reason)
@@ -157,6 +168,10 @@ def compare(name: str, actual: torch.Tensor, exact: torch.Tensor, naive: torch.T
     # One denormal step, for results that round to the smallest numbers of the dtype.
     bound += torch.finfo(actual.dtype).smallest_normal * ulp
     norm_bound += torch.finfo(actual.dtype).smallest_normal * ulp * exact.numel() ** 0.5
+    if grad is not None and (given := grad[grad.isfinite()]).numel():
+        working_ulp = torch.finfo(torch.promote_types(actual.dtype, torch.float32)).eps
+        bound += factor * working_ulp * given.abs().max().item()
+        norm_bound += factor * working_ulp * given.abs().max().item() * exact.numel() ** 0.5
     if naive is not None:
         naive_deviation = naive.double()[finite] - exact
         # Where the naive formula overflows, it sets no bound.
@@ -194,4 +209,9 @@ def agreement(
     exact = oracle(spec, inputs, options, grad) if exact is None else exact
     naive = baseline(spec, inputs, options, grad, exact) if naive is None else naive
     actual = evaluate(run, inputs, options, grad)
-    return Agreement(tuple(compare(name, actual[name], exact[name], naive.get(name)) for name in exact))
+    return Agreement(
+        tuple(
+            compare(name, actual[name], exact[name], naive.get(name), None if name == "output" else grad)
+            for name in exact
+        )
+    )
