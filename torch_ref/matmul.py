@@ -1,6 +1,7 @@
 """Matrix product, ``C[m, n] = Σ_k A[m, k] · B[k, n]``, with the shapes of torch.matmul: vectors, matrices, batches."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -13,19 +14,63 @@ NAIVE_LIMIT_GIB = 8.0
 
 def naive(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The formula: all M·N·K products go out to memory, and come back to be summed, in float32 or wider."""
-    wide = torch.promote_types(input.dtype, torch.float32)
-    a = (input if input.dim() > 1 else input.unsqueeze(0)).to(wide)
-    b = (other if other.dim() > 1 else other.unsqueeze(-1)).to(wide)
+    a, b = _wide_matrices(input, other)
     products = a.unsqueeze(-1) * b.unsqueeze(-3)  # (…, M, K, 1) × (…, 1, K, N)
-    output = products.sum(-2).to(input.dtype)
-    if other.dim() == 1:
-        output = output.squeeze(-1)
-    return output if input.dim() > 1 else output.squeeze(-2 if other.dim() > 1 else -1)
+    return _without_vectors(products.sum(-2), input, other)
 
 
 def builtin(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """PyTorch's product: cuBLAS on a GPU."""
     return torch.matmul(input, other)
+
+
+def running_sum(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The product as one running sum per element, in float32 or wider: what a plain kernel does.
+
+    It sets the agreement's bound. The naive formula's sum is split over threads and so rounds less than a chain of K
+    additions, whose error grows as √K units in the last place: no fault in a kernel. And this needs no memory.
+    From the last k to the first: in float64 the oracle may be the same sum, and must not round in the same order.
+    """
+    a, b = _wide_matrices(input, other)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    output = _RunningSum.apply(a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:]))
+    return _without_vectors(output, input, other)
+
+
+class _RunningSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return _add_products(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = ctx.saved_tensors
+        return _add_products(grad, b.mT), _add_products(a.mT, grad)
+
+
+def _add_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    output = a.new_zeros((*a.shape[:-1], b.shape[-1]))
+    for k in reversed(range(a.shape[-1])):
+        output.addcmul_(a[..., :, k : k + 1], b[..., k : k + 1, :])
+    return output
+
+
+def _wide_matrices(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the dtype of the sum, a vector as a row (`input`) or a column (`other`)."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    a = input if input.dim() > 1 else input.unsqueeze(0)
+    b = other if other.dim() > 1 else other.unsqueeze(1)
+    return a.to(wide), b.to(wide)
+
+
+def _without_vectors(product: torch.Tensor, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The product in the inputs' dtype, without the dimensions that vectors do not have."""
+    if other.dim() == 1:
+        product = product.squeeze(-1)
+    if input.dim() == 1:
+        product = product.squeeze(-1 if other.dim() == 1 else -2)
+    return product.to(input.dtype)
 
 
 def product_sizes(input: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, int]:
@@ -85,6 +130,7 @@ SAMPLES = [
     Case("tile", ((64, 64), (64, 64))),
     Case("tile+1", ((65, 129), (129, 33))),
     Case("tile-1", ((63, 31), (31, 127))),
+    Case("long-k", ((3, 1021), (1021, 5))),
     Case("transposed", ((37, 53), (53, 41)), layout="transposed"),
     Case("strided", ((17, 35), (35, 19)), layout="strided"),
     Case("sliced", ((31, 67), (67, 33)), layout="sliced"),
@@ -211,6 +257,7 @@ SPEC = register_spec(
         flops=_flops,
         auto=("torch.builtin",),
         oracle=builtin,
+        yardstick=running_sum,
     )
 )
 
