@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernel_ladder.table import register
 from triton_impl import unsupported
+from triton_impl.aot import entry
 from triton_impl.elementwise import layout, offset_of, too_many_dims
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -96,3 +97,9 @@ def _unsupported(input: torch.Tensor, **options: object) -> str | None:
 
 
 register("gelu", "triton.fused", forward=gelu, backward=gelu_backward, unsupported=_unsupported)
+
+AOT = [
+    entry(kernel, dtype, {"TANH": tanh, "DENSE": dense, "BLOCK": BLOCK})
+    for kernel in (_gelu_kernel, _gelu_backward_kernel)
+    for dtype, tanh, dense in (("bf16", True, True), ("fp32", False, False))
+]

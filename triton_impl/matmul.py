@@ -15,6 +15,7 @@ from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.strides import collapse
 from kernel_ladder.table import register
 from triton_impl import interpreted, unsupported
+from triton_impl.aot import entry
 from triton_impl.dot import dot
 
 
@@ -70,8 +71,8 @@ CONFIGS = {
 #: Every block size divides it: sizes that are multiples of it need no masks.
 BLOCK_MULTIPLE = 256
 
-if interpreted():
-    CONFIGS = {kind: [_config(64, 64, 64, 1, 1)] for kind in CONFIGS}
+#: The interpreter has nothing to tune.
+INTERPRETER_CONFIG = _config(64, 64, 64, 1, 1)
 
 
 @triton.jit
@@ -96,18 +97,18 @@ def _tile(
     mask_n = tl.full((BLOCK_N,), True, tl.int1) if EVEN_N else offs_n < N
     if LARGE:
         offs_m, offs_n, offs_k = offs_m.to(tl.int64), offs_n.to(tl.int64), offs_k.to(tl.int64)
-        stride_ak, stride_bk = stride_ak.to(tl.int64), stride_bk.to(tl.int64)
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
 
+    step = tl.full((), BLOCK_K, tl.int64)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         mask_k = tl.full((BLOCK_K,), True, tl.int1) if EVEN_K else offs_k < K - k
         a = tl.load(a_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
         acc = dot(a, b, acc, PRECISION)
-        a_ptrs += BLOCK_K * stride_ak
-        b_ptrs += BLOCK_K * stride_bk
+        a_ptrs += step * stride_ak
+        b_ptrs += step * stride_bk
 
     c_ptrs = c_ptr + offs_m[:, None] * stride_cm + offs_n[None, :] * stride_cn
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
@@ -156,7 +157,9 @@ def _batched_matmul_kernel(
 def _tuned(kernel: triton.JITFunction) -> dict[str, triton.runtime.Autotuner]:
     """The kernel tuned over each kind's configurations. The choice is kept on disk, beside the compiled kernels."""
     return {
-        kind: triton.autotune(configs=configs, key=["tuning_key"], cache_results=True)(kernel)
+        kind: triton.autotune(
+            configs=[INTERPRETER_CONFIG] if interpreted() else configs, key=["tuning_key"], cache_results=True
+        )(kernel)
         for kind, configs in CONFIGS.items()
     }
 
@@ -281,3 +284,18 @@ def _gradient(left: torch.Tensor, right: torch.Tensor, like: torch.Tensor) -> to
 
 
 register("matmul", "triton.tiled", forward=matmul, backward=matmul_backward, unsupported=unsupported)
+
+
+_ROWS = {"stride_cn": 1, "stride_ak": 1, "stride_bn": 1}  # row-major operands
+_COLUMNS = {"stride_cn": 1, "stride_am": 1, "stride_bk": 1}  # both transposed
+_EVEN = {"EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "LARGE": False, "PRECISION": "ieee"}
+_MASKED = {"EVEN_M": False, "EVEN_N": False, "EVEN_K": False, "LARGE": True, "PRECISION": "ieee"}
+
+AOT = [
+    *(entry(_matmul_kernel, "bf16", {**_ROWS, **_EVEN}, config) for config in CONFIGS["16-bit"][:4]),
+    entry(_matmul_kernel, "fp16", {**_COLUMNS, **_MASKED}, CONFIGS["16-bit"][0]),
+    entry(_matmul_kernel, "bf16", {**_ROWS, **_MASKED}, CONFIGS["16-bit thin"][0]),
+    entry(_matmul_kernel, "fp32", {**_ROWS, **_EVEN, "PRECISION": "tf32"}, CONFIGS["tf32"][0]),
+    entry(_matmul_kernel, "fp32", {**_ROWS, **_EVEN}, CONFIGS["ieee"][0]),
+    entry(_batched_matmul_kernel, "bf16", {**_ROWS, **_MASKED}, CONFIGS["16-bit"][0]),
+]

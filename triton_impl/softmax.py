@@ -14,6 +14,7 @@ import triton.language as tl
 from kernel_ladder.strides import collapse
 from kernel_ladder.table import register
 from triton_impl import unsupported
+from triton_impl.aot import entry
 from triton_impl.elementwise import MAX_DIMS, offset_of
 
 #: The longest row that `fused` keeps in registers: 32 values a thread at 1024 threads.
@@ -207,3 +208,8 @@ register(
     backward=softmax_backward_fused,
     unsupported=_unsupported_fused,
 )
+
+AOT = [
+    *(entry(k, "bf16", {"BLOCK": 4096}) for k in (_softmax_fused_kernel, _softmax_backward_fused_kernel)),
+    *(entry(k, "fp32", {"BLOCK": ONLINE_BLOCK}) for k in (_softmax_online_kernel, _softmax_backward_online_kernel)),
+]
