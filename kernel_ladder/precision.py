@@ -11,3 +11,8 @@ def tf32_allowed() -> bool:
     Reading ``allow_tf32`` raises once the newer switch has been set; ``fp32_precision`` follows both.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# What torch.compiler.assume_constant_result sets (calling that would import the compiler): Dynamo cannot trace the
+# switches, reads them once, and guards on them by itself.
+tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -169,6 +169,9 @@ _batched_matmul = _tuned(_batched_matmul_kernel)
 MAX_BATCH_DIMS = 3
 
 
+_UNIT, _WIDE = 1 << 12, 1 << 13  # bits of the tuning key, of A; those of B are two further up
+
+
 def _magnitude(size: int) -> int:
     """The power of two that a size reaches, up to 2¹⁵: sizes alike in this are tuned alike."""
     power = 0
@@ -214,11 +217,11 @@ def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         or (k + 256) * stride_bk + (n + 256) * stride_bn >= 2**31
     )
     kind = _kind(a.dtype, m, n)
-    tuning_key = _magnitude(m) | _magnitude(n) << 4 | _magnitude(k) << 8
+    tuning_key = _magnitude(m) + (_magnitude(n) << 4) + (_magnitude(k) << 8)
     # What decides how wide the loads are: the unit strides, and whether the others keep 16-byte alignment.
-    tuning_key |= (stride_ak == 1) << 12 | (stride_bn == 1) << 13
-    tuning_key |= ((stride_am if stride_ak == 1 else stride_ak) % 8 == 0) << 14
-    tuning_key |= ((stride_bk if stride_bn == 1 else stride_bn) % 8 == 0) << 15
+    tuning_key += (_WIDE if stride_am % 8 == 0 else 0) + _UNIT if stride_ak == 1 else _WIDE if stride_ak % 8 == 0 else 0
+    wide_b = (_WIDE if stride_bk % 8 == 0 else 0) + _UNIT if stride_bn == 1 else _WIDE if stride_bn % 8 == 0 else 0
+    tuning_key += 4 * wide_b
     arguments = (m, n, k, stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn, tuning_key)
     flags = {
         "PRECISION": "tf32" if kind == "tf32" else "ieee",
