@@ -37,6 +37,8 @@ def batch_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
         return tuple(a.shape[:-2])
     if a.dim() <= 2:
         return tuple(b.shape[:-2])
+    if a.shape[:-2] == b.shape[:-2]:
+        return tuple(a.shape[:-2])
     return tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
 
 
