@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernel_ladder.table import register
 from triton_impl import unsupported
+from triton_impl.aot import entry
 from triton_impl.elementwise import indexing, is_dense, offset_of, too_many_dims
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -139,3 +140,15 @@ def _unsupported(input: torch.Tensor, **options: object) -> str | None:
 
 
 register("gelu", "triton.fused", forward=gelu, backward=gelu_backward, unsupported=_unsupported)
+
+AOT = [
+    *(
+        entry(kernel, "bf16", {"TANH": tanh, "BLOCK": BLOCK})
+        for kernel in (_gelu_kernel, _gelu_backward_kernel)
+        for tanh in (True, False)
+    ),
+    *(
+        entry(kernel, "fp32", {"TANH": False, "BLOCK": BLOCK})
+        for kernel in (_gelu_strided_kernel, _gelu_backward_strided_kernel)
+    ),
+]

@@ -14,6 +14,7 @@ import triton.language as tl
 from kernel_ladder.strides import collapse
 from kernel_ladder.table import register
 from triton_impl import unsupported
+from triton_impl.aot import entry
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 
 #: The longest row that `fused` keeps in registers: 32 values a thread at 1024 threads.
@@ -210,3 +211,11 @@ def _unsupported_fused(input: torch.Tensor, *, dim: int) -> str | None:
 
 _variant("triton.online", fused=False, unsupported=_unsupported)
 _variant("triton.fused", fused=True, unsupported=_unsupported_fused)
+
+AOT = [
+    *(entry(k, "bf16", {"BLOCK": 4096, "FUSED": True}) for k in (_softmax_kernel, _softmax_backward_kernel)),
+    *(
+        entry(k, "fp32", {"BLOCK": ONLINE_BLOCK, "FUSED": False})
+        for k in (_softmax_strided_kernel, _softmax_backward_strided_kernel)
+    ),
+]
