@@ -14,10 +14,13 @@ if not torch.cuda.is_available():
 import triton
 
 
-@functools.cache
+#: Read once, as a constant that torch.compile can trace.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter."""
-    return bool(triton.knobs.runtime.interpret)
+    return _INTERPRETED
 
 
 @functools.cache
