@@ -61,8 +61,8 @@ _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, o
 _loading = threading.RLock()
 _chosen = threading.local()
 
-# The mapping under os.environ. torch.compile guards what it reads here, as it does _chosen's attributes, and so compiles
-# anew when the choice changes; what it reads through os.environ itself it takes as a constant, for ever.
+# The mapping under os.environ. torch.compile guards what it reads here, as it does the attributes of _chosen, and so
+# compiles anew when the choice changes; what it reads through os.environ itself it takes as a constant, for ever.
 _environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 _ENV_KEY = os.environ.encodekey(ENV_BACKEND)  # type: ignore[attr-defined]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import kernel_ladder
-import torch
 from kernel_ladder import table
 from kernel_ladder.samples import make_inputs
 

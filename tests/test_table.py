@@ -121,7 +121,7 @@ def test_an_unknown_backend_names_its_neighbours(op, backend, near):
 
 
 def test_an_unknown_backend_of_use_is_refused_at_once():
-    with pytest.raises(BackendError, match="use: unknown `backend` 'torch.naif'"), kernel_ladder.use("torch.naif"):
+    with pytest.raises(BackendError, match=r"use: unknown `backend` 'torch\.naif'"), kernel_ladder.use("torch.naif"):
         pytest.fail("entered")
     with pytest.raises(TypeError, match="`backend` must be a str, got NoneType"), kernel_ladder.use(None):
         pytest.fail("entered")

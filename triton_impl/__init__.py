@@ -13,7 +13,6 @@ if not torch.cuda.is_available():
 
 import triton
 
-
 #: Read once, as a constant that torch.compile can trace.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
