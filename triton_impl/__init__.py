@@ -30,6 +30,11 @@ def unavailable() -> str | None:
     return None
 
 
+def note() -> str | None:
+    """What to know of this level here though it is available, or None."""
+    return "interpreted on the CPU: for correctness, not for speed" if interpreted() else None
+
+
 def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     """What every Triton kernel of this package asks of its inputs."""
     if inputs[0].dtype == torch.float64:
