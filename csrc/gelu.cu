@@ -169,9 +169,9 @@ Tensor gelu_backward(const Tensor& grad, const Tensor& input, const std::string&
         const auto* x = static_cast<const T*>(input.data_ptr());
         if (vectorized) {
             const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
-            gelu_backward_vectorized_kernel<T, Form><<<grid, THREADS, 0, launch.stream>>>(
-                out, g, grad_walk, grad_walk.is_dense() && is_aligned16(g), x, input_walk,
-                input_walk.is_dense() && is_aligned16(x), numel);
+            gelu_backward_vectorized_kernel<T, Form>
+                <<<grid, THREADS, 0, launch.stream>>>(out, g, grad_walk, grad_walk.is_dense() && is_aligned16(g), x,
+                                                      input_walk, input_walk.is_dense() && is_aligned16(x), numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             gelu_backward_naive_kernel<T, Form>
@@ -197,7 +197,8 @@ void gelu_kernel_facts(std::vector<KernelFacts>& facts) {
     facts.push_back(kernel_facts("gelu.naive", gelu_naive_kernel<bfloat16, Exact>, THREADS));
     facts.push_back(kernel_facts("gelu.vectorized", gelu_vectorized_kernel<bfloat16, Exact>, THREADS));
     facts.push_back(kernel_facts("gelu_backward.naive", gelu_backward_naive_kernel<bfloat16, Exact>, THREADS));
-    facts.push_back(kernel_facts("gelu_backward.vectorized", gelu_backward_vectorized_kernel<bfloat16, Exact>, THREADS));
+    facts.push_back(
+        kernel_facts("gelu_backward.vectorized", gelu_backward_vectorized_kernel<bfloat16, Exact>, THREADS));
 }
 
 }  // namespace kl

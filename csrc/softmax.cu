@@ -259,7 +259,8 @@ template <typename T>
 dim3 shared_block(int64_t length) {
     const int64_t chunks = ceil_div(length, Vec<T>::size);
     if (chunks <= 4 * WARP) return dim3(WARP, 4);
-    return dim3(static_cast<unsigned>(std::min<int64_t>(1024, std::max<int64_t>(128, ceil_div(chunks / 4, WARP) * WARP))));
+    return dim3(
+        static_cast<unsigned>(std::min<int64_t>(1024, std::max<int64_t>(128, ceil_div(chunks / 4, WARP) * WARP))));
 }
 
 template <typename T>
