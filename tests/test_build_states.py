@@ -110,9 +110,10 @@ def test_torch_installed_and_nvcc_found(place, tmp_path):
     import torch
 
     python, folder = place
-    # One architecture: what is proven here is the way there, not each kernel.
+    # One architecture and no optimisation, to be quick: what is proven here is the way there, not each kernel.
+    quick = {"TORCH_CUDA_ARCH_LIST": "8.0", "NVCC_APPEND_FLAGS": "-Xcicc -O0 -Xptxas -O0"}
     cuda_home = {"CUDA_HOME": os.environ["CUDA_HOME"]} if "CUDA_HOME" in os.environ else {}
-    result = install(python, folder, TORCH_CUDA_ARCH_LIST="9.0a", **cuda_home)
+    result = install(python, folder, **quick, **cuda_home)
     assert result.returncode == 0, result.stdout[-4000:]
     assert f"torch {torch.__version__} in {tmp_path / 'visible' / 'torch'}" in result.stdout
     for word in ("Collecting torch", "Downloading torch"):
