@@ -96,14 +96,14 @@ def register(
     return variants[name]
 
 
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch.compile call `function` while it traces, and take the result as a constant."""
     # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes a second.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-@_untraced
+@untraced
 def _load_all() -> None:
     for op in OPS:
         for level in LEVELS:
@@ -120,7 +120,7 @@ def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
     return _unavailable[op, level], _variants.get((op, level), {})
 
 
-@_untraced
+@untraced
 def _known_to(op: str) -> list[str]:
     return [v.name for v in variants(op)]
 
@@ -217,7 +217,7 @@ def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
     return f"{op or 'use'}: unknown `backend` {backend!r}; {hint}Known are {', '.join(names)}"
 
 
-@_untraced
+@untraced
 def _from_environment(value: Any) -> str | None:
     return None if value is None else os.fsdecode(value)
 
