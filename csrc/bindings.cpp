@@ -27,7 +27,8 @@ struct Schema {
 };
 
 // The name and overload stand in the signature, so that no operator is named twice.
-#define KL_OP(signature, function) Schema{signature, TORCH_BOX(&function)}
+#define KL_OP(signature, function) \
+    Schema { signature, TORCH_BOX(&function) }
 
 const std::vector<Schema>& schemas() {
     static const std::vector<Schema> list = {
@@ -78,7 +79,8 @@ STABLE_TORCH_LIBRARY_IMPL(kernel_ladder, CUDA, library) {
 PYBIND11_MODULE(_C, module) {
     namespace py = pybind11;
     module.doc() = "Operators torch.ops.kernel_ladder.*, and facts about their kernels.";
-    py::class_<kl::KernelFacts>(module, "KernelFacts", "What the compiler made of a kernel (bfloat16 where it has a choice).")
+    py::class_<kl::KernelFacts>(module, "KernelFacts",
+                                "What the compiler made of a kernel (bfloat16 where it has a choice).")
         .def_readonly("name", &kl::KernelFacts::name)
         .def_readonly("registers", &kl::KernelFacts::registers)
         .def_readonly("static_shared", &kl::KernelFacts::static_shared)

@@ -16,8 +16,8 @@ constexpr int THREADS = 256;
 
 constexpr float LOG2E = 1.44269504f;
 
-// Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with the tail Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a): the form of
-// Abramowitz and Stegun 7.1.26, with a polynomial of our own fit, of one degree more, within 4e-9 of Q. It takes 15
+// Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with the tail Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a): the form
+// of Abramowitz and Stegun 7.1.26, with a polynomial of our own fit, of one degree more, within 4e-9 of Q. It takes 15
 // instructions where erff takes about 30, and both signs and tails without cancellation.
 struct Exact {
     __device__ static float cdf(float x, float* density) {
@@ -217,7 +217,8 @@ void gelu_kernel_facts(std::vector<KernelFacts>& facts) {
     facts.push_back(kernel_facts("gelu.naive", gelu_naive_kernel<bfloat16, Exact>, THREADS));
     facts.push_back(kernel_facts("gelu.vectorized", gelu_vectorized_kernel<bfloat16, Exact, true>, THREADS));
     facts.push_back(kernel_facts("gelu_backward.naive", gelu_backward_naive_kernel<bfloat16, Exact>, THREADS));
-    facts.push_back(kernel_facts("gelu_backward.vectorized", gelu_backward_vectorized_kernel<bfloat16, Exact, true>, THREADS));
+    facts.push_back(
+        kernel_facts("gelu_backward.vectorized", gelu_backward_vectorized_kernel<bfloat16, Exact, true>, THREADS));
 }
 
 }  // namespace kl

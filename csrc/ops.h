@@ -17,11 +17,11 @@ using torch::stable::Tensor;
 // What the compiler made of a kernel, and how much of it fits on one SM (occupancy needs a GPU: -1 without one).
 struct KernelFacts {
     std::string name;
-    int registers;         // per thread
-    int64_t static_shared; // bytes per block
+    int registers;          // per thread
+    int64_t static_shared;  // bytes per block
     int64_t dynamic_shared;
-    int64_t local;         // bytes per thread: spills and arrays that did not fit in registers
-    int threads;           // per block
+    int64_t local;  // bytes per thread: spills and arrays that did not fit in registers
+    int threads;    // per block
     int blocks_per_sm;
 };
 

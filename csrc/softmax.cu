@@ -22,8 +22,8 @@ constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 // Within 2 ulp, and |x| / 2 more for the rounding of the scaled argument, of a result that shrinks as exp(x).
 __device__ float fast_exp(float x) { return exp2_approx(x * LOG2E); }
 
-// A maximum that fmaxf took over NaN or nothing is no matter: x − max is NaN for a NaN x, and reaches the sum. But a row
-// of −inf so far must not poison the sum of what follows, so an online maximum starts from zero there.
+// A maximum that fmaxf took over NaN or nothing is no matter: x − max is NaN for a NaN x, and reaches the sum. But a
+// row of −inf so far must not poison the sum of what follows, so an online maximum starts from zero there.
 __device__ float finite_or_zero(float running_max) { return running_max == NEG_INF ? 0.0f : running_max; }
 
 // Kahan's sum: one thread adds up a whole row, whose rounding errors would pile up.
@@ -278,7 +278,8 @@ template <typename T>
 dim3 shared_block(int64_t length) {
     const int64_t chunks = ceil_div(length, Vec<T>::size);
     if (chunks <= 4 * WARP) return dim3(WARP, 4);
-    return dim3(static_cast<unsigned>(std::min<int64_t>(1024, std::max<int64_t>(128, ceil_div(chunks / 4, WARP) * WARP))));
+    return dim3(
+        static_cast<unsigned>(std::min<int64_t>(1024, std::max<int64_t>(128, ceil_div(chunks / 4, WARP) * WARP))));
 }
 
 template <typename T>

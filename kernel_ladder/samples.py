@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernel_ladder.spec import Case, Inputs
@@ -10,7 +12,7 @@ LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
 VALUES = ("normal", "large", "neg_inf_rows", "nan", "inf", "constant")
 
 
-def _layout(shape: tuple[int, ...], layout: str, make) -> torch.Tensor:
+def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
     """A tensor of `shape` in the named memory layout, its values from ``make(shape)``."""
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; known are {', '.join(LAYOUTS)}")

@@ -14,11 +14,13 @@ if not torch.cuda.is_available():
 
 import triton
 
+#: Read once, as a constant that torch.compile can trace.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-@functools.cache
+
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter."""
-    return bool(triton.knobs.runtime.interpret)
+    return _INTERPRETED
 
 
 def _interpret_standard_library() -> None:
@@ -47,6 +49,11 @@ def unavailable() -> str | None:
     if not interpreted() and not torch.cuda.is_available():
         return "no GPU is visible and TRITON_INTERPRET=0 switches Triton's interpreter off"
     return None
+
+
+def note() -> str | None:
+    """What to know of this level here though it is available, or None."""
+    return "interpreted on the CPU: for correctness, not for speed" if interpreted() else None
 
 
 def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
