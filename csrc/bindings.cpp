@@ -36,6 +36,11 @@ const std::vector<Schema>& schemas() {
         KL_OP("gelu_backward.naive(Tensor grad, Tensor input, str approximate) -> Tensor", gelu_backward_naive),
         KL_OP("gelu_backward.vectorized(Tensor grad, Tensor input, str approximate) -> Tensor",
               gelu_backward_vectorized),
+        KL_OP("matmul.naive(Tensor input, Tensor other) -> Tensor", matmul_naive),
+        KL_OP("matmul.coalesced(Tensor input, Tensor other) -> Tensor", matmul_coalesced),
+        KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
+        KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
+        KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
     };
     return list;
 }
@@ -54,6 +59,11 @@ std::map<std::string, std::vector<std::string>> variants() {
 std::vector<KernelFacts> kernels() {
     std::vector<KernelFacts> facts;
     gelu_kernel_facts(facts);
+    matmul_naive_facts(facts);
+    matmul_coalesced_facts(facts);
+    matmul_tiled_facts(facts);
+    matmul_registers_facts(facts);
+    matmul_mma_facts(facts);
     return facts;
 }
 

@@ -47,4 +47,16 @@ Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::s
 Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
 void gelu_kernel_facts(std::vector<KernelFacts>& facts);
 
+// matmul/*.cu
+Tensor matmul_naive(const Tensor& input, const Tensor& other);
+Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
+Tensor matmul_tiled(const Tensor& input, const Tensor& other);
+Tensor matmul_registers(const Tensor& input, const Tensor& other);
+Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
+void matmul_naive_facts(std::vector<KernelFacts>& facts);
+void matmul_coalesced_facts(std::vector<KernelFacts>& facts);
+void matmul_tiled_facts(std::vector<KernelFacts>& facts);
+void matmul_registers_facts(std::vector<KernelFacts>& facts);
+void matmul_mma_facts(std::vector<KernelFacts>& facts);
+
 }  // namespace kl
