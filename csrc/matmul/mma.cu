@@ -36,50 +36,64 @@ struct Shape {
 using Large = Shape<128, 256, 64, 64>;  // each fragment serves four others: the fewest bytes of shared memory per flop
 using Small = Shape<64, 64, 32, 32>;    // more blocks, where there are not enough large tiles to fill the GPU
 
-// One operand's tile in shared memory: WIDTH of x by 128 bytes of k.
+// One operand's tile in shared memory: WIDTH of x by 128 bytes of k, as rows of 16-byte chunks.
 template <typename T, Layout LAYOUT, int WIDTH, int THREADS>
 struct Tile {
     static constexpr bool ALONG_X = LAYOUT == Layout::ALONG_X;
     static constexpr int BK = TILE_BYTES / sizeof(T);
     static constexpr int E = CHUNK / sizeof(T);  // elements per chunk
-    [[maybe_unused]] static constexpr int ROWS = ALONG_X ? BK : WIDTH, CHUNKS = (ALONG_X ? WIDTH : BK) / E;  // per row
+    static constexpr int CHUNKS = (ALONG_X ? WIDTH : BK) / E, ROW_BYTES = CHUNKS * CHUNK;
 
     // Chunks trade places within their row, so that what is read together lies in different banks: ldmatrix reads one
     // chunk column of 8 rows, and the tf32 path, that has no transposing ldmatrix, two chunks of 4 rows.
-    __device__ static uint32_t offset(int row, int chunk) {
-        const int mixed = ALONG_X && sizeof(T) == 4 ? chunk ^ (row % 4 * 2) : chunk ^ (row % 8);
-        return (row * CHUNKS + mixed) * CHUNK;
-    }
+    __device__ static int mix(int row) { return ALONG_X && sizeof(T) == 4 ? row % 4 * 2 : row % 8; }
+    __device__ static uint32_t offset(int row, int chunk) { return row * ROW_BYTES + (chunk ^ mix(row)) * CHUNK; }
+};
 
-    const T* source;             // element (x0, k = 0)
+// Global memory → shared memory, tile after tile along k.
+template <typename T, Layout LAYOUT, int WIDTH, int THREADS>
+struct Loader : Tile<T, LAYOUT, WIDTH, THREADS> {
+    using Base = Tile<T, LAYOUT, WIDTH, THREADS>;
+    static constexpr int BK = Base::BK, E = Base::E, CHUNKS = Base::CHUNKS;
+
+    const T* origin;             // element (x0, k = 0): an address inside the operand
+    const T* source;             // where this thread reads first in the next tile
     int64_t stride_x, stride_k;  // elements
     int x_left;                  // of the operand from x0 on, at most WIDTH
 
-    // Copies the tile that begins at k0, of which k_left elements (at most BK) are inside. Outside stand zeros.
-    __device__ void load(uint32_t shared, int64_t k0, int k_left) const {
+    __device__ Loader(const T* operand, int64_t x0, int64_t X, int64_t stride_x, int64_t stride_k)
+        : origin(operand + x0 * stride_x), source(origin), stride_x(stride_x), stride_k(stride_k),
+          x_left(static_cast<int>(min(X - x0, int64_t{WIDTH}))) {
+        if constexpr (LAYOUT != Layout::GATHERED) source += first_row() * pitch() + first_chunk() * E;
+    }
+
+    __device__ static int first_row() { return threadIdx.x / CHUNKS; }
+    __device__ static int first_chunk() { return threadIdx.x % CHUNKS; }
+    __device__ int64_t pitch() const { return Base::ALONG_X ? stride_k : stride_x; }
+
+    // Loads the next tile, of which k_left elements (at most BK) of k are inside. Outside stand zeros.
+    __device__ void load(uint32_t shared, int k_left) {
         if constexpr (LAYOUT == Layout::GATHERED) {
-            gather(shared, k0, k_left);
+            gather(shared, k_left);
         } else {
-            constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
+            constexpr int ROWS = Base::ALONG_X ? BK : WIDTH, STEP = THREADS / CHUNKS;  // rows the block copies at once
             static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0);
-            const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
-            const int rows_left = (ALONG_X ? k_left : x_left) - row;
-            const int columns_left = (ALONG_X ? x_left : k_left) - chunk * E;
+            const int rows_left = (Base::ALONG_X ? k_left : x_left) - first_row();
+            const int columns_left = (Base::ALONG_X ? x_left : k_left) - first_chunk() * E;
             const int bytes = min(max(columns_left, 0) * static_cast<int>(sizeof(T)), CHUNK);
-            const int64_t pitch = ALONG_X ? stride_k : stride_x;
-            const T* p = source + k0 * stride_k + row * pitch + chunk * E;
+            const T* p = source;
 #pragma unroll
             for (int i = 0; i < ROWS / STEP; ++i) {
                 const int inside = i * STEP < rows_left ? bytes : 0;
                 // Where nothing is read, the address still is one inside the operand.
-                cp_async16(shared + offset(row + i * STEP, chunk), inside > 0 ? p : source, inside);
-                p += STEP * pitch;
+                cp_async16(shared + Base::offset(first_row() + i * STEP, first_chunk()), inside > 0 ? p : origin, inside);
+                p += STEP * pitch();
             }
         }
+        source += BK * stride_k;
     }
 
-    __device__ void gather(uint32_t shared, int64_t k0, int k_left) const {
-        const T* p = source + k0 * stride_k;
+    __device__ void gather(uint32_t shared, int k_left) const {
         const bool along_k = stride_k <= stride_x;  // lanes run along the axis in which memory lies closer together
 #pragma unroll 2
         for (int i = threadIdx.x; i < WIDTH * CHUNKS; i += THREADS) {
@@ -88,30 +102,53 @@ struct Tile {
 #pragma unroll
             for (int e = 0; e < E; ++e) {
                 const int k = chunk * E + e;
-                v[e] = x < x_left && k < k_left ? p[x * stride_x + k * stride_k] : from_float<T>(0.0f);
+                v[e] = x < x_left && k < k_left ? source[x * stride_x + k * stride_k] : from_float<T>(0.0f);
             }
-            store_shared16(shared + offset(x, chunk), *reinterpret_cast<const uint4*>(&v));
+            store_shared16(shared + Base::offset(x, chunk), *reinterpret_cast<const uint4*>(&v));
         }
     }
+};
 
-    // The fragment of 16 x, from x on, at one step of k, in mma's order for A: of the four 8×(16 bytes) squares, first x,
-    // then k. For B, which wants two fragments of 8 columns, the order is first k, then x.
-    template <bool IS_A>
-    __device__ static void fragment(uint32_t (&r)[4], uint32_t shared, int x, int step) {
+// Shared memory → one warp's fragments, of 16 x and one step of k each. The four registers are 8×(16 bytes) squares in
+// the order that mma wants: for A first x, then k; for B, whose fragments have 8 columns, first k, then x.
+template <bool IS_A, typename T, Layout LAYOUT, int WIDTH, int THREADS>
+struct Reader : Tile<T, LAYOUT, WIDTH, THREADS> {
+    using Base = Tile<T, LAYOUT, WIDTH, THREADS>;
+    static constexpr int E = Base::E, ROW_BYTES = Base::ROW_BYTES;
+
+    // Base::offset(row, chunk) in two parts. A fragment's number and step change only bits of the chunk that are zero
+    // in the lane's own, so that a constant, by exclusive or, moves from one to the next.
+    uint32_t row_bytes, chunk_bytes;
+
+    __device__ explicit Reader(int x_warp) {
         const int lane = threadIdx.x % WARP;
-        // Lanes 8i … 8i + 7 name the rows of square i. Its place among the four:
-        const int low = lane / 8 % 2, high = lane / 16;
-        const int x_square = IS_A ? low : high, k_square = IS_A ? high : low;
-        if constexpr (!ALONG_X) {
-            ldmatrix(r, shared + offset(x + x_square * 8 + lane % 8, step * 2 + k_square));
-        } else if constexpr (sizeof(T) == 2) {
-            ldmatrix_transposed(r, shared + offset(step * 16 + k_square * 8 + lane % 8, x / E + x_square));
+        int row, chunk, within = 0;
+        if constexpr (Base::ALONG_X && sizeof(T) == 4) {
+            row = lane % 4;
+            chunk = (x_warp + lane / 4) / E;
+            within = lane / 4 % E * sizeof(T);
         } else {
-            const int g = lane / 4, t = lane % 4;
+            // Lanes 8i … 8i + 7 name the rows of square i. Its place among the four:
+            const int low = lane / 8 % 2, high = lane / 16;
+            const int x_square = IS_A ? low : high, k_square = IS_A ? high : low;
+            row = lane % 8 + (Base::ALONG_X ? k_square * 8 : x_warp + x_square * 8);
+            chunk = Base::ALONG_X ? x_warp / E + x_square : k_square;
+        }
+        row_bytes = row * ROW_BYTES + within;
+        chunk_bytes = (chunk ^ Base::mix(row)) * CHUNK;
+    }
+
+    __device__ void read(uint32_t (&r)[4], uint32_t tile, int fragment, int step) const {
+        if constexpr (!Base::ALONG_X) {
+            ldmatrix(r, tile + row_bytes + (chunk_bytes ^ step * STEP_BYTES) + fragment * 16 * ROW_BYTES);
+        } else if constexpr (sizeof(T) == 2) {
+            ldmatrix_transposed(r, tile + row_bytes + (chunk_bytes ^ fragment * 2 * CHUNK) + step * 16 * ROW_BYTES);
+        } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int column = x + (IS_A ? i % 2 : i / 2) * 8 + g, k = step * 8 + (IS_A ? i / 2 : i % 2) * 4 + t;
-                r[i] = load_shared(shared + offset(k, column / E) + column % E * 4);
+                const int x_square = IS_A ? i % 2 : i / 2, k_square = IS_A ? i / 2 : i % 2;
+                r[i] = load_shared(tile + row_bytes + (chunk_bytes ^ (fragment * 4 + x_square * 2) * CHUNK) +
+                                   (step * 8 + k_square * 4) * ROW_BYTES);
             }
         }
         round_to_operand<T>(r);
@@ -120,52 +157,51 @@ struct Tile {
 
 // Which tile of the output this block makes. Blocks that run together should share rows of A and columns of B in L2:
 // tiles are numbered down a group of rows before the next column is begun.
-template <typename S>
-__device__ void block_tile(const Product& p, int64_t* batch, int64_t* m0, int64_t* n0) {
-    const int64_t tiles_m = ceil_div(p.M, S::BM), tiles_n = ceil_div(p.N, S::BN);
-    *batch = blockIdx.x / (tiles_m * tiles_n);
-    const int64_t within = blockIdx.x % (tiles_m * tiles_n);
-    const int64_t group = within / (S::GROUP * tiles_n), in_group = within % (S::GROUP * tiles_n);
-    const int64_t rows = min(tiles_m - group * S::GROUP, int64_t{S::GROUP});
-    *m0 = (group * S::GROUP + in_group % rows) * S::BM;
-    *n0 = in_group / rows * S::BN;
-}
+struct BlockTile {
+    uint32_t batch, m, n;  // there are fewer than 2³¹ blocks
+
+    template <typename S>
+    __device__ static BlockTile of(const Product& p, S) {
+        const uint32_t tiles_m = ceil_div(p.M, S::BM), tiles_n = ceil_div(p.N, S::BN), per_batch = tiles_m * tiles_n;
+        const uint32_t within = blockIdx.x % per_batch, per_group = min(tiles_m, uint32_t{S::GROUP}) * tiles_n;
+        const uint32_t group = within / per_group, in_group = within % per_group;
+        const uint32_t rows = min(tiles_m - group * S::GROUP, uint32_t{S::GROUP});
+        return {blockIdx.x / per_batch, group * S::GROUP + in_group % rows, in_group / rows};
+    }
+};
 
 template <typename T, typename S, Layout A_LAYOUT, Layout B_LAYOUT>
 __global__ void __launch_bounds__(S::THREADS) matmul_mma_kernel(T* c, const T* a, const T* b, Product p) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t shared = shared_address(shared_bytes);
-    using ATile = Tile<T, A_LAYOUT, S::BM, S::THREADS>;
-    using BTile = Tile<T, B_LAYOUT, S::BN, S::THREADS>;
-    constexpr int BK = ATile::BK, MI = S::WM / 16, NI = S::WN / 16;
+    constexpr int BK = TILE_BYTES / sizeof(T), MI = S::WM / 16, NI = S::WN / 16;
 
-    int64_t batch, m0, n0, a_offset, b_offset;
-    block_tile<S>(p, &batch, &m0, &n0);
-    p.batch_offsets(batch, &a_offset, &b_offset);
-    const ATile a_tile{a + a_offset + m0 * p.a_m, p.a_m, p.a_k, static_cast<int>(min(p.M - m0, int64_t{S::BM}))};
-    const BTile b_tile{b + b_offset + n0 * p.b_n, p.b_n, p.b_k, static_cast<int>(min(p.N - n0, int64_t{S::BN}))};
+    const BlockTile at = BlockTile::of(p, S{});
+    const int64_t m0 = int64_t{at.m} * S::BM, n0 = int64_t{at.n} * S::BN;
+    int64_t a_offset, b_offset;
+    p.batch_offsets(at.batch, &a_offset, &b_offset);
+    Loader<T, A_LAYOUT, S::BM, S::THREADS> a_loader(a + a_offset, m0, p.M, p.a_m, p.a_k);
+    Loader<T, B_LAYOUT, S::BN, S::THREADS> b_loader(b + b_offset, n0, p.N, p.b_n, p.b_k);
 
     // One group per tile and turn, empty past the end, so that counting groups counts tiles.
     const auto load = [&](uint32_t stage, int64_t k0) {
         if (k0 < p.K) {
             const int k_left = static_cast<int>(min(p.K - k0, int64_t{BK}));
-            a_tile.load(stage, k0, k_left);
-            b_tile.load(stage + S::A_BYTES, k0, k_left);
+            a_loader.load(stage, k_left);
+            b_loader.load(stage + S::A_BYTES, k_left);
         }
         cp_async_commit();
     };
     const int warp = threadIdx.x / WARP, warp_m = warp / S::WARPS_N * S::WM, warp_n = warp % S::WARPS_N * S::WN;
+    const Reader<true, T, A_LAYOUT, S::BM, S::THREADS> a_reader(warp_m);
+    const Reader<false, T, B_LAYOUT, S::BN, S::THREADS> b_reader(warp_n);
     uint32_t a_fragments[2][MI][4], b_fragments[2][NI][4];
     const auto fetch = [&](int buffer, uint32_t stage, int step) {
 #pragma unroll
-        for (int i = 0; i < MI; ++i) {
-            ATile::template fragment<true>(a_fragments[buffer][i], stage, warp_m + i * 16, step);
-        }
+        for (int i = 0; i < MI; ++i) a_reader.read(a_fragments[buffer][i], stage, i, step);
 #pragma unroll
-        for (int j = 0; j < NI; ++j) {
-            BTile::template fragment<false>(b_fragments[buffer][j], stage + S::A_BYTES, warp_n + j * 16, step);
-        }
+        for (int j = 0; j < NI; ++j) b_reader.read(b_fragments[buffer][j], stage + S::A_BYTES, j, step);
     };
 
     float sum[MI][2 * NI][4] = {};
@@ -207,7 +243,7 @@ __global__ void __launch_bounds__(S::THREADS) matmul_mma_kernel(T* c, const T* a
     }
 
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    c += batch * p.M * p.N;
+    c += int64_t{at.batch} * p.M * p.N;
     const bool pairs = p.N % 2 == 0;  // then every pair of columns that begins at an even one is aligned
 #pragma unroll
     for (int i = 0; i < 2 * MI; ++i) {
