@@ -43,6 +43,11 @@ const std::vector<Schema>& schemas() {
         KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
         KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
         KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
+        KL_OP("matmul.naive(Tensor input, Tensor other) -> Tensor", matmul_naive),
+        KL_OP("matmul.coalesced(Tensor input, Tensor other) -> Tensor", matmul_coalesced),
+        KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
+        KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
+        KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
     };
     return list;
 }
@@ -62,6 +67,11 @@ std::vector<KernelFacts> kernels() {
     std::vector<KernelFacts> facts;
     gelu_kernel_facts(facts);
     softmax_kernel_facts(facts);
+    matmul_naive_facts(facts);
+    matmul_coalesced_facts(facts);
+    matmul_tiled_facts(facts);
+    matmul_registers_facts(facts);
+    matmul_mma_facts(facts);
     return facts;
 }
 

@@ -56,4 +56,16 @@ Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
 void softmax_kernel_facts(std::vector<KernelFacts>& facts);
 
+// matmul/*.cu
+Tensor matmul_naive(const Tensor& input, const Tensor& other);
+Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
+Tensor matmul_tiled(const Tensor& input, const Tensor& other);
+Tensor matmul_registers(const Tensor& input, const Tensor& other);
+Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
+void matmul_naive_facts(std::vector<KernelFacts>& facts);
+void matmul_coalesced_facts(std::vector<KernelFacts>& facts);
+void matmul_tiled_facts(std::vector<KernelFacts>& facts);
+void matmul_registers_facts(std::vector<KernelFacts>& facts);
+void matmul_mma_facts(std::vector<KernelFacts>& facts);
+
 }  // namespace kl
