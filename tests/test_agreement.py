@@ -9,7 +9,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement, evaluate, oracle
+from kernel_ladder.agreement import agreement, oracle, yardstick
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import DTYPES, Case
 
@@ -27,7 +27,7 @@ def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
         output = spec.reference(*inputs, **case.options)
         grad = make_inputs(Case("grad", (tuple(output.shape),)), dtype, DEVICE, seed=1)[0]
     exact = oracle(spec, inputs, case.options, grad)
-    return inputs, grad, exact, evaluate(spec.reference, inputs, case.options, grad)
+    return inputs, grad, exact, yardstick(spec, inputs, case.options, grad)
 
 
 def parameters():
