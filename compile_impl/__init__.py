@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,27 @@ def unavailable() -> str | None:
 def compiled(formula: Callable[..., torch.Tensor], **settings: Any) -> Callable[..., tuple[torch.Tensor, tuple]]:
     """`formula` under torch.compile, as a variant's forward. PyTorch differentiates through it.
 
-    Shapes are compiled in as constants: a ladder compares each shape at its best.
+    A ladder compares each shape at its best, so shapes, strides and options are compiled in as constants, and every
+    combination is a compilation of its own. Dynamo counts those per code object and gives up after a few, hence the
+    copies of it.
     """
-    run = torch.compile(formula, fullgraph=True, dynamic=False, **settings)
+
+    def signature(inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> tuple:
+        tensors = tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in inputs)
+        return tensors, tuple(options.items()), torch.is_grad_enabled()
+
+    runs: dict[tuple, Callable[..., torch.Tensor]] = {}
 
     def forward(*inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, tuple]:
-        return run(*inputs, **options), ()
+        if torch.compiler.is_compiling():  # inside a caller's torch.compile, which compiles the formula itself
+            return formula(*inputs, **options), ()
+        key = signature(inputs, options)
+        if key not in runs:
+            copy = types.FunctionType(
+                formula.__code__.replace(), formula.__globals__, formula.__name__, formula.__defaults__
+            )
+            copy.__kwdefaults__ = formula.__kwdefaults__
+            runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, **settings)
+        return runs[key](*inputs, **options), ()
 
     return forward

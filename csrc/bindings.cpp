@@ -36,6 +36,12 @@ const std::vector<Schema>& schemas() {
         KL_OP("gelu_backward.naive(Tensor grad, Tensor input, str approximate) -> Tensor", gelu_backward_naive),
         KL_OP("gelu_backward.vectorized(Tensor grad, Tensor input, str approximate) -> Tensor",
               gelu_backward_vectorized),
+        KL_OP("softmax.naive(Tensor input, int dim) -> Tensor", softmax_naive),
+        KL_OP("softmax.online(Tensor input, int dim) -> Tensor", softmax_online),
+        KL_OP("softmax.shared(Tensor input, int dim) -> Tensor", softmax_shared),
+        KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
+        KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
+        KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
     };
     return list;
 }
@@ -54,6 +60,7 @@ std::map<std::string, std::vector<std::string>> variants() {
 std::vector<KernelFacts> kernels() {
     std::vector<KernelFacts> facts;
     gelu_kernel_facts(facts);
+    softmax_kernel_facts(facts);
     return facts;
 }
 

@@ -47,4 +47,13 @@ Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::s
 Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
 void gelu_kernel_facts(std::vector<KernelFacts>& facts);
 
+// softmax.cu
+Tensor softmax_naive(const Tensor& input, int64_t dim);
+Tensor softmax_online(const Tensor& input, int64_t dim);
+Tensor softmax_shared(const Tensor& input, int64_t dim);
+Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
+void softmax_kernel_facts(std::vector<KernelFacts>& facts);
+
 }  // namespace kl

@@ -71,7 +71,7 @@ def attention(
     enable_gqa: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Attention, ``softmax(query · keyᵀ · scale) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
+    """``softmax(query · keyᵀ · scale) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         query: ``(B, H, S_q, D)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any strides.

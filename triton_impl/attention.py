@@ -15,11 +15,11 @@ import triton.language as tl
 
 from kernel_ladder.table import register
 from triton_impl import interpreted, unsupported
-from triton_impl.attention_backward import attention_backward
+from triton_impl.aot import Entry, entry
+from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
 from triton_impl.attention_tiles import (
     LOG2_E,
     block,
-    ceil_div,
     configs,
     load_tile,
     program_tile,
@@ -108,7 +108,7 @@ def _forward_kernel(
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    num_tiles = ceil_div(seqlen_q, BLOCK_M)
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, head = program_tile(num_tiles, num_heads, section)
     if IS_CAUSAL:
         tile = num_tiles - 1 - tile  # the last queries see most keys: the longest tiles first
@@ -198,24 +198,28 @@ def _unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **
 
 register("attention", "triton.flash", forward=attention, backward=attention_backward, unsupported=_unsupported)
 
-# For compiling ahead of time: (kernel, types of its arguments, constants, compiler options).
-_TYPES = dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "v_ptr"), "*bf16") | {"lse_ptr": "*fp32", "scale_log2": "fp32"}
 
-
-def _ahead_of_time(head_dim: int, is_causal: bool, m: int, n: int, num_warps: int, num_stages: int) -> tuple:
-    kernel = _forward_kernel.fn
+def _ahead_of_time(kernel, head_dim: int, is_causal: bool, m: int, n: int, num_warps: int, num_stages: int) -> Entry:
     constants = {"IS_CAUSAL": is_causal, "PRECISION": "tf32", "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
-    constants |= {"EVEN_D": True, "EVEN_DV": True, "WIDE": False, "BLOCK_M": m, "BLOCK_N": n}
-    # Rows are dense, as they are in most calls: the last stride is 1 and the kernel is specialised on it.
-    constants |= dict.fromkeys(("o_d", "q_d", "k_d", "v_d"), 1)
-    signature = {name: _TYPES.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    return kernel, signature, constants, {"num_warps": num_warps, "num_stages": num_stages}
+    constants |= {"EVEN_D": True, "EVEN_DV": True, "WIDE": False}
+    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}  # dense rows, as in most calls
+    config = triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=num_warps, num_stages=num_stages)
+    of_float32 = dict.fromkeys({"lse_ptr", "delta_ptr"} & set(kernel.arg_names), "*fp32")
+    of_float32 |= dict.fromkeys({"scale", "scale_log2"} & set(kernel.arg_names), "fp32")
+    made = entry(kernel, "bf16", constants, config)
+    return made._replace(signature={name: of_float32.get(name, type) for name, type in made.signature.items()})
 
 
 AOT = [
-    _ahead_of_time(64, False, 128, 64, 4, 3),
-    _ahead_of_time(64, True, 128, 64, 4, 3),
-    _ahead_of_time(128, False, 128, 128, 8, 2),
-    _ahead_of_time(128, True, 128, 64, 8, 3),
-    _ahead_of_time(256, True, 128, 64, 8, 2),
+    _ahead_of_time(_forward_kernel.fn, 64, False, 128, 64, 4, 3),
+    _ahead_of_time(_forward_kernel.fn, 64, True, 128, 64, 4, 3),
+    _ahead_of_time(_forward_kernel.fn, 128, False, 128, 128, 8, 2),
+    _ahead_of_time(_forward_kernel.fn, 128, True, 128, 64, 8, 3),
+    _ahead_of_time(_forward_kernel.fn, 256, True, 128, 64, 8, 2),
+    _ahead_of_time(_key_value_kernel.fn, 64, True, 64, 128, 8, 2),
+    _ahead_of_time(_key_value_kernel.fn, 128, False, 64, 128, 8, 2),
+    _ahead_of_time(_key_value_kernel.fn, 256, True, 64, 64, 8, 1),
+    _ahead_of_time(_query_kernel.fn, 64, True, 128, 64, 8, 2),
+    _ahead_of_time(_query_kernel.fn, 128, False, 128, 64, 8, 2),
+    _ahead_of_time(_query_kernel.fn, 256, True, 64, 64, 8, 1),
 ]

@@ -18,7 +18,6 @@ from triton_impl import interpreted
 from triton_impl.attention_tiles import (
     LOG2_E,
     block,
-    ceil_div,
     configs,
     load_tile,
     program_tile,
@@ -53,7 +52,7 @@ def _delta_kernel(
     delta_ptr, out_ptr, grad_ptr, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, seqlen_q, head_dim_v,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    tiles = ceil_div(seqlen_q, BLOCK_M)
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -125,7 +124,7 @@ def _key_value_kernel(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The first keys are seen by most queries, so the order of tiles puts the longest first.
-    tile, head = program_tile(ceil_div(seqlen_k, BLOCK_N), num_heads_kv, section)
+    tile, head = program_tile(tl.cdiv(seqlen_k, BLOCK_N), num_heads_kv, section)
     b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
     start_n = tile * BLOCK_N
     k = load_tile(
@@ -142,7 +141,7 @@ def _key_value_kernel(
     first, diagonal = 0, 0
     if IS_CAUSAL:
         first = start_n // BLOCK_M * BLOCK_M
-        diagonal = tl.minimum(ceil_div(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M, seqlen_q)
+        diagonal = tl.minimum(tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M, seqlen_q)
     for i in range(group):
         h = h_kv * group + i
         q_base = q_ptr + b * q_b + h * q_h
@@ -226,7 +225,7 @@ def _query_kernel(
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    num_tiles = ceil_div(seqlen_q, BLOCK_M)
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, head = program_tile(num_tiles, num_heads, section)
     if IS_CAUSAL:
         tile = num_tiles - 1 - tile  # the longest first
@@ -320,27 +319,3 @@ def attention_backward(
             )  # fmt: skip
     grads = (grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None)
     return tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)
-
-
-# For compiling ahead of time: (kernel, types of its arguments, constants, compiler options).
-def _ahead_of_time(kernel: triton.JITFunction, head_dim: int, is_causal: bool, m: int, n: int, warps: int, stages: int):
-    constants = {"IS_CAUSAL": is_causal, "PRECISION": "tf32", "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
-    constants |= {"EVEN_D": True, "EVEN_DV": True, "WIDE": False, "BLOCK_M": m, "BLOCK_N": n}
-    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}  # rows are dense, as in most calls
-    types = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32", "scale_log2": "fp32"}
-    signature = {
-        name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
-        for name in kernel.arg_names
-        if name not in constants
-    }
-    return kernel, signature, constants, {"num_warps": warps, "num_stages": stages}
-
-
-AOT = [
-    _ahead_of_time(_key_value_kernel.fn, 64, True, 64, 128, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 128, False, 64, 128, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 256, True, 64, 64, 8, 1),
-    _ahead_of_time(_query_kernel.fn, 64, True, 128, 64, 8, 2),
-    _ahead_of_time(_query_kernel.fn, 128, False, 128, 64, 8, 2),
-    _ahead_of_time(_query_kernel.fn, 256, True, 64, 64, 8, 1),
-]

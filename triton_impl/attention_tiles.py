@@ -13,12 +13,6 @@ L2_SHARE = 24 * 2**20
 
 
 @triton.jit
-def ceil_div(a, b):
-    """tl.cdiv, which the interpreter cannot call where another library imported Triton before it was switched on."""
-    return (a + b - 1) // b
-
-
-@triton.jit
 def program_tile(num_tiles, num_heads, section):
     """(tile, head) of this program. Programs go through `section` heads tile by tile, then through the next section.
 

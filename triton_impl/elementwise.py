@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it among the globals of a kernel)
 
 from kernel_ladder.strides import collapse
 

@@ -1,0 +1,410 @@
+// Softmax along one dimension: exp(x − max x) / Σ exp(x − max x).
+//
+//   variant  the one idea it adds                                           what limits it now
+//   naive    one thread a row: maximum, sum, quotient, a pass each          uncoalesced reads, three of them
+//   online   one block a row; maximum and sum in one pass (Milakov and      the second read of the input
+//            Gimelshein, arXiv:1805.02867), 16-byte loads
+//   shared   the row stays in shared memory: one read, one write            memory bandwidth, while the row fits
+//
+// Any strides: rows start where the other dimensions put them, and step by the dimension's own stride.
+
+#include <cuda_pipeline.h>
+
+#include "common.cuh"
+#include "ops.h"
+
+namespace kl {
+namespace {
+
+constexpr float LOG2E = 1.44269504f;
+constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
+
+// exp2f is ex2.approx, within 2 ulp, with denormals kept. The rounding of the scaled argument costs |x| / 2 ulp more,
+// of a result that shrinks as exp(x).
+__device__ float fast_exp(float x) { return exp2f(x * LOG2E); }
+
+// The rows of one operand: where each starts, and how far apart its elements lie.
+struct Rows {
+    Strided walk;
+    int64_t stride;
+    bool whole;  // rows are dense and start on 16 bytes: vectors can be loaded and stored whole
+
+    __device__ int64_t start(int64_t row) const { return walk.offset(row); }
+};
+
+// 16 bytes of a row from element `first` on; `fill` stands past its end.
+template <typename T>
+__device__ Vec<T> load_chunk(const T* row, const Rows& rows, int64_t first, int64_t length, float fill) {
+    if (rows.whole && first + Vec<T>::size <= length) return load_vec(row + first);
+    Vec<T> v;
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) {
+        v[e] = first + e < length ? row[(first + e) * rows.stride] : from_float<T>(fill);
+    }
+    return v;
+}
+
+template <typename T>
+__device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t first, int64_t length) {
+    if (rows.whole && first + Vec<T>::size <= length) return store_vec(row + first, v);
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) {
+        if (first + e < length) row[(first + e) * rows.stride] = v[e];
+    }
+}
+
+// A row is shared by blockDim.x threads: one warp (several rows a block), or the whole block.
+template <typename Op>
+__device__ float row_reduce(float value, Op op, float* scratch) {
+    return blockDim.x == WARP ? warp_reduce(value, op) : block_reduce(value, op, scratch);
+}
+
+// ---- naive: one thread a row, three passes -------------------------------------------------------------------------
+
+template <typename T>
+__global__ void softmax_naive_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count,
+                                     int64_t length) {
+    const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (row >= count) return;
+    const T* in = input + in_rows.start(row);
+    T* out = output + out_rows.start(row);
+    float row_max = Max::identity, row_sum = 0.0f;
+    for (int64_t i = 0; i < length; ++i) row_max = Max{}(row_max, to_float(in[i * in_rows.stride]));
+    for (int64_t i = 0; i < length; ++i) row_sum += fast_exp(to_float(in[i * in_rows.stride]) - row_max);
+    for (int64_t i = 0; i < length; ++i) {
+        out[i * out_rows.stride] = from_float<T>(fast_exp(to_float(in[i * in_rows.stride]) - row_max) / row_sum);
+    }
+}
+
+// d input = output · (grad − Σ grad · output)
+template <typename T>
+__global__ void softmax_backward_naive_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
+                                              Rows o_rows, int64_t count, int64_t length) {
+    const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (row >= count) return;
+    const T* g = grad + g_rows.start(row);
+    const T* o = output + o_rows.start(row);
+    T* gi = grad_input + gi_rows.start(row);
+    float dot = 0.0f;
+    for (int64_t i = 0; i < length; ++i) dot += to_float(g[i * g_rows.stride]) * to_float(o[i * o_rows.stride]);
+    for (int64_t i = 0; i < length; ++i) {
+        const float y = to_float(o[i * o_rows.stride]);
+        gi[i * gi_rows.stride] = from_float<T>(y * (to_float(g[i * g_rows.stride]) - dot));
+    }
+}
+
+// ---- online: one block a row, maximum and sum in one pass -----------------------------------------------------------
+
+constexpr int ONLINE_THREADS = 512;
+constexpr int ONLINE_UNROLL = 2;
+
+template <typename T>
+__global__ void __launch_bounds__(ONLINE_THREADS)
+    softmax_online_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t length) {
+    __shared__ float scratch[WARP];
+    const T* in = input + in_rows.start(blockIdx.x);
+    T* out = output + out_rows.start(blockIdx.x);
+    constexpr int64_t STEP = int64_t{ONLINE_THREADS} * Vec<T>::size;
+
+    float row_max = Max::identity, row_sum = 0.0f;
+    for (int64_t base = threadIdx.x * Vec<T>::size; base < length; base += ONLINE_UNROLL * STEP) {
+        Vec<T> v[ONLINE_UNROLL];
+#pragma unroll
+        for (int u = 0; u < ONLINE_UNROLL; ++u) v[u] = load_chunk(in, in_rows, base + u * STEP, length, NEG_INF);
+        float new_max = row_max;
+#pragma unroll
+        for (int u = 0; u < ONLINE_UNROLL; ++u) {
+#pragma unroll
+            for (int e = 0; e < Vec<T>::size; ++e) new_max = Max{}(new_max, to_float(v[u][e]));
+        }
+        if (new_max == NEG_INF) continue;  // −inf − −inf is NaN; so far the sum is of nothing
+        row_sum *= fast_exp(row_max - new_max);
+#pragma unroll
+        for (int u = 0; u < ONLINE_UNROLL; ++u) {
+#pragma unroll
+            for (int e = 0; e < Vec<T>::size; ++e) row_sum += fast_exp(to_float(v[u][e]) - new_max);
+        }
+        row_max = new_max;
+    }
+    const float thread_max = row_max;
+    row_max = block_reduce(row_max, Max{}, scratch);
+    row_sum = block_reduce(thread_max == NEG_INF ? 0.0f : row_sum * fast_exp(thread_max - row_max), Sum{}, scratch);
+
+    const float scale = 1.0f / row_sum;
+    for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
+        Vec<T> v = load_chunk(in, in_rows, first, length, NEG_INF);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) v[e] = from_float<T>(fast_exp(to_float(v[e]) - row_max) * scale);
+        store_chunk(out, out_rows, v, first, length);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(ONLINE_THREADS)
+    softmax_backward_online_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
+                                   Rows o_rows, int64_t length) {
+    __shared__ float scratch[WARP];
+    const T* g_row = grad + g_rows.start(blockIdx.x);
+    const T* o_row = output + o_rows.start(blockIdx.x);
+    T* gi_row = grad_input + gi_rows.start(blockIdx.x);
+    constexpr int64_t STEP = int64_t{ONLINE_THREADS} * Vec<T>::size;
+
+    float dot = 0.0f;
+    for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
+        const Vec<T> g = load_chunk(g_row, g_rows, first, length, 0.0f);
+        const Vec<T> o = load_chunk(o_row, o_rows, first, length, 0.0f);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) dot += to_float(g[e]) * to_float(o[e]);
+    }
+    dot = block_reduce(dot, Sum{}, scratch);
+    for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
+        Vec<T> g = load_chunk(g_row, g_rows, first, length, 0.0f);
+        const Vec<T> o = load_chunk(o_row, o_rows, first, length, 0.0f);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) g[e] = from_float<T>(to_float(o[e]) * (to_float(g[e]) - dot));
+        store_chunk(gi_row, gi_rows, g, first, length);
+    }
+}
+
+// ---- shared: the row stays on chip ---------------------------------------------------------------------------------
+
+// Brings a row to shared memory. Each thread fetches, and later reads, its own chunks only, so no barrier is needed.
+// cp.async leaves every load of the row in flight at once, without a register to wait for it.
+template <typename T>
+__device__ void fetch_row(Vec<T>* row_on_chip, const T* row, const Rows& rows, int64_t length, float fill) {
+    const int chunks = static_cast<int>((length + Vec<T>::size - 1) / Vec<T>::size);
+    for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
+        const int64_t first = int64_t{c} * Vec<T>::size;
+        if (rows.whole && first + Vec<T>::size <= length) {
+            __pipeline_memcpy_async(&row_on_chip[c], row + first, 16);
+        } else {
+            row_on_chip[c] = load_chunk(row, rows, first, length, fill);
+        }
+    }
+}
+
+template <typename T>
+__global__ void softmax_shared_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count,
+                                      int64_t length) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ float scratch[WARP];
+    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    if (row >= count) return;  // a whole warp: rows are shared by a warp where a block has several
+    const int chunks = static_cast<int>((length + Vec<T>::size - 1) / Vec<T>::size);
+    Vec<T>* row_on_chip = reinterpret_cast<Vec<T>*>(shared) + threadIdx.y * chunks;
+    fetch_row(row_on_chip, input + in_rows.start(row), in_rows, length, NEG_INF);
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+
+    float row_max = Max::identity, row_sum = 0.0f;
+    for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
+        const Vec<T> v = row_on_chip[c];
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) row_max = Max{}(row_max, to_float(v[e]));
+    }
+    row_max = row_reduce(row_max, Max{}, scratch);
+    for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
+        const Vec<T> v = row_on_chip[c];
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) row_sum += fast_exp(to_float(v[e]) - row_max);
+    }
+    const float scale = 1.0f / row_reduce(row_sum, Sum{}, scratch);
+    T* out = output + out_rows.start(row);
+    for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
+        Vec<T> v = row_on_chip[c];
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) v[e] = from_float<T>(fast_exp(to_float(v[e]) - row_max) * scale);
+        store_chunk(out, out_rows, v, int64_t{c} * Vec<T>::size, length);
+    }
+}
+
+template <typename T>
+__global__ void softmax_backward_shared_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
+                                               Rows o_rows, int64_t count, int64_t length) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ float scratch[WARP];
+    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    if (row >= count) return;
+    const int chunks = static_cast<int>((length + Vec<T>::size - 1) / Vec<T>::size);
+    Vec<T>* g_on_chip = reinterpret_cast<Vec<T>*>(shared) + threadIdx.y * 2 * chunks;
+    Vec<T>* o_on_chip = g_on_chip + chunks;
+    fetch_row(g_on_chip, grad + g_rows.start(row), g_rows, length, 0.0f);
+    fetch_row(o_on_chip, output + o_rows.start(row), o_rows, length, 0.0f);
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+
+    float dot = 0.0f;
+    for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
+        const Vec<T> g = g_on_chip[c], o = o_on_chip[c];
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) dot += to_float(g[e]) * to_float(o[e]);
+    }
+    dot = row_reduce(dot, Sum{}, scratch);
+    T* gi = grad_input + gi_rows.start(row);
+    for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
+        Vec<T> g = g_on_chip[c];
+        const Vec<T> o = o_on_chip[c];
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) g[e] = from_float<T>(to_float(o[e]) * (to_float(g[e]) - dot));
+        store_chunk(gi, gi_rows, g, int64_t{c} * Vec<T>::size, length);
+    }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+enum class Step { naive, online, shared };
+
+// A warp a row where four chunks a thread or fewer hold it, four rows a block; else a block a row.
+template <typename T>
+dim3 shared_block(int64_t length) {
+    const int64_t chunks = ceil_div(length, Vec<T>::size);
+    if (chunks <= 4 * WARP) return dim3(WARP, 4);
+    return dim3(static_cast<unsigned>(std::min<int64_t>(1024, std::max<int64_t>(128, ceil_div(chunks / 4, WARP) * WARP))));
+}
+
+template <typename T>
+size_t shared_bytes(int64_t length, dim3 block, int rows_kept) {
+    return static_cast<size_t>(ceil_div(length, Vec<T>::size)) * 16 * block.y * rows_kept;
+}
+
+template <typename Kernel>
+void allow_shared(Kernel* kernel, size_t bytes, const char* op) {
+    int limit = 0, device = 0;
+    KL_CUDA_CHECK(cudaGetDevice(&device));
+    KL_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    STD_TORCH_CHECK(static_cast<int64_t>(bytes) + 1024 <= limit, op, ": a row needs ", bytes,
+                    " bytes of shared memory, a block has ", limit);
+    if (bytes > 48 * 1024) {
+        KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    }
+}
+
+// One layout of rows for every operand: the other dimensions, in the memory order of the output.
+struct RowLayout {
+    DenseLike dense;
+    int64_t dim, length = 1, count = 1;
+    std::vector<int64_t> sizes;
+
+    RowLayout(const Tensor& like, int64_t dim_in, const char* op) : dense(like), dim(dim_in) {
+        const int64_t dims = std::max<int64_t>(like.dim(), 1);
+        STD_TORCH_CHECK(-dims <= dim && dim < dims, op, ": argument `dim` is out of range");
+        if (dim < 0) dim += dims;
+        if (like.dim() > 0) length = like.size(dim);
+        for (const int64_t d : dense.order) {
+            if (d == dim) continue;
+            sizes.push_back(like.size(d));
+            count *= like.size(d);
+        }
+    }
+    Rows rows(const Tensor& tensor, const char* op) const {
+        std::vector<int64_t> strides;
+        for (const int64_t d : dense.order) {
+            if (d != dim) strides.push_back(tensor.stride(d));
+        }
+        Rows rows{collapse(sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()), op),
+                  tensor.dim() > 0 ? tensor.stride(dim) : 1, false};
+        const int64_t vector = 16 / static_cast<int64_t>(tensor.element_size());
+        rows.whole = (rows.stride == 1 || length == 1) && is_aligned16(tensor.data_ptr());
+        for (int d = 0; d < rows.walk.dims; ++d) rows.whole = rows.whole && rows.walk.strides[d] % vector == 0;
+        return rows;
+    }
+};
+
+constexpr int NAIVE_THREADS = 128;
+
+template <typename T>
+T* pointer(const Tensor& tensor) {
+    return static_cast<T*>(tensor.data_ptr());
+}
+
+Tensor softmax(const Tensor& input, int64_t dim, Step step) {
+    check_cuda(input, "softmax", "input");
+    const Launch launch(input);
+    const RowLayout layout(input, dim, "softmax");
+    Tensor output = layout.dense.allocate(input);
+    if (input.numel() == 0) return output;
+    const Rows in = layout.rows(input, "softmax"), out = layout.rows(output, "softmax");
+    dispatch(input.scalar_type(), "softmax", [&](auto zero) {
+        using T = decltype(zero);
+        if (step == Step::naive) {
+            const auto grid = grid_size(ceil_div(layout.count, NAIVE_THREADS));
+            softmax_naive_kernel<T><<<grid, NAIVE_THREADS, 0, launch.stream>>>(
+                pointer<T>(output), out, pointer<T>(input), in, layout.count, layout.length);
+        } else if (step == Step::online) {
+            softmax_online_kernel<T><<<grid_size(layout.count), ONLINE_THREADS, 0, launch.stream>>>(
+                pointer<T>(output), out, pointer<T>(input), in, layout.length);
+        } else {
+            const dim3 block = shared_block<T>(layout.length);
+            const size_t bytes = shared_bytes<T>(layout.length, block, 1);
+            allow_shared(softmax_shared_kernel<T>, bytes, "softmax");
+            softmax_shared_kernel<T><<<grid_size(ceil_div(layout.count, block.y)), block, bytes, launch.stream>>>(
+                pointer<T>(output), out, pointer<T>(input), in, layout.count, layout.length);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return output;
+}
+
+Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, Step step) {
+    check_cuda(grad, "softmax_backward", "grad");
+    check_like(output, grad, "softmax_backward", "output");
+    check_same_shape(output, grad, "softmax_backward", "output");
+    const Launch launch(output);
+    const RowLayout layout(output, dim, "softmax_backward");
+    Tensor grad_input = layout.dense.allocate(output);
+    if (output.numel() == 0) return grad_input;
+    const Rows g = layout.rows(grad, "softmax_backward"), o = layout.rows(output, "softmax_backward");
+    const Rows gi = layout.rows(grad_input, "softmax_backward");
+    dispatch(output.scalar_type(), "softmax_backward", [&](auto zero) {
+        using T = decltype(zero);
+        if (step == Step::naive) {
+            const auto grid = grid_size(ceil_div(layout.count, NAIVE_THREADS));
+            softmax_backward_naive_kernel<T><<<grid, NAIVE_THREADS, 0, launch.stream>>>(
+                pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.count, layout.length);
+        } else if (step == Step::online) {
+            softmax_backward_online_kernel<T><<<grid_size(layout.count), ONLINE_THREADS, 0, launch.stream>>>(
+                pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.length);
+        } else {
+            const dim3 block = shared_block<T>(layout.length);
+            const size_t bytes = shared_bytes<T>(layout.length, block, 2);
+            allow_shared(softmax_backward_shared_kernel<T>, bytes, "softmax_backward");
+            const auto grid = grid_size(ceil_div(layout.count, block.y));
+            softmax_backward_shared_kernel<T><<<grid, block, bytes, launch.stream>>>(
+                pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.count, layout.length);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return grad_input;
+}
+
+}  // namespace
+
+Tensor softmax_naive(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::naive); }
+Tensor softmax_online(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::online); }
+Tensor softmax_shared(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::shared); }
+Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim) {
+    return softmax_backward(grad, output, dim, Step::naive);
+}
+Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim) {
+    return softmax_backward(grad, output, dim, Step::online);
+}
+Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim) {
+    return softmax_backward(grad, output, dim, Step::shared);
+}
+
+void softmax_kernel_facts(std::vector<KernelFacts>& facts) {
+    using T = bfloat16;
+    facts.push_back(kernel_facts("softmax.naive", softmax_naive_kernel<T>, NAIVE_THREADS));
+    facts.push_back(kernel_facts("softmax.online", softmax_online_kernel<T>, ONLINE_THREADS));
+    // Shared memory grows with the row; these are the facts for rows of 4096.
+    const dim3 block = shared_block<T>(4096);
+    const auto bytes = static_cast<int64_t>(shared_bytes<T>(4096, block, 1));
+    const int threads = static_cast<int>(block.x * block.y);
+    facts.push_back(kernel_facts("softmax.shared", softmax_shared_kernel<T>, threads, bytes));
+    facts.push_back(kernel_facts("softmax_backward.naive", softmax_backward_naive_kernel<T>, NAIVE_THREADS));
+    facts.push_back(kernel_facts("softmax_backward.online", softmax_backward_online_kernel<T>, ONLINE_THREADS));
+    facts.push_back(kernel_facts("softmax_backward.shared", softmax_backward_shared_kernel<T>, threads, 2 * bytes));
+}
+
+}  // namespace kl
