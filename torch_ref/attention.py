@@ -155,7 +155,6 @@ def _cases() -> list[Case]:
         case("expanded", 3, 2, 2, 33, 33, 16, layout="expanded", causal=True),
         # Values.
         case("large", 1, 2, 2, 97, 97, 8, values="large", scale=2**-12),
-        case("large-peaked", 1, 2, 2, 97, 97, 8, values="large", scale=2**-10, causal=True),
         case("nan", 1, 2, 2, 9, 17, 8, values="nan"),
     ]
 
