@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.table import register
-from triton_impl import interpreted, unsupported
+from triton_impl import unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
 from triton_impl.attention_tiles import (
     LOG2_E,
+    Choices,
     block,
     configs,
     load_tile,
@@ -26,28 +27,21 @@ from triton_impl.attention_tiles import (
     section,
     seqlen_class,
     store_tile,
+    suitable,
     wide,
 )
 from triton_impl.dot import dot
 
+CHOICES: Choices = {
+    0: ((64, 64, 8, 1), (64, 32, 4, 2), (32, 32, 4, 1)),
+    64: ((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)),
+    128: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+}
+
 
 def _suitable(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    """The choices worth timing for a head dimension and dtype: the accumulators must fit in registers."""
-    if len(configs) == 1:
-        return configs
-    width = max(kwargs["BLOCK_D"], kwargs["BLOCK_DV"])
-    if kwargs["PRECISION"] == "ieee":  # CUDA cores: no tensor-core tile to fill, and operands twice as wide
-        return [c for c in configs if c.kwargs["BLOCK_M"] * c.kwargs["BLOCK_N"] <= 64 * 64 and c.num_stages <= 2]
-    largest = 128 * 128 if width <= 128 else 128 * 64
-    chosen = []
-    for c in configs:
-        m, n = c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"]
-        # float32 accumulators and scores of a thread: of the hardware's 255 registers, other values need some.
-        per_thread = m * (width + n) // (32 * c.num_warps)
-        shared = 2 * (m * width + c.num_stages * 2 * n * width)
-        if m * n <= largest and per_thread <= 160 and shared <= 228 * 1024 and c.num_stages > 1:
-            chosen.append(c)
-    return chosen
+    return suitable(CHOICES, configs, kwargs)
 
 
 @triton.jit
@@ -83,19 +77,7 @@ def _attend(
 
 
 @triton.autotune(
-    configs(
-        interpreted(),
-        (128, 128, 8, 2),
-        (128, 128, 8, 3),
-        (128, 64, 8, 3),
-        (128, 64, 4, 3),
-        (128, 64, 8, 2),
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (64, 32, 4, 2),
-        (64, 64, 8, 1),
-        (32, 32, 4, 1),
-    ),
+    configs(CHOICES),
     key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
     prune_configs_by={"early_config_prune": _suitable},
     cache_results=True,
@@ -202,6 +184,7 @@ register("attention", "triton.flash", forward=attention, backward=attention_back
 def _ahead_of_time(kernel, head_dim: int, is_causal: bool, m: int, n: int, num_warps: int, num_stages: int) -> Entry:
     constants = {"IS_CAUSAL": is_causal, "PRECISION": "tf32", "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
     constants |= {"EVEN_D": True, "EVEN_DV": True, "WIDE": False}
+    constants |= {"EVEN_Q": True} if "EVEN_Q" in kernel.arg_names else {}
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}  # dense rows, as in most calls
     config = triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=num_warps, num_stages=num_stages)
     of_float32 = dict.fromkeys({"lse_ptr", "delta_ptr"} & set(kernel.arg_names), "*fp32")
@@ -217,9 +200,9 @@ AOT = [
     _ahead_of_time(_forward_kernel.fn, 128, True, 128, 64, 8, 3),
     _ahead_of_time(_forward_kernel.fn, 256, True, 128, 64, 8, 2),
     _ahead_of_time(_key_value_kernel.fn, 64, True, 64, 128, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 128, False, 64, 128, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 256, True, 64, 64, 8, 1),
+    _ahead_of_time(_key_value_kernel.fn, 128, False, 32, 128, 8, 2),
+    _ahead_of_time(_key_value_kernel.fn, 256, True, 32, 64, 8, 2),
     _ahead_of_time(_query_kernel.fn, 64, True, 128, 64, 8, 2),
     _ahead_of_time(_query_kernel.fn, 128, False, 128, 64, 8, 2),
-    _ahead_of_time(_query_kernel.fn, 256, True, 64, 64, 8, 1),
+    _ahead_of_time(_query_kernel.fn, 256, True, 128, 32, 8, 2),
 ]

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_impl import interpreted
 from triton_impl.attention_tiles import (
     LOG2_E,
+    Choices,
     block,
     configs,
     load_tile,
@@ -24,27 +24,35 @@ from triton_impl.attention_tiles import (
     section,
     seqlen_class,
     store_tile,
+    suitable,
     wide,
 )
 from triton_impl.dot import dot
 
+#: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
+MAX_BLOCK_M = 64
 
-def _suitable(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    """The choices worth timing for a head dimension and dtype: the accumulators must fit in registers."""
-    if len(configs) == 1:
-        return configs
-    width = max(kwargs["BLOCK_D"], kwargs["BLOCK_DV"])
-    if kwargs["PRECISION"] == "ieee":
-        return [c for c in configs if c.kwargs["BLOCK_M"] * c.kwargs["BLOCK_N"] <= 32 * 64]
-    chosen = []
-    for c in configs:
-        m, n = c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"]
-        # The longer side is the one that stays: two accumulators of it for keys, one for queries.
-        per_thread = 2 * (max(m, n) * width + m * n) // (32 * c.num_warps)
-        shared = 4 * width * (max(m, n) + c.num_stages * min(m, n))
-        if m * n > 32 * 64 and per_thread <= 224 and shared <= 228 * 1024:
-            chosen.append(c)
-    return chosen
+
+KEY_VALUE_CHOICES: Choices = {
+    0: ((32, 64, 4, 1), (32, 32, 4, 1)),
+    64: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    128: ((32, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 2)),
+    256: ((32, 64, 8, 2), (64, 64, 8, 1), (32, 32, 4, 1)),
+}
+QUERY_CHOICES: Choices = {
+    0: ((64, 32, 4, 1), (32, 32, 4, 1)),
+    64: ((128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2)),
+    128: ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    256: ((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+}
+
+
+def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return suitable(KEY_VALUE_CHOICES, configs, kwargs)
+
+
+def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return suitable(QUERY_CHOICES, configs, kwargs)
 
 
 @triton.jit
@@ -99,19 +107,9 @@ def _gather_queries(
 
 
 @triton.autotune(
-    configs(
-        interpreted(),
-        (64, 128, 8, 2),
-        (64, 128, 8, 3),
-        (64, 128, 4, 2),
-        (64, 64, 4, 2),
-        (64, 64, 8, 1),
-        (32, 128, 4, 2),
-        (32, 64, 4, 1),
-        (32, 32, 4, 1),
-    ),
+    configs(KEY_VALUE_CHOICES),
     key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
-    prune_configs_by={"early_config_prune": _suitable},
+    prune_configs_by={"early_config_prune": _suitable_for_keys},
     cache_results=True,
 )
 @triton.jit(do_not_specialize=["section", "seqlen_class"])
@@ -121,7 +119,8 @@ def _key_value_kernel(
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
     num_heads_kv, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, section, seqlen_class,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, EVEN_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The first keys are seen by most queries, so the order of tiles puts the longest first.
     tile, head = program_tile(tl.cdiv(seqlen_k, BLOCK_N), num_heads_kv, section)
@@ -160,11 +159,12 @@ def _key_value_kernel(
             q_s, q_d, g_s, g_d, seqlen_q, head_dim, head_dim_v,
             False, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
         )  # fmt: skip
-        grad_k, grad_v = _gather_queries(
-            grad_k, grad_v, k, v, q_base, g_base, lse_base, delta_base, start_n, tl.maximum(diagonal, whole), seqlen_q,
-            scale_log2, q_s, q_d, g_s, g_d, seqlen_q, head_dim, head_dim_v,
-            True, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
-        )  # fmt: skip
+        if not EVEN_Q:
+            grad_k, grad_v = _gather_queries(
+                grad_k, grad_v, k, v, q_base, g_base, lse_base, delta_base, start_n, tl.maximum(diagonal, whole),
+                seqlen_q, scale_log2, q_s, q_d, g_s, g_d, seqlen_q, head_dim, head_dim_v,
+                True, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            )  # fmt: skip
 
     store_tile(
         grad_k_ptr + b * dk_b + h_kv * dk_h, start_n, dk_s, dk_d, seqlen_k, head_dim, grad_k * scale,
@@ -202,19 +202,9 @@ def _gather_keys(
 
 
 @triton.autotune(
-    configs(
-        interpreted(),
-        (128, 64, 8, 2),
-        (128, 64, 8, 3),
-        (128, 64, 4, 2),
-        (64, 64, 4, 2),
-        (64, 64, 8, 1),
-        (128, 32, 4, 2),
-        (64, 32, 4, 1),
-        (32, 32, 4, 1),
-    ),
+    configs(QUERY_CHOICES),
     key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
-    prune_configs_by={"early_config_prune": _suitable},
+    prune_configs_by={"early_config_prune": _suitable_for_queries},
     cache_results=True,
 )
 @triton.jit(do_not_specialize=["section", "seqlen_class"])
@@ -308,7 +298,7 @@ def attention_backward(
             _key_value_kernel[lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * batch * heads_kv,)](
                 grad_k, grad_v, grad, lse, delta, q, k, v, scale * LOG2_E, scale, *outputs, *inputs,
                 batch * heads_kv, heads_kv, group, *lengths, min(together, batch * heads_kv), seqlen_class(seqlen_k),
-                **constants, WIDE=wide(outputs, inputs),
+                **constants, WIDE=wide(outputs, inputs), EVEN_Q=seqlen_q % MAX_BLOCK_M == 0,
             )  # fmt: skip
         if grad_q is not None:
             together = section(is_causal, group, seqlen_k * row_bytes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from triton_impl import interpreted
+
 # Softmax runs in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
 LOG2_E = 1.4426950408889634
 
@@ -67,11 +69,26 @@ def store_tile(
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
 
 
-def configs(interpreted: bool, *choices: tuple[int, int, int, int]) -> list[triton.Config]:
-    """Autotuning choices of (BLOCK_M, BLOCK_N, num_warps, num_stages). The interpreter gets one."""
-    if interpreted:
-        choices = ((64, 64, 4, 1),)
-    return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in choices]
+#: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions; 0 stands for
+#: float32, which is multiplied on CUDA cores. Each row ends with one that fits in the shared memory of small GPUs.
+Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
+
+
+def configs(choices: Choices) -> list[triton.Config]:
+    """Every choice as an autotuning configuration. The interpreter, to which all are the same, gets one."""
+    if interpreted():
+        choices = {0: ((64, 64, 4, 1),)}
+    distinct = dict.fromkeys(choice for row in choices.values() for choice in row)
+    return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in distinct]
+
+
+def suitable(choices: Choices, configs: list[triton.Config], constants: dict) -> list[triton.Config]:
+    """The configurations of the row that a call's constants point to."""
+    if len(configs) == 1:
+        return configs
+    width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
+    row = choices[0 if constants["PRECISION"] == "ieee" else width]
+    return [c for c in configs if (c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"], c.num_warps, c.num_stages) in row]
 
 
 def block(head_dim: int) -> int:
