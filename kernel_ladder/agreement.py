@@ -82,26 +82,27 @@ def evaluate(run: Implementation, inputs: Inputs, options: Options, grad: torch.
 
 
 def oracle(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
-    """Output and gradients in float64, one independent part at a time where the spec can split the case."""
-    formula = spec.oracle or spec.reference
-    if spec.parts is None:
-        return evaluate(formula, _double(inputs), options, None if grad is None else grad.double())
+    """Output and gradients in float64."""
+    return _by_parts(spec, spec.oracle or spec.reference, inputs, options, grad, torch.float64)
+
+
+def _by_parts(
+    spec: Spec, run: Implementation, inputs: Inputs, options: Options, grad: torch.Tensor | None, dtype: torch.dtype
+) -> Results:
+    """:func:`evaluate` in `dtype`, one independent part at a time where the spec can split the case."""
     whole: Results = {}
-    for input_index, output_index in spec.parts(inputs):
-        part = _double(tuple(x[i] for x, i in zip(inputs, input_index, strict=True)))
-        part_grad = None if grad is None else grad[output_index].double()
-        results = evaluate(formula, part, options, part_grad)
+    for input_index, output_index in [] if spec.parts is None else spec.parts(inputs):
+        part = tuple(x[i].to(dtype) for x, i in zip(inputs, input_index, strict=True))
+        results = evaluate(run, part, options, None if grad is None else grad[output_index].to(dtype))
         for name, value in results.items():
             index = output_index if name == "output" else input_index[int(name.removeprefix("grad "))]
             if name not in whole:
                 like = _output_shape(spec, inputs, options) if name == "output" else inputs[int(name[5:])].shape
-                whole[name] = torch.empty(like, dtype=torch.float64, device=inputs[0].device)
+                whole[name] = torch.empty(like, dtype=value.dtype, device=inputs[0].device)
             whole[name][index] = value
-    return whole or evaluate(formula, _double(inputs), options, None if grad is None else grad.double())
-
-
-def _double(inputs: Inputs) -> Inputs:
-    return tuple(x.double() for x in inputs)
+    if whole:
+        return whole
+    return evaluate(run, tuple(x.to(dtype) for x in inputs), options, None if grad is None else grad.to(dtype))
 
 
 def _output_shape(spec: Spec, inputs: Inputs, options: Options) -> torch.Size:
@@ -117,10 +118,11 @@ def baseline(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | 
     """
     formula = spec.yardstick or spec.reference
     if inputs[0].dtype != torch.float64:
-        return evaluate(formula, inputs, options, grad)
+        return _by_parts(spec, formula, inputs, options, grad, inputs[0].dtype)
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     inputs, grad = tuple(x.float() for x in inputs), None if grad is None else grad.float()
-    rounded, oracle32 = evaluate(formula, inputs, options, grad), oracle(spec, inputs, options, grad)
+    rounded = _by_parts(spec, formula, inputs, options, grad, torch.float32)
+    oracle32 = oracle(spec, inputs, options, grad)
     return {name: exact[name] + ratio * (rounded[name].double() - oracle32[name]) for name in exact}
 
 
