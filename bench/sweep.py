@@ -220,6 +220,10 @@ def run(choice: Choice, output: Path, console: Console) -> tuple[list[Row], bool
     device = environment.device()
     # Gradients are timed again and again on one graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        # Shapes this small do not gain by threads, and on a busy machine waiting for one drowns the call.
+        torch.set_num_threads(1)
     emitted: list[Row] = []
 
     def emit(row: Row) -> None:
@@ -248,6 +252,8 @@ def run(choice: Choice, output: Path, console: Console) -> tuple[list[Row], bool
         except KeyboardInterrupt:
             interrupted = True
             print(f"interrupted; {len(emitted)} rows are kept in {output}", file=sys.stderr)
+        finally:
+            torch.set_num_threads(threads)
     if emitted:
         rows.tidy(output)
     return emitted, interrupted

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.order import by_climb
 from bench.rows import Row
 
 
@@ -23,7 +24,9 @@ def microseconds(us: float) -> str:
 def rate(row: Row, bytes_bound: bool | None = None) -> str:
     """GB/s where the least time goes into moving bytes, else TFLOP/s."""
     bytes_bound = row.bytes_bound if bytes_bound is None else bytes_bound
-    return f"{row.gbs:,.4g} GB/s" if bytes_bound else f"{row.tflops:,.3g} TFLOP/s"
+    if bytes_bound:
+        return f"{row.gbs:,.0f} GB/s" if row.gbs >= 100 else f"{row.gbs:.3g} GB/s"
+    return f"{row.tflops:,.0f} TFLOP/s" if row.tflops >= 100 else f"{row.tflops:.3g} TFLOP/s"
 
 
 def fastest(rows: Iterable[Row]) -> str | None:
@@ -38,7 +41,7 @@ def show(rows: Iterable[Row], console: Console) -> None:
     def group(row: Row) -> tuple[str, ...]:
         return (row.op, row.pass_, row.dtype, row.gpu or "")
 
-    rows = list(rows)
+    rows = by_climb(rows)
     order = {key: i for i, key in reversed(list(enumerate(map(group, rows))))}
     for (op, pass_, dtype, gpu), members in groupby(sorted(rows, key=lambda r: order[group(r)]), group):
         console.print(_table(f"{op} {pass_}, {dtype}, on {gpu}", list(members)))
