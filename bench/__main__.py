@@ -106,7 +106,7 @@ def _draw(path: Path, console: Console) -> None:
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in pictures.draw(rows.latest(rows.read(path)), path.parent / "pictures", path.stem):
+    for picture in pictures.draw(path):
         console.print(f"drew {picture}", soft_wrap=True)
 
 

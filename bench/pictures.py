@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,8 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from bench.order import by_climb
-from bench.rows import Row
+from bench.rows import Row, latest, picture_file, read
 
 # Okabe and Ito's colours, told apart by colour-blind eyes: a hue for each level, a marker for each step of its climb.
 COLOURS = {"torch": "#555555", "compile": "#E69F00", "triton": "#0072B2", "cuda": "#009E73", "xla": "#CC79A7"}
@@ -35,18 +33,14 @@ STYLE = {
 }
 
 
-def file_name(op: str, machine: str) -> str:
-    return f"{op}-{machine}.svg"
-
-
-def draw(rows: Iterable[Row], folder: Path, machine: str) -> list[Path]:
-    """Draw every operation that has times. `machine` goes into the files' names."""
-    timed = [row for row in by_climb(rows) if row.us is not None]
+def draw(results: Path) -> list[Path]:
+    """Draw every operation that has times in a file of rows; returns the pictures' files."""
+    timed = [row for row in latest(read(results)) if row.us is not None]
     paths = []
-    for op, members in groupby(timed, lambda row: row.op):
-        folder.mkdir(parents=True, exist_ok=True)
-        paths.append(folder / file_name(op, machine))
-        _picture(list(members), paths[-1])
+    for op in dict.fromkeys(row.op for row in timed):
+        paths.append(picture_file(results, op))
+        paths[-1].parent.mkdir(exist_ok=True)
+        _picture([row for row in timed if row.op == op], paths[-1])
     return paths
 
 
@@ -78,7 +72,7 @@ def _picture(rows: list[Row], path: Path) -> None:
 def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
     shapes = _shapes(rows)
     places = dict(shapes)
-    backends = list(dict.fromkeys(row.backend for row in by_climb(rows)))
+    backends = list(dict.fromkeys(row.backend for row in rows))
     peak = 0.0
     ends: list[tuple[float, str, str]] = []
     last = max(places.values())

@@ -149,9 +149,14 @@ def append(path: Path, row: Row) -> None:
         os.close(file)
 
 
-def tidy(path: Path) -> None:
-    """Rewrite a file without its superseded rows."""
-    replace(path, "".join(to_json(row) + "\n" for row in latest(read(path))))
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Rewrite a file with these rows."""
+    replace(path, "".join(to_json(row) + "\n" for row in rows))
+
+
+def picture_file(path: Path, op: str) -> Path:
+    """Where the picture of an operation, drawn from the rows of a file, is kept."""
+    return path.resolve().parent / "pictures" / f"{op}-{path.stem}.svg"
 
 
 def replace(path: Path, text: str) -> None:

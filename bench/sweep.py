@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import kernel_ladder
 from bench import candidates, ceilings, environment, gate, rows, timing
 from bench.cases import default_dtypes, host_case, sweep_cases
+from bench.order import by_climb
 from bench.rows import Row
 from kernel_ladder import table
 from kernel_ladder.spec import Case, Spec
@@ -255,5 +256,5 @@ def run(choice: Choice, output: Path, console: Console) -> tuple[list[Row], bool
         finally:
             torch.set_num_threads(threads)
     if emitted:
-        rows.tidy(output)
+        rows.write(output, by_climb(rows.latest(rows.read(output))))  # tidy: superseded rows go
     return emitted, interrupted
