@@ -42,6 +42,18 @@ const std::vector<Schema>& schemas() {
         KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
         KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
         KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
+        KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
+              " -> Tensor",
+              attention_naive),
+        KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
+              " -> (Tensor, Tensor)",
+              attention_flash),
+        KL_OP("attention_backward.naive(Tensor grad, Tensor query, Tensor key, Tensor value, bool is_causal,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+              attention_backward_naive),
+        KL_OP("attention_backward.flash(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
+              " bool is_causal, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+              attention_backward_flash),
     };
     return list;
 }
@@ -61,6 +73,9 @@ std::vector<KernelFacts> kernels() {
     std::vector<KernelFacts> facts;
     gelu_kernel_facts(facts);
     softmax_kernel_facts(facts);
+    attention_naive_kernel_facts(facts);
+    attention_flash_kernel_facts(facts);
+    attention_flash_backward_kernel_facts(facts);
     return facts;
 }
 
