@@ -36,7 +36,7 @@ struct Attention {
     bool causal;
     float scale;
 
-    int group() const { return heads_kv > 0 ? static_cast<int>(heads / heads_kv) : 1; }
+    __host__ __device__ int group() const { return heads_kv > 0 ? static_cast<int>(heads / heads_kv) : 1; }
 };
 
 template <typename T>
