@@ -68,4 +68,20 @@ void matmul_tiled_facts(std::vector<KernelFacts>& facts);
 void matmul_registers_facts(std::vector<KernelFacts>& facts);
 void matmul_mma_facts(std::vector<KernelFacts>& facts);
 
+// attention/naive.cu, attention/flash.cu, attention/flash_backward.cu
+Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, double scale,
+                       bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
+                                           double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, const Tensor& query, const Tensor& key,
+                                                            const Tensor& value, bool is_causal, double scale,
+                                                            bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const Tensor& query, const Tensor& key,
+                                                            const Tensor& value, const Tensor& output,
+                                                            const Tensor& lse, bool is_causal, double scale,
+                                                            bool enable_gqa);
+void attention_naive_kernel_facts(std::vector<KernelFacts>& facts);
+void attention_flash_kernel_facts(std::vector<KernelFacts>& facts);
+void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts);
+
 }  // namespace kl

@@ -1,0 +1,307 @@
+// The backward pass of attention's second step; the table of the climb stands in attention.cuh.
+//
+//   flash    weights are made again on chip, tile by tile, from the saved log-sum-exp     scores are made twice
+//
+// FlashAttention-2 (Dao, arXiv:2307.08691), in three kernels. With P the weights and dP = dO · Vᵀ:
+//
+//   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij
+//   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has queries and walks over keys
+//   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of every head that shares them
+//
+// One kernel for both would make P and dP once, but would add up dQ by atomics in an order that changes from run to run:
+// two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed squares
+// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
+
+#include "tile.cuh"
+
+namespace kl {
+namespace {
+
+//                               head dim, queries, keys, warps
+using QueryShape64 = FlashShape<64, 128, 64, 8>;
+using QueryShape128 = FlashShape<128, 128, 64, 8>;
+using QueryShape256 = FlashShape<256, 64, 32, 4>;
+
+//                             head dim, keys, queries, warps; two blocks share the columns of 256
+using KeyShape64 = FlashShape<64, 128, 64, 8>;
+using KeyShape128 = FlashShape<128, 128, 64, 8>;
+using KeyShape256 = FlashShape<256, 64, 32, 4, 128>;
+
+constexpr int DELTA_THREADS = 256;
+
+// Two tiles that stay, two that stream by, twice; the key kernel also streams log-sum-exp and delta.
+template <typename S>
+constexpr int SHARED = 2 * S::BLOCK_BYTES + 4 * S::STREAM_BYTES;
+template <typename S>
+constexpr int KEY_SHARED = SHARED<S> + 4 * S::STREAM * static_cast<int>(sizeof(float));
+
+template <typename T>
+struct Operands {
+    View<T> query, key, value, grad;
+    View<T> grad_query, grad_key, grad_value;
+    const float *lse, *delta;
+};
+
+template <typename T>
+__global__ void attention_flash_delta_kernel(float* delta, const __grid_constant__ View<T> grad,
+                                             const __grid_constant__ View<T> output,
+                                             const __grid_constant__ Attention a) {
+    int64_t index = int64_t{blockIdx.x} * (DELTA_THREADS / WARP) + threadIdx.x / WARP;
+    if (index >= a.batches * a.heads * a.S_q) return;
+    const int64_t row = index % a.S_q, head = index / a.S_q % a.heads, batch = index / a.S_q / a.heads;
+    const T* g = grad.at(batch, head) + row * grad.row;
+    const T* o = output.at(batch, head) + row * output.row;
+    float sum = 0.0f;
+    for (int d = threadIdx.x % WARP; d < a.D_v; d += WARP) {
+        sum = fmaf(to_float(g[d * grad.column]), to_float(o[d * output.column]), sum);
+    }
+    sum = warp_reduce(sum, Sum{});
+    if (threadIdx.x % WARP == 0) delta[index] = sum;
+}
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(S::THREADS)
+    attention_flash_query_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int N = S::STREAM / 8, D = S::HEAD_DIM;
+    static_assert(S::ROWS == 16);
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    const uint32_t q_tile = shared_address(shared_bytes), grad_tile = q_tile + S::BLOCK_BYTES;
+    const auto k_tile = [&](int64_t n) {
+        return grad_tile + S::BLOCK_BYTES + static_cast<int>(n % 2) * 2 * S::STREAM_BYTES;
+    };
+    const auto v_tile = [&](int64_t n) { return k_tile(n) + S::STREAM_BYTES; };
+
+    const int64_t tiles = ceil_div(a.S_q, S::BLOCK);
+    const int64_t q0 = (tiles - 1 - blockIdx.x % tiles) * S::BLOCK;  // with a causal mask the longest come first
+    const int64_t head = blockIdx.x / tiles % a.heads, batch = blockIdx.x / tiles / a.heads;
+    const T* key = p.key.at(batch, head);
+    const T* value = p.value.at(batch, head);
+    const int64_t steps = ceil_div(a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k, S::STREAM);
+
+    const auto load = [&](int64_t n) {
+        const int64_t k0 = n * S::STREAM;
+        load_tile<S::STREAM, D, S::THREADS>(k_tile(n), key + k0 * p.key.row, p.key, a.S_k - k0, a.D);
+        load_tile<S::STREAM, D, S::THREADS>(v_tile(n), value + k0 * p.value.row, p.value, a.S_k - k0, a.D_v);
+        cp_async_commit();
+    };
+    load_tile<S::BLOCK, D, S::THREADS>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query, a.S_q - q0, a.D);
+    load_tile<S::BLOCK, D, S::THREADS>(grad_tile, p.grad.at(batch, head) + q0 * p.grad.row, p.grad, a.S_q - q0, a.D_v);
+    load(0);
+
+    const int warp_row = threadIdx.x / WARP * S::ROWS;
+    const float scale = a.scale * LOG2E;
+    float lse[2], delta[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int64_t row = q0 + warp_row + lane_row(0, h), index = (batch * a.heads + head) * a.S_q + row;
+        lse[h] = row < a.S_q ? p.lse[index] * LOG2E : INFINITE;  // exp(−∞): weights of rows outside are 0
+        delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
+    }
+    Squares<1, D / 8> grad_query;
+    grad_query.clear();
+
+    for (int64_t n = 0; n < steps; ++n) {
+        cp_async_wait<0>();
+        __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
+        if (n + 1 < steps) load(n + 1);
+
+        Squares<1, N> scores, grad_weights;
+        multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
+        multiply_rows<T, D>(grad_weights, grad_tile, warp_row, v_tile(n));
+        const int64_t k0 = n * S::STREAM;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int64_t row = q0 + warp_row + lane_row(0, h);
+            const int64_t end = a.causal ? min(a.S_k, row + 1) : a.S_k;
+            const int left = static_cast<int>(min(end - k0, int64_t{S::STREAM}));
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& s = scores.x[0][j][2 * h + e];
+                    const float weight = exp2_fast(fmaf(s, scale, -lse[h]));
+                    s = lane_column(j) + e < left ? weight * (grad_weights.x[0][j][2 * h + e] - delta[h]) : 0.0f;
+                }
+            }
+        }
+        multiply_accumulate<T, D>(grad_query, scores, k_tile(n), 0);
+    }
+    store_squares(grad_query, p.grad_query.at(batch, head) + (q0 + warp_row) * p.grad_query.row, p.grad_query.row,
+                  a.S_q - q0 - warp_row, a.D, [&](int, int) { return a.scale; });
+#endif
+}
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(S::THREADS)
+    attention_flash_key_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int N = S::STREAM / 8, D = S::HEAD_DIM, PARTS = D / S::COLUMNS;
+    static_assert(S::ROWS == 16 && 2 * S::STREAM <= S::THREADS);
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    const uint32_t k_tile = shared_address(shared_bytes), v_tile = k_tile + S::BLOCK_BYTES;
+    const auto q_tile = [&](int64_t n) {
+        return v_tile + S::BLOCK_BYTES + static_cast<int>(n % 2) * 2 * S::STREAM_BYTES;
+    };
+    const auto grad_tile = [&](int64_t n) { return q_tile(n) + S::STREAM_BYTES; };
+    // Of each streamed query: the log-sum-exp, in powers of 2, then delta.
+    float* row_facts = reinterpret_cast<float*>(shared_bytes + SHARED<S>);
+
+    const int64_t tiles = ceil_div(a.S_k, S::BLOCK);
+    const int column0 = blockIdx.x % PARTS * S::COLUMNS;
+    const int64_t block = blockIdx.x / PARTS;
+    const int64_t k0 = block % tiles * S::BLOCK;  // with a causal mask the longest come first
+    const int64_t head_kv = block / tiles % a.heads_kv, batch = block / tiles / a.heads_kv;
+    const int group = a.group();
+    // Queries before the tile's first key do not see it.
+    const int64_t first = a.causal ? k0 / S::STREAM : 0;
+    const int64_t steps_per_head = max(ceil_div(a.S_q, S::STREAM) - first, int64_t{0});
+    const int64_t steps = steps_per_head * group;
+
+    const auto load = [&](int64_t n) {
+        const int64_t head = head_kv * group + n / steps_per_head;
+        const int64_t q0 = (first + n % steps_per_head) * S::STREAM;
+        load_tile<S::STREAM, D, S::THREADS>(q_tile(n), p.query.at(batch, head) + q0 * p.query.row, p.query, a.S_q - q0,
+                                            a.D);
+        load_tile<S::STREAM, D, S::THREADS>(grad_tile(n), p.grad.at(batch, head) + q0 * p.grad.row, p.grad, a.S_q - q0,
+                                            a.D_v);
+        cp_async_commit();
+        if (const int i = threadIdx.x % S::STREAM; threadIdx.x < 2 * S::STREAM) {
+            const bool is_lse = threadIdx.x < S::STREAM;
+            const int64_t index = (batch * a.heads + head) * a.S_q + q0 + i;
+            float fact = is_lse ? INFINITE : 0.0f;  // exp(−∞): weights of rows outside are 0
+            if (q0 + i < a.S_q) fact = is_lse ? p.lse[index] * LOG2E : p.delta[index];
+            row_facts[n % 2 * 2 * S::STREAM + threadIdx.x] = fact;
+        }
+    };
+    load_tile<S::BLOCK, D, S::THREADS>(k_tile, p.key.at(batch, head_kv) + k0 * p.key.row, p.key, a.S_k - k0, a.D);
+    load_tile<S::BLOCK, D, S::THREADS>(v_tile, p.value.at(batch, head_kv) + k0 * p.value.row, p.value, a.S_k - k0,
+                                       a.D_v);
+    if (steps > 0) load(0);
+
+    const int warp_row = threadIdx.x / WARP * S::ROWS;
+    const float scale = a.scale * LOG2E;
+    Squares<1, S::COLUMNS / 8> grad_key, grad_value;
+    grad_key.clear();
+    grad_value.clear();
+
+    for (int64_t n = 0; n < steps; ++n) {
+        cp_async_wait<0>();
+        __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
+        if (n + 1 < steps) load(n + 1);
+
+        // Rows are keys here, and columns queries.
+        const float* lse = row_facts + n % 2 * 2 * S::STREAM;
+        const float* delta = lse + S::STREAM;
+        const int64_t q0 = (first + n % steps_per_head) * S::STREAM;
+        Squares<1, N> weights, grad_scores;
+        multiply_rows<T, D>(weights, k_tile, warp_row, q_tile(n));
+        multiply_rows<T, D>(grad_scores, v_tile, warp_row, grad_tile(n));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int64_t row = k0 + warp_row + lane_row(0, h);
+            // The first query of the tile that sees this key; none sees a key outside.
+            const int64_t seen = row >= a.S_k ? S::STREAM : a.causal ? max(row - q0, int64_t{0}) : 0;
+            const int begin = static_cast<int>(min(seen, int64_t{S::STREAM}));
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = lane_column(j) + e;
+                    float& weight = weights.x[0][j][2 * h + e];
+                    float& grad = grad_scores.x[0][j][2 * h + e];
+                    weight = exp2_fast(fmaf(weight, scale, -lse[column]));
+                    const bool inside = column >= begin;
+                    grad = inside ? weight * (grad - delta[column]) : 0.0f;
+                    weight = inside ? weight : 0.0f;
+                }
+            }
+        }
+        multiply_accumulate<T, D>(grad_value, weights, grad_tile(n), column0);
+        multiply_accumulate<T, D>(grad_key, grad_scores, q_tile(n), column0);
+    }
+    cp_async_wait<0>();  // where no query sees these keys, the tiles that stay are still under way
+
+    const int64_t rows_left = a.S_k - k0 - warp_row;
+    store_squares(grad_key, p.grad_key.at(batch, head_kv) + (k0 + warp_row) * p.grad_key.row + column0, p.grad_key.row,
+                  rows_left, a.D - column0, [&](int, int) { return a.scale; });
+    store_squares(grad_value, p.grad_value.at(batch, head_kv) + (k0 + warp_row) * p.grad_value.row + column0,
+                  p.grad_value.row, rows_left, a.D_v - column0, [](int, int) { return 1.0f; });
+#endif
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const Tensor& query, const Tensor& key,
+                                                            const Tensor& value, const Tensor& output,
+                                                            const Tensor& lse, bool is_causal, double scale,
+                                                            bool enable_gqa) {
+    const Attention a = prepare_attention(query, key, value, is_causal, scale, enable_gqa);
+    check_attention_output(grad, query, a, "grad");
+    check_attention_output(output, query, a, "output");
+    check_cuda(lse, "attention_backward", "lse");
+    STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
+                        lse.get_device_index() == query.get_device_index() &&
+                        lse.numel() == a.batches * a.heads * a.S_q,
+                    "attention_backward: argument `lse` must be what the forward pass returned");
+    const Launch launch(query);
+    Tensor grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
+    if (a.batches * a.heads * a.S_q * a.S_k == 0) {
+        for (Tensor* gradient : {&grad_query, &grad_key, &grad_value}) fill_zero(*gradient, launch.stream);
+        return {grad_query, grad_key, grad_value};
+    }
+    Tensor delta = empty_like_query(query, ScalarType::Float, 0);
+    dispatch_16bit(query.scalar_type(), "attention_backward", [&](auto zero) {
+        using T = decltype(zero);
+        const Operands<T> operands{make_view<T>(query),
+                                   make_view<T>(key, a.group()),
+                                   make_view<T>(value, a.group()),
+                                   make_view<T>(grad),
+                                   make_view<T>(grad_query),
+                                   make_view<T>(grad_key),
+                                   make_view<T>(grad_value),
+                                   static_cast<const float*>(lse.data_ptr()),
+                                   static_cast<const float*>(delta.data_ptr())};
+        const auto delta_grid = grid_size(ceil_div(a.batches * a.heads * a.S_q, DELTA_THREADS / WARP));
+        attention_flash_delta_kernel<T><<<delta_grid, DELTA_THREADS, 0, launch.stream>>>(
+            static_cast<float*>(delta.data_ptr()), operands.grad, make_view<T>(output), a);
+        KL_LAUNCH_CHECK();
+        const int head_dim = std::max(a.D, a.D_v);
+        dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, [&](auto shape) {
+            using S = decltype(shape);
+            const auto kernel = attention_flash_query_kernel<T, S>;
+            allow_shared(kernel, SHARED<S>);
+            const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
+            kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
+        });
+        KL_LAUNCH_CHECK();
+        Operands<T> by_key = operands;  // there, heads of key and value count, not those of query
+        by_key.key.group = by_key.value.group = 1;
+        dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, [&](auto shape) {
+            using S = decltype(shape);
+            const auto kernel = attention_flash_key_kernel<T, S>;
+            allow_shared(kernel, KEY_SHARED<S>);
+            const int64_t parts = S::HEAD_DIM / S::COLUMNS;
+            const auto grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::BLOCK) * parts);
+            kernel<<<grid, S::THREADS, KEY_SHARED<S>, launch.stream>>>(by_key, a);
+        });
+        KL_LAUNCH_CHECK();
+    });
+    return {grad_query, grad_key, grad_value};
+}
+
+void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts) {
+    const auto add = [&](const char* query_name, const char* key_name, auto query_shape, auto key_shape) {
+        using Q = decltype(query_shape);
+        using K = decltype(key_shape);
+        facts.push_back(kernel_facts(query_name, attention_flash_query_kernel<bfloat16, Q>, Q::THREADS, SHARED<Q>));
+        facts.push_back(kernel_facts(key_name, attention_flash_key_kernel<bfloat16, K>, K::THREADS, KEY_SHARED<K>));
+    };
+    facts.push_back(
+        kernel_facts("attention_backward.flash.delta", attention_flash_delta_kernel<bfloat16>, DELTA_THREADS));
+    add("attention_backward.flash.query.64", "attention_backward.flash.key.64", QueryShape64{}, KeyShape64{});
+    add("attention_backward.flash.query.128", "attention_backward.flash.key.128", QueryShape128{}, KeyShape128{});
+    add("attention_backward.flash.query.256", "attention_backward.flash.key.256", QueryShape256{}, KeyShape256{});
+}
+
+}  // namespace kl

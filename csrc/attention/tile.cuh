@@ -1,0 +1,219 @@
+// Tiles of flash attention in shared memory, and the two products that it makes of them on tensor cores.
+//
+// A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks of 16 bytes. Chunk c of row r lies in
+// place c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, and those then fall on different banks.
+#pragma once
+
+#include "../matmul/mma.cuh"
+#include "attention.cuh"
+
+namespace kl {
+
+constexpr float LOG2E = 1.44269504088896f;
+constexpr float LN2 = 0.693147180559945f;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// Tile sizes of the three kernels by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the tile that
+// stays; tiles of the other operands stream past, two of them in shared memory.
+template <int HEAD_DIM_, int BLOCK_, int STREAM_, int WARPS_, int COLUMNS_ = HEAD_DIM_>
+struct FlashShape {
+    static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK = BLOCK_, STREAM = STREAM_, WARPS = WARPS_;
+    static constexpr int COLUMNS = COLUMNS_;  // of the head dimension that one block accumulates
+    static constexpr int THREADS = WARPS * WARP, ROWS = BLOCK / WARPS;
+    static constexpr int BLOCK_BYTES = BLOCK * HEAD_DIM * 2, STREAM_BYTES = STREAM * HEAD_DIM * 2;
+    static_assert(HEAD_DIM % 64 == 0 && ROWS % 16 == 0 && STREAM % 16 == 0 && HEAD_DIM % COLUMNS == 0);
+};
+
+// Calls f with the shape for a head dimension.
+template <typename S64, typename S128, typename S256, typename F>
+void dispatch_shape(int head_dim, F&& f) {
+    if (head_dim <= 64) return f(S64{});
+    if (head_dim <= 128) return f(S128{});
+    f(S256{});
+}
+
+// A block gets more than 48 KB of shared memory only where its kernel asks. Per device, so asked before every launch.
+template <typename Kernel>
+void allow_shared(Kernel* kernel, int bytes) {
+    KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+// float32 falls to the naive variant: tensor cores would round it to tf32.
+template <typename F>
+void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
+    switch (dtype) {
+        case ScalarType::Half: return f(half{});
+        case ScalarType::BFloat16: return f(bfloat16{});
+        default: STD_TORCH_CHECK(false, op, ": the flash variant takes float16 and bfloat16");
+    }
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+
+// 2^x by the special function unit, within 2 ulp; denormal results are flushed.
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline uint32_t pack(float low, float high, half) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ inline uint32_t pack(float low, float high, bfloat16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <int HEAD_DIM>
+__device__ uint32_t tile_offset(int row, int chunk) {
+    return (row * (HEAD_DIM / 8) + (chunk ^ (row % 8))) * 16;
+}
+
+// Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS) and `columns` columns are inside the
+// operand. Outside stand zeros. Asynchronous where memory allows 16 bytes at a time.
+template <int ROWS, int HEAD_DIM, int THREADS, typename T>
+__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int64_t rows_left, int columns) {
+    constexpr int CHUNKS = HEAD_DIM / 8;
+    const int rows = static_cast<int>(min(rows_left, int64_t{ROWS}));
+    if (view.whole) {
+        static_assert(THREADS % CHUNKS == 0 && ROWS * CHUNKS % THREADS == 0);
+        constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
+        const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+        const int bytes = min(max(columns - chunk * 8, 0) * 2, 16);
+        const T* p = source + row * view.row + chunk * 8;
+#pragma unroll
+        for (int i = 0; i < ROWS / STEP; ++i) {
+            const int inside = row + i * STEP < rows ? bytes : 0;
+            // Where nothing is read, the address still is one inside the operand.
+            cp_async16(shared + tile_offset<HEAD_DIM>(row + i * STEP, chunk), inside > 0 ? p : source, inside);
+            p += STEP * view.row;
+        }
+    } else {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+            const int row = i / CHUNKS, chunk = i % CHUNKS;
+            Vec<T> v;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const int column = chunk * 8 + e;
+                v[e] = row < rows && column < columns ? source[row * view.row + column * view.column]
+                                                      : from_float<T>(0.0f);
+            }
+            store_shared16(shared + tile_offset<HEAD_DIM>(row, chunk), *reinterpret_cast<const uint4*>(&v));
+        }
+    }
+}
+
+// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at
+// (g, 2t), (g, 2t + 1), and elements 2 and 3 eight rows below.
+template <int M, int N>
+struct Squares {
+    float x[M][N][4];
+
+    __device__ void clear() {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[m][n][e] = 0.0f;
+            }
+        }
+    }
+};
+
+// The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie, and the column of element 0.
+__device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
+__device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
+
+// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another.
+template <typename T, int HEAD_DIM, int M, int N>
+__device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t b) {
+    static_assert(N % 2 == 0);
+    const int lane = threadIdx.x % WARP;
+    // Lanes 8i … 8i + 7 name the rows of the i-th 8×8 matrix. In A's fragment rows change first, in B's the head dimension.
+    const int low = lane / 8 % 2, high = lane / 16;
+    c.clear();
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+        uint32_t fa[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            ldmatrix(fa[m], a + tile_offset<HEAD_DIM>(a_row + m * 16 + low * 8 + lane % 8, 2 * k + high));
+        }
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t fb[4];
+            ldmatrix(fb, b + tile_offset<HEAD_DIM>(n * 8 + high * 8 + lane % 8, 2 * k + low));
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                mma(c.x[m][n], fa[m], fb[0], fb[1], T{});
+                mma(c.x[m][n + 1], fa[m], fb[2], fb[3], T{});
+            }
+        }
+    }
+}
+
+// c += A · B: A is a warp's own squares, rounded to T, and stays in registers, because accumulators lie as mma wants its
+// first operand. B is columns from b_column on of a tile with K · 8 rows.
+template <typename T, int HEAD_DIM, int M, int N, int K>
+__device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, uint32_t b, int b_column) {
+    static_assert(N % 2 == 0 && K % 2 == 0);
+    const int lane = threadIdx.x % WARP, low = lane / 8 % 2, high = lane / 16;
+#pragma unroll
+    for (int k = 0; k < K; k += 2) {
+        uint32_t fa[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = &a.x[m][k + i / 2][i % 2 * 2];
+                fa[m][i] = pack(pair[0], pair[1], T{});
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t fb[4];
+            ldmatrix_transposed(fb, b + tile_offset<HEAD_DIM>(k * 8 + low * 8 + lane % 8, b_column / 8 + n + high));
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                mma(c.x[m][n], fa[m], fb[0], fb[1], T{});
+                mma(c.x[m][n + 1], fa[m], fb[2], fb[3], T{});
+            }
+        }
+    }
+}
+
+// Writes squares, each row times its factor, to rows and columns of an output that begin at `out`.
+template <typename T, int M, int N, typename Factor>
+__device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride, int64_t rows_left, int columns_left,
+                              Factor factor) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = lane_row(m, h);
+            if (row >= rows_left) continue;
+            const float f = factor(m, h);
+            T* p = out + row * row_stride;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const int column = lane_column(n);
+                const float x0 = c.x[m][n][2 * h] * f, x1 = c.x[m][n][2 * h + 1] * f;
+                if (column + 1 < columns_left && row_stride % 2 == 0) {
+                    *reinterpret_cast<uint32_t*>(p + column) = pack(x0, x1, T{});
+                } else {
+                    if (column < columns_left) p[column] = from_float<T>(x0);
+                    if (column + 1 < columns_left) p[column + 1] = from_float<T>(x1);
+                }
+            }
+        }
+    }
+}
+
+#endif
+
+}  // namespace kl

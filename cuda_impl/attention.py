@@ -1,0 +1,98 @@
+"""Attention in CUDA C++: ``csrc/attention``."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from cuda_impl import climb, unsupported
+from kernel_ladder.table import register
+
+
+@functools.cache
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def _naive_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
+    if (reason := unsupported(query)) is not None:
+        return reason
+    scores_bytes = 4 * math.prod(query.shape[:-1]) * key.shape[-2]
+    if scores_bytes > (limit := _memory_bytes(query.device)):
+        return f"the float32 scores take {scores_bytes / 2**30:.0f} GiB; the GPU has {limit / 2**30:.0f} GiB"
+    return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _flash_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
+    if (reason := unsupported(query)) is not None:
+        return reason
+    if query.dtype == torch.float32:
+        return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
+    if _capability(query.device) < (8, 0):
+        return "flash attention needs compute capability 8.0 or later (mma.sync, cp.async)"
+    return None
+
+
+def _scale(query: torch.Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+
+
+def _register_naive() -> None:
+    run, run_backward = torch.ops.kernel_ladder.attention.naive, torch.ops.kernel_ladder.attention_backward.naive
+
+    def forward(query, key, value, *, is_causal, scale, enable_gqa) -> tuple[torch.Tensor, tuple]:
+        scale = _scale(query, scale)
+        return run(query, key, value, is_causal, scale, enable_gqa), (query, key, value, is_causal, scale, enable_gqa)
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(run_backward(grad, *saved), needs)
+
+    @torch.library.register_fake("kernel_ladder::attention.naive")
+    def _(query, key, value, is_causal, scale, enable_gqa):
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+    @torch.library.register_fake("kernel_ladder::attention_backward.naive")
+    def _(grad, query, key, value, is_causal, scale, enable_gqa):
+        return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+    register("attention", "cuda.naive", forward=forward, backward=backward, unsupported=_naive_unsupported)
+
+
+def _register_flash() -> None:
+    run, run_backward = torch.ops.kernel_ladder.attention.flash, torch.ops.kernel_ladder.attention_backward.flash
+
+    def forward(query, key, value, *, is_causal, scale, enable_gqa) -> tuple[torch.Tensor, tuple]:
+        scale = _scale(query, scale)
+        output, lse = run(query, key, value, is_causal, scale, enable_gqa)
+        return output, (query, key, value, output, lse, is_causal, scale, enable_gqa)
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(run_backward(grad, *saved), needs)
+
+    @torch.library.register_fake("kernel_ladder::attention.flash")
+    def _(query, key, value, is_causal, scale, enable_gqa):
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+    @torch.library.register_fake("kernel_ladder::attention_backward.flash")
+    def _(grad, query, key, value, output, lse, is_causal, scale, enable_gqa):
+        return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+    register("attention", "cuda.flash", forward=forward, backward=backward, unsupported=_flash_unsupported)
+
+
+_REGISTER = {"naive": _register_naive, "flash": _register_flash}
+
+for _name in climb("attention"):
+    _REGISTER[_name]()
