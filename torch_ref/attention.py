@@ -154,7 +154,7 @@ def _cases() -> list[Case]:
         case("sliced", 1, 2, 2, 35, 33, 64, layout="sliced"),
         case("expanded", 3, 2, 2, 33, 33, 16, layout="expanded", causal=True),
         # Values.
-        case("large", 1, 2, 2, 97, 97, 8, values="large", scale=2**-12),
+        case("large", 1, 2, 2, 97, 97, 8, d_v=2, values="large", scale=2**-12),
         case("nan", 1, 2, 2, 9, 17, 8, values="nan"),
     ]
 

@@ -35,8 +35,8 @@ from triton_impl.dot import dot
 CHOICES: Choices = {
     0: ((64, 64, 8, 1), (64, 32, 4, 2), (32, 32, 4, 1)),
     64: ((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3)),
-    128: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
-    256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    128: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 32, 4, 2)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
 }
 
 
@@ -198,11 +198,11 @@ AOT = [
     _ahead_of_time(_forward_kernel.fn, 64, True, 128, 64, 4, 3),
     _ahead_of_time(_forward_kernel.fn, 128, False, 128, 128, 8, 2),
     _ahead_of_time(_forward_kernel.fn, 128, True, 128, 64, 8, 3),
-    _ahead_of_time(_forward_kernel.fn, 256, True, 128, 64, 8, 2),
+    _ahead_of_time(_forward_kernel.fn, 256, True, 64, 32, 8, 2),
     _ahead_of_time(_key_value_kernel.fn, 64, True, 64, 128, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 128, False, 32, 128, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 256, True, 32, 64, 8, 2),
+    _ahead_of_time(_key_value_kernel.fn, 128, False, 32, 64, 4, 2),
+    _ahead_of_time(_key_value_kernel.fn, 256, True, 32, 32, 8, 2),
     _ahead_of_time(_query_kernel.fn, 64, True, 128, 64, 8, 2),
     _ahead_of_time(_query_kernel.fn, 128, False, 128, 64, 8, 2),
-    _ahead_of_time(_query_kernel.fn, 256, True, 128, 32, 8, 2),
+    _ahead_of_time(_query_kernel.fn, 256, True, 64, 32, 8, 2),
 ]
