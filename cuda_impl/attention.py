@@ -16,9 +16,7 @@ def _memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def _naive_unsupported(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object
-) -> str | None:
+def _naive_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
     if (reason := unsupported(query)) is not None:
         return reason
     scores_bytes = 4 * math.prod(query.shape[:-1]) * key.shape[-2]
@@ -32,9 +30,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _flash_unsupported(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object
-) -> str | None:
+def _flash_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
     if (reason := unsupported(query)) is not None:
         return reason
     if query.dtype == torch.float32:
