@@ -27,7 +27,8 @@ struct Schema {
 };
 
 // The name and overload stand in the signature, so that no operator is named twice.
-#define KL_OP(signature, function) Schema{signature, TORCH_BOX(&function)}
+#define KL_OP(signature, function) \
+    Schema { signature, TORCH_BOX(&function) }
 
 const std::vector<Schema>& schemas() {
     static const std::vector<Schema> list = {
@@ -42,6 +43,11 @@ const std::vector<Schema>& schemas() {
         KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
         KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
         KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
+        KL_OP("matmul.naive(Tensor input, Tensor other) -> Tensor", matmul_naive),
+        KL_OP("matmul.coalesced(Tensor input, Tensor other) -> Tensor", matmul_coalesced),
+        KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
+        KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
+        KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
               " -> Tensor",
               attention_naive),
@@ -73,27 +79,36 @@ std::vector<KernelFacts> kernels() {
     std::vector<KernelFacts> facts;
     gelu_kernel_facts(facts);
     softmax_kernel_facts(facts);
+    matmul_naive_facts(facts);
+    matmul_coalesced_facts(facts);
+    matmul_tiled_facts(facts);
+    matmul_registers_facts(facts);
+    matmul_mma_facts(facts);
     attention_naive_kernel_facts(facts);
     attention_flash_kernel_facts(facts);
     attention_flash_backward_kernel_facts(facts);
     return facts;
 }
 
+// What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, save that the libraries are never destroyed: at exit
+// their destructors would tell PyTorch's operator registry, which may be gone by then and then aborts the process.
+void register_operators() {
+    using torch::stable::detail::StableLibrary;
+    auto* const definitions = new StableLibrary(StableLibrary::Kind::DEF, "kernel_ladder", nullptr, __FILE__, __LINE__);
+    auto* const kernels = new StableLibrary(StableLibrary::Kind::IMPL, "kernel_ladder", "CUDA", __FILE__, __LINE__);
+    for (const Schema& schema : schemas()) definitions->def(schema.signature);
+    for (const Schema& schema : schemas()) kernels->impl(schema.qualified_name().c_str(), schema.boxed);
+}
+
 }  // namespace
 }  // namespace kl
 
-STABLE_TORCH_LIBRARY(kernel_ladder, library) {
-    for (const auto& schema : kl::schemas()) library.def(schema.signature);
-}
-
-STABLE_TORCH_LIBRARY_IMPL(kernel_ladder, CUDA, library) {
-    for (const auto& schema : kl::schemas()) library.impl(schema.qualified_name().c_str(), schema.boxed);
-}
-
 PYBIND11_MODULE(_C, module) {
     namespace py = pybind11;
+    kl::register_operators();
     module.doc() = "Operators torch.ops.kernel_ladder.*, and facts about their kernels.";
-    py::class_<kl::KernelFacts>(module, "KernelFacts", "What the compiler made of a kernel (bfloat16 where it has a choice).")
+    py::class_<kl::KernelFacts>(module, "KernelFacts",
+                                "What the compiler made of a kernel (bfloat16 where it has a choice).")
         .def_readonly("name", &kl::KernelFacts::name)
         .def_readonly("registers", &kl::KernelFacts::registers)
         .def_readonly("static_shared", &kl::KernelFacts::static_shared)

@@ -30,9 +30,9 @@ using bfloat16 = __nv_bfloat16;
 
 // ---- host: checks, allocation, launch ------------------------------------------------------------------------------
 
-#define KL_CUDA_CHECK(call)                                                                              \
-    do {                                                                                                 \
-        const cudaError_t error_ = (call);                                                               \
+#define KL_CUDA_CHECK(call)                                                                                   \
+    do {                                                                                                      \
+        const cudaError_t error_ = (call);                                                                    \
         STD_TORCH_CHECK(error_ == cudaSuccess, "CUDA error in ", __func__, ": ", cudaGetErrorString(error_)); \
     } while (0)
 
@@ -74,9 +74,9 @@ struct Launch {
 inline Tensor empty_strided(const Tensor& like, ScalarType dtype, const int64_t* sizes, const int64_t* strides,
                             int64_t dim) {
     AtenTensorHandle handle = nullptr;
-    const auto status = aoti_torch_empty_strided(
-        dim, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-        aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
+    const auto status = aoti_torch_empty_strided(dim, sizes, strides,
+                                                 torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+                                                 aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
     STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "could not allocate the output");
     return Tensor(handle);
 }
@@ -98,14 +98,19 @@ inline int sm_count() {
     return count;
 }
 
-// Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T = decltype(zero); … }).
+// Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T =
+// decltype(zero); … }).
 template <typename F>
 void dispatch(ScalarType dtype, const char* op, F&& f) {
     switch (dtype) {
-        case ScalarType::Float: return f(float{});
-        case ScalarType::Half: return f(half{});
-        case ScalarType::BFloat16: return f(bfloat16{});
-        default: STD_TORCH_CHECK(false, op, ": dtype must be float16, bfloat16 or float32");
+        case ScalarType::Float:
+            return f(float{});
+        case ScalarType::Half:
+            return f(half{});
+        case ScalarType::BFloat16:
+            return f(bfloat16{});
+        default:
+            STD_TORCH_CHECK(false, op, ": dtype must be float16, bfloat16 or float32");
     }
 }
 
@@ -156,6 +161,58 @@ __device__ inline void store_vec(T* pointer, const Vec<T>& value) {
     *reinterpret_cast<Vec<T>*>(pointer) = value;
 }
 
+// A vector as floats and back, two 16-bit elements an instruction.
+template <typename T>
+__device__ inline void unpack(const Vec<T>& v, float (&x)[Vec<T>::size]) {
+#pragma unroll
+    for (int i = 0; i < Vec<T>::size; ++i) x[i] = to_float(v[i]);
+}
+template <>
+__device__ inline void unpack<bfloat16>(const Vec<bfloat16>& v, float (&x)[8]) {
+    const uint4 words = *reinterpret_cast<const uint4*>(&v);
+    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // a bfloat16 is the upper half of a float
+        x[2 * i] = __uint_as_float(w[i] << 16);
+        x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+    }
+}
+template <typename T>
+__device__ inline Vec<T> pack(const float (&x)[Vec<T>::size]) {
+    Vec<T> v;
+#pragma unroll
+    for (int i = 0; i < Vec<T>::size; ++i) v[i] = from_float<T>(x[i]);
+    return v;
+}
+template <>
+__device__ inline Vec<half> pack<half>(const float (&x)[8]) {
+    Vec<half> v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<half2*>(&v)[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+    return v;
+}
+template <>
+__device__ inline Vec<bfloat16> pack<bfloat16>(const float (&x)[8]) {
+    Vec<bfloat16> v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        reinterpret_cast<__nv_bfloat162*>(&v)[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    return v;
+}
+
+// The special function unit's own instructions: one issue slot each, 1 ulp (reciprocal) and 2 ulp (2 to the x) of
+// error, denormals flushed to zero.
+__device__ inline float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 inline bool is_aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 // ---- device: reductions --------------------------------------------------------------------------------------------
@@ -168,10 +225,9 @@ struct Sum {
     __device__ float operator()(float a, float b) const { return a + b; }
 };
 
-// fmaxf drops NaN; a maximum that must pass it on compares by hand.
-struct Max {
+struct Max {  // drops NaN, as fmaxf does
     static constexpr float identity = -std::numeric_limits<float>::infinity();
-    __device__ float operator()(float a, float b) const { return (a > b || isnan(a)) ? a : b; }
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
 template <typename Op>
@@ -232,9 +288,9 @@ inline Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t di
 // The order of dimensions in which a fresh tensor like `input` is laid out: by descending stride, broadcast ones last
 // in doubt. With its strides, so that the memory order of a dense input is kept, as torch.empty_like does.
 struct DenseLike {
-    std::vector<int64_t> order;         // dimensions, outermost in memory first
-    std::vector<int64_t> sizes;         // in that order
-    std::vector<int64_t> strides;       // of the fresh tensor, by the tensor's own dimensions
+    std::vector<int64_t> order;    // dimensions, outermost in memory first
+    std::vector<int64_t> sizes;    // in that order
+    std::vector<int64_t> strides;  // of the fresh tensor, by the tensor's own dimensions
     explicit DenseLike(const Tensor& input) {
         const int64_t dim = input.dim();
         for (int64_t d = 0; d < dim; ++d) order.push_back(d);

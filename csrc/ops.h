@@ -17,11 +17,11 @@ using torch::stable::Tensor;
 // What the compiler made of a kernel, and how much of it fits on one SM (occupancy needs a GPU: -1 without one).
 struct KernelFacts {
     std::string name;
-    int registers;         // per thread
-    int64_t static_shared; // bytes per block
+    int registers;          // per thread
+    int64_t static_shared;  // bytes per block
     int64_t dynamic_shared;
-    int64_t local;         // bytes per thread: spills and arrays that did not fit in registers
-    int threads;           // per block
+    int64_t local;  // bytes per thread: spills and arrays that did not fit in registers
+    int threads;    // per block
     int blocks_per_sm;
 };
 
@@ -55,6 +55,18 @@ Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t 
 Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
 void softmax_kernel_facts(std::vector<KernelFacts>& facts);
+
+// matmul/*.cu
+Tensor matmul_naive(const Tensor& input, const Tensor& other);
+Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
+Tensor matmul_tiled(const Tensor& input, const Tensor& other);
+Tensor matmul_registers(const Tensor& input, const Tensor& other);
+Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
+void matmul_naive_facts(std::vector<KernelFacts>& facts);
+void matmul_coalesced_facts(std::vector<KernelFacts>& facts);
+void matmul_tiled_facts(std::vector<KernelFacts>& facts);
+void matmul_registers_facts(std::vector<KernelFacts>& facts);
+void matmul_mma_facts(std::vector<KernelFacts>& facts);
 
 // attention/naive.cu, attention/flash.cu, attention/flash_backward.cu
 Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, double scale,

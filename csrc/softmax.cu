@@ -19,9 +19,22 @@ namespace {
 constexpr float LOG2E = 1.44269504f;
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
-// exp2f is ex2.approx, within 2 ulp, with denormals kept. The rounding of the scaled argument costs |x| / 2 ulp more,
-// of a result that shrinks as exp(x).
-__device__ float fast_exp(float x) { return exp2f(x * LOG2E); }
+// Within 2 ulp, and |x| / 2 more for the rounding of the scaled argument, of a result that shrinks as exp(x).
+__device__ float fast_exp(float x) { return exp2_approx(x * LOG2E); }
+
+// A maximum that fmaxf took over NaN or nothing is no matter: x − max is NaN for a NaN x, and reaches the sum. But a
+// row of −inf so far must not poison the sum of what follows, so an online maximum starts from zero there.
+__device__ float finite_or_zero(float running_max) { return running_max == NEG_INF ? 0.0f : running_max; }
+
+// Kahan's sum: one thread adds up a whole row, whose rounding errors would pile up.
+struct CompensatedSum {
+    float sum = 0.0f, lost = 0.0f;
+    __device__ void add(float x) {
+        const float y = x - lost, t = sum + y;
+        lost = (t - sum) - y;
+        sum = t;
+    }
+};
 
 // The rows of one operand: where each starts, and how far apart its elements lie.
 struct Rows {
@@ -68,11 +81,12 @@ __global__ void softmax_naive_kernel(T* output, Rows out_rows, const T* input, R
     if (row >= count) return;
     const T* in = input + in_rows.start(row);
     T* out = output + out_rows.start(row);
-    float row_max = Max::identity, row_sum = 0.0f;
+    float row_max = Max::identity;
+    CompensatedSum row_sum;
     for (int64_t i = 0; i < length; ++i) row_max = Max{}(row_max, to_float(in[i * in_rows.stride]));
-    for (int64_t i = 0; i < length; ++i) row_sum += fast_exp(to_float(in[i * in_rows.stride]) - row_max);
+    for (int64_t i = 0; i < length; ++i) row_sum.add(fast_exp(to_float(in[i * in_rows.stride]) - row_max));
     for (int64_t i = 0; i < length; ++i) {
-        out[i * out_rows.stride] = from_float<T>(fast_exp(to_float(in[i * in_rows.stride]) - row_max) / row_sum);
+        out[i * out_rows.stride] = from_float<T>(fast_exp(to_float(in[i * in_rows.stride]) - row_max) / row_sum.sum);
     }
 }
 
@@ -85,11 +99,11 @@ __global__ void softmax_backward_naive_kernel(T* grad_input, Rows gi_rows, const
     const T* g = grad + g_rows.start(row);
     const T* o = output + o_rows.start(row);
     T* gi = grad_input + gi_rows.start(row);
-    float dot = 0.0f;
-    for (int64_t i = 0; i < length; ++i) dot += to_float(g[i * g_rows.stride]) * to_float(o[i * o_rows.stride]);
+    CompensatedSum dot;
+    for (int64_t i = 0; i < length; ++i) dot.add(to_float(g[i * g_rows.stride]) * to_float(o[i * o_rows.stride]));
     for (int64_t i = 0; i < length; ++i) {
         const float y = to_float(o[i * o_rows.stride]);
-        gi[i * gi_rows.stride] = from_float<T>(y * (to_float(g[i * g_rows.stride]) - dot));
+        gi[i * gi_rows.stride] = from_float<T>(y * (to_float(g[i * g_rows.stride]) - dot.sum));
     }
 }
 
@@ -109,33 +123,37 @@ __global__ void __launch_bounds__(ONLINE_THREADS)
     float row_max = Max::identity, row_sum = 0.0f;
     for (int64_t base = threadIdx.x * Vec<T>::size; base < length; base += ONLINE_UNROLL * STEP) {
         Vec<T> v[ONLINE_UNROLL];
+        float x[ONLINE_UNROLL][Vec<T>::size];
 #pragma unroll
         for (int u = 0; u < ONLINE_UNROLL; ++u) v[u] = load_chunk(in, in_rows, base + u * STEP, length, NEG_INF);
         float new_max = row_max;
 #pragma unroll
         for (int u = 0; u < ONLINE_UNROLL; ++u) {
+            unpack(v[u], x[u]);
 #pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) new_max = Max{}(new_max, to_float(v[u][e]));
+            for (int e = 0; e < Vec<T>::size; ++e) new_max = fmaxf(new_max, x[u][e]);
         }
-        if (new_max == NEG_INF) continue;  // −inf − −inf is NaN; so far the sum is of nothing
-        row_sum *= fast_exp(row_max - new_max);
+        const float shift = finite_or_zero(new_max);
+        row_sum *= fast_exp(row_max - shift);
 #pragma unroll
         for (int u = 0; u < ONLINE_UNROLL; ++u) {
 #pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) row_sum += fast_exp(to_float(v[u][e]) - new_max);
+            for (int e = 0; e < Vec<T>::size; ++e) row_sum += fast_exp(x[u][e] - shift);
         }
         row_max = new_max;
     }
     const float thread_max = row_max;
     row_max = block_reduce(row_max, Max{}, scratch);
-    row_sum = block_reduce(thread_max == NEG_INF ? 0.0f : row_sum * fast_exp(thread_max - row_max), Sum{}, scratch);
+    if (thread_max != NEG_INF) row_sum *= fast_exp(thread_max - row_max);  // else it is the sum of nothing, or NaN
+    row_sum = block_reduce(row_sum, Sum{}, scratch);
 
     const float scale = 1.0f / row_sum;
     for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
-        Vec<T> v = load_chunk(in, in_rows, first, length, NEG_INF);
+        float x[Vec<T>::size];
+        unpack(load_chunk(in, in_rows, first, length, NEG_INF), x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) v[e] = from_float<T>(fast_exp(to_float(v[e]) - row_max) * scale);
-        store_chunk(out, out_rows, v, first, length);
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = fast_exp(x[e] - row_max) * scale;
+        store_chunk(out, out_rows, pack<T>(x), first, length);
     }
 }
 
@@ -149,20 +167,20 @@ __global__ void __launch_bounds__(ONLINE_THREADS)
     T* gi_row = grad_input + gi_rows.start(blockIdx.x);
     constexpr int64_t STEP = int64_t{ONLINE_THREADS} * Vec<T>::size;
 
-    float dot = 0.0f;
+    float dot = 0.0f, g[Vec<T>::size], o[Vec<T>::size];
     for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
-        const Vec<T> g = load_chunk(g_row, g_rows, first, length, 0.0f);
-        const Vec<T> o = load_chunk(o_row, o_rows, first, length, 0.0f);
+        unpack(load_chunk(g_row, g_rows, first, length, 0.0f), g);
+        unpack(load_chunk(o_row, o_rows, first, length, 0.0f), o);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) dot += to_float(g[e]) * to_float(o[e]);
+        for (int e = 0; e < Vec<T>::size; ++e) dot += g[e] * o[e];
     }
     dot = block_reduce(dot, Sum{}, scratch);
     for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
-        Vec<T> g = load_chunk(g_row, g_rows, first, length, 0.0f);
-        const Vec<T> o = load_chunk(o_row, o_rows, first, length, 0.0f);
+        unpack(load_chunk(g_row, g_rows, first, length, 0.0f), g);
+        unpack(load_chunk(o_row, o_rows, first, length, 0.0f), o);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) g[e] = from_float<T>(to_float(o[e]) * (to_float(g[e]) - dot));
-        store_chunk(gi_row, gi_rows, g, first, length);
+        for (int e = 0; e < Vec<T>::size; ++e) g[e] = o[e] * (g[e] - dot);
+        store_chunk(gi_row, gi_rows, pack<T>(g), first, length);
     }
 }
 
@@ -196,25 +214,25 @@ __global__ void softmax_shared_kernel(T* output, Rows out_rows, const T* input, 
     __pipeline_commit();
     __pipeline_wait_prior(0);
 
-    float row_max = Max::identity, row_sum = 0.0f;
+    float row_max = Max::identity, row_sum = 0.0f, x[Vec<T>::size];
     for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
-        const Vec<T> v = row_on_chip[c];
+        unpack(row_on_chip[c], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) row_max = Max{}(row_max, to_float(v[e]));
+        for (int e = 0; e < Vec<T>::size; ++e) row_max = fmaxf(row_max, x[e]);
     }
     row_max = row_reduce(row_max, Max{}, scratch);
     for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
-        const Vec<T> v = row_on_chip[c];
+        unpack(row_on_chip[c], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) row_sum += fast_exp(to_float(v[e]) - row_max);
+        for (int e = 0; e < Vec<T>::size; ++e) row_sum += fast_exp(x[e] - row_max);
     }
     const float scale = 1.0f / row_reduce(row_sum, Sum{}, scratch);
     T* out = output + out_rows.start(row);
     for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
-        Vec<T> v = row_on_chip[c];
+        unpack(row_on_chip[c], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) v[e] = from_float<T>(fast_exp(to_float(v[e]) - row_max) * scale);
-        store_chunk(out, out_rows, v, int64_t{c} * Vec<T>::size, length);
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = fast_exp(x[e] - row_max) * scale;
+        store_chunk(out, out_rows, pack<T>(x), int64_t{c} * Vec<T>::size, length);
     }
 }
 
@@ -233,20 +251,21 @@ __global__ void softmax_backward_shared_kernel(T* grad_input, Rows gi_rows, cons
     __pipeline_commit();
     __pipeline_wait_prior(0);
 
-    float dot = 0.0f;
+    float dot = 0.0f, g[Vec<T>::size], o[Vec<T>::size];
     for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
-        const Vec<T> g = g_on_chip[c], o = o_on_chip[c];
+        unpack(g_on_chip[c], g);
+        unpack(o_on_chip[c], o);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) dot += to_float(g[e]) * to_float(o[e]);
+        for (int e = 0; e < Vec<T>::size; ++e) dot += g[e] * o[e];
     }
     dot = row_reduce(dot, Sum{}, scratch);
     T* gi = grad_input + gi_rows.start(row);
     for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
-        Vec<T> g = g_on_chip[c];
-        const Vec<T> o = o_on_chip[c];
+        unpack(g_on_chip[c], g);
+        unpack(o_on_chip[c], o);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) g[e] = from_float<T>(to_float(o[e]) * (to_float(g[e]) - dot));
-        store_chunk(gi, gi_rows, g, int64_t{c} * Vec<T>::size, length);
+        for (int e = 0; e < Vec<T>::size; ++e) g[e] = o[e] * (g[e] - dot);
+        store_chunk(gi, gi_rows, pack<T>(g), int64_t{c} * Vec<T>::size, length);
     }
 }
 
@@ -259,7 +278,8 @@ template <typename T>
 dim3 shared_block(int64_t length) {
     const int64_t chunks = ceil_div(length, Vec<T>::size);
     if (chunks <= 4 * WARP) return dim3(WARP, 4);
-    return dim3(static_cast<unsigned>(std::min<int64_t>(1024, std::max<int64_t>(128, ceil_div(chunks / 4, WARP) * WARP))));
+    return dim3(
+        static_cast<unsigned>(std::min<int64_t>(1024, std::max<int64_t>(128, ceil_div(chunks / 4, WARP) * WARP))));
 }
 
 template <typename T>

@@ -22,14 +22,43 @@ class _Differentiable(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         saved = tuple(
             tensors.pop(0) if is_tensor else other
             for is_tensor, other in zip(ctx.saved_is_tensor, ctx.saved_others, strict=True)
         )
-        return (None, None, *ctx.variant.backward(saved, grad, ctx.needs_input_grad[2:]))
+        needs = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            return (None, None, *_Gradient.apply(ctx.variant, saved, needs, grad, *ctx.saved_tensors))
+        return (None, None, *ctx.variant.backward(saved, grad, needs))
+
+
+class _Gradient(torch.autograd.Function):
+    """A variant's backward as a step of a graph, so that differentiating it again is an error and not a silent zero.
+
+    ``torch.autograd.function.once_differentiable`` sees only a second derivative through the output's gradient, not
+    the one through the saved inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        variant: Variant,
+        saved: tuple[Any, ...],
+        needs: tuple[bool, ...],
+        grad: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.variant = variant
+        return tuple(variant.backward(saved, grad, needs))  # type: ignore[misc]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        op, name = ctx.variant.op, ctx.variant.name
+        raise RuntimeError(
+            f"{op}: {name} can be differentiated only once; for a second derivative use backend='torch.naive'"
+        )
 
 
 def run(variant: Variant, inputs: Inputs, options: Options) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernel_ladder.spec import Case, Inputs
 
-LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
+LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded", "bshd")
 VALUES = ("normal", "large", "neg_inf_rows", "nan", "inf", "constant")
 
 
-def _layout(shape: tuple[int, ...], layout: str, make) -> torch.Tensor:
+def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
     """A tensor of `shape` in the named memory layout, its values from ``make(shape)``."""
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; known are {', '.join(LAYOUTS)}")
@@ -24,6 +26,8 @@ def _layout(shape: tuple[int, ...], layout: str, make) -> torch.Tensor:
         return make((*shape[:-1], 2 * shape[-1]))[..., ::2]
     if layout == "sliced":  # rows cut out of wider ones, at an offset that breaks 16-byte alignment
         return make((*shape[:-1], shape[-1] + 3))[..., 1 : 1 + shape[-1]]
+    if layout == "bshd":  # (..., S, H, D) in memory, seen as (..., H, S, D)
+        return make((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-2, -3)
     return make((1, *shape[1:])).expand(shape)  # zero stride in the first dimension
 
 

@@ -65,6 +65,8 @@ class Spec:
         auto: backends in the order in which ``backend="auto"`` tries them on a GPU, fastest first.
         oracle: a faster formula for the float64 oracle where the naive one needs too much memory.
             A test holds it equal to ``reference``.
+        yardstick: the formula whose error in the inputs' dtype sets the agreement's bound, where the naive one needs
+            too much memory, or sums in a better order than a kernel may be asked to.
         parts: splits inputs and output into independent pieces, as pairs of (one index per input, output index),
             so that the oracle of a large case fits in memory.
     """
@@ -80,6 +82,7 @@ class Spec:
     flops: Callable[[Case, bool], int]
     auto: Sequence[str]
     oracle: Callable[..., torch.Tensor] | None = None
+    yardstick: Callable[..., torch.Tensor] | None = None
     parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
 
 

@@ -17,7 +17,7 @@ from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedErro
 from kernel_ladder.spec import Inputs, Options, Spec
 
 #: Operations, each a module of this name in every level's package.
-OPS: tuple[str, ...] = ("gelu", "softmax", "attention")
+OPS: tuple[str, ...] = ("gelu", "softmax", "matmul", "attention")
 
 #: Levels in the order of the climb, each with the package that holds it.
 LEVELS: dict[str, str] = {
@@ -61,6 +61,11 @@ _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, o
 _loading = threading.RLock()
 _chosen = threading.local()
 
+# The mapping under os.environ. torch.compile guards what it reads here, as it does the attributes of _chosen, and so
+# compiles anew when the choice changes; what it reads through os.environ itself it takes as a constant, for ever.
+_environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_ENV_KEY = os.environ.encodekey(ENV_BACKEND)  # type: ignore[attr-defined]
+
 
 def _supports_all(*inputs: torch.Tensor, **options: Any) -> str | None:
     return None
@@ -91,8 +96,39 @@ def register(
     return variants[name]
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile call `function` while it traces, and take the result as a constant."""
+    # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes a second.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@untraced
+def _load_all() -> None:
+    for op in OPS:
+        for level in LEVELS:
+            _load(op, level)
+
+
+def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
+    """Why a level is unavailable for an operation, or None, and its variants in the order of the climb."""
+    # Importing cannot be traced, and torch.compile does not see a dictionary change that it has read already.
+    if torch.compiler.is_compiling():
+        _load_all()
+    elif (op, level) not in _unavailable:
+        _load(op, level)
+    return _unavailable[op, level], _variants.get((op, level), {})
+
+
+@untraced
+def _known_to(op: str) -> list[str]:
+    return [v.name for v in variants(op)]
+
+
 def _load(op: str, level: str) -> None:
     """Import a level's module for an operation, once, and note why it is unavailable if it is."""
+    if (op, level) in _unavailable:
+        return
     with _loading:
         if (op, level) in _unavailable:
             return
@@ -116,9 +152,9 @@ def _check_op(op: str) -> None:
 
 def spec(op: str) -> Spec:
     """The spec of an operation."""
-    if op not in _specs:
+    if op not in OPS:
         _check_op(op)
-        _load(op, "torch")
+    _at_level(op, "torch")
     return _specs[op]
 
 
@@ -127,17 +163,14 @@ def variants(op: str, level: str | None = None) -> list[Variant]:
     _check_op(op)
     levels = list(LEVELS) if level is None else [level]
     for each in levels:
-        if (op, each) not in _unavailable:
-            _load(op, each)
+        _load(op, each)
     return [v for each in levels for v in _variants.get((op, each), {}).values()]
 
 
 def unavailable(op: str, level: str) -> str | None:
     """Why a level cannot be used on this machine for an operation, or None where it can."""
-    if (op, level) not in _unavailable:
-        _check_op(op)
-        _load(op, level)
-    return _unavailable[op, level]
+    _check_op(op)
+    return _at_level(op, level)[0]
 
 
 def backends(op: str) -> dict[str, str | None]:
@@ -184,6 +217,11 @@ def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
     return f"{op or 'use'}: unknown `backend` {backend!r}; {hint}Known are {', '.join(names)}"
 
 
+@untraced
+def _from_environment(value: Any) -> str | None:
+    return None if value is None else os.fsdecode(value)
+
+
 def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> Variant:
     """The variant that `backend` names for these inputs.
 
@@ -194,18 +232,17 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
         BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.
     """
     if backend is None:
-        backend = getattr(_chosen, "backend", None) or os.environ.get(ENV_BACKEND) or "auto"
+        backend = getattr(_chosen, "backend", None) or _from_environment(_environment.get(_ENV_KEY)) or "auto"
     if not isinstance(backend, str):
         raise TypeError(f"{op}: argument `backend` must be a str or None, got {type(backend).__name__}")
     if backend == "auto":
         return _resolve_auto(op, inputs, options)
     level, _, step = backend.partition(".")
     if level not in LEVELS:
-        raise BackendError(_unknown_backend(op, backend, [v.name for v in variants(op)]))
-    reason = unavailable(op, level)
-    climb = _variants.get((op, level), {})
+        raise BackendError(_unknown_backend(op, backend, _known_to(op)))
+    reason, climb = _at_level(op, level)
     if step and climb and backend not in climb:
-        raise BackendError(_unknown_backend(op, backend, [v.name for v in variants(op)]))
+        raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     if reason is not None:
         raise UnavailableError(f"{op}: backend {backend!r} is unavailable: {reason}")
     if step:
@@ -227,11 +264,10 @@ def _resolve_auto(op: str, inputs: Inputs, options: Options) -> Variant:
     if inputs[0].is_cuda:
         for backend in spec(op).auto:
             level, _, step = backend.partition(".")
-            if unavailable(op, level) is not None:
+            reason, climb = _at_level(op, level)
+            if reason is not None:
                 continue
-            climb = _variants[op, level]
             for variant in [climb[backend]] if step else reversed(climb.values()):
                 if variant.unsupported(*inputs, **options) is None:
                     return variant
-    variants(op, "torch")
-    return _variants[op, "torch"]["torch.builtin"]
+    return _at_level(op, "torch")[1]["torch.builtin"]

@@ -1,14 +1,72 @@
-"""Where the tests run, and which variants can."""
+"""Where the tests run, and which variants and cases they choose from."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+import kernel_ladder
+from kernel_ladder import table
+from kernel_ladder.spec import Case
+from kernel_ladder.table import Variant
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return DEVICE
+
+
+@pytest.fixture
+def scratch_table() -> Iterator[None]:
+    """Let a test register variants that are gone afterwards."""
+    for op in kernel_ladder.OPS:
+        table.variants(op)
+    before = {key: dict(climb) for key, climb in table._variants.items()}
+    yield
+    for key, climb in table._variants.items():
+        climb.clear()
+        climb.update(before.get(key, {}))
+
+
+def every_variant(*levels: str) -> list[Variant]:
+    """The variants of all operations, at these levels or at all, available or not."""
+    return [v for op in kernel_ladder.OPS for v in table.variants(op) if not levels or v.level in levels]
+
+
+def variant_id(variant: Variant) -> str:
+    return f"{variant.op}-{variant.name}"
+
+
+def elements(case: Case) -> int:
+    return sum(math.prod(shape) for shape in case.shapes)
+
+
+def plain_cases(op: str) -> list[Case]:
+    """The samples of an operation with ordinary values in contiguous memory and something to compute."""
+    return [
+        case
+        for case in kernel_ladder.spec(op).samples
+        if case.values == "normal" and case.layout == "contiguous" and all(math.prod(s) > 0 for s in case.shapes)
+    ]
+
+
+def typical_case(op: str, most: int = 100_000) -> Case:
+    """The largest plain sample of an operation up to a size."""
+    return max((c for c in plain_cases(op) if elements(c) <= most), key=elements)
+
+
+def skip_unless_it_runs(variant: Variant, inputs: tuple[torch.Tensor, ...] = (), options: dict | None = None) -> None:
+    """Skip, with its reason, where a variant is unavailable or does not take these inputs."""
+    reason = table.unavailable(variant.op, variant.level)
+    if reason is None and inputs:
+        reason = variant.unsupported(*inputs, **(options or {}))
+    if reason is not None:
+        pytest.skip(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 
 import torch
 
@@ -13,11 +14,53 @@ if not torch.cuda.is_available():
 
 import triton
 
+#: Read once, as a constant that torch.compile can trace.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-@functools.cache
+
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter."""
-    return bool(triton.knobs.runtime.interpret)
+    return _INTERPRETED
+
+
+def _interpret_standard_library() -> None:
+    """Let the interpreter take ``tl.cdiv``, ``tl.zeros``, ``tl.sum`` and so on.
+
+    They are kernels themselves, decorated when Triton is first imported. Where torch.compile has imported Triton
+    before ``TRITON_INTERPRET`` was set here, they were made for the compiler.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    languages = [m for name, m in list(sys.modules.items()) if name.partition(".language")[0] == "triton"]
+    remade: dict[int, InterpretedFunction] = {}  # by identity: hashing a kernel reads all that it calls
+    for owner in [*languages, triton.language.tensor]:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, triton.JITFunction):
+                setattr(owner, name, remade.setdefault(id(value), InterpretedFunction(value.fn)))
+
+
+if interpreted():
+    _interpret_standard_library()
+
+
+def _interpret_standard_library() -> None:
+    """Let the interpreter take ``tl.cdiv``, ``tl.zeros``, ``tl.sum`` and so on.
+
+    They are kernels themselves, decorated when Triton is first imported. Where torch.compile has imported Triton
+    before ``TRITON_INTERPRET`` was set here, they were made for the compiler.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    languages = [m for name, m in list(sys.modules.items()) if name.partition(".language")[0] == "triton"]
+    remade: dict[int, InterpretedFunction] = {}  # by identity: hashing a kernel reads all that it calls
+    for owner in [*languages, triton.language.tensor]:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, triton.JITFunction):
+                setattr(owner, name, remade.setdefault(id(value), InterpretedFunction(value.fn)))
+
+
+if interpreted():
+    _interpret_standard_library()
 
 
 @functools.cache
@@ -26,6 +69,11 @@ def unavailable() -> str | None:
     if not interpreted() and not torch.cuda.is_available():
         return "no GPU is visible and TRITON_INTERPRET=0 switches Triton's interpreter off"
     return None
+
+
+def note() -> str | None:
+    """What to know of this level here though it is available, or None."""
+    return "interpreted on the CPU: for correctness, not for speed" if interpreted() else None
 
 
 def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:

@@ -23,21 +23,24 @@ def offset_of(index, size1, size2, size3, stride0, stride1, stride2, stride3):
     return i0 * stride0 + i1 * stride1 + i2 * stride2 + i3 * stride3
 
 
-def layout(*tensors: torch.Tensor) -> tuple[bool, list[int]]:
-    """Whether `tensors`, all of one shape, can be walked as one dense run of memory; and if not, how to index them.
+def is_dense(output: torch.Tensor, *operands: torch.Tensor) -> bool:
+    """Whether operands of one shape can be walked as one dense run of memory. `output` is fresh, and so dense."""
+    strides = output.stride()
+    return all(t.stride() == strides for t in operands)
 
-    The second value is what :func:`offset_of` takes: three inner sizes, then four strides per tensor.
-    """
-    first = tensors[0].stride()
-    # The first tensor is a fresh output, so it is dense; whoever shares its strides is dense in the same order.
-    if all(t.stride() == first for t in tensors[1:]):
-        return True, [1] * (3 + 4 * len(tensors))
-    sizes, strides = collapse(tensors[0].shape, *(t.stride() for t in tensors))
+
+def indexing(*tensors: torch.Tensor) -> list[int]:
+    """What :func:`offset_of` takes for tensors of one shape: three inner sizes, then four strides per tensor."""
+    return pad(*collapse(tensors[0].shape, *(t.stride() for t in tensors)))
+
+
+def pad(sizes: list[int], strides: list[list[int]]) -> list[int]:
+    """Collapsed sizes and strides, filled up to what :func:`offset_of` takes."""
     padding = MAX_DIMS - len(sizes)
     flat = [*([1] * padding), *sizes][1:]
     for s in strides:
         flat += [*([0] * padding), *s]
-    return False, flat
+    return flat
 
 
 def too_many_dims(*tensors: torch.Tensor) -> str | None:

@@ -14,7 +14,8 @@ import triton.language as tl
 from kernel_ladder.strides import collapse
 from kernel_ladder.table import register
 from triton_impl import unsupported
-from triton_impl.elementwise import MAX_DIMS, offset_of
+from triton_impl.aot import entry
+from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 
 #: The longest row that `fused` keeps in registers: 32 values a thread at 1024 threads.
 MAX_FUSED = 32768
@@ -22,14 +23,11 @@ ONLINE_BLOCK = 4096
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+# ---- one row, as every kernel below does it ------------------------------------------------------------------------
+
+
 @triton.jit
-def _softmax_fused_kernel(
-    out_ptr, input_ptr, length, out_step, in_step, size1, size2, size3,
-    o0, o1, o2, o3, i0, i1, i2, i3, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)
-    input_ptr += offset_of(row, size1, size2, size3, i0, i1, i2, i3)
+def _fused_row(out_ptr, input_ptr, length, out_step, in_step, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     mask = i < length
     x = tl.load(input_ptr + i.to(tl.int64) * in_step, mask=mask, other=-float("inf")).to(tl.float32)
@@ -39,14 +37,7 @@ def _softmax_fused_kernel(
 
 
 @triton.jit
-def _softmax_backward_fused_kernel(
-    grad_input_ptr, grad_ptr, output_ptr, length, gi_step, g_step, o_step, size1, size2, size3,
-    gi0, gi1, gi2, gi3, g0, g1, g2, g3, o0, o1, o2, o3, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    grad_input_ptr += offset_of(row, size1, size2, size3, gi0, gi1, gi2, gi3)
-    grad_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)
-    output_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)
+def _backward_fused_row(grad_input_ptr, grad_ptr, output_ptr, length, gi_step, g_step, o_step, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     mask = i < length
     grad = tl.load(grad_ptr + i.to(tl.int64) * g_step, mask=mask, other=0.0).to(tl.float32)
@@ -56,13 +47,7 @@ def _softmax_backward_fused_kernel(
 
 
 @triton.jit
-def _softmax_online_kernel(
-    out_ptr, input_ptr, length, out_step, in_step, size1, size2, size3,
-    o0, o1, o2, o3, i0, i1, i2, i3, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)
-    input_ptr += offset_of(row, size1, size2, size3, i0, i1, i2, i3)
+def _online_row(out_ptr, input_ptr, length, out_step, in_step, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     # One running maximum and sum per lane, so that the loop has no reduction across threads.
     lane_max = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -70,14 +55,13 @@ def _softmax_online_kernel(
     for start in range(0, length, BLOCK):
         i = start + lane
         x = tl.load(input_ptr + i.to(tl.int64) * in_step, mask=i < length, other=-float("inf")).to(tl.float32)
-        # NaN must pass: dropped from the maximum of a lane that is −inf otherwise, it would not reach the sum either.
-        new_max = tl.maximum(lane_max, x, propagate_nan=tl.PropagateNan.ALL)
-        # While all is −inf, the difference of the maxima is NaN; the sum so far is of nothing.
-        scaled = lane_sum * tl.exp2((lane_max - new_max) * LOG2E) + tl.exp2((x - new_max) * LOG2E)
-        lane_sum = tl.where(new_max == -float("inf"), 0.0, scaled)
+        new_max = tl.maximum(lane_max, x)
+        # While all is −inf, the difference of the maxima would be NaN. A NaN that the maximum drops reaches the sum.
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        lane_sum = lane_sum * tl.exp2((lane_max - shift) * LOG2E) + tl.exp2((x - shift) * LOG2E)
         lane_max = new_max
     row_max = tl.max(lane_max, axis=0)
-    lane_scale = tl.where(lane_max == -float("inf"), 0.0, tl.exp2((lane_max - row_max) * LOG2E))
+    lane_scale = tl.where(lane_max == -float("inf"), 1.0, tl.exp2((lane_max - row_max) * LOG2E))
     scale = 1 / tl.sum(lane_sum * lane_scale, axis=0)
     for start in range(0, length, BLOCK):
         i = start + lane
@@ -87,14 +71,7 @@ def _softmax_online_kernel(
 
 
 @triton.jit
-def _softmax_backward_online_kernel(
-    grad_input_ptr, grad_ptr, output_ptr, length, gi_step, g_step, o_step, size1, size2, size3,
-    gi0, gi1, gi2, gi3, g0, g1, g2, g3, o0, o1, o2, o3, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    grad_input_ptr += offset_of(row, size1, size2, size3, gi0, gi1, gi2, gi3)
-    grad_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)
-    output_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)
+def _backward_online_row(grad_input_ptr, grad_ptr, output_ptr, length, gi_step, g_step, o_step, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     lane_dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -111,66 +88,105 @@ def _softmax_backward_online_kernel(
         tl.store(grad_input_ptr + i.to(tl.int64) * gi_step, grad_input, mask=i < length)
 
 
-def _rows(dim: int, *tensors: torch.Tensor) -> tuple[int, int, list[int], list[int]]:
-    """Length and number of rows, each operand's step along a row, and what :func:`offset_of` takes to find a row."""
+# ---- kernels: a program a row --------------------------------------------------------------------------------------
+# Dense rows have a kernel of their own, with few arguments, because every argument of a kernel costs host time.
+
+
+@triton.jit
+def _softmax_kernel(out_ptr, input_ptr, length, BLOCK: tl.constexpr, FUSED: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * length
+    if FUSED:
+        _fused_row(out_ptr + start, input_ptr + start, length, 1, 1, BLOCK)
+    else:
+        _online_row(out_ptr + start, input_ptr + start, length, 1, 1, BLOCK)
+
+
+@triton.jit
+def _softmax_backward_kernel(
+    grad_input_ptr, grad_ptr, output_ptr, length, BLOCK: tl.constexpr, FUSED: tl.constexpr
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * length
+    if FUSED:
+        _backward_fused_row(grad_input_ptr + start, grad_ptr + start, output_ptr + start, length, 1, 1, 1, BLOCK)
+    else:
+        _backward_online_row(grad_input_ptr + start, grad_ptr + start, output_ptr + start, length, 1, 1, 1, BLOCK)
+
+
+@triton.jit
+def _softmax_strided_kernel(
+    out_ptr, input_ptr, length, out_step, in_step, size1, size2, size3,
+    o0, o1, o2, o3, i0, i1, i2, i3, BLOCK: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)
+    input_ptr += offset_of(row, size1, size2, size3, i0, i1, i2, i3)
+    if FUSED:
+        _fused_row(out_ptr, input_ptr, length, out_step, in_step, BLOCK)
+    else:
+        _online_row(out_ptr, input_ptr, length, out_step, in_step, BLOCK)
+
+
+@triton.jit
+def _softmax_backward_strided_kernel(
+    grad_input_ptr, grad_ptr, output_ptr, length, gi_step, g_step, o_step, size1, size2, size3,
+    gi0, gi1, gi2, gi3, g0, g1, g2, g3, o0, o1, o2, o3, BLOCK: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    grad_input_ptr += offset_of(row, size1, size2, size3, gi0, gi1, gi2, gi3)
+    grad_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)
+    output_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)
+    if FUSED:
+        _backward_fused_row(grad_input_ptr, grad_ptr, output_ptr, length, gi_step, g_step, o_step, BLOCK)
+    else:
+        _backward_online_row(grad_input_ptr, grad_ptr, output_ptr, length, gi_step, g_step, o_step, BLOCK)
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(dim: int, *tensors: torch.Tensor) -> list[int]:
+    """Each operand's step along a row, then what :func:`offset_of` takes to find a row among the other dimensions."""
     first = tensors[0]
-    if first.dim() == 0:
-        return 1, 1, [1] * len(tensors), [1] * 3 + [0] * 4 * len(tensors)
-    dim %= first.dim()
     others = [d for d in range(first.dim()) if d != dim]
-    sizes, strides = collapse([first.shape[d] for d in others], *([t.stride(d) for d in others] for t in tensors))
-    padding = MAX_DIMS - len(sizes)
-    indexing = [*([1] * padding), *sizes][1:]
-    for s in strides:
-        indexing += [*([0] * padding), *s]
-    length = first.shape[dim]
-    return length, first.numel() // max(length, 1), [t.stride(dim) for t in tensors], indexing
+    steps = [t.stride(dim) for t in tensors]
+    return steps + pad(*collapse([first.shape[d] for d in others], *([t.stride(d) for d in others] for t in tensors)))
 
 
-def _num_warps(block: int) -> int:
-    return min(16, max(1, block // 512))
+def _launch(kernel, strided_kernel, dim: int, fused: bool, *tensors: torch.Tensor) -> None:
+    """Launch one program a row over `tensors`, the output first."""
+    output = tensors[0]
+    numel = output.numel()
+    if numel == 0:
+        return
+    last = output.dim() - 1
+    if dim < 0:
+        dim += max(output.dim(), 1)
+    length = output.shape[dim] if output.dim() else 1
+    # A row of a thousand values or less keeps one or two warps busy; past 16 warps there are registers to spare.
+    block = triton.next_power_of_2(length) if fused else ONLINE_BLOCK
+    num_warps = min(16, max(1, block // 512)) if fused else 8
+    grid = (numel // length,)
+    if dim == last and all(t.is_contiguous() for t in tensors):
+        kernel[grid](*tensors, length, BLOCK=block, FUSED=fused, num_warps=num_warps)
+    elif output.dim() == 0:
+        kernel[grid](*tensors, 1, BLOCK=block, FUSED=fused, num_warps=num_warps)
+    else:
+        strided_kernel[grid](*tensors, length, *_rows(dim, *tensors), BLOCK=block, FUSED=fused, num_warps=num_warps)
 
 
-def softmax_fused(input: torch.Tensor, *, dim: int) -> tuple[torch.Tensor, tuple]:
-    output = torch.empty_like(input)
-    if input.numel():
-        length, rows, steps, indexing = _rows(dim, output, input)
-        block = triton.next_power_of_2(length)
-        _softmax_fused_kernel[(rows,)](
-            output, input, length, *steps, *indexing, BLOCK=block, num_warps=_num_warps(block)
-        )
-    return output, (output, dim)
+def _variant(name: str, fused: bool, unsupported) -> None:
+    def forward(input: torch.Tensor, *, dim: int) -> tuple[torch.Tensor, tuple]:
+        output = torch.empty_like(input)
+        _launch(_softmax_kernel, _softmax_strided_kernel, dim, fused, output, input)
+        return output, (output, dim)
 
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
+        output, dim = saved
+        grad_input = torch.empty_like(output)
+        _launch(_softmax_backward_kernel, _softmax_backward_strided_kernel, dim, fused, grad_input, grad, output)
+        return (grad_input,)
 
-def softmax_backward_fused(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
-    output, dim = saved
-    grad_input = torch.empty_like(output)
-    if output.numel():
-        length, rows, steps, indexing = _rows(dim, grad_input, grad, output)
-        block = triton.next_power_of_2(length)
-        _softmax_backward_fused_kernel[(rows,)](
-            grad_input, grad, output, length, *steps, *indexing, BLOCK=block, num_warps=_num_warps(block)
-        )
-    return (grad_input,)
-
-
-def softmax_online(input: torch.Tensor, *, dim: int) -> tuple[torch.Tensor, tuple]:
-    output = torch.empty_like(input)
-    if input.numel():
-        length, rows, steps, indexing = _rows(dim, output, input)
-        _softmax_online_kernel[(rows,)](output, input, length, *steps, *indexing, BLOCK=ONLINE_BLOCK, num_warps=8)
-    return output, (output, dim)
-
-
-def softmax_backward_online(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
-    output, dim = saved
-    grad_input = torch.empty_like(output)
-    if output.numel():
-        length, rows, steps, indexing = _rows(dim, grad_input, grad, output)
-        _softmax_backward_online_kernel[(rows,)](
-            grad_input, grad, output, length, *steps, *indexing, BLOCK=ONLINE_BLOCK, num_warps=8
-        )
-    return (grad_input,)
+    register("softmax", name, forward=forward, backward=backward, unsupported=unsupported)
 
 
 def _unsupported(input: torch.Tensor, *, dim: int) -> str | None:
@@ -193,17 +209,13 @@ def _unsupported_fused(input: torch.Tensor, *, dim: int) -> str | None:
     return _unsupported(input, dim=dim)
 
 
-register(
-    "softmax",
-    "triton.online",
-    forward=softmax_online,
-    backward=softmax_backward_online,
-    unsupported=_unsupported,
-)
-register(
-    "softmax",
-    "triton.fused",
-    forward=softmax_fused,
-    backward=softmax_backward_fused,
-    unsupported=_unsupported_fused,
-)
+_variant("triton.online", fused=False, unsupported=_unsupported)
+_variant("triton.fused", fused=True, unsupported=_unsupported_fused)
+
+AOT = [
+    *(entry(k, "bf16", {"BLOCK": 4096, "FUSED": True}) for k in (_softmax_kernel, _softmax_backward_kernel)),
+    *(
+        entry(k, "fp32", {"BLOCK": ONLINE_BLOCK, "FUSED": False})
+        for k in (_softmax_strided_kernel, _softmax_backward_strided_kernel)
+    ),
+]

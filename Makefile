@@ -1,0 +1,83 @@
+# Two commands for a fresh machine: `make bench` and `make test`. Both set up .venv first, unless PYTHON names an
+# existing environment, into which the project is installed and which is left alone otherwise.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+# An existing environment's Python; unset, .venv is made with BASE_PYTHON.
+PYTHON ?=
+BASE_PYTHON ?= python3
+# A requirement to install before all else, to choose a build of torch: TORCH=torch==2.13.0, or with TORCH_INDEX.
+TORCH ?=
+TORCH_INDEX ?=
+# What to pass to `python -m bench` and to pytest.
+BENCH ?=
+TEST ?=
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
+
+PY := $(if $(PYTHON),$(PYTHON),.venv/bin/python)
+INSTALLED := build/installed-$(shell echo '$(PY)' | cksum | cut -d' ' -f1)
+BUILT_FROM := setup.py pyproject.toml $(wildcard _build/*.py) $(shell find csrc -type f 2>/dev/null)
+# A requirement list stands in pyproject.toml alone.
+extra = $$($(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
+CLANG_FORMAT = $(PY) -c 'import sys, clang_format; sys.exit(clang_format.clang_format())'
+# An environment that lost the package, or was made anew at the same place, is installed into again.
+ifneq ($(shell $(PY) -c "import importlib.metadata as m; print(m.version('kernel_ladder'))" 2>/dev/null),)
+STALE :=
+else
+STALE := again
+endif
+
+.PHONY: help install test bench lint format clean again
+
+help:  ## show this list
+	@echo "make <target> [PYTHON=/path/to/python] [TORCH=torch==2.13.0] [TORCH_INDEX=url]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "TEST and BENCH pass options on: make test TEST='-k gelu', make bench BENCH='--quick --op gelu'"
+
+$(if $(PYTHON),,$(PY)):
+	@echo "== Making .venv with $(BASE_PYTHON) (seconds)"
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kernel_ladder needs Python 3.11 or later; name one with BASE_PYTHON=")'
+	@$(BASE_PYTHON) -m venv .venv
+
+$(INSTALLED): $(if $(PYTHON),,$(PY)) $(BUILT_FROM) $(STALE)
+	@echo "== Installing into $(PY): torch if it is missing (a download of 0.2 to 3 GB), then the package with its CUDA"
+	@echo "   extension if there is an nvcc (1 to 5 minutes, longest on few cores)"
+	$(if $(TORCH),@$(PY) -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)"))
+	@$(PY) -m pip install -q -e .
+	@mkdir -p build && touch $@
+
+again:
+
+install: $(INSTALLED)  ## set up .venv and install the package into it
+	@$(PY) -m kernel_ladder doctor
+
+test: $(INSTALLED)  ## set up and run the tests
+	@$(PY) -m pip install -q $(call extra,test)
+	@$(PY) -m kernel_ladder doctor
+	@echo "== Running the tests with $(WORKERS) workers (about 15 minutes on 2 cores without a GPU)"
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal $(TEST)
+
+bench: $(INSTALLED)  ## set up and run the sweep
+	@$(PY) -m pip install -q $(call extra,bench)
+	@$(PY) -m kernel_ladder doctor
+	@echo "== Running the sweep (an hour or so on a GPU; BENCH=--quick takes minutes)"
+	@$(PY) -m bench $(BENCH)
+
+lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format: check only
+	@echo "== Checking style and types (a minute)"
+	@$(PY) -m pip install -q $(call extra,lint)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(CLANG_FORMAT) --dry-run -Werror
+
+format: $(if $(PYTHON),,$(PY))  ## let ruff and clang-format rewrite the files
+	@$(PY) -m pip install -q $(call extra,lint)
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(CLANG_FORMAT) -i
+
+clean:  ## remove what was built, not .venv
+	rm -rf build dist *.egg-info kernel_ladder/_C*.so

@@ -1,0 +1,86 @@
+"""A variant's forward or backward as a call to be timed, on copies of the inputs that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kernel_ladder
+from bench import timing
+from bench.gate import Expected
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import Case, Inputs
+from kernel_ladder.table import Variant
+
+
+class Copies:
+    """Enough copies of inputs and output gradient that none is found in the L2 when its turn comes again."""
+
+    def __init__(self, expected: Expected, backward: bool, device: torch.device) -> None:
+        used = (*expected.inputs, expected.grad) if backward else expected.inputs
+        self.count = timing.copies_needed(timing.nbytes(used), device)
+        others = range(self.count - 1)
+        self.inputs: list[Inputs] = [expected.inputs, *(tuple(x.clone() for x in expected.inputs) for _ in others)]
+        self.grads = [expected.grad, *(expected.grad.clone() for _ in others)] if backward else None
+        self.options = expected.options
+
+
+def forward_call(variant: Variant, copies: Copies) -> timing.Call:
+    def call(i: int) -> Any:
+        with torch.no_grad():
+            return variant.forward(*copies.inputs[i], **copies.options)
+
+    return call
+
+
+def backward_call(variant: Variant, copies: Copies) -> timing.Call:
+    """The backward alone. A variant without one is differentiated by PyTorch, and so timed through autograd."""
+    grads = copies.grads
+    if variant.backward is None:
+        return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies)
+    needs = (True,) * len(copies.inputs[0])
+    with torch.no_grad():
+        saved = [variant.forward(*inputs, **copies.options)[1] for inputs in copies.inputs]
+
+    def call(i: int) -> Any:
+        with torch.no_grad():
+            return variant.backward(saved[i], grads[i], needs)
+
+    return call
+
+
+def _autograd_call(forward: Callable[..., torch.Tensor], copies: Copies) -> timing.Call:
+    leaves = [tuple(x.detach().requires_grad_() for x in inputs) for inputs in copies.inputs]
+    outputs = [forward(*x) for x in leaves]
+    grads = copies.grads
+    return lambda i: torch.autograd.grad(outputs[i], leaves[i], grads[i], retain_graph=True)
+
+
+def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.device, backward: bool) -> tuple:
+    """Host cost in microseconds, on a tiny case: of the public call by name, and of the variant's own function.
+
+    A pair of None where the variant does not take the tiny case.
+    """
+    inputs = make_inputs(case, dtype, device)
+    if variant.unsupported(*inputs, **case.options) is not None:
+        return None, None
+    public = getattr(kernel_ladder, variant.op)
+
+    def named(*x: torch.Tensor) -> torch.Tensor:
+        return public(*x, **case.options, backend=variant.name)
+
+    if not backward:
+        with torch.no_grad():
+            by_name = timing.host_seconds(lambda: named(*inputs), device)
+            direct = timing.host_seconds(lambda: variant.forward(*inputs, **case.options), device)
+        return by_name * 1e6, direct * 1e6
+    grad = torch.ones_like(named(*inputs))
+    copies = Copies.__new__(Copies)
+    copies.count, copies.inputs, copies.grads, copies.options = 1, [inputs], [grad], case.options
+    by_autograd, direct_call = _autograd_call(named, copies), backward_call(variant, copies)
+    return (
+        timing.host_seconds(lambda: by_autograd(0), device) * 1e6,
+        timing.host_seconds(lambda: direct_call(0), device) * 1e6,
+    )

@@ -1,0 +1,57 @@
+"""Which calls are measured: a spec's sweep on a GPU; the same, shrunk, without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import torch
+
+from kernel_ladder.spec import Case, Spec
+
+#: What a case may need at most where there is no GPU: Triton's interpreter takes milliseconds a block.
+TINY_BYTES = 2**18
+TINY_FLOPS = 2**24
+#: No dimension of the case on which host cost is measured is larger: the kernel ends before the next call is issued.
+HOST_DIM = 64
+
+
+def _resized(case: Case, sizes: dict[int, int]) -> Case:
+    """`case` with dimensions replaced by size, in its id too. Equal sizes stay equal, so that shapes still fit."""
+    shapes = tuple(tuple(sizes.get(n, n) for n in shape) for shape in case.shapes)
+    name = re.sub(r"\d+", lambda digits: str(sizes.get(int(digits[0]), int(digits[0]))), case.id)
+    return dataclasses.replace(case, id=name, shapes=shapes)
+
+
+def shrink(case: Case, spec: Spec) -> Case:
+    """`case` with its largest dimension halved until it is tiny."""
+    while spec.bytes(case, 4, False) > TINY_BYTES or spec.flops(case, False) > TINY_FLOPS:
+        largest = max(n for shape in case.shapes for n in shape)
+        case = _resized(case, {largest: max(1, largest // 2)})
+    return case
+
+
+def host_case(case: Case) -> Case:
+    """`case` with no dimension larger than `HOST_DIM`."""
+    sizes = {n: min(n, HOST_DIM) for shape in case.shapes for n in shape}
+    return _resized(case, sizes)
+
+
+def sweep_cases(spec: Spec, device: torch.device, quick: bool) -> list[Case]:
+    """The cases to measure.
+
+    On a GPU the spec's sweep, or its quick subset. Without one the same, each case shrunk to a tiny one (those that
+    shrink to the same are measured once); quick, only the first of them.
+    """
+    cases = [case for case in spec.sweep if case.quick or not quick]
+    if device.type == "cuda":
+        return cases
+    tiny = {case.id: case for case in (shrink(case, spec) for case in cases)}
+    return list(tiny.values())[:1] if quick else list(tiny.values())
+
+
+def default_dtypes(case: Case, device: torch.device) -> list[torch.dtype]:
+    """bfloat16 everywhere and float32 for the quick cases; without a GPU float32 alone."""
+    if device.type != "cuda":
+        return [torch.float32]
+    return [torch.bfloat16, torch.float32] if case.quick else [torch.bfloat16]

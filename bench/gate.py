@@ -1,0 +1,79 @@
+"""A wrong kernel gets no time: hold a variant to the float64 oracle on the very inputs that will be timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernel_ladder import agreement, autograd
+from kernel_ladder.agreement import Agreement, Results
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import Case, Inputs, Options, Spec
+from kernel_ladder.table import Variant
+
+
+@dataclass
+class Expected:
+    """Inputs, output gradient, the oracle's and the naive formula's results: made once, shared by every variant."""
+
+    spec: Spec
+    inputs: Inputs
+    options: Options
+    grad: torch.Tensor | None
+    exact: Results
+    naive: Results
+
+    @classmethod
+    def of(cls, spec: Spec, case: Case, dtype: torch.dtype, device: torch.device, backward: bool) -> Expected:
+        inputs, options = make_inputs(case, dtype, device), case.options
+        grad = None
+        if backward:
+            shape = spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
+            grad = make_inputs(Case("grad", (tuple(shape),)), dtype, device, seed=1)[0]
+        exact = agreement.oracle(spec, inputs, options, grad)
+        return cls(spec, inputs, options, grad, exact, _naive(spec, inputs, options, grad))
+
+    def check(self, variant: Variant, backward: bool) -> Agreement:
+        """The agreement of the output alone, or of output and gradients."""
+        names = self.exact if backward else ("output",)
+        return agreement.agreement(
+            self.spec,
+            runner(variant),
+            self.inputs,
+            self.options,
+            self.grad if backward else None,
+            exact={name: self.exact[name] for name in names},
+            naive=self.naive,
+        )
+
+    def first_call(self, variant: Variant, backward: bool) -> Results:
+        """One call as the check makes it."""
+        return agreement.evaluate(runner(variant), self.inputs, self.options, self.grad if backward else None)
+
+
+def runner(variant: Variant) -> agreement.Implementation:
+    """A variant as a function of inputs and options, differentiable."""
+
+    def run(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+        return autograd.run(variant, inputs, options)
+
+    return run
+
+
+def _naive(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
+    try:
+        return agreement.evaluate(spec.reference, inputs, options, grad)
+    except torch.OutOfMemoryError:
+        if spec.parts is None:
+            raise
+    # Part by part, as the oracle: the formula still runs in the inputs' own dtype.
+    dtype = inputs[0].dtype
+
+    def rounded(*parts: torch.Tensor, **options: Any) -> torch.Tensor:
+        return spec.reference(*(x.to(dtype) for x in parts), **options).double()
+
+    results = agreement.oracle(dataclasses.replace(spec, oracle=rounded), inputs, options, grad)
+    return {name: value.to(dtype) for name, value in results.items()}

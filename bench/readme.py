@@ -1,0 +1,232 @@
+"""``python -m bench readme``: renew the tables in a Markdown file from rows, so that no number is typed by hand.
+
+A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NAME -->``, where NAME is
+
+- ``summary``: every operation and variant at the operation's headline shape (the last of its quick sweep)
+- ``machine``: what the rows were measured with
+- an operation: its rates at every shape
+- ``picture OP``: the operation's picture
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import kernel_ladder
+from bench import environment, rows
+from bench.rows import Row, picture_file
+from bench.table import fastest, microseconds, rate
+
+_BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTILINE)
+PASSES = ("forward", "backward")
+
+Machines = dict[Path, list[Row]]
+
+
+class ReadmeError(ValueError):
+    """The file's markers cannot be understood."""
+
+
+def renew(text: str, machines: Machines, folder: Path) -> str:
+    """`text` with every block written anew. `folder` is the file's own, from which links start."""
+    parts, at = [], 0
+    while begin := _BEGIN.search(text, at):
+        name = begin["name"]
+        line = text.count("\n", 0, begin.start()) + 1
+        end = text.find(f"<!-- results:end {name} -->", begin.end())
+        following = _BEGIN.search(text, begin.end())
+        if end < 0 or (following and following.start() < end):
+            raise ReadmeError(f"line {line}: `results:begin {name}` has no `<!-- results:end {name} -->` of its own")
+        try:
+            block = _block(name, machines, folder)
+        except ReadmeError as error:
+            raise ReadmeError(f"line {line}: {error}") from None
+        parts += [text[at : begin.end()], "\n\n", block, "\n\n"]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def _block(name: str, machines: Machines, folder: Path) -> str:
+    word, _, op = name.partition(" ")
+    if name in ("summary", "machine"):
+        make: Callable[[Path, list[Row]], str] = {"summary": _summary, "machine": _machine}[name]
+    elif name in kernel_ladder.OPS:
+        op = name
+
+        def make(path: Path, found: list[Row]) -> str:
+            return _rates(name, found)
+    elif word == "picture" and op in kernel_ladder.OPS:
+
+        def make(path: Path, found: list[Row]) -> str:
+            return _picture(op, path, found, folder)
+    else:
+        ops = ", ".join(kernel_ladder.OPS)
+        raise ReadmeError(f"unknown block {name!r}; known are summary, machine, 'picture OP' and OP, of {ops}")
+    blocks = [make(path, found) for path, found in machines.items()]
+    written = "\n\n".join(filter(None, blocks))
+    return written or f"*No rows yet: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
+
+
+def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    ruler = "|" + "|".join("---:" if r else "---" for r in right) + "|"
+    return "\n".join([line(header), ruler, *map(line, lines)])
+
+
+def _machine(path: Path, found: list[Row]) -> str:
+    if not found:
+        return ""
+    newest = max(found, key=lambda row: row.when)
+    versions = {"driver": newest.driver, "CUDA": newest.cuda, "PyTorch": newest.torch, "Triton": newest.triton}
+    with_ = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    commits = sorted({f"`{row.commit[:12]}`{' (with changes)' if row.dirty else ''}" for row in found if row.commit})
+    source = f"; source {', '.join(commits)}" if commits else ""
+    note = " Triton ran in its interpreter there: its times say nothing." if any(r.interpreted for r in found) else ""
+    return f"Measured on {newest.gpu} with {with_}{source}; {newest.when[:10]}.{note}"
+
+
+def _headline(op: str, found: list[Row]) -> tuple[str, str] | None:
+    """The shape and the dtype that stand for an operation: the last quick case, bfloat16 where it was measured."""
+    mine = [row for row in found if row.op == op]
+    if not mine:
+        return None
+    dtype = "bfloat16" if any(row.dtype == "bfloat16" for row in mine) else mine[0].dtype
+    measured = list(dict.fromkeys(row.shape for row in mine if row.dtype == dtype))
+    quick = [case.id for case in kernel_ladder.spec(op).sweep if case.quick and case.id in measured]
+    return (quick or measured)[-1], dtype
+
+
+def _summary(path: Path, found: list[Row]) -> str:
+    lines = []
+    for op in kernel_ladder.OPS:
+        headline = _headline(op, found)
+        if headline is None:
+            continue
+        shape, dtype = headline
+        mine = [row for row in found if (row.op, row.shape, row.dtype) == (op, shape, dtype)]
+        best = {p: fastest(row for row in mine if row.pass_ == p) for p in PASSES}
+        for backend in dict.fromkeys(row.backend for row in mine):
+            cells = [f"**{op}** {shape}, {dtype}" if not lines or lines[-1][-1] != op else "", f"`{backend}`"]
+            for pass_ in PASSES:
+                row = next((r for r in mine if r.backend == backend and r.pass_ == pass_), None)
+                cells += _cells(row, marked=backend == best[pass_])
+            lines.append([*cells, op])
+    if not lines:
+        return ""
+    measured = ["time (quartiles)", "rate", "of ceiling", "× builtin"]
+    header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
+    table = _markdown(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
+    return f"{_machine(path, found)}\n\n{table}"
+
+
+def _cells(row: Row | None, marked: bool) -> list[str]:
+    if row is None:
+        return ["", "", "", ""]
+    if row.us is None:
+        return [f"wrong: {row.wrong}" if row.wrong else f"*{row.unsupported}*", "", "", ""]
+    bold = "**" if marked else ""
+    return [
+        f"{bold}{microseconds(row.us)}{bold} ({microseconds(row.us_q1)} – {microseconds(row.us_q3)})"
+        + (" *interpreted*" if row.interpreted else ""),
+        rate(row),
+        f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
+        f"{row.speedup:.2f}" if row.speedup is not None else "",
+    ]
+
+
+def _rates(op: str, found: list[Row]) -> str:
+    """Rates of an operation, a line per shape, a column per variant."""
+    mine = [row for row in found if row.op == op]
+    tables = []
+    for dtype in sorted({row.dtype for row in mine}, key=lambda d: (d != "bfloat16", d)):
+        for pass_ in PASSES:
+            rows_ = [row for row in mine if row.dtype == dtype and row.pass_ == pass_]
+            if rows_:
+                tables.append(f"{op} {pass_}, {dtype}, {rows_[0].gpu}:\n\n{_grid(rows_)}")
+    return "\n\n".join(tables)
+
+
+def _grid(found: list[Row]) -> str:
+    timed = [row for row in found if row.us is not None]
+    bytes_bound = 2 * sum(row.bytes_bound for row in timed) >= len(timed)
+    backends = list(dict.fromkeys(row.backend for row in found))
+    reasons: list[str] = []  # footnotes: one sentence, however many cells it explains
+    lines = []
+    for shape in dict.fromkeys(row.shape for row in found):
+        members = {row.backend: row for row in found if row.shape == shape}
+        best = fastest(members.values())
+        cells = [shape, _roof(list(members.values()), bytes_bound)]
+        for backend in backends:
+            row = members.get(backend)
+            if row is None:
+                cells.append("")
+            elif row.us is None:
+                reason = f"wrong: {row.wrong}" if row.wrong else str(row.unsupported)
+                if reason not in reasons:
+                    reasons.append(reason)
+                cells.append(f"— ({reasons.index(reason) + 1})")
+            else:
+                cells.append(f"**{rate(row, bytes_bound)}**" if backend == best else rate(row, bytes_bound))
+        lines.append(cells)
+    table = _markdown(
+        ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]
+    )
+    notes = "".join(f"\n({i}) {reason}" + ("\\" if i < len(reasons) else "") for i, reason in enumerate(reasons, 1))
+    return f"{table}\n{notes}" if notes else table
+
+
+def _roof(members: list[Row], bytes_bound: bool) -> str:
+    row = next((row for row in members if row.least_us), None)
+    if row is None:
+        return ""
+    at_roof = Row(**{**row.__dict__, "gbs": row.bytes / row.least_us / 1e3, "tflops": row.flops / row.least_us / 1e6})
+    return rate(at_roof, bytes_bound)
+
+
+def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
+    mine = [row for row in found if row.op == op and row.us is not None]
+    if not mine:
+        return ""
+    link = os.path.relpath(picture_file(path, op), folder)
+    return f"![{op} on {mine[0].gpu}: rate against size, a line per variant, the measured ceiling dashed]({link})"
+
+
+def default_results() -> list[Path]:
+    """Every GPU's file; the CPU's where there is no other."""
+    files = sorted((environment.ROOT / "bench" / "results").glob("*.jsonl"))
+    return [f for f in files if f.stem != "cpu"] or files
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0; 1 where --check finds a stale block; 2 for markers or rows that cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m bench readme", description="Renew the tables between markers.")
+    parser.add_argument("file", type=Path, nargs="*", default=[environment.ROOT / "README.md"], help="Markdown files")
+    parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
+    args = parser.parse_args(argv)
+    # In the order of the file, which the sweep sorted: the same on machines that do not know every variant.
+    machines = {path: rows.latest(rows.read(path)) for path in args.results or default_results()}
+    stale = False
+    for file in args.file:
+        try:
+            before = file.read_text(encoding="utf-8")
+            after = renew(before, machines, file.resolve().parent)
+        except (OSError, ReadmeError) as error:
+            print(f"python -m bench readme: {file}: {error}", file=sys.stderr)
+            return 2
+        if after == before:
+            continue
+        stale = True
+        if args.check:
+            print(f"{file} is stale; `python -m bench readme` renews it", file=sys.stderr)
+        else:
+            rows.replace(file, after)
+            print(f"renewed {file}")
+    return 1 if args.check and stale else 0

@@ -1,0 +1,173 @@
+"""One result, one JSON object a line. A later row for the same call on the same machine supersedes an earlier one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class ResultsError(ValueError):
+    """A results file holds a line that is not a row."""
+
+
+@dataclass
+class Row:
+    """What one variant did in one call. No times where it could not run (`unsupported`) or disagreed (`wrong`)."""
+
+    op: str
+    backend: str
+    level: str
+    pass_: str  # "forward" or "backward"; the field is named `pass` in the file
+    dtype: str
+    shape: str  # the case's id, which names sizes and options
+    shapes: list[list[int]] = field(default_factory=list)  # of the inputs
+    options: dict[str, Any] = field(default_factory=dict)
+    us: float | None = None  # median over rounds, of one call
+    us_q1: float | None = None
+    us_q3: float | None = None
+    rounds: int | None = None
+    graph: bool | None = None  # timed inside a CUDA graph, so without launch gaps
+    interpreted: bool = False  # Triton's interpreter: right, and no measure of speed
+    bytes: int | None = None  # the least that the operation must move
+    flops: int | None = None
+    gbs: float | None = None
+    tflops: float | None = None
+    ceiling_gbs: float | None = None  # measured in the same run
+    ceiling_tflops: float | None = None
+    of_ceiling: float | None = None
+    speedup: float | None = None  # over torch.builtin, paired round by round
+    host_us: float | None = None  # of one public call, by name, on a tiny case
+    host_direct_us: float | None = None  # of the variant's own function, on a tiny case
+    compile_s: float | None = None  # the first call's wall time
+    error: float | None = None
+    bound: float | None = None
+    peak_mib: float | None = None  # allocated by one call at most
+    unsupported: str | None = None
+    wrong: str | None = None
+    gpu: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str | None = None
+    triton: str | None = None
+    commit: str | None = None
+    dirty: bool | None = None
+    when: str = ""  # UTC, ISO 8601
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the row measures: rows of one key supersede each other."""
+        return (self.op, self.backend, self.pass_, self.dtype, self.shape, self.gpu)
+
+    @property
+    def least_us(self) -> float | None:
+        """The time that the measured ceilings allow, in microseconds."""
+        times = [
+            work / ceiling / scale
+            for work, ceiling, scale in (
+                (self.bytes, self.ceiling_gbs, 1e3),
+                (self.flops, self.ceiling_tflops, 1e6),
+            )
+            if work is not None and ceiling
+        ]
+        return max(times) if times else None
+
+    @property
+    def bytes_bound(self) -> bool:
+        """Whether moving the least bytes takes longer than doing the least arithmetic."""
+        if not self.ceiling_gbs or not self.ceiling_tflops or self.bytes is None or self.flops is None:
+            return True
+        return self.bytes / self.ceiling_gbs / 1e3 >= self.flops / self.ceiling_tflops / 1e6
+
+
+FIELDS = tuple("pass" if f.name == "pass_" else f.name for f in dataclasses.fields(Row))
+_REQUIRED = ("op", "backend", "level", "pass", "dtype", "shape", "gpu", "when")
+
+
+def to_json(row: Row) -> str:
+    """One line, without its end."""
+    values = {name: getattr(row, "pass_" if name == "pass" else name) for name in FIELDS}
+    for name, value in values.items():
+        if isinstance(value, float):
+            # JSON has neither NaN nor infinity; six digits are far below the noise of any measurement.
+            values[name] = float(f"{value:.6g}") if math.isfinite(value) else None
+    return json.dumps(values, ensure_ascii=False, allow_nan=False)
+
+
+def from_json(line: str, where: str) -> Row:
+    """A row from one line; `where` says in an error which line it is."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ResultsError(f"{where}: not a whole JSON object ({error}); delete the line to go on without it") from None
+    if not isinstance(values, dict):
+        raise ResultsError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    if missing := [name for name in _REQUIRED if name not in values]:
+        raise ResultsError(f"{where}: not a row of this benchmark: it lacks {', '.join(map(repr, missing))}")
+    if unknown := sorted(set(values) - set(FIELDS)):
+        raise ResultsError(f"{where}: not a row of this benchmark: unknown fields {', '.join(map(repr, unknown))}")
+    return Row(**{"pass_" if name == "pass" else name: value for name, value in values.items()})
+
+
+def read(path: Path) -> list[Row]:
+    """Every row of a file, older ones included; none where there is no file.
+
+    Raises:
+        ResultsError: a line is truncated or foreign. The message names it.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = [from_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if lines[-1]:
+        raise ResultsError(f"{path}:{len(lines)}: the last line has no end: it may be cut short")
+    return rows
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each key, in the order in which the keys first appeared."""
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row.key not in newest or row.when >= newest[row.key].when:
+            newest[row.key] = row
+    return list(newest.values())
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a row in one write, so that an interrupted run leaves whole lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (to_json(row) + "\n").encode())
+    finally:
+        os.close(file)
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Rewrite a file with these rows."""
+    replace(path, "".join(to_json(row) + "\n" for row in rows))
+
+
+def picture_file(path: Path, op: str) -> Path:
+    """Where the picture of an operation, drawn from the rows of a file, is kept."""
+    return path.resolve().parent / "pictures" / f"{op}-{path.stem}.svg"
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,93 @@
+"""Rows as a table to read in a terminal: by operation, pass and shape, the fastest marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.order import by_climb
+from bench.rows import Row
+
+
+def microseconds(us: float) -> str:
+    """Three digits, with a unit that suits."""
+    for limit, scale, unit in ((1e3, 1, "µs"), (1e6, 1e3, "ms")):
+        if us < limit:
+            return f"{us / scale:.3g} {unit}"
+    return f"{us / 1e6:.3g} s"
+
+
+def rate(row: Row, bytes_bound: bool | None = None) -> str:
+    """GB/s where the least time goes into moving bytes, else TFLOP/s."""
+    bytes_bound = row.bytes_bound if bytes_bound is None else bytes_bound
+    if bytes_bound:
+        return f"{row.gbs:,.0f} GB/s" if row.gbs >= 100 else f"{row.gbs:.3g} GB/s"
+    return f"{row.tflops:,.0f} TFLOP/s" if row.tflops >= 100 else f"{row.tflops:.3g} TFLOP/s"
+
+
+def fastest(rows: Iterable[Row]) -> str | None:
+    """The backend with the smallest median."""
+    timed = [row for row in rows if row.us is not None]
+    return min(timed, key=lambda row: row.us).backend if timed else None
+
+
+def show(rows: Iterable[Row], console: Console) -> None:
+    """Print one table for each operation, pass and dtype."""
+
+    def group(row: Row) -> tuple[str, ...]:
+        return (row.op, row.pass_, row.dtype, row.gpu or "")
+
+    rows = by_climb(rows)
+    order = {key: i for i, key in reversed(list(enumerate(map(group, rows))))}
+    for (op, pass_, dtype, gpu), members in groupby(sorted(rows, key=lambda r: order[group(r)]), group):
+        console.print(_table(f"{op} {pass_}, {dtype}, on {gpu}", list(members)))
+
+
+def _table(title: str, rows: list[Row]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", padding=(0, 1))
+    table.add_column("shape", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    for heading in ("time", "quartiles", "rate", "of ceiling", "speedup", "host", "first call", "error / bound"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    by_shape: dict[str, list[Row]] = {}
+    for row in rows:
+        by_shape.setdefault(row.shape, []).append(row)
+    for shape, members in by_shape.items():
+        best = fastest(members)
+        for i, row in enumerate(members):
+            marked = row.backend == best
+            style = "bold green" if marked else "red" if row.wrong else "dim" if row.us is None else None
+            cells = [shape if i == 0 else "", f"{row.backend}{' ◀' if marked else ''}", *_cells(row)]
+            table.add_row(*(Text(c, style=style or "") for c in cells), end_section=i == len(members) - 1)
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    host = f"{row.host_us:.1f} µs" if row.host_us is not None else ""
+    first = f"{row.compile_s:.2f} s" if row.compile_s is not None else ""
+    error = f"{row.error:.1e} / {row.bound:.1e}" if row.error is not None and row.bound is not None else ""
+    notes = [
+        f"WRONG: {row.wrong}" if row.wrong else "",
+        row.unsupported or "",
+        "interpreted" if row.interpreted and row.us is not None else "",
+        "launch gaps included" if row.graph is False else "",
+    ]
+    note = "; ".join(filter(None, notes))
+    if row.us is None:
+        return ["—", "", "", "", "", host, first, error, note]
+    return [
+        microseconds(row.us),
+        f"{microseconds(row.us_q1)} – {microseconds(row.us_q3)}",
+        rate(row),
+        f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
+        f"{row.speedup:.2f}×" if row.speedup is not None else "",
+        host,
+        first,
+        error,
+        note,
+    ]

@@ -1,0 +1,43 @@
+"""Matrix product compiled: from the naive formula, and from PyTorch's own function with the compiler's kernels tried.
+
+Inductor fuses the naive formula's products into their sum, so that none goes out to memory; but it knows the result
+as a reduction, not as a matrix product: no tiles in shared memory, no tensor cores. Each element reads its row and
+column alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from compile_impl import compiled
+from kernel_ladder.table import register
+from torch_ref.matmul import builtin, naive, product_sizes
+
+#: The fused reduction is refused past this many products: it would run for minutes.
+DEFAULT_LIMIT = 2**36
+
+
+def _too_many_products(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    batch, m, n, k = product_sizes(input.shape, other.shape)
+    products = math.prod(batch) * m * n * k
+    if products > DEFAULT_LIMIT:
+        return f"a fused reduction over {products:.1e} products, without tiles or tensor cores; the limit is 2^36"
+    return None
+
+
+def _gpu_only(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    if not input.is_cuda:
+        return "max-autotune chooses among GPU kernels; on the CPU it is the same as the built-in"
+    return None
+
+
+register("matmul", "compile.default", forward=compiled(naive), unsupported=_too_many_products)
+register(
+    "matmul",
+    "compile.max_autotune",
+    # Not the mode that also captures CUDA graphs: their outputs are overwritten by the next call.
+    forward=compiled(builtin, mode="max-autotune-no-cudagraphs"),
+    unsupported=_gpu_only,
+)

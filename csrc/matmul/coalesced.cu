@@ -1,0 +1,50 @@
+// matmul, second step; the table of the climb stands in matmul.cuh.
+//
+//   coalesced  the threads of a warp run along N                           every operand element comes from L1 or L2
+
+#include "matmul.cuh"
+
+namespace kl {
+namespace {
+
+constexpr int THREADS = 256;
+
+// Neighbouring threads take neighbouring columns: a warp reads one element of A and, of a dense B, one run of memory,
+// and writes one run of C. Nothing else has changed.
+template <typename T>
+__global__ void matmul_coalesced_kernel(T* c, const T* a, const T* b, Product p) {
+    const int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x;
+    if (i >= p.batches * p.M * p.N) return;
+    const int64_t batch = i / (p.M * p.N), within = i % (p.M * p.N);
+    const int64_t m = within / p.N, n = within % p.N;
+    int64_t a_offset, b_offset;
+    p.batch_offsets(batch, &a_offset, &b_offset);
+    a += a_offset + m * p.a_m;
+    b += b_offset + n * p.b_n;
+    float sum = 0.0f;
+    for (int64_t k = 0; k < p.K; ++k) sum += to_float(a[k * p.a_k]) * to_float(b[k * p.b_k]);
+    c[(batch * p.M + m) * p.N + n] = from_float<T>(sum);
+}
+
+}  // namespace
+
+Tensor matmul_coalesced(const Tensor& input, const Tensor& other) {
+    auto [p, output] = prepare(input, other);
+    if (output.numel() == 0) return output;
+    const Launch launch(input);
+    dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
+        using T = decltype(zero);
+        const auto grid = grid_size(ceil_div(output.numel(), THREADS));
+        matmul_coalesced_kernel<T><<<grid, THREADS, 0, launch.stream>>>(
+            static_cast<T*>(output.data_ptr()), static_cast<const T*>(input.data_ptr()),
+            static_cast<const T*>(other.data_ptr()), p);
+    });
+    KL_LAUNCH_CHECK();
+    return output;
+}
+
+void matmul_coalesced_facts(std::vector<KernelFacts>& facts) {
+    facts.push_back(kernel_facts("matmul.coalesced", matmul_coalesced_kernel<bfloat16>, THREADS));
+}
+
+}  // namespace kl

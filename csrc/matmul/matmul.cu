@@ -1,0 +1,57 @@
+// The host side that every variant of matmul shares; the table of the climb stands in matmul.cuh.
+
+#include "matmul.cuh"
+
+namespace kl {
+
+Call prepare(const Tensor& input, const Tensor& other) {
+    check_cuda(input, "matmul", "input");
+    check_like(other, input, "matmul", "other");
+    const int64_t a_dim = input.dim(), b_dim = other.dim();
+    STD_TORCH_CHECK(a_dim > 0 && b_dim > 0, "matmul: arguments `input` and `other` must have at least 1 dimension");
+
+    Product p{};
+    p.M = a_dim > 1 ? input.size(a_dim - 2) : 1;
+    p.K = input.size(a_dim - 1);
+    p.N = b_dim > 1 ? other.size(b_dim - 1) : 1;
+    p.a_m = a_dim > 1 ? input.stride(a_dim - 2) : 0;
+    p.a_k = input.stride(a_dim - 1);
+    p.b_k = other.stride(b_dim > 1 ? b_dim - 2 : 0);
+    p.b_n = b_dim > 1 ? other.stride(b_dim - 1) : 0;
+    const int64_t inner = other.size(b_dim > 1 ? b_dim - 2 : 0);
+    STD_TORCH_CHECK(p.K == inner, "matmul: the last dimension of `input` must equal the inner dimension of `other`, got ",
+                    p.K, " and ", inner);
+
+    const int64_t a_batches = std::max<int64_t>(a_dim - 2, 0), b_batches = std::max<int64_t>(b_dim - 2, 0);
+    const int64_t batch_dims = std::max(a_batches, b_batches);
+    std::vector<int64_t> shape(batch_dims);
+    p.batches = 1;
+    for (int64_t d = 0; d < batch_dims; ++d) {
+        const int64_t a_d = d - (batch_dims - a_batches), b_d = d - (batch_dims - b_batches);
+        const int64_t a_size = a_d >= 0 ? input.size(a_d) : 1, b_size = b_d >= 0 ? other.size(b_d) : 1;
+        STD_TORCH_CHECK(a_size == b_size || a_size == 1 || b_size == 1,
+                        "matmul: the batch dimensions of `input` and `other` must broadcast, got ", a_size, " and ",
+                        b_size);
+        const int64_t size = a_size == 1 ? b_size : a_size;
+        shape[d] = size;
+        p.batches *= size;
+        if (size == 1) continue;
+        const int64_t a_stride = a_size == 1 ? 0 : input.stride(a_d), b_stride = b_size == 1 ? 0 : other.stride(b_d);
+        const int last = p.batch_dims - 1;
+        if (last >= 0 && p.a_batch[last] == size * a_stride && p.b_batch[last] == size * b_stride) {
+            p.batch_sizes[last] *= size;  // both operands walk this dimension and the one before as one
+            p.a_batch[last] = a_stride;
+            p.b_batch[last] = b_stride;
+            continue;
+        }
+        STD_TORCH_CHECK(p.batch_dims < MAX_DIMS, "matmul: batch strides need more than ", MAX_DIMS, " dimensions");
+        p.batch_sizes[p.batch_dims] = size;
+        p.a_batch[p.batch_dims] = a_stride;
+        p.b_batch[p.batch_dims++] = b_stride;
+    }
+    if (a_dim > 1) shape.push_back(p.M);
+    if (b_dim > 1) shape.push_back(p.N);
+    return {p, empty(input, input.scalar_type(), shape)};
+}
+
+}  // namespace kl

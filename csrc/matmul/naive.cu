@@ -1,0 +1,50 @@
+// matmul, first step; the table of the climb stands in matmul.cuh.
+//
+//   naive      one thread per output                                       a warp's loads fall on 32 cache lines
+
+#include "matmul.cuh"
+
+namespace kl {
+namespace {
+
+constexpr int THREADS = 256;
+
+// Neighbouring threads take neighbouring rows: for dense operands, each of a warp's loads of A and stores of C touches
+// 32 cache lines, of which it uses one element each.
+template <typename T>
+__global__ void matmul_naive_kernel(T* c, const T* a, const T* b, Product p) {
+    const int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x;
+    if (i >= p.batches * p.M * p.N) return;
+    const int64_t batch = i / (p.M * p.N), within = i % (p.M * p.N);
+    const int64_t m = within % p.M, n = within / p.M;
+    int64_t a_offset, b_offset;
+    p.batch_offsets(batch, &a_offset, &b_offset);
+    a += a_offset + m * p.a_m;
+    b += b_offset + n * p.b_n;
+    float sum = 0.0f;
+    for (int64_t k = 0; k < p.K; ++k) sum += to_float(a[k * p.a_k]) * to_float(b[k * p.b_k]);
+    c[(batch * p.M + m) * p.N + n] = from_float<T>(sum);
+}
+
+}  // namespace
+
+Tensor matmul_naive(const Tensor& input, const Tensor& other) {
+    auto [p, output] = prepare(input, other);
+    if (output.numel() == 0) return output;
+    const Launch launch(input);
+    dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
+        using T = decltype(zero);
+        const auto grid = grid_size(ceil_div(output.numel(), THREADS));
+        matmul_naive_kernel<T><<<grid, THREADS, 0, launch.stream>>>(
+            static_cast<T*>(output.data_ptr()), static_cast<const T*>(input.data_ptr()),
+            static_cast<const T*>(other.data_ptr()), p);
+    });
+    KL_LAUNCH_CHECK();
+    return output;
+}
+
+void matmul_naive_facts(std::vector<KernelFacts>& facts) {
+    facts.push_back(kernel_facts("matmul.naive", matmul_naive_kernel<bfloat16>, THREADS));
+}
+
+}  // namespace kl

@@ -1,0 +1,67 @@
+"""``python -m kernel_ladder``: readable, complete, and the same facts as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kernel_ladder
+from kernel_ladder.__main__ import main
+
+
+def output_of(capsys, *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_list_names_every_backend_with_its_reason(capsys):
+    text = output_of(capsys, "list")
+    for op in kernel_ladder.OPS:
+        assert op in text
+        for name, reason in kernel_ladder.backends(op).items():
+            assert name in text
+            assert reason is None or " ".join(reason.split()[:3]) in text
+
+
+def test_list_of_one_operation(capsys):
+    rows = json.loads(output_of(capsys, "list", "gelu", "--json"))
+    assert {row["op"] for row in rows} == {"gelu"}
+    assert {row["variant"]: row["reason"] for row in rows} == kernel_ladder.backends("gelu")
+
+
+def test_doctor_says_what_is_available_and_why_the_rest_is_not(capsys):
+    text = output_of(capsys, "doctor")
+    found = json.loads(output_of(capsys, "doctor", "--json"))
+    for level in kernel_ladder.LEVELS:
+        assert level in text
+    assert found["versions"]["torch"] in text
+    assert set(found["levels"]) == set(kernel_ladder.OPS)
+    assert ("none is visible" in text) == (not found["gpus"])
+    for kernel in found["kernels"]:
+        assert kernel["name"] in text
+
+
+def test_no_colour_when_piped():
+    for command in ("list", "doctor"):
+        result = subprocess.run(
+            [sys.executable, "-m", "kernel_ladder", command], capture_output=True, text=True, check=True
+        )
+        assert "\x1b" not in result.stdout
+        assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: command"),
+        (["lst"], "invalid choice: 'lst'"),
+        (["list", "gel"], "unknown operation 'gel'; operations are gelu"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err

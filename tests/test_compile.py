@@ -1,0 +1,129 @@
+"""Every backend inside ``torch.compile(fullgraph=True)``, forward and backward; and a change of backend is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernel_ladder
+import triton_impl
+from kernel_ladder import table
+from kernel_ladder.agreement import agreement
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import Case
+
+from .conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case, variant_id
+
+#: Inductor on the CPU takes tens of seconds a graph and would test Inductor; tracing and differentiation are the same.
+OUTER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("variant", every_variant(), ids=variant_id)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_inside_compile(variant, backward):
+    if variant.level == "triton" and triton_impl.interpreted():
+        pytest.skip("the interpreter cannot be traced")
+    spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op, most=20_000)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    function = getattr(kernel_ladder, variant.op)
+
+    @torch.compile(fullgraph=True, backend=OUTER)
+    def inside(*inputs):
+        # The neighbours on both sides make it part of a larger graph.
+        return function(*(x * 1 for x in inputs), **case.options, backend=variant.name) * 1
+
+    grad = None
+    if backward:
+        shape = tuple(spec.builtin(*inputs, **case.options).shape)
+        grad = make_inputs(Case("grad", (shape,)), torch.float32, DEVICE, seed=1)[0]
+    result = agreement(spec, lambda *x, **options: inside(*x), inputs, case.options, grad)
+    assert result.agrees, str(result)
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+@pytest.mark.parametrize("backend", [None, "auto", "torch"])
+def test_levels_and_default_inside_compile(op, backend):
+    case = typical_case(op, most=20_000)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    function = getattr(kernel_ladder, op)
+    inside = torch.compile(
+        lambda *x: function(*x, **case.options, backend=backend), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(inside(*inputs), function(*inputs, **case.options, backend=backend))
+
+
+def _adds(amount: float):
+    return lambda input, **options: (input + amount, ())
+
+
+@pytest.fixture
+def telltale(scratch_table, monkeypatch):
+    """A compiled call of gelu without a backend, whose result tells which variant ran."""
+    monkeypatch.delenv(table.ENV_BACKEND, raising=False)
+    table.register("gelu", "torch.one", forward=_adds(1))
+    table.register("gelu", "torch.two", forward=_adds(2))
+    compiled = torch.compile(lambda x: kernel_ladder.gelu(x), fullgraph=True, backend="eager")
+    return lambda: compiled(torch.zeros(1, device=DEVICE)).item()
+
+
+def test_use_between_calls_of_one_compiled_function(telltale):
+    assert telltale() == 0, "auto"
+    for _ in range(2):
+        with kernel_ladder.use("torch.one"):
+            assert telltale() == 1
+            with kernel_ladder.use("torch.two"):
+                assert telltale() == 2
+            assert telltale() == 1
+        assert telltale() == 0
+
+
+def test_the_environment_between_calls_of_one_compiled_function(telltale, monkeypatch):
+    assert telltale() == 0
+    for name, result in [("torch.one", 1), ("torch.two", 2), ("torch.one", 1)]:
+        monkeypatch.setenv(table.ENV_BACKEND, name)
+        assert telltale() == result
+    monkeypatch.delenv(table.ENV_BACKEND)
+    assert telltale() == 0
+
+
+def test_use_inside_the_compiled_function(scratch_table):
+    table.register("gelu", "torch.one", forward=_adds(1))
+    with kernel_ladder.use("torch.one"):
+        compiled = torch.compile(lambda x: kernel_ladder.gelu(x, backend=None) * 2, fullgraph=True, backend="eager")
+        assert compiled(torch.zeros(1, device=DEVICE)).item() == 2
+
+
+def test_a_backward_of_its_own_inside_compile(scratch_table):
+    """The path of the CUDA and Triton variants, on any machine: forward and backward as plain functions."""
+
+    def forward(input, *, approximate):
+        return torch.ops.aten.gelu(input, approximate=approximate), (input, approximate)
+
+    def backward(saved, grad, needs):
+        input, approximate = saved
+        return (torch.ops.aten.gelu_backward(grad, input, approximate=approximate),)
+
+    table.register("gelu", "torch.own", forward=forward, backward=backward)
+    inside = torch.compile(lambda x: kernel_ladder.gelu(x * 2, backend="torch.own"), fullgraph=True, backend=OUTER)
+    x = torch.randn(33, device=DEVICE, requires_grad=True)
+    y = torch.nn.functional.gelu(x * 2)
+    torch.testing.assert_close(inside(x), y)
+    (expected,) = torch.autograd.grad(y.sum(), x)
+    (actual,) = torch.autograd.grad(inside(x).sum(), x)
+    torch.testing.assert_close(actual, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(inside(x), y)
+
+
+def test_errors_keep_their_words_inside_compile():
+    inside = torch.compile(lambda x: kernel_ladder.gelu(x, backend="tritn"), backend="eager")
+    with pytest.raises(Exception, match="did you mean 'triton'"):
+        inside(torch.zeros(2, device=DEVICE))

@@ -1,0 +1,67 @@
+"""The code in README.md runs, and the page is complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder import autograd, table
+from kernel_ladder.agreement import agreement
+from kernel_ladder.samples import make_inputs
+
+from .conftest import DEVICE
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("index", range(len(PYTHON)))
+def test_the_readmes_code_runs(index, scratch_table):
+    if "softmax" in PYTHON[index] and "softmax" not in kernel_ladder.OPS:
+        pytest.skip("no softmax in the table")
+    exec(compile(PYTHON[index], f"README.md, block {index}", "exec"), {})
+
+
+def test_the_readmes_variant_agrees(scratch_table):
+    (example,) = (block for block in PYTHON if "register(" in block)
+    before = set(kernel_ladder.backends("gelu"))
+    exec(compile(example, "README.md", "exec"), {})
+    (added,) = set(kernel_ladder.backends("gelu")) - before
+    variant = table._variants["gelu", "torch"][added]
+    spec, ran = kernel_ladder.spec("gelu"), 0
+    for case in spec.samples:
+        inputs = make_inputs(case, torch.float32, DEVICE)
+        if variant.unsupported(*inputs, **case.options) is None:
+            result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options)
+            assert result.agrees, f"{case}: {result}"
+            ran += 1
+    assert ran
+
+
+def test_every_operation_has_its_tables():
+    log = (ROOT / "KERNEL_LOG.md").read_text()
+    for op in kernel_ladder.OPS:
+        for text in (README, log):
+            assert f"<!-- results:begin {op} -->" in text
+            assert f"<!-- results:end {op} -->" in text
+
+
+def test_every_environment_variable_is_explained():
+    read = set()
+    for folder in ("kernel_ladder", "_build", *table.LEVELS.values()):
+        for path in (ROOT / folder).rglob("*.py"):
+            read |= set(re.findall(r"\bKERNEL_LADDER_[A-Z]+\b", path.read_text()))
+    assert read
+    for name in read:
+        assert f"`{name}`" in README, f"README.md does not explain {name}"
+
+
+def test_links_to_files_stand():
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for name in re.findall(r"`((?:kernel_ladder|torch_ref|tests|_build)/[\w/]+\.py)`", (ROOT / page).read_text()):
+            assert (ROOT / name).exists(), f"{page} names {name}"

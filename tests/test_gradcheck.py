@@ -1,0 +1,68 @@
+"""Gradients against finite differences in float64, and what a second derivative does."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder import autograd
+from kernel_ladder.samples import make_inputs
+
+from .conftest import DEVICE, elements, every_variant, plain_cases, skip_unless_it_runs, typical_case, variant_id
+
+
+@functools.cache
+def small_cases(op: str, count: int):
+    """Samples small enough for finite differences, from the largest down."""
+    found = sorted((c for c in plain_cases(op) if elements(c) <= 400), key=elements, reverse=True)
+    assert found, f"{op} has no small plain sample"
+    return found[:count]
+
+
+@pytest.mark.parametrize("variant", every_variant("torch", "compile"), ids=variant_id)
+def test_gradcheck(variant):
+    ran = 0
+    # Compiling takes seconds a case.
+    for case in small_cases(variant.op, 4 if variant.level == "torch" else 1):
+        inputs = make_inputs(case, torch.float64, DEVICE)
+        if variant.unsupported(*inputs, **case.options) is None:
+            leaves = tuple(x.requires_grad_() for x in inputs)
+            assert torch.autograd.gradcheck(
+                lambda *x, options=case.options: autograd.run(variant, x, options),
+                leaves,
+                fast_mode=elements(case) > 64,
+            )
+            ran += 1
+    if not ran:
+        skip_unless_it_runs(variant, inputs, case.options)
+
+
+@pytest.mark.parametrize("variant", [v for v in every_variant() if v.backward is not None], ids=variant_id)
+def test_a_second_derivative_is_a_clear_error(variant):
+    case = typical_case(variant.op, most=5000)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    leaves = tuple(x.requires_grad_() for x in inputs)
+    output = autograd.run(variant, leaves, case.options)
+    grads = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+    plain = torch.autograd.grad(autograd.run(variant, leaves, case.options).square().sum(), leaves)
+    torch.testing.assert_close(tuple(g.detach() for g in grads), plain)  # the first is as without create_graph
+    with pytest.raises(RuntimeError, match=rf"{variant.op}: {variant.name} can be differentiated only once"):
+        torch.autograd.grad(sum(g.sum() for g in grads), leaves)
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_only_what_needs_a_gradient_gets_one(op):
+    for variant in every_variant():
+        if variant.op != op or variant.backward is None:
+            continue
+        case = typical_case(op, most=5000)
+        inputs = make_inputs(case, torch.float32, DEVICE)
+        skip_unless_it_runs(variant, inputs, case.options)
+        for wanted in range(len(inputs)):
+            leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(inputs)]
+            autograd.run(variant, tuple(leaves), case.options).sum().backward()
+            assert [x.grad is not None for x in leaves] == [i == wanted for i in range(len(leaves))]

@@ -1,0 +1,240 @@
+"""The agreement check itself: wrong implementations it must reject, right ones it must accept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder.agreement import agreement
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import Case
+
+from .conftest import DEVICE, typical_case
+
+ATTENTION = {"is_causal": True, "scale": None, "enable_gqa": False}
+ATTENTION_SHAPES = ((2, 2, 65, 32),) * 3
+
+
+def judge(op: str, run: Callable, case: Case, dtype: torch.dtype, backward: bool = False):
+    spec = kernel_ladder.spec(op)
+    inputs = make_inputs(case, dtype, DEVICE)
+    grad = None
+    if backward:
+        output = spec.builtin(*inputs, **case.options)
+        grad = make_inputs(Case("grad", (tuple(output.shape),)), dtype, DEVICE, seed=1)[0]
+    return agreement(spec, run, inputs, case.options, grad)
+
+
+# ---- wrong for every operation -------------------------------------------------------------------------------------
+
+
+def all_zeros(builtin, *inputs, **options):
+    return torch.zeros_like(builtin(*inputs, **options))
+
+
+def dropped_tail_tile(builtin, *inputs, **options):
+    output = builtin(*inputs, **options).clone()
+    output[..., output.shape[-1] // 32 * 32 :] = 0
+    return output
+
+
+def largest_element_off(builtin, *inputs, **options):
+    output = builtin(*inputs, **options).clone()
+    output.view(-1)[output.abs().argmax()] *= 1.1
+    return output
+
+
+def one_nan(builtin, *inputs, **options):
+    output = builtin(*inputs, **options).clone()
+    output.view(-1)[0] = torch.nan
+    return output
+
+
+def wrong_dtype(builtin, *inputs, **options):
+    return builtin(*inputs, **options).float()
+
+
+def wrong_shape(builtin, *inputs, **options):
+    return builtin(*inputs, **options)[None]
+
+
+def shifted(builtin, *inputs, **options):
+    return builtin(*inputs, **options).roll(1, -1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [all_zeros, dropped_tail_tile, largest_element_off, one_nan, wrong_dtype, wrong_shape, shifted]
+)
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_rejects(op, wrong):
+    builtin = kernel_ladder.spec(op).builtin
+    # An output whose last dimension is no multiple of a tile, else there is no tail to drop.
+    shapes = {"matmul": ((37, 64), (64, 53)), "attention": ((1, 2, 33, 40),) * 3}.get(op, ((37, 53),))
+    case = Case("tail", shapes, typical_case(op).options)
+    assert not judge(op, lambda *x, **options: wrong(builtin, *x, **options), case, torch.bfloat16).agrees
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_rejects_a_stale_output_buffer(op):
+    spec, case = kernel_ladder.spec(op), typical_case(op)
+    stale = spec.builtin(*make_inputs(case, torch.float32, DEVICE, seed=7), **case.options)
+    assert not judge(op, lambda *x, **options: stale, case, torch.float32).agrees
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_rejects_wrong_gradients(op):
+    spec, case = kernel_ladder.spec(op), typical_case(op)
+
+    class Wrong(torch.autograd.Function):
+        factor = 1.0
+
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.save_for_backward(*inputs)
+            return spec.builtin(*inputs, **case.options)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+                grads = torch.autograd.grad(spec.builtin(*leaves, **case.options), leaves, grad)
+            return tuple(Wrong.factor * g for g in grads)
+
+    def run(*inputs, **options):
+        return Wrong.apply(*inputs)
+
+    assert judge(op, run, case, torch.float32, backward=True).agrees, "the scaffold itself must be right"
+    for Wrong.factor in (0.0, -1.0, 1.01):
+        result = judge(op, run, case, torch.float32, backward=True)
+        output, *grads = result.deviations
+        assert output.agrees
+        assert not any(g.agrees for g in grads), str(result)
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_rejects_nan_that_was_swallowed(op):
+    builtin = kernel_ladder.spec(op).builtin
+    case = typical_case(op)
+    case = Case("nan", case.shapes, case.options, values="nan")
+    run = lambda *x, **options: builtin(*[t.nan_to_num() for t in x], **options)  # noqa: E731
+    assert not judge(op, run, case, torch.float32).agrees
+
+
+# ---- wrong in a way of one operation -------------------------------------------------------------------------------
+
+
+def softmax_without_max(input, dim):
+    e = torch.exp(input)
+    return e / e.sum(dim, keepdim=True)
+
+
+def softmax_over_the_wrong_dim(input, dim):
+    return torch.softmax(input, dim=-1 - dim)
+
+
+def softmax_tail_counted_as_zero(input, dim):
+    # A tile of 64 padded with 0 where −inf belongs.
+    padding = -input.shape[-1] % 64
+    return torch.softmax(torch.nn.functional.pad(input, (0, padding)), dim)[..., : input.shape[-1]]
+
+
+def matmul_accumulated_in_16_bits(input, other):
+    total = torch.zeros(input.shape[0], other.shape[1], dtype=input.dtype, device=input.device)
+    for k in range(input.shape[1]):
+        total += input[:, k, None] * other[None, k]
+    return total
+
+
+def matmul_of_the_transpose(input, other):
+    return input @ other.T
+
+
+def matmul_without_the_last_k_tile(input, other):
+    k = (input.shape[1] - 1) // 64 * 64
+    return input[:, :k] @ other[:k]
+
+
+def _attention(query, key, value, mask, scale):
+    scores = query.double() @ key.double().mT * scale
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.double()).to(query.dtype)
+
+
+def _causal(query, key, diagonal=0):
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(diagonal)
+
+
+def attention_mask_off_by_one(query, key, value, **options):
+    return _attention(query, key, value, _causal(query, key, 1), 1 / math.sqrt(query.shape[-1]))
+
+
+def attention_without_mask(query, key, value, **options):
+    return _attention(query, key, value, _causal(query, key, key.shape[-2]), 1 / math.sqrt(query.shape[-1]))
+
+
+def attention_wrong_scale(query, key, value, **options):
+    return _attention(query, key, value, _causal(query, key), 1 / query.shape[-1])
+
+
+def attention_right(query, key, value, **options):
+    return _attention(query, key, value, _causal(query, key), 1 / math.sqrt(query.shape[-1]))
+
+
+def gelu_of_the_other_form(input, *, approximate):
+    return torch.nn.functional.gelu(input, approximate="tanh" if approximate == "none" else "none")
+
+
+def gelu_by_sigmoid(input, *, approximate):
+    return input * torch.sigmoid(1.702 * input)
+
+
+WRONG = [
+    ("gelu", gelu_of_the_other_form, Case("", ((64, 65),), {"approximate": "none"}), torch.float32),
+    ("gelu", gelu_by_sigmoid, Case("", ((64, 65),), {"approximate": "tanh"}), torch.float16),
+    ("softmax", softmax_without_max, Case("", ((8, 257),), {"dim": -1}, values="large"), torch.float32),
+    ("softmax", softmax_over_the_wrong_dim, Case("", ((16, 16),), {"dim": -1}), torch.bfloat16),
+    ("softmax", softmax_tail_counted_as_zero, Case("", ((8, 65),), {"dim": -1}), torch.bfloat16),
+    ("matmul", matmul_accumulated_in_16_bits, Case("", ((32, 4096), (4096, 32))), torch.float16),
+    ("matmul", matmul_accumulated_in_16_bits, Case("", ((32, 4096), (4096, 32))), torch.bfloat16),
+    ("matmul", matmul_of_the_transpose, Case("", ((33, 33), (33, 33))), torch.bfloat16),
+    ("matmul", matmul_without_the_last_k_tile, Case("", ((33, 129), (129, 33))), torch.bfloat16),
+    ("attention", attention_mask_off_by_one, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
+    ("attention", attention_without_mask, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
+    ("attention", attention_wrong_scale, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong", "case", "dtype"),
+    [
+        pytest.param(*w, id=f"{w[1].__name__}-{str(w[3]).removeprefix('torch.')}")
+        for w in WRONG
+        if w[0] in kernel_ladder.OPS
+    ],
+)
+def test_rejects_of_one_operation(op, wrong, case, dtype):
+    result = judge(op, wrong, case, dtype)
+    assert not result.agrees, str(result)
+
+
+# ---- right ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_accepts_exact_results_rounded_once(op, dtype):
+    spec, case = kernel_ladder.spec(op), typical_case(op)
+
+    def exact(*inputs, **options):
+        return spec.reference(*(x.double() for x in inputs), **options).to(dtype)
+
+    result = judge(op, exact, case, dtype, backward=True)
+    assert result.agrees, str(result)
+
+
+@pytest.mark.skipif("attention" not in kernel_ladder.OPS, reason="no attention in the table")
+def test_accepts_what_the_wrong_attentions_are_made_of():
+    assert judge("attention", attention_right, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16).agrees

@@ -1,0 +1,109 @@
+"""The C++ operators as PyTorch sees them: schemas, fakes, and torch.library.opcheck on every overload."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cuda_impl
+import kernel_ladder
+from kernel_ladder import table
+from kernel_ladder.samples import make_inputs
+
+from .conftest import DEVICE, elements, every_variant, needs_gpu, plain_cases, typical_case, variant_id
+
+BUILT = cuda_impl.extension() is not None
+OVERLOADS = [
+    f"{operator}.{name}"
+    for operator, names in (cuda_impl.extension().variants() if BUILT else {}).items()
+    for name in names
+]
+
+pytestmark = pytest.mark.skipif(not BUILT, reason="the extension kernel_ladder._C was not built")
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every call of a kernel_ladder operator with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "kernel_ladder":
+            name = func.name().removeprefix("kernel_ladder::")
+            self.calls.setdefault(name, (func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def run_both_passes(variant, inputs, options):
+    output, saved = variant.forward(*inputs, **options)
+    if variant.backward is None:
+        return output, ()
+    return output, variant.backward(saved, torch.ones_like(output), (True,) * len(inputs))
+
+
+@functools.cache
+def recorded() -> dict[str, tuple]:
+    """One call of every overload, found by running every CUDA variant forward and backward on some samples."""
+    recorder = Recorder()
+    for variant in every_variant("cuda"):
+        for case in sorted(plain_cases(variant.op), key=elements, reverse=True)[:8]:
+            for dtype in (torch.bfloat16, torch.float32):
+                inputs = make_inputs(case, dtype, DEVICE)
+                if variant.unsupported(*inputs, **case.options) is None:
+                    with recorder, torch.no_grad():
+                        run_both_passes(variant, inputs, case.options)
+    return recorder.calls
+
+
+@needs_gpu
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_opcheck(overload):
+    assert overload in recorded(), "no variant calls this overload on the samples"
+    func, args, kwargs = recorded()[overload]
+    # Gradients are joined in Python (kernel_ladder.autograd), so autograd registration is none of the operator's.
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(func, args, kwargs, test_utils=tests)
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_every_overload_has_a_fake_and_a_cuda_kernel(overload):
+    for op in kernel_ladder.OPS:
+        table.variants(op, "cuda")
+    name = f"kernel_ladder::{overload}"
+    # A name given without ".default" is an overload's own; registrations are kept under it.
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
+
+
+def test_the_schema_table_is_the_list_of_variants():
+    known = cuda_impl.extension().variants()
+    for op in kernel_ladder.OPS:
+        names = [v.name.removeprefix("cuda.") for v in table.variants(op, "cuda")]
+        assert names == known.get(op, []), f"{op}: the climb in csrc/bindings.cpp is registered in another order"
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_schemas_are_functional(overload):
+    operator, _, name = overload.partition(".")
+    schema = getattr(getattr(torch.ops.kernel_ladder, operator), name)._schema
+    assert not schema.is_mutable
+    first = schema.arguments[0].type
+    assert str(first) == "Tensor"
+
+
+@pytest.mark.parametrize("variant", every_variant("cuda"), ids=variant_id)
+def test_fakes_give_the_shape_and_dtype_of_the_real_result(variant):
+    """Without data and without a GPU: the fakes alone, forward and backward."""
+    spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op)
+    shape = spec.builtin(*make_inputs(case, torch.float32, "cpu"), **case.options).shape
+    with FakeTensorMode():
+        inputs = tuple(torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in case.shapes)
+        output, grads = run_both_passes(variant, inputs, case.options)
+    assert (output.shape, output.dtype, output.device.type) == (shape, torch.bfloat16, "cuda")
+    assert variant.backward is None or [g.shape for g in grads] == [x.shape for x in inputs]

@@ -1,0 +1,32 @@
+"""The formulas that stand in for the naive one, as oracle or as yardstick, compute the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder.agreement import evaluate
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import Case
+
+from .conftest import DEVICE
+
+
+def parameters():
+    for op in kernel_ladder.OPS:
+        spec = kernel_ladder.spec(op)
+        for name in ("oracle", "yardstick"):
+            if getattr(spec, name) is not None:
+                for case in spec.samples:
+                    yield pytest.param(spec, getattr(spec, name), case, id=f"{op}-{name}-{case.id}")
+
+
+@pytest.mark.parametrize(("spec", "formula", "case"), list(parameters()))
+def test_equals_reference(spec, formula, case):
+    inputs = make_inputs(case, torch.float64, DEVICE)
+    shape = spec.reference(*inputs, **case.options).shape
+    grad = make_inputs(Case("grad", (tuple(shape),)), torch.float64, DEVICE, seed=1)[0]
+    expected = evaluate(spec.reference, inputs, case.options, grad)
+    # float64 against float64: the default tolerance allows for the order of the sum alone.
+    torch.testing.assert_close(evaluate(formula, inputs, case.options, grad), expected, equal_nan=True)

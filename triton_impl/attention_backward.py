@@ -1,0 +1,311 @@
+"""Backward of attention in Triton: scores and weights are made again, tile by tile, from the saved log-sum-exp.
+
+With weights P, output gradient dO and delta = Σ_d dO · O per row (FlashAttention-2, arXiv:2307.08691, algorithm 2):
+
+dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − delta)      dQ = scale · dS K      dK = scale · dSᵀ Q
+
+One kernel takes a tile of keys and walks over the queries (of every head that shares these keys) for dK and dV;
+another takes a tile of queries and walks over the keys for dQ. Nothing is added atomically, so results repeat exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_impl.attention_tiles import (
+    LOG2_E,
+    Choices,
+    block,
+    configs,
+    load_tile,
+    program_tile,
+    section,
+    seqlen_class,
+    store_tile,
+    suitable,
+    wide,
+)
+from triton_impl.dot import dot
+
+#: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
+MAX_BLOCK_M = 64
+
+
+KEY_VALUE_CHOICES: Choices = {
+    0: ((32, 64, 4, 1), (32, 32, 4, 1)),
+    64: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    128: ((32, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 2)),
+    256: ((32, 64, 8, 2), (64, 64, 8, 1), (32, 32, 8, 2)),
+}
+QUERY_CHOICES: Choices = {
+    0: ((64, 32, 4, 1), (32, 32, 4, 1)),
+    64: ((128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2)),
+    128: ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    256: ((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+}
+
+
+def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return suitable(KEY_VALUE_CHOICES, configs, kwargs)
+
+
+def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return suitable(QUERY_CHOICES, configs, kwargs)
+
+
+@triton.jit
+def _delta_kernel(
+    delta_ptr, out_ptr, grad_ptr, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, seqlen_q, head_dim_v,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    head = tl.program_id(0) // tiles
+    start_m = tl.program_id(0) % tiles * BLOCK_M
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    o = load_tile(
+        out_ptr + b * o_b + h * o_h, start_m, o_s, o_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False, WIDE
+    )
+    g = load_tile(
+        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False, WIDE
+    )
+    rows = start_m + tl.arange(0, BLOCK_M)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(delta_ptr + head.to(tl.int64) * seqlen_q + rows, delta, mask=rows < seqlen_q)
+
+
+@triton.jit
+def _gather_queries(
+    grad_k, grad_v, k, v, q_base, g_base, lse_base, delta_base, start_n, start, end, scale_log2,
+    q_s, q_d, g_s, g_d, seqlen_q, head_dim, head_dim_v,
+    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add what queries ``start … end`` give to the gradients of BLOCK_N keys and values. Scores are transposed."""
+    for start_m in range(start, end, BLOCK_M):
+        start_m = tl.multiple_of(start_m, BLOCK_M)
+        rows = start_m + tl.arange(0, BLOCK_M)
+        q = load_tile(q_base, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, not MASKED, EVEN_D, WIDE)
+        if MASKED:  # past the last query, the weights are exp2(0 − inf) = 0
+            lse = tl.load(lse_base + rows, mask=rows < seqlen_q, other=float("inf"))
+            delta = tl.load(delta_base + rows, mask=rows < seqlen_q, other=0.0)
+        else:
+            lse = tl.load(lse_base + rows)
+            delta = tl.load(delta_base + rows)
+        weights = tl.exp2(dot(k, tl.trans(q), None, PRECISION) * scale_log2 - lse[None, :])
+        if MASKED and IS_CAUSAL:
+            seen = start_n + tl.arange(0, BLOCK_N)[:, None] <= rows[None, :]
+            weights = tl.where(seen, weights, 0.0)
+        g = load_tile(g_base, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
+        grad_v = dot(weights.to(g.dtype), g, grad_v, PRECISION)
+        grad_weights = dot(v, tl.trans(g), None, PRECISION)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        grad_k = dot(grad_scores.to(q.dtype), q, grad_k, PRECISION)
+    return grad_k, grad_v
+
+
+@triton.autotune(
+    configs(KEY_VALUE_CHOICES),
+    key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
+    prune_configs_by={"early_config_prune": _suitable_for_keys},
+    cache_results=True,
+)
+@triton.jit(do_not_specialize=["section", "seqlen_class"])
+def _key_value_kernel(
+    grad_k_ptr, grad_v_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, scale_log2, scale,
+    dk_b, dk_h, dk_s, dk_d, dv_b, dv_h, dv_s, dv_d, g_b, g_h, g_s, g_d,
+    q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
+    num_heads_kv, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, section, seqlen_class,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, EVEN_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # The first keys are seen by most queries, so the order of tiles puts the longest first.
+    tile, head = program_tile(tl.cdiv(seqlen_k, BLOCK_N), num_heads_kv, section)
+    b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
+    start_n = tile * BLOCK_N
+    k = load_tile(
+        k_ptr + b * k_b + h_kv * k_h, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, WIDE
+    )
+    v = load_tile(
+        v_ptr + b * v_b + h_kv * v_h, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE
+    )
+    grad_k = tl.full([BLOCK_N, BLOCK_D], 0.0, dtype=tl.float32)
+    grad_v = tl.full([BLOCK_N, BLOCK_DV], 0.0, dtype=tl.float32)
+
+    # Queries in three runs: those on the diagonal, those that see every key of the tile, and the ragged end.
+    whole = seqlen_q // BLOCK_M * BLOCK_M
+    first, diagonal = 0, 0
+    if IS_CAUSAL:
+        first = start_n // BLOCK_M * BLOCK_M
+        diagonal = tl.minimum(tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M, seqlen_q)
+    for i in range(group):
+        h = h_kv * group + i
+        q_base = q_ptr + b * q_b + h * q_h
+        g_base = grad_ptr + b * g_b + h * g_h
+        row_offset = (head.to(tl.int64) * group + i) * seqlen_q
+        lse_base = lse_ptr + row_offset
+        delta_base = delta_ptr + row_offset
+        if IS_CAUSAL:
+            grad_k, grad_v = _gather_queries(
+                grad_k, grad_v, k, v, q_base, g_base, lse_base, delta_base, start_n, first, diagonal, scale_log2,
+                q_s, q_d, g_s, g_d, seqlen_q, head_dim, head_dim_v,
+                True, True, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            )  # fmt: skip
+        grad_k, grad_v = _gather_queries(
+            grad_k, grad_v, k, v, q_base, g_base, lse_base, delta_base, start_n, diagonal, whole, scale_log2,
+            q_s, q_d, g_s, g_d, seqlen_q, head_dim, head_dim_v,
+            False, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+        )  # fmt: skip
+        if not EVEN_Q:
+            grad_k, grad_v = _gather_queries(
+                grad_k, grad_v, k, v, q_base, g_base, lse_base, delta_base, start_n, tl.maximum(diagonal, whole),
+                seqlen_q, scale_log2, q_s, q_d, g_s, g_d, seqlen_q, head_dim, head_dim_v,
+                True, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            )  # fmt: skip
+
+    store_tile(
+        grad_k_ptr + b * dk_b + h_kv * dk_h, start_n, dk_s, dk_d, seqlen_k, head_dim, grad_k * scale,
+        BLOCK_N, BLOCK_D, WIDE,
+    )  # fmt: skip
+    store_tile(
+        grad_v_ptr + b * dv_b + h_kv * dv_h, start_n, dv_s, dv_d, seqlen_k, head_dim_v, grad_v, BLOCK_N, BLOCK_DV, WIDE
+    )
+
+
+@triton.jit
+def _gather_keys(
+    grad_q, q, g, lse, delta, k_base, v_base, start_m, start, end, scale_log2,
+    k_s, k_d, v_s, v_d, seqlen_k, head_dim, head_dim_v,
+    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add what keys ``start … end`` give to the gradient of BLOCK_M queries."""
+    for start_n in range(start, end, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, WIDE)
+        weights = tl.exp2(dot(q, tl.trans(k), None, PRECISION) * scale_log2 - lse[:, None])
+        if MASKED:
+            cols = start_n + tl.arange(0, BLOCK_N)
+            seen = cols[None, :] < seqlen_k
+            if IS_CAUSAL:
+                seen = seen & (cols[None, :] <= start_m + tl.arange(0, BLOCK_M)[:, None])
+            weights = tl.where(seen, weights, 0.0)
+        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
+        grad_weights = dot(g, tl.trans(v), None, PRECISION)
+        grad_scores = weights * (grad_weights - delta[:, None])
+        grad_q = dot(grad_scores.to(k.dtype), k, grad_q, PRECISION)
+    return grad_q
+
+
+@triton.autotune(
+    configs(QUERY_CHOICES),
+    key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
+    prune_configs_by={"early_config_prune": _suitable_for_queries},
+    cache_results=True,
+)
+@triton.jit(do_not_specialize=["section", "seqlen_class"])
+def _query_kernel(
+    grad_q_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, scale_log2, scale,
+    dq_b, dq_h, dq_s, dq_d, g_b, g_h, g_s, g_d, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
+    num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, section, seqlen_class,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, head = program_tile(num_tiles, num_heads, section)
+    if IS_CAUSAL:
+        tile = num_tiles - 1 - tile  # the longest first
+    b, h = (head // heads).to(tl.int64), head % heads
+    h_kv = (h // group).to(tl.int64)
+    h = h.to(tl.int64)
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    row_offset = head.to(tl.int64) * seqlen_q
+    q = load_tile(
+        q_ptr + b * q_b + h * q_h, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False, EVEN_D, WIDE
+    )
+    g = load_tile(
+        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, EVEN_DV, WIDE
+    )
+    lse = tl.load(lse_ptr + row_offset + rows, mask=rows < seqlen_q, other=float("inf"))
+    delta = tl.load(delta_ptr + row_offset + rows, mask=rows < seqlen_q, other=0.0)
+    k_base = k_ptr + b * k_b + h_kv * k_h
+    v_base = v_ptr + b * v_b + h_kv * v_h
+    grad_q = tl.full([BLOCK_M, BLOCK_D], 0.0, dtype=tl.float32)
+
+    end = seqlen_k
+    whole = seqlen_k // BLOCK_N * BLOCK_N
+    if IS_CAUSAL:
+        end = tl.minimum(seqlen_k, start_m + BLOCK_M)
+        whole = tl.minimum(seqlen_k, start_m + 1) // BLOCK_N * BLOCK_N
+    grad_q = _gather_keys(
+        grad_q, q, g, lse, delta, k_base, v_base, start_m, 0, whole, scale_log2,
+        k_s, k_d, v_s, v_d, seqlen_k, head_dim, head_dim_v,
+        False, IS_CAUSAL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+    )  # fmt: skip
+    grad_q = _gather_keys(
+        grad_q, q, g, lse, delta, k_base, v_base, start_m, whole, end, scale_log2,
+        k_s, k_d, v_s, v_d, seqlen_k, head_dim, head_dim_v,
+        True, IS_CAUSAL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+    )  # fmt: skip
+    store_tile(
+        grad_q_ptr + b * dq_b + h * dq_h, start_m, dq_s, dq_d, seqlen_q, head_dim, grad_q * scale,
+        BLOCK_M, BLOCK_D, WIDE,
+    )  # fmt: skip
+
+
+def attention_backward(
+    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    q, k, v, output, lse, batch_shape, is_causal, scale = saved
+    batch, heads, seqlen_q, head_dim = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    grad = grad.reshape(output.shape)
+    grad_q = torch.empty_like(q) if needs[0] else None
+    # Where only one of the two is wanted, the other is thrown away: they share a kernel.
+    grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if needs[1] or needs[2] else (None, None)
+    if output.numel() == 0 or seqlen_k == 0:
+        for each in (grad_q, grad_k, grad_v):
+            if each is not None:
+                each.zero_()
+    else:
+        num_heads, group = batch * heads, heads // heads_kv
+        delta = torch.empty_like(lse)
+        block_d, block_dv = block(head_dim), block(head_dim_v)
+        rows = 32
+        _delta_kernel[(triton.cdiv(seqlen_q, rows) * num_heads,)](
+            delta, output, grad, *output.stride(), *grad.stride(), heads, seqlen_q, head_dim_v,
+            BLOCK_M=rows, BLOCK_DV=block_dv, WIDE=wide(output.stride(), grad.stride()),
+        )  # fmt: skip
+        constants = {
+            "IS_CAUSAL": is_causal,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "EVEN_D": head_dim == block_d,
+            "EVEN_DV": head_dim_v == block_dv,
+        }
+        inputs = (*grad.stride(), *q.stride(), *k.stride(), *v.stride())
+        lengths = (seqlen_q, seqlen_k, head_dim, head_dim_v)
+        row_bytes = (head_dim + head_dim_v) * q.element_size()
+        if grad_k is not None:
+            together = section(is_causal, 1, seqlen_q * row_bytes * group)
+            outputs = (*grad_k.stride(), *grad_v.stride())
+            _key_value_kernel[lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * batch * heads_kv,)](
+                grad_k, grad_v, grad, lse, delta, q, k, v, scale * LOG2_E, scale, *outputs, *inputs,
+                batch * heads_kv, heads_kv, group, *lengths, min(together, batch * heads_kv), seqlen_class(seqlen_k),
+                **constants, WIDE=wide(outputs, inputs), EVEN_Q=seqlen_q % MAX_BLOCK_M == 0,
+            )  # fmt: skip
+        if grad_q is not None:
+            together = section(is_causal, group, seqlen_k * row_bytes)
+            _query_kernel[lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)](
+                grad_q, grad, lse, delta, q, k, v, scale * LOG2_E, scale, *grad_q.stride(), *inputs,
+                num_heads, heads, group, *lengths, min(together, num_heads), seqlen_class(seqlen_q),
+                **constants, WIDE=wide(grad_q.stride(), inputs),
+            )  # fmt: skip
+    grads = (grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None)
+    return tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)

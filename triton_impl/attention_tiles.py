@@ -1,0 +1,114 @@
+"""What the attention kernels share: which tile a program takes, and how a tile is read."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_impl import interpreted
+
+# Softmax runs in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
+LOG2_E = 1.4426950408889634
+
+# A section of heads whose keys and values take no more than this stays in L2, of which Hopper has 50 MB or more.
+L2_SHARE = 24 * 2**20
+
+
+@triton.jit
+def program_tile(num_tiles, num_heads, section):
+    """(tile, head) of this program. Programs go through `section` heads tile by tile, then through the next section.
+
+    The keys and values of one section stay in L2, and inside it the tiles come in one order for all heads,
+    so that the caller can put the longest ones first.
+    """
+    pid = tl.program_id(0)
+    first = pid // (section * num_tiles) * section
+    inside = pid - first * num_tiles
+    width = tl.minimum(section, num_heads - first)
+    return inside // width, first + inside % width
+
+
+@triton.jit
+def load_tile(
+    base, start, stride_row, stride_col, num_rows, num_cols,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``start … start + BLOCK_ROWS`` of a (num_rows, num_cols) matrix, zeros outside it."""
+    # The start of a tile is 64 bits wide; inside a tile 32 bits hold every offset, unless the strides are WIDE.
+    base += tl.cast(start, tl.int64) * stride_row
+    rows = tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    if WIDE:
+        pointers = base + (rows[:, None].to(tl.int64) * stride_row + cols[None, :].to(tl.int64) * stride_col)
+    else:
+        pointers = base + (rows[:, None] * stride_row + cols[None, :] * stride_col)
+    if EVEN_ROWS and EVEN_COLS:
+        return tl.load(pointers)
+    if EVEN_ROWS:
+        return tl.load(pointers, mask=cols[None, :] < num_cols, other=0.0)
+    if EVEN_COLS:
+        return tl.load(pointers, mask=rows[:, None] < num_rows - start, other=0.0)
+    return tl.load(pointers, mask=(rows[:, None] < num_rows - start) & (cols[None, :] < num_cols), other=0.0)
+
+
+@triton.jit
+def store_tile(
+    base, start, stride_row, stride_col, num_rows, num_cols, tile,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write what of `tile` lies inside a (num_rows, num_cols) matrix."""
+    base += tl.cast(start, tl.int64) * stride_row
+    rows = tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    if WIDE:
+        pointers = base + (rows[:, None].to(tl.int64) * stride_row + cols[None, :].to(tl.int64) * stride_col)
+    else:
+        pointers = base + (rows[:, None] * stride_row + cols[None, :] * stride_col)
+    mask = (rows[:, None] < num_rows - start) & (cols[None, :] < num_cols)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
+
+
+#: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions; 0 stands for
+#: float32, which is multiplied on CUDA cores. Each row ends with one that fits in the shared memory of small GPUs.
+Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
+
+
+def configs(choices: Choices) -> list[triton.Config]:
+    """Every choice as an autotuning configuration. The interpreter, to which all are the same, gets one."""
+    if interpreted():
+        choices = {0: ((64, 64, 4, 1),)}
+    distinct = dict.fromkeys(choice for row in choices.values() for choice in row)
+    return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in distinct]
+
+
+def suitable(choices: Choices, configs: list[triton.Config], constants: dict) -> list[triton.Config]:
+    """The configurations of the row that a call's constants point to."""
+    if len(configs) == 1:
+        return configs
+    width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
+    row = choices[0 if constants["PRECISION"] == "ieee" else width]
+    return [c for c in configs if (c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"], c.num_warps, c.num_stages) in row]
+
+
+def block(head_dim: int) -> int:
+    """The tile that holds a head dimension; tl.dot takes no fewer than 16."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def wide(*strides: tuple[int, ...]) -> bool:
+    """Whether offsets inside a tile of 256 by 256 may pass 32 bits."""
+    return max(map(max, strides)) >= 2**22
+
+
+def section(is_causal: bool, group: int, bytes_per_head: int) -> int:
+    """How many query heads to go through together: see :func:`program_tile`.
+
+    Without a mask all tiles take as long, and one head of keys and values at a time is read best.
+    """
+    return group * max(1, L2_SHARE // bytes_per_head) if is_causal else group
+
+
+def seqlen_class(seqlen: int) -> int:
+    """Lengths that share a tuned choice."""
+    return 0 if seqlen <= 256 else 1 if seqlen <= 1024 else 2
