@@ -185,6 +185,7 @@ __global__ void __launch_bounds__(S::THREADS)
     load_tile<S::BLOCK, D, S::THREADS>(k_tile, p.key.at(batch, head_kv) + k0 * p.key.row, p.key, a.S_k - k0, a.D);
     load_tile<S::BLOCK, D, S::THREADS>(v_tile, p.value.at(batch, head_kv) + k0 * p.value.row, p.value, a.S_k - k0,
                                        a.D_v);
+    cp_async_commit();
     if (q_begin < a.S_q) load_next(0);
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
