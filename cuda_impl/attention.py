@@ -10,7 +10,6 @@ import torch
 from cuda_impl import climb, unsupported
 from kernel_ladder.table import register
 
-
 #: Shared memory of the largest tiles, those of the backward pass, as csrc/attention/flash_backward.cu sizes them.
 FLASH_SHARED_BYTES = 129 * 1024
 
