@@ -33,6 +33,10 @@ KernelFacts kernel_facts(const char* name, Kernel* kernel, int threads, int64_t 
         facts.registers = attributes.numRegs;
         facts.static_shared = static_cast<int64_t>(attributes.sharedSizeBytes);
         facts.local = static_cast<int64_t>(attributes.localSizeBytes);
+        if (dynamic_shared > 48 * 1024) {  // counts as possible only where the kernel has asked for it
+            cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(dynamic_shared));
+        }
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts.blocks_per_sm, reinterpret_cast<const void*>(kernel),
                                                       threads, static_cast<size_t>(dynamic_shared));
     }

@@ -10,6 +10,9 @@ import torch
 from cuda_impl import climb, unsupported
 from kernel_ladder.table import register
 
+#: Shared memory of the largest tiles, those of the backward pass, as csrc/attention/flash_backward.cu sizes them.
+FLASH_SHARED_BYTES = 129 * 1024
+
 
 @functools.cache
 def _memory_bytes(device: torch.device) -> int:
@@ -26,8 +29,14 @@ def _naive_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _flash_unavailable(device: torch.device) -> str | None:
+    """Why a GPU cannot run the flash kernels, or None."""
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 8:
+        return "flash attention needs compute capability 8.0 or later (mma.sync, cp.async)"
+    if (limit := properties.shared_memory_per_block_optin) < FLASH_SHARED_BYTES:
+        return f"flash attention needs {FLASH_SHARED_BYTES} bytes of shared memory per block; this GPU has {limit}"
+    return None
 
 
 def _flash_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
@@ -35,13 +44,11 @@ def _flash_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
         return reason
     if query.dtype == torch.float32:
         return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
-    if _capability(query.device) < (8, 0):
-        return "flash attention needs compute capability 8.0 or later (mma.sync, cp.async)"
-    return None
+    return _flash_unavailable(query.device)
 
 
 def _scale(query: torch.Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
+    return query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

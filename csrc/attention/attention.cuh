@@ -1,11 +1,14 @@
-// Attention, O = softmax(Q · Kᵀ · scale) · V, with the shapes of scaled_dot_product_attention: what every step shares.
+// Attention, O = softmax(Q · Kᵀ · scale) · V, with the shapes of
+// scaled_dot_product_attention: what every step shares.
 //
-//   variant  the one idea it adds                                              what limits it now
-//   naive    one thread per element; scores go out to memory and come back     memory, and CUDA cores
-//   flash    tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
+//   variant  the one idea it adds what limits it now naive    one thread per
+//   element; scores go out to memory and come back     memory, and CUDA cores
+//   flash    tiles and an online softmax keep scores on chip; tensor cores
+//   mma.sync: Hopper's full rate needs wgmma
 //
-// query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query head h reads head h / (H / H_kv) of key
-// and value. Causal: query i sees keys j ≤ i. Operands are read where they lie, by any strides.
+// query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query
+// head h reads head h / (H / H_kv) of key and value. Causal: query i sees keys
+// j ≤ i. Operands are read where they lie, by any strides.
 #pragma once
 
 #include "../common.cuh"
@@ -14,15 +17,18 @@
 namespace kl {
 
 constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_LENGTH = 1 << 30;  // leaves room for a tile past the end in 32 bits
 
-// One operand in terms of memory: element (batch, head, row, column). Strides count elements.
+// One operand in terms of memory: element (batch, head, row, column). Strides
+// count elements.
 template <typename T>
 struct View {
     T* data;
     Strided batch;
     int64_t head, row, column;
     int group;   // consecutive heads that share one of this operand
-    bool whole;  // rows are dense and start on 16 bytes: they can be read 16 bytes at a time
+    bool whole;  // rows are dense and start on 16 bytes: they can be read 16 bytes
+                 // at a time
 
     __device__ T* at(int64_t batch_index, int64_t head_index) const {
         return data + batch.offset(batch_index) + head_index / group * head;
@@ -31,7 +37,8 @@ struct View {
 
 // The sizes of one call, checked.
 struct Attention {
-    int64_t batches, heads, heads_kv, S_q, S_k;
+    int64_t batches, heads, heads_kv;
+    int S_q, S_k;  // products of them pass 2³¹, they do not
     int D, D_v;
     bool causal;
     float scale;
@@ -56,7 +63,8 @@ View<T> make_view(const Tensor& tensor, int64_t group = 1) {
     return view;
 }
 
-// Raises unless the operands fit together, so that no kernel reads out of bounds.
+// Raises unless the operands fit together, so that no kernel reads out of
+// bounds.
 inline Attention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
                                    double scale, bool enable_gqa) {
     const char* op = "attention";
@@ -67,11 +75,23 @@ inline Attention prepare_attention(const Tensor& query, const Tensor& key, const
     STD_TORCH_CHECK(dim >= 3, op, ": argument `query` must have at least 3 dimensions (..., H, S, D), got ", dim);
     STD_TORCH_CHECK(key.dim() == dim && value.dim() == dim, op,
                     ": arguments `key` and `value` must have as many dimensions as `query`");
-    Attention a{1, query.size(dim - 3), key.size(dim - 3), query.size(dim - 2), key.size(dim - 2), 0, 0, is_causal,
+    for (const Tensor* t : {&query, &key}) {
+        STD_TORCH_CHECK(t->size(dim - 2) <= MAX_LENGTH, op, ": lengths must be at most ", MAX_LENGTH, ", got ",
+                        t->size(dim - 2));
+    }
+    Attention a{1,
+                query.size(dim - 3),
+                key.size(dim - 3),
+                static_cast<int>(query.size(dim - 2)),
+                static_cast<int>(key.size(dim - 2)),
+                0,
+                0,
+                is_causal,
                 static_cast<float>(scale)};
     for (int64_t d = 0; d < dim - 3; ++d) {
         STD_TORCH_CHECK(key.size(d) == query.size(d) && value.size(d) == query.size(d), op,
-                        ": arguments `key` and `value` must have the batch dimensions of `query`");
+                        ": arguments `key` and `value` must have the batch dimensions of "
+                        "`query`");
         a.batches *= query.size(d);
     }
     STD_TORCH_CHECK(value.size(dim - 3) == a.heads_kv && value.size(dim - 2) == a.S_k, op,
@@ -83,14 +103,16 @@ inline Attention prepare_attention(const Tensor& query, const Tensor& key, const
                         ": head dimensions must be 1 to ", MAX_HEAD_DIM, ", got ", t->size(dim - 1));
     }
     STD_TORCH_CHECK(a.heads == a.heads_kv || (enable_gqa && a.heads_kv > 0 && a.heads % a.heads_kv == 0), op,
-                    ": argument `key` must have the heads of `query`, or with `enable_gqa` a divisor of them, got ",
+                    ": argument `key` must have the heads of `query`, or with "
+                    "`enable_gqa` a divisor of them, got ",
                     a.heads_kv, " for ", a.heads);
     a.D = static_cast<int>(query.size(dim - 1));
     a.D_v = static_cast<int>(value.size(dim - 1));
     return a;
 }
 
-// The gradient of the output, or the output itself: query's batches, heads and length, and D_v columns.
+// The gradient of the output, or the output itself: query's batches, heads and
+// length, and D_v columns.
 inline void check_attention_output(const Tensor& tensor, const Tensor& query, const Attention& a, const char* name) {
     check_like(tensor, query, "attention_backward", name);
     bool same = tensor.dim() == query.dim() && tensor.size(tensor.dim() - 1) == a.D_v;
@@ -98,7 +120,8 @@ inline void check_attention_output(const Tensor& tensor, const Tensor& query, co
     STD_TORCH_CHECK(same, "attention_backward: argument `", name, "` must have the shape of the output");
 }
 
-// A dense tensor with query's batches, heads and length, and `columns` columns; without them where `columns` is 0.
+// A dense tensor with query's batches, heads and length, and `columns` columns;
+// without them where `columns` is 0.
 inline Tensor empty_like_query(const Tensor& query, ScalarType dtype, int64_t columns) {
     const auto shape = query.sizes();
     std::vector<int64_t> sizes(shape.begin(), shape.end() - 1);

@@ -1,11 +1,14 @@
 // Attention, second step; the table of the climb stands in attention.cuh.
 //
-//   flash    tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
+//   flash    tiles and an online softmax keep scores on chip; tensor cores
+//   mma.sync: Hopper's full rate needs wgmma
 //
-// FlashAttention-2 (Dao, arXiv:2307.08691). A block has BLOCK queries and walks over keys and values, STREAM at a time;
-// cp.async brings the next tiles while these are used. Each warp keeps its rows' maximum, sum and output in registers and
-// rescales them when the maximum grows (Milakov and Gimelshein, arXiv:1805.02867). Nothing is exchanged between warps.
-// Beside the output, the logarithm of each row's sum of exponentials goes out, for the backward pass.
+// FlashAttention-2 (Dao, arXiv:2307.08691). A block has BLOCK queries and walks
+// over keys and values, STREAM at a time; cp.async brings the next tiles while
+// these are used. Each warp keeps its rows' maximum, sum and output in
+// registers and rescales them when the maximum grows (Milakov and Gimelshein,
+// arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the
+// logarithm of each row's sum of exponentials goes out, for the backward pass.
 
 #include "tile.cuh"
 
@@ -33,20 +36,21 @@ __global__ void __launch_bounds__(S::THREADS)
     constexpr int M = S::ROWS / 16, N = S::STREAM / 8, D = S::HEAD_DIM;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t q_tile = shared_address(shared_bytes);
-    const auto k_tile = [&](int64_t n) { return q_tile + S::BLOCK_BYTES + static_cast<int>(n % 2) * 2 * S::STREAM_BYTES; };
-    const auto v_tile = [&](int64_t n) { return k_tile(n) + S::STREAM_BYTES; };
+    const auto k_tile = [&](int n) { return q_tile + S::BLOCK_BYTES + n % 2 * 2 * S::STREAM_BYTES; };
+    const auto v_tile = [&](int n) { return k_tile(n) + S::STREAM_BYTES; };
 
-    // A head's tiles run together and share its keys and values in L2; with a causal mask the longest come first.
-    const int64_t tiles = ceil_div(a.S_q, S::BLOCK);
-    const int64_t q0 = (tiles - 1 - blockIdx.x % tiles) * S::BLOCK;
+    // A head's tiles run together and share its keys and values in L2; with a
+    // causal mask the longest come first.
+    const int tiles = (a.S_q + S::BLOCK - 1) / S::BLOCK;
+    const int q0 = (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * S::BLOCK;
     const int64_t head = blockIdx.x / tiles % a.heads, batch = blockIdx.x / tiles / a.heads;
     const T* key = p.key.at(batch, head);
     const T* value = p.value.at(batch, head);
-    const int64_t keys = a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k;  // no later one is seen
-    const int64_t steps = ceil_div(keys, S::STREAM);
+    const int keys = a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k;  // no later one is seen
+    const int steps = (keys + S::STREAM - 1) / S::STREAM;
 
-    const auto load = [&](int64_t n) {
-        const int64_t k0 = n * S::STREAM;
+    const auto load = [&](int n) {
+        const int k0 = n * S::STREAM;
         load_tile<S::STREAM, D, S::THREADS>(k_tile(n), key + k0 * p.key.row, p.key, a.S_k - k0, a.D);
         load_tile<S::STREAM, D, S::THREADS>(v_tile(n), value + k0 * p.value.row, p.value, a.S_k - k0, a.D_v);
         cp_async_commit();
@@ -65,24 +69,25 @@ __global__ void __launch_bounds__(S::THREADS)
         for (int h = 0; h < 2; ++h) row_max[m][h] = -INFINITE, row_sum[m][h] = 0.0f;
     }
 
-    for (int64_t n = 0; n < steps; ++n) {
+    for (int n = 0; n < steps; ++n) {
         cp_async_wait<0>();
-        __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
+        __syncthreads();  // tile n has landed for all, and all have done with tile n
+                          // − 1, whose place n + 1 takes
         if (n + 1 < steps) load(n + 1);
 
         Squares<M, N> scores;
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
 
-        // Only the last tile of keys and those on the diagonal hold anything to mask.
-        const int64_t k0 = n * S::STREAM;
+        // Only the last tile of keys and those on the diagonal hold anything to
+        // mask.
+        const int k0 = n * S::STREAM;
         if (k0 + S::STREAM > a.S_k || (a.causal && k0 + S::STREAM - 1 > q0 + warp_row)) {
 #pragma unroll
             for (int m = 0; m < M; ++m) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const int64_t row = q0 + warp_row + lane_row(m, h);
-                    const int64_t end = a.causal ? min(a.S_k, row + 1) : a.S_k;
-                    const int left = static_cast<int>(min(end - k0, int64_t{S::STREAM}));
+                    const int row = q0 + warp_row + lane_row(m, h);
+                    const int left = (a.causal ? min(a.S_k, row + 1) : a.S_k) - k0;
 #pragma unroll
                     for (int j = 0; j < N; ++j) {
                         if (lane_column(j) >= left) scores.x[m][j][2 * h] = -INFINITE;
@@ -105,7 +110,8 @@ __global__ void __launch_bounds__(S::THREADS)
                 }
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
-                // While a row has seen only −inf, nothing is subtracted: its exponentials are 0, not NaN.
+                // While a row has seen only −inf, nothing is subtracted: its
+                // exponentials are 0, not NaN.
                 const float shift = new_max == -INFINITE ? 0.0f : new_max * scale;
                 const float rescale = exp2_fast(row_max[m][h] * scale - shift);
                 row_max[m][h] = new_max;
@@ -129,7 +135,7 @@ __global__ void __launch_bounds__(S::THREADS)
         multiply_accumulate<T, D>(output, scores, v_tile(n), 0);
     }
 
-    const int64_t rows_left = a.S_q - q0 - warp_row;
+    const int rows_left = a.S_q - q0 - warp_row;
     float* lse = p.lse + (batch * a.heads + head) * a.S_q + q0 + warp_row;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -141,7 +147,8 @@ __global__ void __launch_bounds__(S::THREADS)
             if (threadIdx.x % 4 == 0 && row < rows_left) lse[row] = row_max[m][h] * a.scale + logf(row_sum[m][h]);
         }
     }
-    // A row of nothing but −inf sums to 0, and 0 / 0 is the NaN that PyTorch gives.
+    // A row of nothing but −inf sums to 0, and 0 / 0 is the NaN that PyTorch
+    // gives.
     store_squares(output, p.output.at(batch, head) + (q0 + warp_row) * p.output.row, p.output.row, rows_left, a.D_v,
                   [&](int m, int h) { return 1.0f / row_sum[m][h]; });
 #endif

@@ -1,16 +1,22 @@
-// The backward pass of attention's second step; the table of the climb stands in attention.cuh.
+// The backward pass of attention's second step; the table of the climb stands
+// in attention.cuh.
 //
-//   flash    weights are made again on chip, tile by tile, from the saved log-sum-exp     scores are made twice
+//   flash    weights are made again on chip, tile by tile, from the saved
+//   log-sum-exp     scores are made twice
 //
-// FlashAttention-2 (Dao, arXiv:2307.08691), in three kernels. With P the weights and dP = dO · Vᵀ:
+// FlashAttention-2 (Dao, arXiv:2307.08691), in three kernels. With P the
+// weights and dP = dO · Vᵀ:
 //
 //   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij
-//   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has queries and walks over keys
-//   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of every head that shares them
+//   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has
+//   queries and walks over keys key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a
+//   block has keys and walks over queries, of every head that shares them
 //
-// One kernel for both would make P and dP once, but would add up dQ by atomics in an order that changes from run to run:
-// two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed squares
-// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
+// One kernel for both would make P and dP once, but would add up dQ by atomics
+// in an order that changes from run to run: two kernels, each summing in
+// registers, give the same bits each time. The key kernel makes the transposed
+// squares Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as
+// the next product's first operand.
 
 #include "tile.cuh"
 
@@ -22,14 +28,16 @@ using QueryShape64 = FlashShape<64, 128, 64, 8>;
 using QueryShape128 = FlashShape<128, 128, 64, 8>;
 using QueryShape256 = FlashShape<256, 64, 32, 4>;
 
-//                             head dim, keys, queries, warps; two blocks share the columns of 256
+//                             head dim, keys, queries, warps; two blocks share
+//                             the columns of 256
 using KeyShape64 = FlashShape<64, 128, 64, 8>;
 using KeyShape128 = FlashShape<128, 128, 64, 8>;
 using KeyShape256 = FlashShape<256, 64, 32, 4, 128>;
 
 constexpr int DELTA_THREADS = 256;
 
-// Two tiles that stay, two that stream by, twice; the key kernel also streams log-sum-exp and delta.
+// Two tiles that stay, two that stream by, twice; the key kernel also streams
+// log-sum-exp and delta.
 template <typename S>
 constexpr int SHARED = 2 * S::BLOCK_BYTES + 4 * S::STREAM_BYTES;
 template <typename S>
@@ -67,20 +75,20 @@ __global__ void __launch_bounds__(S::THREADS)
     static_assert(S::ROWS == 16);
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t q_tile = shared_address(shared_bytes), grad_tile = q_tile + S::BLOCK_BYTES;
-    const auto k_tile = [&](int64_t n) {
-        return grad_tile + S::BLOCK_BYTES + static_cast<int>(n % 2) * 2 * S::STREAM_BYTES;
-    };
-    const auto v_tile = [&](int64_t n) { return k_tile(n) + S::STREAM_BYTES; };
+    const auto k_tile = [&](int n) { return grad_tile + S::BLOCK_BYTES + n % 2 * 2 * S::STREAM_BYTES; };
+    const auto v_tile = [&](int n) { return k_tile(n) + S::STREAM_BYTES; };
 
-    const int64_t tiles = ceil_div(a.S_q, S::BLOCK);
-    const int64_t q0 = (tiles - 1 - blockIdx.x % tiles) * S::BLOCK;  // with a causal mask the longest come first
+    const int tiles = (a.S_q + S::BLOCK - 1) / S::BLOCK;
+    const int q0 =
+        (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * S::BLOCK;  // with a causal mask the longest come first
     const int64_t head = blockIdx.x / tiles % a.heads, batch = blockIdx.x / tiles / a.heads;
     const T* key = p.key.at(batch, head);
     const T* value = p.value.at(batch, head);
-    const int64_t steps = ceil_div(a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k, S::STREAM);
+    const int keys = a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k;
+    const int steps = (keys + S::STREAM - 1) / S::STREAM;
 
-    const auto load = [&](int64_t n) {
-        const int64_t k0 = n * S::STREAM;
+    const auto load = [&](int n) {
+        const int k0 = n * S::STREAM;
         load_tile<S::STREAM, D, S::THREADS>(k_tile(n), key + k0 * p.key.row, p.key, a.S_k - k0, a.D);
         load_tile<S::STREAM, D, S::THREADS>(v_tile(n), value + k0 * p.value.row, p.value, a.S_k - k0, a.D_v);
         cp_async_commit();
@@ -94,27 +102,28 @@ __global__ void __launch_bounds__(S::THREADS)
     float lse[2], delta[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int64_t row = q0 + warp_row + lane_row(0, h), index = (batch * a.heads + head) * a.S_q + row;
+        const int row = q0 + warp_row + lane_row(0, h);
+        const int64_t index = (batch * a.heads + head) * a.S_q + row;
         lse[h] = row < a.S_q ? p.lse[index] * LOG2E : INFINITE;  // exp(−∞): weights of rows outside are 0
         delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
     }
     Squares<1, D / 8> grad_query;
     grad_query.clear();
 
-    for (int64_t n = 0; n < steps; ++n) {
+    for (int n = 0; n < steps; ++n) {
         cp_async_wait<0>();
-        __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
+        __syncthreads();  // tile n has landed for all, and all have done with tile n
+                          // − 1, whose place n + 1 takes
         if (n + 1 < steps) load(n + 1);
 
         Squares<1, N> scores, grad_weights;
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
         multiply_rows<T, D>(grad_weights, grad_tile, warp_row, v_tile(n));
-        const int64_t k0 = n * S::STREAM;
+        const int k0 = n * S::STREAM;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int64_t row = q0 + warp_row + lane_row(0, h);
-            const int64_t end = a.causal ? min(a.S_k, row + 1) : a.S_k;
-            const int left = static_cast<int>(min(end - k0, int64_t{S::STREAM}));
+            const int row = q0 + warp_row + lane_row(0, h);
+            const int left = (a.causal ? min(a.S_k, row + 1) : a.S_k) - k0;
 #pragma unroll
             for (int j = 0; j < N; ++j) {
 #pragma unroll
@@ -140,44 +149,44 @@ __global__ void __launch_bounds__(S::THREADS)
     static_assert(S::ROWS == 16 && 2 * S::STREAM <= S::THREADS);
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t k_tile = shared_address(shared_bytes), v_tile = k_tile + S::BLOCK_BYTES;
-    const auto q_tile = [&](int64_t n) {
-        return v_tile + S::BLOCK_BYTES + static_cast<int>(n % 2) * 2 * S::STREAM_BYTES;
-    };
-    const auto grad_tile = [&](int64_t n) { return q_tile(n) + S::STREAM_BYTES; };
+    const auto q_tile = [&](int stage) { return v_tile + S::BLOCK_BYTES + stage * 2 * S::STREAM_BYTES; };
+    const auto grad_tile = [&](int stage) { return q_tile(stage) + S::STREAM_BYTES; };
     // Of each streamed query: the log-sum-exp, in powers of 2, then delta.
     float* row_facts = reinterpret_cast<float*>(shared_bytes + SHARED<S>);
 
-    const int64_t tiles = ceil_div(a.S_k, S::BLOCK);
+    const int tiles = (a.S_k + S::BLOCK - 1) / S::BLOCK;
     const int column0 = blockIdx.x % PARTS * S::COLUMNS;
-    const int64_t block = blockIdx.x / PARTS;
-    const int64_t k0 = block % tiles * S::BLOCK;  // with a causal mask the longest come first
+    const int block = blockIdx.x / PARTS;
+    const int k0 = block % tiles * S::BLOCK;  // with a causal mask the longest come first
     const int64_t head_kv = block / tiles % a.heads_kv, batch = block / tiles / a.heads_kv;
     const int group = a.group();
-    // Queries before the tile's first key do not see it.
-    const int64_t first = a.causal ? k0 / S::STREAM : 0;
-    const int64_t steps_per_head = max(ceil_div(a.S_q, S::STREAM) - first, int64_t{0});
-    const int64_t steps = steps_per_head * group;
+    const int64_t head_begin = head_kv * a.group(), head_end = head_begin + a.group();
+    const int q_begin = a.causal ? k0 / S::STREAM * S::STREAM : 0;  // queries before do not see the tile's first key
 
-    const auto load = [&](int64_t n) {
-        const int64_t head = head_kv * group + n / steps_per_head;
-        const int64_t q0 = (first + n % steps_per_head) * S::STREAM;
-        load_tile<S::STREAM, D, S::THREADS>(q_tile(n), p.query.at(batch, head) + q0 * p.query.row, p.query, a.S_q - q0,
-                                            a.D);
-        load_tile<S::STREAM, D, S::THREADS>(grad_tile(n), p.grad.at(batch, head) + q0 * p.grad.row, p.grad, a.S_q - q0,
-                                            a.D_v);
+    int64_t next_head = head_begin;
+    int next_q0 = q_begin;
+    const auto load_next = [&](int stage) {
+        load_tile<S::STREAM, D, S::THREADS>(q_tile(stage), p.query.at(batch, next_head) + next_q0 * p.query.row,
+                                            p.query, a.S_q - next_q0, a.D);
+        load_tile<S::STREAM, D, S::THREADS>(grad_tile(stage), p.grad.at(batch, next_head) + next_q0 * p.grad.row,
+                                            p.grad, a.S_q - next_q0, a.D_v);
         cp_async_commit();
-        if (const int i = threadIdx.x % S::STREAM; threadIdx.x < 2 * S::STREAM) {
+        if (threadIdx.x < 2 * S::STREAM) {
             const bool is_lse = threadIdx.x < S::STREAM;
-            const int64_t index = (batch * a.heads + head) * a.S_q + q0 + i;
+            const int row = next_q0 + static_cast<int>(threadIdx.x % S::STREAM);
+            const int64_t index = (batch * a.heads + next_head) * a.S_q + row;
             float fact = is_lse ? INFINITE : 0.0f;  // exp(−∞): weights of rows outside are 0
-            if (q0 + i < a.S_q) fact = is_lse ? p.lse[index] * LOG2E : p.delta[index];
-            row_facts[n % 2 * 2 * S::STREAM + threadIdx.x] = fact;
+            if (row < a.S_q) fact = is_lse ? p.lse[index] * LOG2E : p.delta[index];
+            row_facts[stage * 2 * S::STREAM + threadIdx.x] = fact;
         }
+        next_q0 += S::STREAM;
+        if (next_q0 >= a.S_q) next_q0 = q_begin, ++next_head;
     };
     load_tile<S::BLOCK, D, S::THREADS>(k_tile, p.key.at(batch, head_kv) + k0 * p.key.row, p.key, a.S_k - k0, a.D);
     load_tile<S::BLOCK, D, S::THREADS>(v_tile, p.value.at(batch, head_kv) + k0 * p.value.row, p.value, a.S_k - k0,
                                        a.D_v);
-    if (steps > 0) load(0);
+    cp_async_commit();
+    if (q_begin < a.S_q) load_next(0);
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const float scale = a.scale * LOG2E;
@@ -185,44 +194,48 @@ __global__ void __launch_bounds__(S::THREADS)
     grad_key.clear();
     grad_value.clear();
 
-    for (int64_t n = 0; n < steps; ++n) {
-        cp_async_wait<0>();
-        __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
-        if (n + 1 < steps) load(n + 1);
+    int stage = 0;
+    for (int64_t head = head_begin; head < head_end; ++head) {
+        for (int q0 = q_begin; q0 < a.S_q; q0 += S::STREAM, stage ^= 1) {
+            cp_async_wait<0>();
+            __syncthreads();  // this stage has landed for all, and all have done with
+                              // the other, which is filled next
+            if (next_head < head_end) load_next(stage ^ 1);
 
-        // Rows are keys here, and columns queries.
-        const float* lse = row_facts + n % 2 * 2 * S::STREAM;
-        const float* delta = lse + S::STREAM;
-        const int64_t q0 = (first + n % steps_per_head) * S::STREAM;
-        Squares<1, N> weights, grad_scores;
-        multiply_rows<T, D>(weights, k_tile, warp_row, q_tile(n));
-        multiply_rows<T, D>(grad_scores, v_tile, warp_row, grad_tile(n));
+            // Rows are keys here, and columns queries.
+            const float* lse = row_facts + stage * 2 * S::STREAM;
+            const float* delta = lse + S::STREAM;
+            Squares<1, N> weights, grad_scores;
+            multiply_rows<T, D>(weights, k_tile, warp_row, q_tile(stage));
+            multiply_rows<T, D>(grad_scores, v_tile, warp_row, grad_tile(stage));
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int64_t row = k0 + warp_row + lane_row(0, h);
-            // The first query of the tile that sees this key; none sees a key outside.
-            const int64_t seen = row >= a.S_k ? S::STREAM : a.causal ? max(row - q0, int64_t{0}) : 0;
-            const int begin = static_cast<int>(min(seen, int64_t{S::STREAM}));
+            for (int h = 0; h < 2; ++h) {
+                const int row = k0 + warp_row + lane_row(0, h);
+                // The first query of the tile that sees this key; none sees a key
+                // outside.
+                const int begin = row >= a.S_k ? S::STREAM : a.causal ? row - q0 : 0;
 #pragma unroll
-            for (int j = 0; j < N; ++j) {
+                for (int j = 0; j < N; ++j) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = lane_column(j) + e;
-                    float& weight = weights.x[0][j][2 * h + e];
-                    float& grad = grad_scores.x[0][j][2 * h + e];
-                    weight = exp2_fast(fmaf(weight, scale, -lse[column]));
-                    const bool inside = column >= begin;
-                    grad = inside ? weight * (grad - delta[column]) : 0.0f;
-                    weight = inside ? weight : 0.0f;
+                    for (int e = 0; e < 2; ++e) {
+                        const int column = lane_column(j) + e;
+                        float& weight = weights.x[0][j][2 * h + e];
+                        float& grad = grad_scores.x[0][j][2 * h + e];
+                        weight = exp2_fast(fmaf(weight, scale, -lse[column]));
+                        const bool inside = column >= begin;
+                        grad = inside ? weight * (grad - delta[column]) : 0.0f;
+                        weight = inside ? weight : 0.0f;
+                    }
                 }
             }
+            multiply_accumulate<T, D>(grad_value, weights, grad_tile(stage), column0);
+            multiply_accumulate<T, D>(grad_key, grad_scores, q_tile(stage), column0);
         }
-        multiply_accumulate<T, D>(grad_value, weights, grad_tile(n), column0);
-        multiply_accumulate<T, D>(grad_key, grad_scores, q_tile(n), column0);
     }
-    cp_async_wait<0>();  // where no query sees these keys, the tiles that stay are still under way
+    cp_async_wait<0>();  // where no query sees these keys, the tiles that stay are
+                         // still under way
 
-    const int64_t rows_left = a.S_k - k0 - warp_row;
+    const int rows_left = a.S_k - k0 - warp_row;
     store_squares(grad_key, p.grad_key.at(batch, head_kv) + (k0 + warp_row) * p.grad_key.row + column0, p.grad_key.row,
                   rows_left, a.D - column0, [&](int, int) { return a.scale; });
     store_squares(grad_value, p.grad_value.at(batch, head_kv) + (k0 + warp_row) * p.grad_value.row + column0,
@@ -243,7 +256,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
     STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
                         lse.get_device_index() == query.get_device_index() &&
                         lse.numel() == a.batches * a.heads * a.S_q,
-                    "attention_backward: argument `lse` must be what the forward pass returned");
+                    "attention_backward: argument `lse` must be what the forward "
+                    "pass returned");
     const Launch launch(query);
     Tensor grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
     if (a.batches * a.heads * a.S_q * a.S_k == 0) {

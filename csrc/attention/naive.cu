@@ -1,9 +1,12 @@
 // Attention, first step; the table of the climb stands in attention.cuh.
 //
-//   naive    one thread per element; scores go out to memory and come back     memory, and CUDA cores
+//   naive    one thread per element; scores go out to memory and come back
+//   memory, and CUDA cores
 //
-// Scores and weights are float32 matrices of S_q × S_k per head. Every product of the forward and the backward pass is
-// one kernel, that only the strides tell apart: a transposed operand is one whose row and column strides trade places.
+// Scores and weights are float32 matrices of S_q × S_k per head. Every product
+// of the forward and the backward pass is one kernel, that only the strides
+// tell apart: a transposed operand is one whose row and column strides trade
+// places.
 
 #include "attention.cuh"
 
@@ -11,11 +14,12 @@ namespace kl {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow with the number of partial sums only
+constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow
+                             // with the number of partial sums only
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
-// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed over `summed` consecutive heads of A and
-// B for each of C's.
+// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed
+// over `summed` consecutive heads of A and B for each of C's.
 struct Sizes {
     int64_t batches, heads, rows, columns, length;
     int summed;
@@ -67,7 +71,8 @@ __global__ void attention_naive_softmax_kernel(float* scores, int64_t rows, int6
     for (int64_t j = lane; j < columns; j += WARP) scores[j] = expf(scores[j] - row_max) / row_sum;
 }
 
-// grad_scores = weights ∘ (grad_weights − Σ_j weights ∘ grad_weights), in place of grad_weights; a warp a row.
+// grad_scores = weights ∘ (grad_weights − Σ_j weights ∘ grad_weights), in place
+// of grad_weights; a warp a row.
 __global__ void attention_naive_softmax_backward_kernel(float* grad_weights, const float* weights, int64_t rows,
                                                         int64_t columns) {
     const int64_t row = int64_t{blockIdx.x} * (THREADS / WARP) + threadIdx.x / WARP;
@@ -81,7 +86,8 @@ __global__ void attention_naive_softmax_backward_kernel(float* grad_weights, con
     for (int64_t j = lane; j < columns; j += WARP) grad_weights[j] = weights[j] * (grad_weights[j] - sum);
 }
 
-// ---- host ----------------------------------------------------------------------------------------------------------
+// ---- host
+// ----------------------------------------------------------------------------------------------------------
 
 template <typename T>
 View<T> transpose(View<T> view) {
@@ -166,11 +172,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, 
 }
 
 void attention_naive_kernel_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(kernel_facts("attention.naive.scores", attention_naive_product_kernel<float, bfloat16, bfloat16>,
-                                 THREADS));
+    facts.push_back(
+        kernel_facts("attention.naive.scores", attention_naive_product_kernel<float, bfloat16, bfloat16>, THREADS));
     facts.push_back(kernel_facts("attention.naive.softmax", attention_naive_softmax_kernel, THREADS));
-    facts.push_back(kernel_facts("attention.naive.output", attention_naive_product_kernel<bfloat16, float, bfloat16>,
-                                 THREADS));
+    facts.push_back(
+        kernel_facts("attention.naive.output", attention_naive_product_kernel<bfloat16, float, bfloat16>, THREADS));
     facts.push_back(kernel_facts("attention_backward.naive.softmax", attention_naive_softmax_backward_kernel, THREADS));
 }
 

@@ -1,7 +1,9 @@
-// Tiles of flash attention in shared memory, and the two products that it makes of them on tensor cores.
+// Tiles of flash attention in shared memory, and the two products that it makes
+// of them on tensor cores.
 //
-// A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks of 16 bytes. Chunk c of row r lies in
-// place c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, and those then fall on different banks.
+// A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks
+// of 16 bytes. Chunk c of row r lies in place c ^ (r mod 8): ldmatrix reads one
+// chunk of eight consecutive rows, and those then fall on different banks.
 #pragma once
 
 #include "../matmul/mma.cuh"
@@ -13,8 +15,9 @@ constexpr float LOG2E = 1.44269504088896f;
 constexpr float LN2 = 0.693147180559945f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// Tile sizes of the three kernels by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the tile that
-// stays; tiles of the other operands stream past, two of them in shared memory.
+// Tile sizes of the three kernels by head dimension, padded on chip. Each warp
+// has BLOCK / WARPS rows of the tile that stays; tiles of the other operands
+// stream past, two of them in shared memory.
 template <int HEAD_DIM_, int BLOCK_, int STREAM_, int WARPS_, int COLUMNS_ = HEAD_DIM_>
 struct FlashShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK = BLOCK_, STREAM = STREAM_, WARPS = WARPS_;
@@ -32,7 +35,8 @@ void dispatch_shape(int head_dim, F&& f) {
     f(S256{});
 }
 
-// A block gets more than 48 KB of shared memory only where its kernel asks. Per device, so asked before every launch.
+// A block gets more than 48 KB of shared memory only where its kernel asks. Per
+// device, so asked before every launch.
 template <typename Kernel>
 void allow_shared(Kernel* kernel, int bytes) {
     KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -43,9 +47,12 @@ void allow_shared(Kernel* kernel, int bytes) {
 template <typename F>
 void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
     switch (dtype) {
-        case ScalarType::Half: return f(half{});
-        case ScalarType::BFloat16: return f(bfloat16{});
-        default: STD_TORCH_CHECK(false, op, ": the flash variant takes float16 and bfloat16");
+        case ScalarType::Half:
+            return f(half{});
+        case ScalarType::BFloat16:
+            return f(bfloat16{});
+        default:
+            STD_TORCH_CHECK(false, op, ": the flash variant takes float16 and bfloat16");
     }
 }
 
@@ -72,12 +79,20 @@ __device__ uint32_t tile_offset(int row, int chunk) {
     return (row * (HEAD_DIM / 8) + (chunk ^ (row % 8))) * 16;
 }
 
-// Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS) and `columns` columns are inside the
-// operand. Outside stand zeros. Asynchronous where memory allows 16 bytes at a time.
+// The address `chunks` (even, known to the compiler) to the right of chunk 0
+// or 1. Tiles start on 128 bytes, so that the swizzle is one exclusive-or,
+// cheaper to make again than to keep in a register.
+__device__ inline uint32_t step_chunks(uint32_t address, int chunks) {
+    return (address ^ (chunks % 8 * 16)) + chunks / 8 * 128;
+}
+
+// Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS)
+// and `columns` columns are inside the operand. Outside stand zeros.
+// Asynchronous where memory allows 16 bytes at a time.
 template <int ROWS, int HEAD_DIM, int THREADS, typename T>
-__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int64_t rows_left, int columns) {
+__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns) {
     constexpr int CHUNKS = HEAD_DIM / 8;
-    const int rows = static_cast<int>(min(rows_left, int64_t{ROWS}));
+    const int rows = min(rows_left, ROWS);
     if (view.whole) {
         static_assert(THREADS % CHUNKS == 0 && ROWS * CHUNKS % THREADS == 0);
         constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
@@ -86,9 +101,8 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
         const T* p = source + row * view.row + chunk * 8;
 #pragma unroll
         for (int i = 0; i < ROWS / STEP; ++i) {
-            const int inside = row + i * STEP < rows ? bytes : 0;
-            // Where nothing is read, the address still is one inside the operand.
-            cp_async16(shared + tile_offset<HEAD_DIM>(row + i * STEP, chunk), inside > 0 ? p : source, inside);
+            // Of 0 bytes nothing is read, wherever the address points.
+            cp_async16(shared + tile_offset<HEAD_DIM>(row + i * STEP, chunk), p, row + i * STEP < rows ? bytes : 0);
             p += STEP * view.row;
         }
     } else {
@@ -107,8 +121,9 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
     }
 }
 
-// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at
-// (g, 2t), (g, 2t + 1), and elements 2 and 3 eight rows below.
+// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of
+// square (m, n), elements 0 and 1 at (g, 2t), (g, 2t + 1), and elements 2 and 3
+// eight rows below.
 template <int M, int N>
 struct Squares {
     float x[M][N][4];
@@ -125,29 +140,32 @@ struct Squares {
     }
 };
 
-// The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie, and the column of element 0.
+// The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie,
+// and the column of element 0.
 __device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
 __device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
 
-// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another.
+// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on,
+// B the first N · 8 rows of another.
 template <typename T, int HEAD_DIM, int M, int N>
 __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t b) {
     static_assert(N % 2 == 0);
     const int lane = threadIdx.x % WARP;
-    // Lanes 8i … 8i + 7 name the rows of the i-th 8×8 matrix. In A's fragment rows change first, in B's the head dimension.
+    // Lanes 8i … 8i + 7 name the rows of the i-th 8×8 matrix. In A's fragment
+    // rows change first, in B's the head dimension.
     const int low = lane / 8 % 2, high = lane / 16;
+    const uint32_t lane_a = a + tile_offset<HEAD_DIM>(a_row + low * 8 + lane % 8, high);
+    const uint32_t lane_b = b + tile_offset<HEAD_DIM>(high * 8 + lane % 8, low);
     c.clear();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
         uint32_t fa[M][4];
 #pragma unroll
-        for (int m = 0; m < M; ++m) {
-            ldmatrix(fa[m], a + tile_offset<HEAD_DIM>(a_row + m * 16 + low * 8 + lane % 8, 2 * k + high));
-        }
+        for (int m = 0; m < M; ++m) ldmatrix(fa[m], step_chunks(lane_a, 2 * k) + m * 16 * HEAD_DIM * 2);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             uint32_t fb[4];
-            ldmatrix(fb, b + tile_offset<HEAD_DIM>(n * 8 + high * 8 + lane % 8, 2 * k + low));
+            ldmatrix(fb, step_chunks(lane_b, 2 * k) + n * 8 * HEAD_DIM * 2);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma(c.x[m][n], fa[m], fb[0], fb[1], T{});
@@ -157,12 +175,14 @@ __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t 
     }
 }
 
-// c += A · B: A is a warp's own squares, rounded to T, and stays in registers, because accumulators lie as mma wants its
-// first operand. B is columns from b_column on of a tile with K · 8 rows.
+// c += A · B: A is a warp's own squares, rounded to T, and stays in registers,
+// because accumulators lie as mma wants its first operand. B is columns from
+// b_column on, a multiple of 64, of a tile with K · 8 rows.
 template <typename T, int HEAD_DIM, int M, int N, int K>
 __device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, uint32_t b, int b_column) {
     static_assert(N % 2 == 0 && K % 2 == 0);
     const int lane = threadIdx.x % WARP, low = lane / 8 % 2, high = lane / 16;
+    const uint32_t lane_b = b + b_column * 2 + tile_offset<HEAD_DIM>(low * 8 + lane % 8, high);
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
         uint32_t fa[M][4];
@@ -177,7 +197,7 @@ __device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, ui
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             uint32_t fb[4];
-            ldmatrix_transposed(fb, b + tile_offset<HEAD_DIM>(k * 8 + low * 8 + lane % 8, b_column / 8 + n + high));
+            ldmatrix_transposed(fb, step_chunks(lane_b, n) + k * 8 * HEAD_DIM * 2);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma(c.x[m][n], fa[m], fb[0], fb[1], T{});
@@ -187,9 +207,10 @@ __device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, ui
     }
 }
 
-// Writes squares, each row times its factor, to rows and columns of an output that begin at `out`.
+// Writes squares, each row times its factor, to rows and columns of an output
+// that begin at `out`.
 template <typename T, int M, int N, typename Factor>
-__device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride, int64_t rows_left, int columns_left,
+__device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride, int rows_left, int columns_left,
                               Factor factor) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {

@@ -19,8 +19,9 @@ Call prepare(const Tensor& input, const Tensor& other) {
     p.b_k = other.stride(b_dim > 1 ? b_dim - 2 : 0);
     p.b_n = b_dim > 1 ? other.stride(b_dim - 1) : 0;
     const int64_t inner = other.size(b_dim > 1 ? b_dim - 2 : 0);
-    STD_TORCH_CHECK(p.K == inner, "matmul: the last dimension of `input` must equal the inner dimension of `other`, got ",
-                    p.K, " and ", inner);
+    STD_TORCH_CHECK(p.K == inner,
+                    "matmul: the last dimension of `input` must equal the inner dimension of `other`, got ", p.K,
+                    " and ", inner);
 
     const int64_t a_batches = std::max<int64_t>(a_dim - 2, 0), b_batches = std::max<int64_t>(b_dim - 2, 0);
     const int64_t batch_dims = std::max(a_batches, b_batches);

@@ -1,14 +1,16 @@
 // matmul, fifth step; the table of the climb stands in matmul.cuh.
 //
-//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync itself: Hopper's full rate needs wgmma
+//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync itself: Hopper's full rate needs
+//   wgmma
 //
-// A block makes BM×BN outputs and walks K in tiles of 128 bytes. Three tiles of each operand lie in shared memory: one is
-// multiplied while cp.async fills the others, past the registers. A warp's share is held in registers as 16×8 squares;
-// ldmatrix brings the next fragments while the tensor cores work on these.
+// A block makes BM×BN outputs and walks K in tiles of 128 bytes. Three tiles of each operand lie in shared memory: one
+// is multiplied while cp.async fills the others, past the registers. A warp's share is held in registers as 16×8
+// squares; ldmatrix brings the next fragments while the tensor cores work on these.
 //
-// A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way: [x][k] where memory runs along k,
-// [k][x] where it runs along x (x = m or n), which ldmatrix transposes on its way to the registers. Operands that cannot
-// be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by element, into [x][k].
+// A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way: [x][k] where memory runs along
+// k, [k][x] where it runs along x (x = m or n), which ldmatrix transposes on its way to the registers. Operands that
+// cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by element, into
+// [x][k].
 
 #include "matmul.cuh"
 #include "mma.cuh"
@@ -22,7 +24,7 @@ constexpr int STAGES = 3;
 constexpr int TILE_BYTES = 128;  // of k, per row of A or column of B
 constexpr int STEP_BYTES = 32;   // of k, per mma
 constexpr int STEPS = TILE_BYTES / STEP_BYTES;
-constexpr int CHUNK = 16;        // bytes: what one cp.async and one row of ldmatrix move
+constexpr int CHUNK = 16;  // bytes: what one cp.async and one row of ldmatrix move
 
 // BM×BN outputs by WARPS_M×WARPS_N warps of WM×WN.
 template <int BM_, int BN_, int WM_, int WN_>
@@ -62,7 +64,10 @@ struct Loader : Tile<T, LAYOUT, WIDTH, THREADS> {
     int x_left;                  // of the operand from x0 on, at most WIDTH
 
     __device__ Loader(const T* operand, int64_t x0, int64_t X, int64_t stride_x, int64_t stride_k)
-        : origin(operand + x0 * stride_x), source(origin), stride_x(stride_x), stride_k(stride_k),
+        : origin(operand + x0 * stride_x),
+          source(origin),
+          stride_x(stride_x),
+          stride_k(stride_k),
           x_left(static_cast<int>(min(X - x0, int64_t{WIDTH}))) {
         if constexpr (LAYOUT != Layout::GATHERED) source += first_row() * pitch() + first_chunk() * E;
     }
@@ -86,7 +91,8 @@ struct Loader : Tile<T, LAYOUT, WIDTH, THREADS> {
             for (int i = 0; i < ROWS / STEP; ++i) {
                 const int inside = i * STEP < rows_left ? bytes : 0;
                 // Where nothing is read, the address still is one inside the operand.
-                cp_async16(shared + Base::offset(first_row() + i * STEP, first_chunk()), inside > 0 ? p : origin, inside);
+                cp_async16(shared + Base::offset(first_row() + i * STEP, first_chunk()), inside > 0 ? p : origin,
+                           inside);
                 p += STEP * pitch();
             }
         }

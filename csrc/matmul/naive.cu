@@ -35,9 +35,9 @@ Tensor matmul_naive(const Tensor& input, const Tensor& other) {
     dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
         using T = decltype(zero);
         const auto grid = grid_size(ceil_div(output.numel(), THREADS));
-        matmul_naive_kernel<T><<<grid, THREADS, 0, launch.stream>>>(
-            static_cast<T*>(output.data_ptr()), static_cast<const T*>(input.data_ptr()),
-            static_cast<const T*>(other.data_ptr()), p);
+        matmul_naive_kernel<T><<<grid, THREADS, 0, launch.stream>>>(static_cast<T*>(output.data_ptr()),
+                                                                    static_cast<const T*>(input.data_ptr()),
+                                                                    static_cast<const T*>(other.data_ptr()), p);
     });
     KL_LAUNCH_CHECK();
     return output;

@@ -51,9 +51,9 @@ Tensor matmul_tiled(const Tensor& input, const Tensor& other) {
     dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
         using T = decltype(zero);
         const auto grid = grid_size(p.batches * ceil_div(p.M, TILE) * ceil_div(p.N, TILE));
-        matmul_tiled_kernel<T><<<grid, TILE * TILE, 0, launch.stream>>>(
-            static_cast<T*>(output.data_ptr()), static_cast<const T*>(input.data_ptr()),
-            static_cast<const T*>(other.data_ptr()), p);
+        matmul_tiled_kernel<T><<<grid, TILE * TILE, 0, launch.stream>>>(static_cast<T*>(output.data_ptr()),
+                                                                        static_cast<const T*>(input.data_ptr()),
+                                                                        static_cast<const T*>(other.data_ptr()), p);
     });
     KL_LAUNCH_CHECK();
     return output;
