@@ -270,4 +270,4 @@ def _resolve_auto(op: str, inputs: Inputs, options: Options) -> Variant:
             for variant in [climb[backend]] if step else reversed(climb.values()):
                 if variant.unsupported(*inputs, **options) is None:
                     return variant
-    return _at_level(op, "torch")[1]["torch.builtin"]
+    return resolve(op, "torch.builtin", inputs, options)

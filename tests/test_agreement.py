@@ -53,8 +53,19 @@ KNOWN_ON_CPU = {
 }
 
 
-def known_on_cpu(op: str, variant: str, sample: str) -> str | None:
-    for (known_op, known_variant, samples), reason in KNOWN_ON_CPU.items():
+#: The same on a GPU, in float32.
+KNOWN_ON_GPU = {
+    (
+        "attention",
+        "torch.builtin",
+        ("scale-causal", "d256-causal"),
+    ): "PyTorch's memory-efficient backward sums float32 gradients in an order that varies, up to 1.4 times the bound",
+}
+
+
+def known_departure(op: str, variant: str, sample: str) -> str | None:
+    known = KNOWN_ON_CPU if DEVICE.type == "cpu" else KNOWN_ON_GPU
+    for (known_op, known_variant, samples), reason in known.items():
         if (known_op, known_variant) == (op, variant) and sample in samples:
             return reason
     return None
@@ -73,7 +84,7 @@ def test_agreement(variant, case_index, dtype, backward, request):
     reason = variant.unsupported(*inputs, **case.options)
     if reason is not None:
         pytest.skip(reason)
-    if DEVICE.type == "cpu" and (known := known_on_cpu(variant.op, variant.name, case.id)):
+    if known := known_departure(variant.op, variant.name, case.id):
         request.applymarker(pytest.mark.xfail(reason=known, strict=False))
     result = agreement(
         spec,

@@ -277,7 +277,7 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("torch.builtin",),
+        auto=("torch.builtin", "cuda", "triton", "torch.naive"),
         parts=_parts,
     )
 )
@@ -298,6 +298,30 @@ def _too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **op
     return None
 
 
+def _faults(*inputs: torch.Tensor) -> str | None:
+    """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
+
+    Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; for empty
+    tensors the kernels return nothing, or their backward fails.
+    """
+    if not inputs[0].is_cuda:
+        return None
+    if any(x.numel() == 0 for x in inputs):
+        return "PyTorch's fused attention takes no empty tensors"
+    if inputs[0].dtype not in (torch.float16, torch.bfloat16):
+        return None
+    for name, x in zip(("query", "key", "value"), inputs, strict=True):
+        # A head dimension that is no multiple of 8 is padded by PyTorch first, into an aligned copy.
+        strides = [s for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+        if x.shape[-1] % 8 == 0 and (x.storage_offset() % 8 or any(s % 8 for s in strides)):
+            return f"PyTorch's fused attention faults on rows that do not start on 16 bytes, as those of `{name}`"
+    return None
+
+
+def _builtin_unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
+    return _faults(*inputs)
+
+
 def _pinned(backend: SDPBackend) -> Callable[..., tuple[torch.Tensor, tuple]]:
     def forward(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tuple]:
         with sdpa_kernel(backend):
@@ -315,8 +339,8 @@ def _pinned_unsupported(
         return f"PyTorch's {name} attention takes float16 and bfloat16, got {str(query.dtype).removeprefix('torch.')}"
     if query.dim() != 4:
         return f"PyTorch's {name} attention takes 4 dimensions (B, H, S, D), got {query.dim()}"
-    if query.numel() == 0 or key.numel() == 0:
-        return f"PyTorch's {name} attention takes no empty tensors"
+    if (reason := _faults(query, key, value)) is not None:
+        return reason
     causal = options["is_causal"]
     if name == "flash":
         if value.shape[-1] != query.shape[-1]:
@@ -348,6 +372,6 @@ def _builtin(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tu
 
 
 register("attention", "torch.naive", forward=_naive, unsupported=_too_large)
-register("attention", "torch.builtin", forward=_builtin)
+register("attention", "torch.builtin", forward=_builtin, unsupported=_builtin_unsupported)
 register("attention", "torch.flash", forward=_pinned(SDPBackend.FLASH_ATTENTION), unsupported=_flash_unsupported)
 register("attention", "torch.cudnn", forward=_pinned(SDPBackend.CUDNN_ATTENTION), unsupported=_cudnn_unsupported)
