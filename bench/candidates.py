@@ -41,21 +41,29 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     if variant.backward is None:
         return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies)
     needs = (True,) * len(copies.inputs[0])
-    with torch.no_grad():
-        saved = [variant.forward(*inputs, **copies.options)[1] for inputs in copies.inputs]
+    saved: dict[int, Any] = {}  # by copy, at its first use: a slow call uses one copy, and may save gigabytes
 
     def call(i: int) -> Any:
         with torch.no_grad():
+            if i not in saved:
+                saved[i] = variant.forward(*copies.inputs[i], **copies.options)[1]
             return variant.backward(saved[i], grads[i], needs)
 
     return call
 
 
 def _autograd_call(forward: Callable[..., torch.Tensor], copies: Copies) -> timing.Call:
-    leaves = [tuple(x.detach().requires_grad_() for x in inputs) for inputs in copies.inputs]
-    outputs = [forward(*x) for x in leaves]
     grads = copies.grads
-    return lambda i: torch.autograd.grad(outputs[i], leaves[i], grads[i], retain_graph=True)
+    recorded: dict[int, tuple[torch.Tensor, Inputs]] = {}  # output and leaves by copy, as above
+
+    def call(i: int) -> Any:
+        if i not in recorded:
+            leaves = tuple(x.detach().requires_grad_() for x in copies.inputs[i])
+            recorded[i] = forward(*leaves), leaves
+        output, leaves = recorded[i]
+        return torch.autograd.grad(output, leaves, grads[i], retain_graph=True)
+
+    return call
 
 
 def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.device, backward: bool) -> tuple:

@@ -10,8 +10,9 @@ import torch
 from kernel_ladder.spec import Case, Spec
 
 #: What a case may need at most where there is no GPU: Triton's interpreter takes milliseconds a block.
-TINY_BYTES = 2**18
-TINY_FLOPS = 2**24
+TINY_BYTES = 2**16
+TINY_FLOPS = 2**22
+TINY_BATCH = 4  # of each dimension before the last two
 #: No dimension of the case on which host cost is measured is larger: the kernel ends before the next call is issued.
 HOST_DIM = 64
 
@@ -24,7 +25,11 @@ def _resized(case: Case, sizes: dict[int, int]) -> Case:
 
 
 def shrink(case: Case, spec: Spec) -> Case:
-    """`case` with its largest dimension halved until it is tiny."""
+    """`case` with its batch dimensions halved together, so that their ratios stay, then its largest one, until tiny."""
+    while batch := [n for shape in case.shapes for n in shape[:-2] if n > 1]:
+        if max(batch) <= TINY_BATCH:
+            break
+        case = _resized(case, {n: n // 2 for n in batch})
     while spec.bytes(case, 4, False) > TINY_BYTES or spec.flops(case, False) > TINY_FLOPS:
         largest = max(n for shape in case.shapes for n in shape)
         case = _resized(case, {largest: max(1, largest // 2)})

@@ -20,6 +20,8 @@ OTHER = "#D55E00"
 MARKERS = "osD^vPX*<>"
 #: Earlier steps are paler, so that the end of each climb stands out.
 PALEST = 0.45
+#: Panels with more shapes than this stand below each other.
+WIDE = 12
 
 STYLE = {
     "font.size": 10,
@@ -50,20 +52,21 @@ def _picture(rows: list[Row], path: Path) -> None:
     passes = [p for p in ("forward", "backward") if any(row.pass_ == p for row in rows)]
     bytes_bound = 2 * sum(row.bytes_bound for row in rows) >= len(rows)
     widest = max(len({r.shape for r in rows if r.dtype == d}) for d in dtypes)
-    size = (len(passes) * max(4.5, 0.55 * widest + 2.6) + 0.4, len(dtypes) * 4.4 + 0.5)
+    panels = [(dtype, pass_) for dtype in dtypes for pass_ in passes]
+    columns = 1 if widest > WIDE else len(passes)
+    lines = math.ceil(len(panels) / columns)
+    size = (columns * max(4.5, 0.55 * widest + 2.6) + 0.4, lines * 4.4 + 0.5)
     with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(len(dtypes), len(passes), figsize=size, squeeze=False, layout="constrained")
-        for i, dtype in enumerate(dtypes):
-            for j, pass_ in enumerate(passes):
-                members = [row for row in rows if row.dtype == dtype and row.pass_ == pass_]
-                axes = grid[i][j]
-                axes.set_title(f"{pass_}, {dtype}", loc="left", fontsize=10, fontweight="bold")
-                if members:
-                    _panel(axes, members, bytes_bound)
-                else:
-                    axes.set_axis_off()
-            unit = "GB/s of the least bytes" if bytes_bound else "TFLOP/s of the least operations"
-            grid[i][0].set_ylabel(unit)
+        figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+        for axes, (dtype, pass_) in zip(grid.flat, panels, strict=True):
+            members = [row for row in rows if row.dtype == dtype and row.pass_ == pass_]
+            axes.set_title(f"{pass_}, {dtype}", loc="left", fontsize=10, fontweight="bold")
+            if members:
+                _panel(axes, members, bytes_bound)
+            else:
+                axes.set_axis_off()
+        for axes in grid[:, 0]:
+            axes.set_ylabel("GB/s of the least bytes" if bytes_bound else "TFLOP/s of the least operations")
         figure.suptitle(f"{rows[0].op} on {rows[0].gpu}", x=0.01, ha="left", fontsize=12)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
         plt.close(figure)
@@ -159,6 +162,7 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], log: bool) -> No
     for i in range(len(at) - 1, -1, -1):
         at[i] = min(at[i], ceiling)
         ceiling = at[i] - gap
+    line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
     for (y, name, colour), where in zip(ends, at, strict=True):
         axes.annotate(
             name,
@@ -170,5 +174,5 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], log: bool) -> No
             fontsize=9,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0},
+            arrowprops=line | {"color": colour},
         )

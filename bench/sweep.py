@@ -149,10 +149,14 @@ class Sweep:
             call(0)
             row.peak_mib = self._peak_mib(call)
             launch = timing.prepare(call, copies.count, self.device)
-            row.host_us, row.host_direct_us = self._host_us(variant, group, backward)
+            if not row.interpreted:
+                row.host_us, row.host_direct_us = self._host_us(variant, group, backward)
             return launch
         except torch.OutOfMemoryError:
             return self._give_up(row, f"out of memory on {environment.machine_name()}")
+        except Exception as error:  # one broken kernel must not cost the rows of the others
+            row.wrong = f"raised {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            return self._give_up(row, None)
 
     def _give_up(self, row: Row, reason: str | None) -> None:
         row.unsupported = reason
@@ -221,6 +225,8 @@ def run(choice: Choice, output: Path, console: Console) -> tuple[list[Row], bool
     device = environment.device()
     # Gradients are timed again and again on one graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
+    # Two variants may compile one formula, each for several shapes and with and without gradients.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     threads = torch.get_num_threads()
     if device.type == "cpu":
         # Shapes this small do not gain by threads, and on a busy machine waiting for one drowns the call.

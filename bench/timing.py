@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -90,10 +91,16 @@ def prepare(call: Call, copies: int, device: torch.device) -> Launch:
     """
     keep = _Kept(2 * l2_bytes(device))
     wall(lambda: call(0), device)
-    estimate = min(wall(lambda i=i: call(i % copies), device)[0] for i in range(1, 3))
-    # Whole turns through the copies, so that the last use of a copy is as far from the next as any other.
-    turns = 1 if estimate > LONG_CALL_S else math.ceil(SAMPLE_S / estimate / copies)
-    calls = 1 if estimate > LONG_CALL_S else turns * copies
+    estimate = wall(lambda: call(0), device)[0]
+    if estimate < SLOW_S / 10:
+        estimate = min(estimate, *(wall(lambda: call(0), device)[0] for _ in range(3)))
+    if estimate > LONG_CALL_S:
+        calls = 1
+    else:
+        # Whole turns through the copies, so that the last use of a copy is as far from the next as any other.
+        calls = copies * math.ceil(SAMPLE_S / estimate / copies)
+        for i in range(1, copies):  # whatever a copy's first use sets up must not be captured
+            call(i)
 
     def eager() -> None:
         for i in range(calls):
@@ -102,6 +109,8 @@ def prepare(call: Call, copies: int, device: torch.device) -> Launch:
     graph = _capture(eager) if device.type == "cuda" else None
     run = graph.replay if graph is not None else eager
     launch = Launch(run, calls, 1, graph is not None if device.type == "cuda" else None, device)
+    if estimate > LONG_CALL_S:
+        return launch
     launch()
     once = sample([launch])[0] * launch.calls
     launch.repeats = max(1, math.ceil(SAMPLE_S / once)) if once < SAMPLE_S else 1
@@ -113,6 +122,9 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     # Not torch.cuda.graph(): it collects garbage and empties the cache each time, a tenth of a second a variant.
+    # Garbage collected during the capture could free what the capture forbids to free, so it waits.
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         graph.capture_begin()
         try:
@@ -125,6 +137,9 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     except Exception:  # whatever the implementation raises when captured, it can still be timed call by call
         torch.cuda.synchronize()
         return None
+    finally:
+        if collecting:
+            gc.enable()
     return graph
 
 
