@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from kernel_ladder.table import Variant
 
 @dataclass
 class Expected:
-    """Inputs, output gradient, the oracle's and the naive formula's results: made once, shared by every variant."""
+    """Inputs, output gradient, the oracle's results and those that set the bound: made once, shared by every variant."""
 
     spec: Spec
     inputs: Inputs
@@ -34,7 +33,7 @@ class Expected:
             shape = spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
             grad = make_inputs(Case("grad", (tuple(shape),)), dtype, device, seed=1)[0]
         exact = agreement.oracle(spec, inputs, options, grad)
-        return cls(spec, inputs, options, grad, exact, _naive(spec, inputs, options, grad))
+        return cls(spec, inputs, options, grad, exact, agreement.baseline(spec, inputs, options, grad, exact))
 
     def check(self, variant: Variant, backward: bool) -> Agreement:
         """The agreement of the output alone, or of output and gradients."""
@@ -61,19 +60,3 @@ def runner(variant: Variant) -> agreement.Implementation:
         return autograd.run(variant, inputs, options)
 
     return run
-
-
-def _naive(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
-    try:
-        return agreement.evaluate(spec.reference, inputs, options, grad)
-    except torch.OutOfMemoryError:
-        if spec.parts is None:
-            raise
-    # Part by part, as the oracle: the formula still runs in the inputs' own dtype.
-    dtype = inputs[0].dtype
-
-    def rounded(*parts: torch.Tensor, **options: Any) -> torch.Tensor:
-        return spec.reference(*(x.to(dtype) for x in parts), **options).double()
-
-    results = agreement.oracle(dataclasses.replace(spec, oracle=rounded), inputs, options, grad)
-    return {name: value.to(dtype) for name, value in results.items()}
