@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -58,17 +59,36 @@ inline void check_same_shape(const Tensor& tensor, const Tensor& other, const ch
 
 // Makes the tensor's device current while it lives, and knows the stream to launch on.
 struct Launch {
+    int32_t device;
     torch::stable::accelerator::DeviceGuard guard;
     cudaStream_t stream;
 
-    explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
+    explicit Launch(const Tensor& tensor) : device(tensor.get_device_index()), guard(device) {
         STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this PyTorch was built without CUDA");
         void* current = nullptr;
-        const auto status = aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current);
+        const auto status = aoti_torch_get_current_cuda_stream(device, &current);
         STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "could not get the current CUDA stream");
         stream = static_cast<cudaStream_t>(current);
     }
 };
+
+// Devices for which something has been done. Two threads may both do it; those beyond 64 do it every time.
+struct DeviceSet {
+    std::atomic<uint64_t> bits{0};
+    bool has(int32_t device) const { return device < 64 && (bits.load(std::memory_order_relaxed) >> device & 1) != 0; }
+    void add(int32_t device) {
+        if (device < 64) bits.fetch_or(uint64_t{1} << device, std::memory_order_relaxed);
+    }
+};
+
+// More than 48 KiB of dynamic shared memory must be asked for, once per kernel and device (the current one). `asked` is
+// the kernel's own.
+template <typename Kernel>
+void allow_shared(Kernel* kernel, int bytes, int32_t device, DeviceSet& asked) {
+    if (asked.has(device)) return;
+    KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    asked.add(device);
+}
 
 // An uninitialised tensor on the device of `like`. Straight to the allocator: a dispatched call costs microseconds.
 inline Tensor empty_strided(const Tensor& like, ScalarType dtype, const int64_t* sizes, const int64_t* strides,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, unsupported
+from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.table import register
 
 
@@ -49,18 +50,12 @@ def _gradients(run, input, other, grad, needs):  # type: ignore[no-untyped-def]
     return grad_input, grad_other
 
 
-def _tf32_allowed() -> bool:
-    # The old switch, allow_tf32, and torch.set_float32_matmul_precision both set this one.
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 def _mma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
-    reason = unsupported(input, other)
-    if reason is None and input.dtype == torch.float32 and not _tf32_allowed():
+    if input.dtype is torch.float32 and input.is_cuda and not tf32_allowed():
         return (
             "float32 on tensor cores is tf32, which is off (torch.backends.cuda.matmul.allow_tf32 = True turns it on)"
         )
-    return reason
+    return unsupported(input, other)
 
 
 def _register(name: str) -> None:

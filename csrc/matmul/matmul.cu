@@ -7,29 +7,37 @@ namespace kl {
 Call prepare(const Tensor& input, const Tensor& other) {
     check_cuda(input, "matmul", "input");
     check_like(other, input, "matmul", "other");
+    // Each accessor is a call into PyTorch: sizes and strides are fetched once.
     const int64_t a_dim = input.dim(), b_dim = other.dim();
+    const int64_t *a_sizes = input.sizes().data(), *a_strides = input.strides().data();
+    const int64_t *b_sizes = other.sizes().data(), *b_strides = other.strides().data();
     STD_TORCH_CHECK(a_dim > 0 && b_dim > 0, "matmul: arguments `input` and `other` must have at least 1 dimension");
 
     Product p{};
-    p.M = a_dim > 1 ? input.size(a_dim - 2) : 1;
-    p.K = input.size(a_dim - 1);
-    p.N = b_dim > 1 ? other.size(b_dim - 1) : 1;
-    p.a_m = a_dim > 1 ? input.stride(a_dim - 2) : 0;
-    p.a_k = input.stride(a_dim - 1);
-    p.b_k = other.stride(b_dim > 1 ? b_dim - 2 : 0);
-    p.b_n = b_dim > 1 ? other.stride(b_dim - 1) : 0;
-    const int64_t inner = other.size(b_dim > 1 ? b_dim - 2 : 0);
+    p.M = a_dim > 1 ? a_sizes[a_dim - 2] : 1;
+    p.K = a_sizes[a_dim - 1];
+    p.N = b_dim > 1 ? b_sizes[b_dim - 1] : 1;
+    p.a_m = a_dim > 1 ? a_strides[a_dim - 2] : 0;
+    p.a_k = a_strides[a_dim - 1];
+    p.b_k = b_strides[b_dim > 1 ? b_dim - 2 : 0];
+    p.b_n = b_dim > 1 ? b_strides[b_dim - 1] : 0;
+    const int64_t inner = b_sizes[b_dim > 1 ? b_dim - 2 : 0];
     STD_TORCH_CHECK(p.K == inner,
                     "matmul: the last dimension of `input` must equal the inner dimension of `other`, got ", p.K,
                     " and ", inner);
 
     const int64_t a_batches = std::max<int64_t>(a_dim - 2, 0), b_batches = std::max<int64_t>(b_dim - 2, 0);
     const int64_t batch_dims = std::max(a_batches, b_batches);
-    std::vector<int64_t> shape(batch_dims);
+    // The output's sizes, then its strides; on the heap only where there are unusually many.
+    constexpr int64_t FEW_DIMS = 8;
+    int64_t few[2 * FEW_DIMS];
+    std::vector<int64_t> many;
+    if (batch_dims + 2 > FEW_DIMS) many.resize(2 * (batch_dims + 2));
+    int64_t* shape = many.empty() ? few : many.data();
     p.batches = 1;
     for (int64_t d = 0; d < batch_dims; ++d) {
         const int64_t a_d = d - (batch_dims - a_batches), b_d = d - (batch_dims - b_batches);
-        const int64_t a_size = a_d >= 0 ? input.size(a_d) : 1, b_size = b_d >= 0 ? other.size(b_d) : 1;
+        const int64_t a_size = a_d >= 0 ? a_sizes[a_d] : 1, b_size = b_d >= 0 ? b_sizes[b_d] : 1;
         STD_TORCH_CHECK(a_size == b_size || a_size == 1 || b_size == 1,
                         "matmul: the batch dimensions of `input` and `other` must broadcast, got ", a_size, " and ",
                         b_size);
@@ -37,7 +45,7 @@ Call prepare(const Tensor& input, const Tensor& other) {
         shape[d] = size;
         p.batches *= size;
         if (size == 1) continue;
-        const int64_t a_stride = a_size == 1 ? 0 : input.stride(a_d), b_stride = b_size == 1 ? 0 : other.stride(b_d);
+        const int64_t a_stride = a_size == 1 ? 0 : a_strides[a_d], b_stride = b_size == 1 ? 0 : b_strides[b_d];
         const int last = p.batch_dims - 1;
         if (last >= 0 && p.a_batch[last] == size * a_stride && p.b_batch[last] == size * b_stride) {
             p.batch_sizes[last] *= size;  // both operands walk this dimension and the one before as one
@@ -50,9 +58,16 @@ Call prepare(const Tensor& input, const Tensor& other) {
         p.a_batch[p.batch_dims] = a_stride;
         p.b_batch[p.batch_dims++] = b_stride;
     }
-    if (a_dim > 1) shape.push_back(p.M);
-    if (b_dim > 1) shape.push_back(p.N);
-    return {p, empty(input, input.scalar_type(), shape)};
+    int64_t dim = batch_dims;
+    if (a_dim > 1) shape[dim++] = p.M;
+    if (b_dim > 1) shape[dim++] = p.N;
+    int64_t* strides = shape + dim;
+    int64_t stride = 1;
+    for (int64_t d = dim; d-- > 0;) {
+        strides[d] = stride;
+        stride *= std::max<int64_t>(shape[d], 1);
+    }
+    return {p, empty_strided(input, input.scalar_type(), shape, strides, dim)};
 }
 
 }  // namespace kl

@@ -5,7 +5,7 @@
 //   naive      one thread per output                                       a warp's loads fall on 32 cache lines
 //   coalesced  the threads of a warp run along N                           every operand element comes from L1 or L2
 //   tiled      a block shares tiles of A and B through shared memory       two shared loads per multiply-add
-//   registers  8×8 outputs per thread, 16-byte loads, two buffers          the rate of the float32 units
+//   registers  8×16 outputs per thread, fragments and tiles loaded ahead   the rate of the float32 units
 //   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync itself: Hopper's full rate needs
 //   wgmma
 //

@@ -287,31 +287,30 @@ Layout layout_of(const void* data, int64_t X, int64_t stride_x, int64_t K, int64
 }
 
 template <typename T, typename S, Layout A_LAYOUT, Layout B_LAYOUT>
-void launch(T* c, const T* a, const T* b, const Product& p, cudaStream_t stream) {
+void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
+    static DeviceSet asked;
     const auto grid = grid_size(p.batches * ceil_div(p.M, S::BM) * ceil_div(p.N, S::BN));
     auto* kernel = matmul_mma_kernel<T, S, A_LAYOUT, B_LAYOUT>;
-    // More than 48 KiB of shared memory must be asked for, on each device.
-    KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SHARED));
-    kernel<<<grid, S::THREADS, S::SHARED, stream>>>(c, a, b, p);
+    allow_shared(kernel, S::SHARED, on.device, asked);
+    kernel<<<grid, S::THREADS, S::SHARED, on.stream>>>(c, a, b, p);
 }
 
 template <typename T, typename S>
-void launch(T* c, const T* a, const T* b, const Product& p, cudaStream_t stream) {
+void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
     const Layout a_layout = layout_of<T>(a, p.M, p.a_m, p.K, p.a_k, p, p.a_batch);
     const Layout b_layout = layout_of<T>(b, p.N, p.b_n, p.K, p.b_k, p, p.b_batch);
     constexpr Layout ALONG_K = Layout::ALONG_K, ALONG_X = Layout::ALONG_X, GATHERED = Layout::GATHERED;
-    if (a_layout == GATHERED || b_layout == GATHERED) return launch<T, S, GATHERED, GATHERED>(c, a, b, p, stream);
+    if (a_layout == GATHERED || b_layout == GATHERED) return launch<T, S, GATHERED, GATHERED>(c, a, b, p, on);
     if (a_layout == ALONG_K) {
-        if (b_layout == ALONG_K) return launch<T, S, ALONG_K, ALONG_K>(c, a, b, p, stream);
-        return launch<T, S, ALONG_K, ALONG_X>(c, a, b, p, stream);
+        if (b_layout == ALONG_K) return launch<T, S, ALONG_K, ALONG_K>(c, a, b, p, on);
+        return launch<T, S, ALONG_K, ALONG_X>(c, a, b, p, on);
     }
-    if (b_layout == ALONG_K) return launch<T, S, ALONG_X, ALONG_K>(c, a, b, p, stream);
-    return launch<T, S, ALONG_X, ALONG_X>(c, a, b, p, stream);
+    if (b_layout == ALONG_K) return launch<T, S, ALONG_X, ALONG_K>(c, a, b, p, on);
+    return launch<T, S, ALONG_X, ALONG_X>(c, a, b, p, on);
 }
 
-int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
-    KL_CUDA_CHECK(cudaGetDevice(&device));
+int device_attribute(cudaDeviceAttr attribute, int device) {
+    int value = 0;
     KL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
     return value;
 }
@@ -322,19 +321,19 @@ Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     auto [p, output] = prepare(input, other);
     STD_TORCH_CHECK(input.scalar_type() != ScalarType::Float || allow_tf32,
                     "matmul: float32 on tensor cores needs tf32, which is not allowed");
-    if (output.numel() == 0) return output;
+    if (p.batches * p.M * p.N == 0) return output;
     const Launch on(input);
-    STD_TORCH_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8,
+    STD_TORCH_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor, on.device) >= 8,
                     "matmul: mma needs compute capability 8.0 or newer");
     const int64_t large_tiles = p.batches * ceil_div(p.M, Large::BM) * ceil_div(p.N, Large::BN);
-    const bool large = large_tiles >= device_attribute(cudaDevAttrMultiProcessorCount) / 2 &&
-                       device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= Large::SHARED;
+    const bool large = large_tiles >= device_attribute(cudaDevAttrMultiProcessorCount, on.device) / 2 &&
+                       device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, on.device) >= Large::SHARED;
     dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
         using T = decltype(zero);
         auto* c = static_cast<T*>(output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
-        large ? launch<T, Large>(c, a, b, p, on.stream) : launch<T, Small>(c, a, b, p, on.stream);
+        large ? launch<T, Large>(c, a, b, p, on) : launch<T, Small>(c, a, b, p, on);
     });
     KL_LAUNCH_CHECK();
     return output;

@@ -1,92 +1,144 @@
 // matmul, fourth step; the table of the climb stands in matmul.cuh.
 //
-//   registers  8×8 outputs per thread, 16-byte loads, two buffers          the rate of the float32 units
+//   registers  8×16 outputs per thread, fragments and tiles loaded ahead   the rate of the float32 units
 //
-// A thread that holds 8×8 outputs reads 16 values from shared memory for 64 multiply-adds, where `tiled` reads 128.
-// A block of 256 threads makes 128×128 outputs and walks K in tiles of 16. The next tile travels from global memory
-// into registers while this one is multiplied, and is then stored to the other of two buffers: one barrier per tile.
+// A thread that holds 8×16 outputs reads 24 values from shared memory, six loads of 16 bytes, for 128 multiply-adds,
+// where `tiled` reads 256. Two things are loaded ahead of their use: the values of the next k, from shared memory into a
+// second set of registers, and the tiles of the next two turns, from global into shared memory. A float32 tile travels
+// by cp.async, past the registers; 16-bit elements rest in registers for half a turn and are widened on their way.
+//
+// A block of 128 threads makes 128×128 outputs and walks K in tiles of 16, one barrier per tile. Two blocks share an
+// SM: while one waits at its barrier, the other multiplies.
+
+#include <cuda_pipeline_primitives.h>
 
 #include "matmul.cuh"
 
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 128;
 constexpr int BLOCK = 128;  // rows of A, and columns of B, per block
 constexpr int BLOCK_K = 16;
-constexpr int PER_THREAD = BLOCK * BLOCK_K / THREADS;  // elements of one operand that a thread loads per tile
+constexpr int STAGES = 3;  // tiles in shared memory: one that is multiplied, two on their way
+constexpr int BURST = 8;   // copies that a thread starts at once: on their own among loads each costs three empty slots
 
 // Both tiles lie in shared memory as [k][x], with x = m or n: the inner loop reads rows of it, 4 floats at a time. The
-// pitch keeps them aligned, and halves the bank conflicts of storing a transposed operand, whose lanes hold several k
-// of a few x, to two lanes per bank.
+// pitch keeps those aligned, and moves each k on by 4 banks: lanes that store 8 k of 4 x meet 32 different ones.
 constexpr int PITCH = BLOCK + 4;
+constexpr int TILE = BLOCK_K * PITCH;  // floats
+constexpr int SHARED = STAGES * 2 * TILE * static_cast<int>(sizeof(float));
 
-// How a block reads one operand. ALONG_K: its memory is walked along k, else along x.
-template <typename T, bool ALONG_K>
+// Like __pipeline_memcpy_async of one element, or of a zero, without a branch between the two.
+__device__ inline void copy_or_zero(float* shared, const float* global, bool copy) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        "l"(global), "r"(copy ? 4 : 0)
+        : "memory");
+#else
+    *shared = copy ? *global : 0.0f;
+#endif
+}
+
+// How a block reads one operand. ALONG_K: its memory is walked along k, else along x. WHOLE: the walked axis has stride
+// 1, every run of 16 bytes is aligned, every tile lies inside the operand and spans less than 4 GiB.
+template <typename T, bool ALONG_K, bool WHOLE>
 struct Loader {
-    static constexpr int V = Vec<T>::size, VECTORS = PER_THREAD / V;
-    static constexpr int PER_ROW = (ALONG_K ? BLOCK_K : BLOCK) / V;  // vectors that make one row of the tile
+    static constexpr bool ASYNC = sizeof(T) == sizeof(float);  // cp.async cannot convert
+    // Elements per copy. A float32 operand along k is transposed by copies of one element.
+    static constexpr int V = WHOLE && !(ASYNC && ALONG_K) ? Vec<T>::size : 1;
+    static constexpr int COPIES = BLOCK_K / V;
+    // A warp's single elements along k are 8 k of 4 x: whole sectors of 32 bytes. Longer runs are one row per thread.
+    static constexpr int K_LANES = V == 1 ? 8 : 1, X_LANES = THREADS / K_LANES;  // where ALONG_K
+    static constexpr int X_RUNS = BLOCK / V;                                     // else: runs in a row of the tile
+    static constexpr int OFFSETS = ALONG_K ? BLOCK / X_LANES : COPIES;           // copies after which k moves on
 
-    const T* source;             // this thread's first element of the next tile
-    int64_t stride_x, stride_k;  // one of them 1 where `whole`
-    int x_left;                  // rows or columns of the operand from x0 on, at most BLOCK
-    bool whole;                  // 16-byte loads are aligned
-    T staged[PER_THREAD];
+    const T* source;  // of the next tile: its first element where WHOLE, else this thread's first
+    const T* cursor;  // where not WHOLE: the latest copy's source
+    int64_t stride_x, stride_k;
+    uint32_t offsets[OFFSETS];  // where WHOLE: bytes from `source` to this thread's runs
+    int x_left;                 // rows or columns of the operand from this thread's first on
+    int64_t k_left;             // the same along k, and no more than a tile's of it
+    int k_inside;
+    Vec<T> staged[ASYNC ? 1 : BLOCK_K / Vec<T>::size];
 
-    __device__ Loader(const T* operand, int64_t x0, int64_t X, int64_t stride_x, int64_t stride_k, bool whole)
-        : source(operand + (x0 + x_of(0)) * stride_x + k_of(0) * stride_k),
+    __device__ Loader(const T* operand, int64_t x0, int64_t X, int64_t K, int64_t stride_x, int64_t stride_k)
+        : source(operand + x0 * stride_x + (WHOLE ? 0 : x_of(0) * stride_x + k_of(0) * stride_k)),
           stride_x(stride_x),
           stride_k(stride_k),
-          x_left(static_cast<int>(min(X - x0, int64_t{BLOCK}))),
-          whole(whole) {}
-
-    __device__ static int x_of(int v) {
-        const int i = threadIdx.x + v * THREADS;
-        return ALONG_K ? i / PER_ROW : i % PER_ROW * V;
-    }
-    __device__ static int k_of(int v) {
-        const int i = threadIdx.x + v * THREADS;
-        return ALONG_K ? i % PER_ROW * V : i / PER_ROW;
+          x_left(static_cast<int>(min(X - x0 - x_of(0), int64_t{BLOCK}))),
+          k_left(K - k_of(0)),
+          k_inside(static_cast<int>(min(k_left, int64_t{BLOCK_K}))) {
+        const uint32_t bytes_x = stride_x * sizeof(T), bytes_k = stride_k * sizeof(T);
+        for (int i = 0; i < OFFSETS; ++i) offsets[i] = x_of(i) * bytes_x + k_of(i) * bytes_k;
     }
 
-    // Global memory → registers: the next tile, of which k_left elements of k are inside. Outside stands zero.
-    __device__ void fetch(int64_t k_left) {
+    // Where copy i of this thread lies in the tile.
+    __device__ static int x_of(int i) {
+        const int t = threadIdx.x;
+        return ALONG_K ? t / K_LANES + i % OFFSETS * X_LANES : t % X_RUNS * V;
+    }
+    __device__ static int k_of(int i) {
+        const int t = threadIdx.x;
+        return ALONG_K ? t % K_LANES + i / OFFSETS * (K_LANES * V) : t / X_RUNS + i * V;
+    }
+
+    // Copy i of the next tile: on its way to `tile` in shared memory, or into registers. Outside stands zero.
+    __device__ void fetch(int i, float* tile) {
+        if (i >= COPIES) return;
+        const int x = x_of(i) - x_of(0), k = k_of(i) - k_of(0);  // known to the compiler
+        const T* from;
+        if constexpr (WHOLE) {
+            from = reinterpret_cast<const T*>(reinterpret_cast<const char*>(source) + offsets[i % OFFSETS]);
+            if (ALONG_K) from += k;
+        } else {
+            cursor = i % OFFSETS != 0 ? cursor + (ALONG_K ? X_LANES * stride_x : stride_k) : source + k * stride_k;
+            from = cursor;
+        }
+        const bool inside = WHOLE || (x < x_left && k < k_inside);
+        if constexpr (ASYNC) {
+            float* to = tile + k_of(i) * PITCH + x_of(i);
+            WHOLE ? __pipeline_memcpy_async(to, from, V * sizeof(T)) : copy_or_zero(to, from, inside);
+        } else if constexpr (V == 1) {
+            staged[i / Vec<T>::size][i % Vec<T>::size] = inside ? *from : from_float<T>(0.0f);
+        } else {
+            staged[i] = load_vec(from);
+        }
+    }
+
+    // What fetch left in registers → shared memory, as float32.
+    __device__ void store(float* tile) const {
+        if constexpr (!ASYNC) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            const int x = x_of(v), k = k_of(v);
-            const T* p = source + v * (THREADS / PER_ROW) * (ALONG_K ? stride_x : stride_k);
-            if (whole && x + (ALONG_K ? 1 : V) <= x_left && k + (ALONG_K ? V : 1) <= k_left) {
-                const Vec<T> loaded = load_vec(p);
-#pragma unroll
-                for (int e = 0; e < V; ++e) staged[v * V + e] = loaded[e];
-            } else {
-#pragma unroll
-                for (int e = 0; e < V; ++e) {
-                    const bool inside = ALONG_K ? x < x_left && k + e < k_left : x + e < x_left && k < k_left;
-                    staged[v * V + e] = inside ? *p : from_float<T>(0.0f);
-                    p += ALONG_K ? stride_k : stride_x;
-                }
+            for (int i = 0; i < BLOCK_K; ++i) {  // elements
+                const int at = k_of(i / V) * PITCH + x_of(i / V) + i % V * (ALONG_K ? PITCH : 1);
+                tile[at] = to_float(staged[i / Vec<T>::size][i % Vec<T>::size]);
             }
         }
-        source += BLOCK_K * stride_k;
     }
 
-    // Registers → shared memory, as float32.
-    __device__ void store(float (*tile)[PITCH]) const {
+    // On to the next tile, if there is one. Else fetch copies a WHOLE operand's last tile again, rather than branch;
+    // and of any other nothing, for nothing is inside.
+    __device__ void advance(bool more) {
+        k_left -= BLOCK_K;
+        k_inside = static_cast<int>(min(k_left, int64_t{BLOCK_K}));
+        source += more ? BLOCK_K * stride_k : 0;
+    }
+};
+
+// The values that a thread multiplies for one k: 2 runs of 4 rows, 32 apart, and 4 runs of 4 columns, 16 apart.
+struct Fragment {
+    float a[8], b[16];
+
+    __device__ void load(const float* a_row, const float* b_row) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            const int x = x_of(v), k = k_of(v);
-            if constexpr (ALONG_K) {
+        for (int i = 0; i < 2; ++i) {
+            *reinterpret_cast<float4*>(a + 4 * i) = *reinterpret_cast<const float4*>(a_row + 32 * i);
+        }
 #pragma unroll
-                for (int e = 0; e < V; ++e) tile[k + e][x] = to_float(staged[v * V + e]);
-            } else {
-#pragma unroll
-                for (int e = 0; e < V; e += 4) {
-                    const T* s = staged + v * V + e;
-                    *reinterpret_cast<float4*>(&tile[k][x + e]) =
-                        make_float4(to_float(s[0]), to_float(s[1]), to_float(s[2]), to_float(s[3]));
-                }
-            }
+        for (int j = 0; j < 4; ++j) {
+            *reinterpret_cast<float4*>(b + 4 * j) = *reinterpret_cast<const float4*>(b_row + 16 * j);
         }
     }
 };
@@ -96,79 +148,101 @@ struct alignas(4 * sizeof(T)) Quad {
     T elements[4];
 };
 
-// A warp makes 32×64 outputs: its lanes stand 4×8, each with four 4×4 squares, 16 rows and 32 columns apart. So the
-// lanes' reads of a row of B are one run of 128 bytes, and of A one of 64 that lanes share.
-template <typename T, bool A_ALONG_K, bool B_ALONG_K>
-__global__ void __launch_bounds__(THREADS, 2)
-    matmul_registers_kernel(T* c, const T* a, const T* b, Product p, bool a_whole, bool b_whole) {
-    __shared__ alignas(16) float a_tile[2][BLOCK_K][PITCH];
-    __shared__ alignas(16) float b_tile[2][BLOCK_K][PITCH];
+constexpr uint32_t GROUP = 16;  // rows of blocks that go over the columns together, and so find B in L2
+
+template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE>
+__global__ void __launch_bounds__(THREADS, 2) matmul_registers_kernel(T* c, const T* a, const T* b, Product p) {
+    extern __shared__ float4 shared[];
+    float* const a_tiles = reinterpret_cast<float*>(shared);
+    float* const b_tiles = a_tiles + STAGES * TILE;
     const uint32_t tiles_m = ceil_div(p.M, BLOCK), tiles_n = ceil_div(p.N, BLOCK);  // fewer than 2³¹ blocks in all
     const uint32_t batch = blockIdx.x / (tiles_m * tiles_n), within = blockIdx.x % (tiles_m * tiles_n);
-    const int64_t m0 = int64_t{within / tiles_n} * BLOCK, n0 = int64_t{within % tiles_n} * BLOCK;
+    const uint32_t group = within / tiles_n / GROUP, in_group = within - group * GROUP * tiles_n;
+    const uint32_t group_rows = min(tiles_m - group * GROUP, GROUP);
+    const int64_t m0 = int64_t{group * GROUP + in_group % group_rows} * BLOCK;
+    const int64_t n0 = int64_t{in_group / group_rows} * BLOCK;
     int64_t a_offset, b_offset;
     p.batch_offsets(batch, &a_offset, &b_offset);
-    Loader<T, A_ALONG_K> a_loader(a + a_offset, m0, p.M, p.a_m, p.a_k, a_whole);
-    Loader<T, B_ALONG_K> b_loader(b + b_offset, n0, p.N, p.b_n, p.b_k, b_whole);
+    Loader<T, A_ALONG_K, WHOLE> a_loader(a + a_offset, m0, p.M, p.K, p.a_m, p.a_k);
+    Loader<T, B_ALONG_K, WHOLE> b_loader(b + b_offset, n0, p.N, p.K, p.b_n, p.b_k);
 
+    // A warp makes 64×64 outputs, its lanes standing 8×4. Shared memory serves 16 bytes per lane for half a warp at
+    // once where neighbours, or every second lane, ask for the same: bit 0 of the lane chooses columns, bit 1 rows.
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int m_thread = warp / 2 * 32 + lane / 8 * 4, n_thread = warp % 2 * 64 + lane % 8 * 4;
-    float sum[8][8] = {};
-    const auto multiply = [&](int buffer, int first) {
+    const int m_thread = warp / 2 * 64 + lane / 2 % 8 * 4, n_thread = warp % 2 * 64 + (lane % 2 + lane / 16 * 2) * 4;
+    float sum[8][16] = {};
+
+    int reading = 0, writing = (STAGES - 1) * TILE;  // where the tile that is multiplied, and the one fetched, begin
+    const auto next_stage = [](int at) { return at == (STAGES - 1) * TILE ? 0 : at + TILE; };
+    if (p.K > 0) {
 #pragma unroll
-        for (int k = first; k < first + BLOCK_K / 2; ++k) {
-            float x[8], y[8];
+        for (int stage = 0; stage < STAGES - 1; ++stage) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                *reinterpret_cast<float4*>(x + 4 * half) =
-                    *reinterpret_cast<const float4*>(&a_tile[buffer][k][m_thread + 16 * half]);
-                *reinterpret_cast<float4*>(y + 4 * half) =
-                    *reinterpret_cast<const float4*>(&b_tile[buffer][k][n_thread + 32 * half]);
+            for (int i = 0; i < BLOCK_K; ++i) {
+                a_loader.fetch(i, a_tiles + stage * TILE);
+                b_loader.fetch(i, b_tiles + stage * TILE);
             }
+            a_loader.store(a_tiles + stage * TILE);
+            b_loader.store(b_tiles + stage * TILE);
+            __pipeline_commit();
+            const bool more = (stage + 1) * BLOCK_K < p.K;
+            a_loader.advance(more);
+            b_loader.advance(more);
+        }
+        __pipeline_wait_prior(STAGES - 2);
+    }
+    __syncthreads();
+    Fragment fragments[2];
+    if (p.K > 0) fragments[0].load(a_tiles + m_thread, b_tiles + n_thread);
+    for (int64_t k0 = 0; k0 < p.K; k0 += BLOCK_K) {
+#pragma unroll
+        for (int k = 0; k < BLOCK_K; ++k) {
+            if (k % BURST == 0) {
+#pragma unroll
+                for (int i = k; i < k + BURST; ++i) a_loader.fetch(i, a_tiles + writing);
+#pragma unroll
+                for (int i = k; i < k + BURST; ++i) b_loader.fetch(i, b_tiles + writing);
+            }
+            if (k == BLOCK_K * 3 / 4) {
+                a_loader.store(a_tiles + writing);
+                b_loader.store(b_tiles + writing);
+            }
+            int next = reading + (k + 1) * PITCH;
+            if (k == BLOCK_K - 1) {
+                // Every thread has read its last values of this tile, and past the barrier all of the next tile is
+                // there: so the next turn may fetch over this one.
+                __pipeline_commit();
+                __pipeline_wait_prior(STAGES - 2);
+                __syncthreads();
+                const bool more = k0 + STAGES * BLOCK_K < p.K;
+                a_loader.advance(more);
+                b_loader.advance(more);
+                writing = reading;
+                next = reading = next_stage(reading);
+            }
+            fragments[(k + 1) % 2].load(a_tiles + next + m_thread, b_tiles + next + n_thread);
+            const Fragment& now = fragments[k % 2];
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) sum[i][j] += x[i] * y[j];
+                for (int j = 0; j < 16; ++j) sum[i][j] += now.a[i] * now.b[j];
             }
         }
-    };
-
-    if (p.K > 0) {
-        a_loader.fetch(p.K);
-        b_loader.fetch(p.K);
-        a_loader.store(a_tile[0]);
-        b_loader.store(b_tile[0]);
     }
-    __syncthreads();
-    int buffer = 0;
-    for (int64_t k_left = p.K; k_left > 0; k_left -= BLOCK_K) {
-        const bool more = k_left > BLOCK_K;
-        // The next tile of A travels during the first half of this one, B's during the second: only one at a time needs
-        // registers. The other buffer was last read before the barrier that ended the turn before.
-        if (more) a_loader.fetch(k_left - BLOCK_K);
-        multiply(buffer, 0);
-        if (more) {
-            a_loader.store(a_tile[buffer ^ 1]);
-            b_loader.fetch(k_left - BLOCK_K);
-        }
-        multiply(buffer, BLOCK_K / 2);
-        if (more) b_loader.store(b_tile[buffer ^ 1]);
-        __syncthreads();
-        buffer ^= 1;
-    }
+    __pipeline_wait_prior(0);
 
     c += int64_t{batch} * p.M * p.N;
     const bool quads = p.N % 4 == 0;  // then every run of four columns that begins at a multiple of 4 is aligned
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int64_t m = m0 + m_thread + i / 4 * 16 + i % 4;
+        const int64_t m = m0 + m_thread + i / 4 * 32 + i % 4;
         if (m >= p.M) continue;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int64_t n = n0 + n_thread + 32 * half;
+        for (int run = 0; run < 4; ++run) {
+            const int64_t n = n0 + n_thread + 16 * run;
             Quad<T> out;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) out.elements[j] = from_float<T>(sum[i][4 * half + j]);
+            for (int j = 0; j < 4; ++j) out.elements[j] = from_float<T>(sum[i][4 * run + j]);
             if (quads && n + 4 <= p.N) {
                 *reinterpret_cast<Quad<T>*>(c + m * p.N + n) = out;
             } else {
@@ -181,43 +255,59 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
 }
 
-// Whether every 16-byte run along the stride-1 axis begins at a multiple of 16 bytes.
+// Whether every 16-byte run along the stride-1 axis begins at a multiple of 16 bytes, and 32 bits count a tile's bytes.
+constexpr int64_t MAX_STRIDE = int64_t{1} << 22;
 template <typename T>
-bool is_whole(const void* data, int64_t contiguous, int64_t other, const Product& p, const int64_t* batch_strides) {
-    bool whole = contiguous == 1 && is_aligned16(data) && other % Vec<T>::size == 0;
-    for (int d = 0; d < p.batch_dims; ++d) whole = whole && batch_strides[d] % Vec<T>::size == 0;
-    return whole;
+bool is_regular(const void* data, int64_t contiguous, int64_t other, const Product& p, const int64_t* batch_strides) {
+    bool regular = contiguous == 1 && is_aligned16(data) && other % Vec<T>::size == 0 && other < MAX_STRIDE;
+    for (int d = 0; d < p.batch_dims; ++d) regular = regular && batch_strides[d] % Vec<T>::size == 0;
+    return regular;
+}
+
+template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE>
+void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
+    static DeviceSet asked;
+    auto* kernel = matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, WHOLE>;
+    allow_shared(kernel, SHARED, on.device, asked);
+    const auto grid = grid_size(p.batches * ceil_div(p.M, BLOCK) * ceil_div(p.N, BLOCK));
+    kernel<<<grid, THREADS, SHARED, on.stream>>>(c, a, b, p);
+}
+
+template <typename T, bool A_ALONG_K, bool B_ALONG_K>
+void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
+    const bool whole =
+        p.M % BLOCK == 0 && p.N % BLOCK == 0 && p.K % BLOCK_K == 0 &&
+        (A_ALONG_K ? is_regular<T>(a, p.a_k, p.a_m, p, p.a_batch) : is_regular<T>(a, p.a_m, p.a_k, p, p.a_batch)) &&
+        (B_ALONG_K ? is_regular<T>(b, p.b_k, p.b_n, p, p.b_batch) : is_regular<T>(b, p.b_n, p.b_k, p, p.b_batch));
+    whole ? launch<T, A_ALONG_K, B_ALONG_K, true>(c, a, b, p, on)
+          : launch<T, A_ALONG_K, B_ALONG_K, false>(c, a, b, p, on);
 }
 
 }  // namespace
 
 Tensor matmul_registers(const Tensor& input, const Tensor& other) {
     auto [p, output] = prepare(input, other);
-    if (output.numel() == 0) return output;
-    const Launch launch(input);
+    if (p.batches * p.M * p.N == 0) return output;
+    const Launch on(input);
     dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
         using T = decltype(zero);
-        const auto grid = grid_size(p.batches * ceil_div(p.M, BLOCK) * ceil_div(p.N, BLOCK));
         auto* c = static_cast<T*>(output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
         const bool a_along_k = p.a_k <= p.a_m || p.M == 1, b_along_k = p.b_k < p.b_n || p.N == 1;
-        const bool a_whole = a_along_k ? is_whole<T>(a, p.a_k, p.M == 1 ? 0 : p.a_m, p, p.a_batch)
-                                       : is_whole<T>(a, p.a_m, p.K == 1 ? 0 : p.a_k, p, p.a_batch);
-        const bool b_whole = b_along_k ? is_whole<T>(b, p.b_k, p.N == 1 ? 0 : p.b_n, p, p.b_batch)
-                                       : is_whole<T>(b, p.b_n, p.K == 1 ? 0 : p.b_k, p, p.b_batch);
-        auto* kernel =
-            a_along_k
-                ? (b_along_k ? matmul_registers_kernel<T, true, true> : matmul_registers_kernel<T, true, false>)
-                : (b_along_k ? matmul_registers_kernel<T, false, true> : matmul_registers_kernel<T, false, false>);
-        kernel<<<grid, THREADS, 0, launch.stream>>>(c, a, b, p, a_whole, b_whole);
+        if (a_along_k) {
+            b_along_k ? launch<T, true, true>(c, a, b, p, on) : launch<T, true, false>(c, a, b, p, on);
+        } else {
+            b_along_k ? launch<T, false, true>(c, a, b, p, on) : launch<T, false, false>(c, a, b, p, on);
+        }
     });
     KL_LAUNCH_CHECK();
     return output;
 }
 
 void matmul_registers_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(kernel_facts("matmul.registers", matmul_registers_kernel<float, true, false>, THREADS));
+    facts.push_back(
+        kernel_facts("matmul.registers", matmul_registers_kernel<float, true, false, true>, THREADS, SHARED));
 }
 
 }  // namespace kl
