@@ -58,13 +58,14 @@ inline void check_same_shape(const Tensor& tensor, const Tensor& other, const ch
 
 // Makes the tensor's device current while it lives, and knows the stream to launch on.
 struct Launch {
+    int32_t device;
     torch::stable::accelerator::DeviceGuard guard;
     cudaStream_t stream;
 
-    explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
+    explicit Launch(const Tensor& tensor) : device(tensor.get_device_index()), guard(device) {
         STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this PyTorch was built without CUDA");
         void* current = nullptr;
-        const auto status = aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current);
+        const auto status = aoti_torch_get_current_cuda_stream(device, &current);
         STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "could not get the current CUDA stream");
         stream = static_cast<cudaStream_t>(current);
     }

@@ -12,8 +12,8 @@
 // cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by element, into
 // [x][k].
 
+#include "../mma.cuh"
 #include "matmul.cuh"
-#include "mma.cuh"
 
 namespace kl {
 namespace {

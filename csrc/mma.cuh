@@ -2,7 +2,7 @@
 // Fragment layouts: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k8".
 #pragma once
 
-#include "../common.cuh"
+#include "common.cuh"
 
 namespace kl {
 
