@@ -23,7 +23,7 @@ struct View {
     Strided batch;
     int64_t head, row, column;
     int group;   // consecutive heads that share one of this operand
-    bool whole;  // rows are dense and start on 16 bytes: they can be read 16 bytes at a time
+    bool whole;  // rows are whole vectors of 16 bytes and start on 16 bytes: they can be read so
 
     __device__ T* at(int64_t batch_index, int head_index) const {
         return data + batch.offset(batch_index) + head_index / group * head;
@@ -54,8 +54,8 @@ View<T> make_view(const Tensor& tensor, int group = 1) {
                  strides[dim - 1],
                  std::max(group, 1),
                  false};
+    view.whole = view.column == 1 && sizes[dim - 1] % Vec<T>::size == 0 && is_aligned16(view.data);
     // The stride of a dimension of one element is never stepped.
-    view.whole = (view.column == 1 || sizes[dim - 1] == 1) && is_aligned16(view.data);
     for (int64_t d = 0; d < dim - 1; ++d) view.whole = view.whole && (sizes[d] == 1 || strides[d] % Vec<T>::size == 0);
     return view;
 }

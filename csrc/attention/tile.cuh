@@ -92,14 +92,13 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
         constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
         static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP & (STEP - 1)) == 0);
         const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
-        const int bytes = min(max(columns - chunk * 8, 0) * 2, 16);
+        const bool inside = chunk * 8 < columns;
         const uint32_t place = shared + tile_offset<HEAD_DIM>(row, chunk);
         const T* p = source + row * view.row + chunk * 8;
 #pragma unroll
         for (int i = 0; i < ROWS / STEP; ++i) {
-            // Of 0 bytes nothing is read, wherever the address points.
             const uint32_t swizzled = place ^ (i * STEP % 8 * 16);  // row is below STEP, a power of 2
-            cp_async16(swizzled + i * STEP * HEAD_DIM * 2, p, EDGE && row + i * STEP >= rows_left ? 0 : bytes);
+            cp_async16_if(swizzled + i * STEP * HEAD_DIM * 2, p, inside && (!EDGE || row + i * STEP < rows_left));
             p += STEP * view.row;
         }
     } else {
