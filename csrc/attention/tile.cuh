@@ -186,25 +186,29 @@ __device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, ui
     const int lane = threadIdx.x % WARP, low = lane / 8 % 2, high = lane / 16;
     uint32_t lane_b = b + b_column * 2 + tile_offset<HEAD_DIM>(low * 8 + lane % 8, high);
     forget(lane_b);
+    uint32_t fa[K / 2][M][4];
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
-        uint32_t fa[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = &a.x[m][k + i / 2][i % 2 * 2];
-                fa[m][i] = pack(pair[0], pair[1], T{});
+                fa[k / 2][m][i] = pack(pair[0], pair[1], T{});
+                asm volatile("" : "+r"(fa[k / 2][m][i]));
             }
         }
+    }
+#pragma unroll
+    for (int k = 0; k < K; k += 2) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             uint32_t fb[4];
             ldmatrix_transposed(fb, step_chunks(lane_b, n) + k * 8 * HEAD_DIM * 2);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                mma(c.x[m][n], fa[m], fb[0], fb[1], T{});
-                mma(c.x[m][n + 1], fa[m], fb[2], fb[3], T{});
+                mma(c.x[m][n], fa[k / 2][m], fb[0], fb[1], T{});
+                mma(c.x[m][n + 1], fa[k / 2][m], fb[2], fb[3], T{});
             }
         }
     }
