@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 
@@ -14,22 +13,23 @@ from kernel_ladder.table import register
 FLASH_SHARED_BYTES = 129 * 1024
 
 
+# Asked at every call, and so by device index, which is cheaper to make than a device.
 @functools.cache
-def _memory_bytes(device: torch.device) -> int:
+def _memory_bytes(device: int) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
 def _naive_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
     if (reason := unsupported(query)) is not None:
         return reason
-    scores_bytes = 4 * math.prod(query.shape[:-1]) * key.shape[-2]
-    if scores_bytes > (limit := _memory_bytes(query.device)):
+    scores_bytes = 4 * query.numel() // query.shape[-1] * key.shape[-2]
+    if scores_bytes > (limit := _memory_bytes(query.get_device())):
         return f"the float32 scores take {scores_bytes / 2**30:.0f} GiB; the GPU has {limit / 2**30:.0f} GiB"
     return None
 
 
 @functools.cache
-def _flash_unavailable(device: torch.device) -> str | None:
+def _flash_unavailable(device: int) -> str | None:
     """Why a GPU cannot run the flash kernels, or None."""
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 8:
@@ -40,11 +40,11 @@ def _flash_unavailable(device: torch.device) -> str | None:
 
 
 def _flash_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
+    if query.is_cuda and (query.dtype is torch.bfloat16 or query.dtype is torch.float16):
+        return _flash_unavailable(query.get_device())
     if (reason := unsupported(query)) is not None:
         return reason
-    if query.dtype == torch.float32:
-        return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
-    return _flash_unavailable(query.device)
+    return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
 
 
 def _scale(query: torch.Tensor, scale: float | None) -> float:

@@ -63,6 +63,8 @@ class _Gradient(torch.autograd.Function):
 
 def run(variant: Variant, inputs: Inputs, options: Options) -> torch.Tensor:
     """Call a variant, through autograd only where a gradient is wanted."""
-    if variant.backward is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
-        return variant.forward(*inputs, **options)[0]
-    return _Differentiable.apply(variant, options, *inputs)
+    if variant.backward is not None and torch.is_grad_enabled():
+        for x in inputs:  # not any(): a generator costs as much as the rest of this function
+            if x.requires_grad:
+                return _Differentiable.apply(variant, options, *inputs)
+    return variant.forward(*inputs, **options)[0]

@@ -88,6 +88,23 @@ class Spec:
 
 def check_tensors(op: str, dtypes: Sequence[torch.dtype] = DTYPES, **tensors: object) -> None:
     """Raise unless every argument is a tensor of an accepted dtype, and all have one dtype and one device."""
+    # Every call of every operation comes by here: first whether all is well, and only else what is not.
+    dtype = device = None
+    for value in tensors.values():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            break
+        if dtype is None:
+            dtype, device = value.dtype, value.device
+            if dtype not in dtypes:
+                break
+        elif value.dtype is not dtype or value.device != device:
+            break
+    else:
+        return
+    _raise_for_tensors(op, dtypes, tensors)
+
+
+def _raise_for_tensors(op: str, dtypes: Sequence[torch.dtype], tensors: Mapping[str, object]) -> None:
     first_name, first = next(iter(tensors.items()))
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):

@@ -55,6 +55,26 @@ def check(
 ) -> None:
     check_tensors("attention", query=query, key=key, value=value)
     q, k, v = query.shape, key.shape, value.shape
+    # Every call comes by here: first whether all is as it mostly is, and only else what is not, if anything.
+    if not (
+        len(q) >= 3
+        and k[:-3] == q[:-3]
+        and v[:-1] == k[:-1]
+        and k[-1] == q[-1]
+        and 1 <= q[-1] <= MAX_HEAD_DIM
+        and 1 <= v[-1] <= MAX_HEAD_DIM
+        and isinstance(is_causal, bool)
+        and isinstance(enable_gqa, bool)
+        and k[-3] == q[-3]
+        and scale is None
+    ):
+        _check_each(q, k, v, is_causal, scale, enable_gqa)
+
+
+def _check_each(
+    q: torch.Size, k: torch.Size, v: torch.Size, is_causal: object, scale: object, enable_gqa: object
+) -> None:
+    """Raise for the first thing wrong with the shapes and options, if there is one."""
     if len(q) < 3:
         raise ValueError(f"attention: argument `query` must have at least 3 dimensions (..., H, S, D), got {tuple(q)}")
     for name, shape in (("key", k), ("value", v)):

@@ -1,14 +1,11 @@
-// Attention, O = softmax(Q · Kᵀ · scale) · V, with the shapes of
-// scaled_dot_product_attention: what every step shares.
+// Attention, O = softmax(Q · Kᵀ · scale) · V, with the shapes of scaled_dot_product_attention: what every step shares.
 //
-//   variant  the one idea it adds what limits it now naive    one thread per
-//   element; scores go out to memory and come back     memory, and CUDA cores
-//   flash    tiles and an online softmax keep scores on chip; tensor cores
-//   mma.sync: Hopper's full rate needs wgmma
+//   variant  the one idea it adds                                              what limits it now
+//   naive    one thread per element; scores go out to memory and come back     memory, and CUDA cores
+//   flash    tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
 //
-// query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query
-// head h reads head h / (H / H_kv) of key and value. Causal: query i sees keys
-// j ≤ i. Operands are read where they lie, by any strides.
+// query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query head h reads head h / (H / H_kv) of key
+// and value. Causal: query i sees keys j ≤ i. Operands are read where they lie, by any strides.
 #pragma once
 
 #include "../common.cuh"
@@ -19,100 +16,94 @@ namespace kl {
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MAX_LENGTH = 1 << 30;  // leaves room for a tile past the end in 32 bits
 
-// One operand in terms of memory: element (batch, head, row, column). Strides
-// count elements.
+// One operand in terms of memory: element (batch, head, row, column). Strides count elements.
 template <typename T>
 struct View {
     T* data;
     Strided batch;
     int64_t head, row, column;
     int group;   // consecutive heads that share one of this operand
-    bool whole;  // rows are dense and start on 16 bytes: they can be read 16 bytes
-                 // at a time
+    bool whole;  // rows are whole vectors of 16 bytes and start on 16 bytes: they can be read so
 
-    __device__ T* at(int64_t batch_index, int64_t head_index) const {
+    __device__ T* at(int64_t batch_index, int head_index) const {
         return data + batch.offset(batch_index) + head_index / group * head;
     }
 };
 
 // The sizes of one call, checked.
 struct Attention {
-    int64_t batches, heads, heads_kv;
-    int S_q, S_k;  // products of them pass 2³¹, they do not
+    int64_t batches;  // products of the others pass 2³¹, they do not
+    int heads, heads_kv;
+    int S_q, S_k;
     int D, D_v;
     bool causal;
     float scale;
 
-    __host__ __device__ int group() const { return heads_kv > 0 ? static_cast<int>(heads / heads_kv) : 1; }
+    __host__ __device__ int group() const { return heads_kv > 0 ? heads / heads_kv : 1; }
+    int64_t rows() const { return batches * heads * S_q; }
 };
 
 template <typename T>
-View<T> make_view(const Tensor& tensor, int64_t group = 1) {
-    const int64_t dim = tensor.dim();
+View<T> make_view(const Tensor& tensor, int group = 1) {
     const auto sizes = tensor.sizes(), strides = tensor.strides();
+    const int64_t dim = static_cast<int64_t>(sizes.size());
     View<T> view{static_cast<T*>(tensor.data_ptr()),
                  collapse(sizes.data(), strides.data(), dim - 3, "attention"),
                  strides[dim - 3],
                  strides[dim - 2],
                  strides[dim - 1],
-                 static_cast<int>(std::max<int64_t>(group, 1)),
+                 std::max(group, 1),
                  false};
+    view.whole = view.column == 1 && sizes[dim - 1] % Vec<T>::size == 0 && is_aligned16(view.data);
     // The stride of a dimension of one element is never stepped.
-    view.whole = (view.column == 1 || sizes[dim - 1] == 1) && is_aligned16(view.data);
     for (int64_t d = 0; d < dim - 1; ++d) view.whole = view.whole && (sizes[d] == 1 || strides[d] % Vec<T>::size == 0);
     return view;
 }
 
-// Raises unless the operands fit together, so that no kernel reads out of
-// bounds.
+// Raises unless the operands fit together, so that no kernel reads out of bounds.
 inline Attention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
                                    double scale, bool enable_gqa) {
     const char* op = "attention";
     check_cuda(query, op, "query");
     check_like(key, query, op, "key");
     check_like(value, query, op, "value");
-    const int64_t dim = query.dim();
+    const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
+    const size_t dim = q.size();
     STD_TORCH_CHECK(dim >= 3, op, ": argument `query` must have at least 3 dimensions (..., H, S, D), got ", dim);
-    STD_TORCH_CHECK(key.dim() == dim && value.dim() == dim, op,
+    STD_TORCH_CHECK(k.size() == dim && v.size() == dim, op,
                     ": arguments `key` and `value` must have as many dimensions as `query`");
-    for (const Tensor* t : {&query, &key}) {
-        STD_TORCH_CHECK(t->size(dim - 2) <= MAX_LENGTH, op, ": lengths must be at most ", MAX_LENGTH, ", got ",
-                        t->size(dim - 2));
+    const int64_t heads = q[dim - 3], S_q = q[dim - 2], D = q[dim - 1];
+    const int64_t heads_kv = k[dim - 3], S_k = k[dim - 2], D_v = v[dim - 1];
+    const int64_t longest = std::max(std::max(S_q, S_k), std::max(heads, heads_kv));
+    STD_TORCH_CHECK(longest <= MAX_LENGTH, op, ": heads and lengths must be at most ", MAX_LENGTH, ", got ", longest);
+    int64_t batches = 1;
+    for (size_t d = 0; d + 3 < dim; ++d) {
+        STD_TORCH_CHECK(k[d] == q[d] && v[d] == q[d], op,
+                        ": arguments `key` and `value` must have the batch dimensions of `query`");
+        batches *= q[d];
     }
-    Attention a{1,
-                query.size(dim - 3),
-                key.size(dim - 3),
-                static_cast<int>(query.size(dim - 2)),
-                static_cast<int>(key.size(dim - 2)),
-                0,
-                0,
-                is_causal,
-                static_cast<float>(scale)};
-    for (int64_t d = 0; d < dim - 3; ++d) {
-        STD_TORCH_CHECK(key.size(d) == query.size(d) && value.size(d) == query.size(d), op,
-                        ": arguments `key` and `value` must have the batch dimensions of "
-                        "`query`");
-        a.batches *= query.size(d);
-    }
-    STD_TORCH_CHECK(value.size(dim - 3) == a.heads_kv && value.size(dim - 2) == a.S_k, op,
+    STD_TORCH_CHECK(v[dim - 3] == heads_kv && v[dim - 2] == S_k, op,
                     ": argument `value` must have the heads and length of `key`");
-    STD_TORCH_CHECK(key.size(dim - 1) == query.size(dim - 1), op,
-                    ": argument `key` must have the head dimension of `query`");
-    for (const Tensor* t : {&query, &value}) {
-        STD_TORCH_CHECK(t->size(dim - 1) >= 1 && t->size(dim - 1) <= MAX_HEAD_DIM, op,
-                        ": head dimensions must be 1 to ", MAX_HEAD_DIM, ", got ", t->size(dim - 1));
+    STD_TORCH_CHECK(k[dim - 1] == D, op, ": argument `key` must have the head dimension of `query`");
+    for (const int64_t size : {D, D_v}) {
+        STD_TORCH_CHECK(size >= 1 && size <= MAX_HEAD_DIM, op, ": head dimensions must be 1 to ", MAX_HEAD_DIM,
+                        ", got ", size);
     }
-    STD_TORCH_CHECK(a.heads == a.heads_kv || (enable_gqa && a.heads_kv > 0 && a.heads % a.heads_kv == 0), op,
-                    ": argument `key` must have the heads of `query`, or with "
-                    "`enable_gqa` a divisor of them, got ",
-                    a.heads_kv, " for ", a.heads);
-    a.D = static_cast<int>(query.size(dim - 1));
-    a.D_v = static_cast<int>(value.size(dim - 1));
-    return a;
+    STD_TORCH_CHECK(heads == heads_kv || (enable_gqa && heads_kv > 0 && heads % heads_kv == 0), op,
+                    ": argument `key` must have the heads of `query`, or with `enable_gqa` a divisor of them, got ",
+                    heads_kv, " for ", heads);
+    return {batches,
+            static_cast<int>(heads),
+            static_cast<int>(heads_kv),
+            static_cast<int>(S_q),
+            static_cast<int>(S_k),
+            static_cast<int>(D),
+            static_cast<int>(D_v),
+            is_causal,
+            static_cast<float>(scale)};
 }
 
-// The gradient of the output, or the output itself: query's batches, heads and
-// length, and D_v columns.
+// The gradient of the output, or the output itself: query's batches, heads and length, and D_v columns.
 inline void check_attention_output(const Tensor& tensor, const Tensor& query, const Attention& a, const char* name) {
     check_like(tensor, query, "attention_backward", name);
     bool same = tensor.dim() == query.dim() && tensor.size(tensor.dim() - 1) == a.D_v;
@@ -120,8 +111,7 @@ inline void check_attention_output(const Tensor& tensor, const Tensor& query, co
     STD_TORCH_CHECK(same, "attention_backward: argument `", name, "` must have the shape of the output");
 }
 
-// A dense tensor with query's batches, heads and length, and `columns` columns;
-// without them where `columns` is 0.
+// A dense tensor with query's batches, heads and length, and `columns` columns; without them where `columns` is 0.
 inline Tensor empty_like_query(const Tensor& query, ScalarType dtype, int64_t columns) {
     const auto shape = query.sizes();
     std::vector<int64_t> sizes(shape.begin(), shape.end() - 1);

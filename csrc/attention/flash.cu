@@ -1,14 +1,16 @@
 // Attention, second step; the table of the climb stands in attention.cuh.
 //
-//   flash    tiles and an online softmax keep scores on chip; tensor cores
-//   mma.sync: Hopper's full rate needs wgmma
+//   flash    tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
 //
-// FlashAttention-2 (Dao, arXiv:2307.08691). A block has BLOCK queries and walks
-// over keys and values, STREAM at a time; cp.async brings the next tiles while
-// these are used. Each warp keeps its rows' maximum, sum and output in
-// registers and rescales them when the maximum grows (Milakov and Gimelshein,
-// arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the
-// logarithm of each row's sum of exponentials goes out, for the backward pass.
+// FlashAttention-2 (Dao, arXiv:2307.08691). A block has BLOCK queries and walks over keys and values, STREAM at a time.
+// cp.async brings the tile of values while scores are made, and the next tile of keys while values are used. Each warp
+// keeps its rows' maximum, sum and output in registers and rescales them when the maximum grows (Milakov and Gimelshein,
+// arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the logarithm of each row's sum of
+// exponentials goes out, for the backward pass.
+//
+// What bounds the tiles: a fragment of keys or values that ldmatrix brings serves as many squares of 16 rows as a warp
+// has, and shared memory could not feed the tensor cores were that one; but scores and output stand in registers, two
+// blocks to an SM, so that one block's softmax runs beside the other's products.
 
 #include "tile.cuh"
 
@@ -16,12 +18,12 @@ namespace kl {
 namespace {
 
 //                          head dim, queries, keys, warps
-using Shape64 = FlashShape<64, 128, 64, 4>;
+using Shape64 = FlashShape<64, 128, 128, 4>;
 using Shape128 = FlashShape<128, 128, 64, 4>;
-using Shape256 = FlashShape<256, 128, 32, 8>;
+using Shape256 = FlashShape<256, 64, 64, 4>;
 
 template <typename S>
-constexpr int SHARED = S::BLOCK_BYTES + 4 * S::STREAM_BYTES;  // Q; K and V twice
+constexpr int SHARED = S::BLOCK_BYTES + 2 * S::STREAM_BYTES;  // Q, K and V
 
 template <typename T>
 struct Operands {
@@ -29,34 +31,36 @@ struct Operands {
     float* lse;
 };
 
-template <typename T, typename S>
-__global__ void __launch_bounds__(S::THREADS)
+// WHOLE: all operands can be read 16 bytes at a time.
+template <typename T, typename S, bool WHOLE>
+__global__ void __launch_bounds__(S::THREADS, 2)
     attention_flash_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
     constexpr int M = S::ROWS / 16, N = S::STREAM / 8, D = S::HEAD_DIM;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t q_tile = shared_address(shared_bytes);
-    const auto k_tile = [&](int n) { return q_tile + S::BLOCK_BYTES + n % 2 * 2 * S::STREAM_BYTES; };
-    const auto v_tile = [&](int n) { return k_tile(n) + S::STREAM_BYTES; };
+    const uint32_t k_tile = q_tile + S::BLOCK_BYTES, v_tile = k_tile + S::STREAM_BYTES;
 
-    // A head's tiles run together and share its keys and values in L2; with a
-    // causal mask the longest come first.
-    const int tiles = (a.S_q + S::BLOCK - 1) / S::BLOCK;
-    const int q0 = (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * S::BLOCK;
-    const int64_t head = blockIdx.x / tiles % a.heads, batch = blockIdx.x / tiles / a.heads;
+    // A head's tiles run together and share its keys and values in L2; with a causal mask the longest come first.
+    const unsigned tiles = (a.S_q + S::BLOCK - 1) / S::BLOCK, outer = blockIdx.x / tiles;
+    const int q0 = static_cast<int>(tiles - 1 - blockIdx.x % tiles) * S::BLOCK;
+    const int batch = static_cast<int>(outer / a.heads), head = static_cast<int>(outer % a.heads);
     const T* key = p.key.at(batch, head);
     const T* value = p.value.at(batch, head);
     const int keys = a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k;  // no later one is seen
     const int steps = (keys + S::STREAM - 1) / S::STREAM;
+    // So many tiles of keys hold nothing to mask; the edge and the diagonal lie in those that follow.
+    const int unmasked = min(a.S_k, a.causal ? q0 + 1 : a.S_k) / S::STREAM;
 
-    const auto load = [&](int n) {
+    const auto load = [&](uint32_t tile, const T* source, const View<T>& view, int n, int columns, auto masked) {
         const int k0 = n * S::STREAM;
-        load_tile<S::STREAM, D, S::THREADS>(k_tile(n), key + k0 * p.key.row, p.key, a.S_k - k0, a.D);
-        load_tile<S::STREAM, D, S::THREADS>(v_tile(n), value + k0 * p.value.row, p.value, a.S_k - k0, a.D_v);
+        load_tile<S::STREAM, D, S::THREADS, WHOLE, decltype(masked)::value>(tile, source + k0 * view.row, view,
+                                                                            a.S_k - k0, columns);
         cp_async_commit();
     };
-    load_tile<S::BLOCK, D, S::THREADS>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query, a.S_q - q0, a.D);
-    load(0);
+    load_tile<S::BLOCK, D, S::THREADS, WHOLE, true>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query,
+                                                    a.S_q - q0, a.D);
+    load(k_tile, key, p.key, steps - 1, a.D, std::true_type{});
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
@@ -69,19 +73,21 @@ __global__ void __launch_bounds__(S::THREADS)
         for (int h = 0; h < 2; ++h) row_max[m][h] = -INFINITE, row_sum[m][h] = 0.0f;
     }
 
-    for (int n = 0; n < steps; ++n) {
+    // From the last tile of keys to the first: only the first steps have anything to mask.
+    const auto step = [&](int n, auto masked) {
         cp_async_wait<0>();
-        __syncthreads();  // tile n has landed for all, and all have done with tile n
-                          // − 1, whose place n + 1 takes
-        if (n + 1 < steps) load(n + 1);
+        __syncthreads();  // keys n have landed for all, and all have done with values n + 1
+        load(v_tile, value, p.value, n, a.D_v, masked);
 
         Squares<M, N> scores;
-        multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
+        multiply_rows<T, D>(scores, q_tile, warp_row, k_tile);
 
-        // Only the last tile of keys and those on the diagonal hold anything to
-        // mask.
-        const int k0 = n * S::STREAM;
-        if (k0 + S::STREAM > a.S_k || (a.causal && k0 + S::STREAM - 1 > q0 + warp_row)) {
+        cp_async_wait<0>();
+        __syncthreads();  // values n have landed for all, and all have done with keys n
+        if (n > 0) load(k_tile, key, p.key, n - 1, a.D, std::false_type{});
+
+        if constexpr (decltype(masked)::value) {
+            const int k0 = n * S::STREAM;
 #pragma unroll
             for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -110,21 +116,20 @@ __global__ void __launch_bounds__(S::THREADS)
                 }
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
-                // While a row has seen only −inf, nothing is subtracted: its
-                // exponentials are 0, not NaN.
+                // While a row has seen only −inf, nothing is subtracted: its exponentials are 0, not NaN.
                 const float shift = new_max == -INFINITE ? 0.0f : new_max * scale;
-                const float rescale = exp2_fast(row_max[m][h] * scale - shift);
+                const float rescale = exp2_approx(fmaf(row_max[m][h], scale, -shift));
                 row_max[m][h] = new_max;
                 float sum = 0.0f;
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; ++e) {
-                        scores.x[m][j][e] = exp2_fast(fmaf(scores.x[m][j][e], scale, -shift));
+                        scores.x[m][j][e] = exp2_approx(fmaf(scores.x[m][j][e], scale, -shift));
                         sum += scores.x[m][j][e];
                     }
                 }
-                row_sum[m][h] = row_sum[m][h] * rescale + sum;
+                row_sum[m][h] = fmaf(row_sum[m][h], rescale, sum);
 #pragma unroll
                 for (int j = 0; j < D / 8; ++j) {
                     output.x[m][j][2 * h] *= rescale;
@@ -132,11 +137,14 @@ __global__ void __launch_bounds__(S::THREADS)
                 }
             }
         }
-        multiply_accumulate<T, D>(output, scores, v_tile(n), 0);
-    }
+        multiply_accumulate<T, D>(output, scores, v_tile, 0);
+    };
+    int n = steps - 1;
+    for (; n >= unmasked; --n) step(n, std::true_type{});
+    for (; n >= 0; --n) step(n, std::false_type{});
 
     const int rows_left = a.S_q - q0 - warp_row;
-    float* lse = p.lse + (batch * a.heads + head) * a.S_q + q0 + warp_row;
+    float* lse = p.lse + int64_t{outer} * a.S_q + q0 + warp_row;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -147,11 +155,20 @@ __global__ void __launch_bounds__(S::THREADS)
             if (threadIdx.x % 4 == 0 && row < rows_left) lse[row] = row_max[m][h] * a.scale + logf(row_sum[m][h]);
         }
     }
-    // A row of nothing but −inf sums to 0, and 0 / 0 is the NaN that PyTorch
-    // gives.
+    // A row of nothing but −inf sums to 0, and 0 / 0 is the NaN that PyTorch gives.
     store_squares(output, p.output.at(batch, head) + (q0 + warp_row) * p.output.row, p.output.row, rows_left, a.D_v,
                   [&](int m, int h) { return 1.0f / row_sum[m][h]; });
 #endif
+}
+
+template <typename T, typename S, bool WHOLE>
+void launch_flash(const Operands<T>& operands, const Attention& a, const Launch& launch) {
+    const auto kernel = attention_flash_kernel<T, S, WHOLE>;
+    static std::atomic<uint64_t> asked{0};
+    allow_shared(kernel, SHARED<S>, asked, launch.device);
+    const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
+    kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
+    KL_LAUNCH_CHECK();
 }
 
 }  // namespace
@@ -162,7 +179,7 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
     const Launch launch(query);
     Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
     Tensor lse = empty_like_query(query, ScalarType::Float, 0);
-    if (lse.numel() == 0) return {output, lse};
+    if (a.rows() == 0) return {output, lse};
     if (a.S_k == 0) {  // a sum over no keys; its logarithm is read by no one
         fill_zero(output, launch.stream);
         fill_zero(lse, launch.stream);
@@ -174,20 +191,18 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
                                    make_view<T>(value, a.group()), static_cast<float*>(lse.data_ptr())};
         dispatch_shape<Shape64, Shape128, Shape256>(std::max(a.D, a.D_v), [&](auto shape) {
             using S = decltype(shape);
-            const auto kernel = attention_flash_kernel<T, S>;
-            allow_shared(kernel, SHARED<S>);
-            const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
-            kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
+            const bool whole = operands.query.whole && operands.key.whole && operands.value.whole;
+            if (whole) return launch_flash<T, S, true>(operands, a, launch);
+            launch_flash<T, S, false>(operands, a, launch);
         });
     });
-    KL_LAUNCH_CHECK();
     return {output, lse};
 }
 
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts) {
     const auto add = [&](const char* name, auto shape) {
         using S = decltype(shape);
-        facts.push_back(kernel_facts(name, attention_flash_kernel<bfloat16, S>, S::THREADS, SHARED<S>));
+        facts.push_back(kernel_facts(name, attention_flash_kernel<bfloat16, S, true>, S::THREADS, SHARED<S>));
     };
     add("attention.flash.64", Shape64{});
     add("attention.flash.128", Shape128{});

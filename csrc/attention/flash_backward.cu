@@ -1,22 +1,16 @@
-// The backward pass of attention's second step; the table of the climb stands
-// in attention.cuh.
+// The backward pass of attention's second step; the table of the climb stands in attention.cuh.
 //
-//   flash    weights are made again on chip, tile by tile, from the saved
-//   log-sum-exp     scores are made twice
+//   flash    weights are made again on chip, tile by tile, from the saved log-sum-exp     scores are made twice
 //
-// FlashAttention-2 (Dao, arXiv:2307.08691), in three kernels. With P the
-// weights and dP = dO · Vᵀ:
+// FlashAttention-2 (Dao, arXiv:2307.08691), in three kernels. With P the weights and dP = dO · Vᵀ:
 //
 //   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij
-//   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has
-//   queries and walks over keys key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a
-//   block has keys and walks over queries, of every head that shares them
+//   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has queries and walks over keys
+//   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of every head that shares them
 //
-// One kernel for both would make P and dP once, but would add up dQ by atomics
-// in an order that changes from run to run: two kernels, each summing in
-// registers, give the same bits each time. The key kernel makes the transposed
-// squares Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as
-// the next product's first operand.
+// One kernel for both would make P and dP once, but would add up dQ by atomics in an order that changes from run to run:
+// two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed squares
+// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
 
 #include "tile.cuh"
 
@@ -28,16 +22,14 @@ using QueryShape64 = FlashShape<64, 128, 64, 8>;
 using QueryShape128 = FlashShape<128, 128, 64, 8>;
 using QueryShape256 = FlashShape<256, 64, 32, 4>;
 
-//                             head dim, keys, queries, warps; two blocks share
-//                             the columns of 256
+//                             head dim, keys, queries, warps; two blocks share the columns of 256
 using KeyShape64 = FlashShape<64, 128, 64, 8>;
 using KeyShape128 = FlashShape<128, 128, 64, 8>;
 using KeyShape256 = FlashShape<256, 64, 32, 4, 128>;
 
 constexpr int DELTA_THREADS = 256;
 
-// Two tiles that stay, two that stream by, twice; the key kernel also streams
-// log-sum-exp and delta.
+// Two tiles that stay, two that stream by, twice; the key kernel also streams log-sum-exp and delta.
 template <typename S>
 constexpr int SHARED = 2 * S::BLOCK_BYTES + 4 * S::STREAM_BYTES;
 template <typename S>
@@ -56,7 +48,8 @@ __global__ void attention_flash_delta_kernel(float* delta, const __grid_constant
                                              const __grid_constant__ Attention a) {
     int64_t index = int64_t{blockIdx.x} * (DELTA_THREADS / WARP) + threadIdx.x / WARP;
     if (index >= a.batches * a.heads * a.S_q) return;
-    const int64_t row = index % a.S_q, head = index / a.S_q % a.heads, batch = index / a.S_q / a.heads;
+    const int64_t row = index % a.S_q, outer = index / a.S_q, batch = outer / a.heads;
+    const int head = static_cast<int>(outer % a.heads);
     const T* g = grad.at(batch, head) + row * grad.row;
     const T* o = output.at(batch, head) + row * output.row;
     float sum = 0.0f;
@@ -79,9 +72,9 @@ __global__ void __launch_bounds__(S::THREADS)
     const auto v_tile = [&](int n) { return k_tile(n) + S::STREAM_BYTES; };
 
     const int tiles = (a.S_q + S::BLOCK - 1) / S::BLOCK;
-    const int q0 =
-        (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * S::BLOCK;  // with a causal mask the longest come first
-    const int64_t head = blockIdx.x / tiles % a.heads, batch = blockIdx.x / tiles / a.heads;
+    const int outer = static_cast<int>(blockIdx.x) / tiles, head = outer % a.heads, batch = outer / a.heads;
+    // With a causal mask the longest come first.
+    const int q0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * S::BLOCK;
     const T* key = p.key.at(batch, head);
     const T* value = p.value.at(batch, head);
     const int keys = a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k;
@@ -103,7 +96,7 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = q0 + warp_row + lane_row(0, h);
-        const int64_t index = (batch * a.heads + head) * a.S_q + row;
+        const int64_t index = int64_t{outer} * a.S_q + row;
         lse[h] = row < a.S_q ? p.lse[index] * LOG2E : INFINITE;  // exp(−∞): weights of rows outside are 0
         delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
     }
@@ -112,8 +105,7 @@ __global__ void __launch_bounds__(S::THREADS)
 
     for (int n = 0; n < steps; ++n) {
         cp_async_wait<0>();
-        __syncthreads();  // tile n has landed for all, and all have done with tile n
-                          // − 1, whose place n + 1 takes
+        __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
         if (n + 1 < steps) load(n + 1);
 
         Squares<1, N> scores, grad_weights;
@@ -129,7 +121,7 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& s = scores.x[0][j][2 * h + e];
-                    const float weight = exp2_fast(fmaf(s, scale, -lse[h]));
+                    const float weight = exp2_approx(fmaf(s, scale, -lse[h]));
                     s = lane_column(j) + e < left ? weight * (grad_weights.x[0][j][2 * h + e] - delta[h]) : 0.0f;
                 }
             }
@@ -156,14 +148,13 @@ __global__ void __launch_bounds__(S::THREADS)
 
     const int tiles = (a.S_k + S::BLOCK - 1) / S::BLOCK;
     const int column0 = blockIdx.x % PARTS * S::COLUMNS;
-    const int block = blockIdx.x / PARTS;
+    const int block = static_cast<int>(blockIdx.x) / PARTS;
     const int k0 = block % tiles * S::BLOCK;  // with a causal mask the longest come first
-    const int64_t head_kv = block / tiles % a.heads_kv, batch = block / tiles / a.heads_kv;
-    const int group = a.group();
-    const int64_t head_begin = head_kv * a.group(), head_end = head_begin + a.group();
+    const int head_kv = block / tiles % a.heads_kv, batch = block / tiles / a.heads_kv;
+    const int group = a.group(), head_begin = head_kv * group, head_end = head_begin + group;
     const int q_begin = a.causal ? k0 / S::STREAM * S::STREAM : 0;  // queries before do not see the tile's first key
 
-    int64_t next_head = head_begin;
+    int next_head = head_begin;
     int next_q0 = q_begin;
     const auto load_next = [&](int stage) {
         load_tile<S::STREAM, D, S::THREADS>(q_tile(stage), p.query.at(batch, next_head) + next_q0 * p.query.row,
@@ -174,7 +165,7 @@ __global__ void __launch_bounds__(S::THREADS)
         if (threadIdx.x < 2 * S::STREAM) {
             const bool is_lse = threadIdx.x < S::STREAM;
             const int row = next_q0 + static_cast<int>(threadIdx.x % S::STREAM);
-            const int64_t index = (batch * a.heads + next_head) * a.S_q + row;
+            const int64_t index = (int64_t{batch} * a.heads + next_head) * a.S_q + row;
             float fact = is_lse ? INFINITE : 0.0f;  // exp(−∞): weights of rows outside are 0
             if (row < a.S_q) fact = is_lse ? p.lse[index] * LOG2E : p.delta[index];
             row_facts[stage * 2 * S::STREAM + threadIdx.x] = fact;
@@ -195,11 +186,10 @@ __global__ void __launch_bounds__(S::THREADS)
     grad_value.clear();
 
     int stage = 0;
-    for (int64_t head = head_begin; head < head_end; ++head) {
+    for (int head = head_begin; head < head_end; ++head) {
         for (int q0 = q_begin; q0 < a.S_q; q0 += S::STREAM, stage ^= 1) {
             cp_async_wait<0>();
-            __syncthreads();  // this stage has landed for all, and all have done with
-                              // the other, which is filled next
+            __syncthreads();  // this stage has landed for all, and all have done with the other, which is filled next
             if (next_head < head_end) load_next(stage ^ 1);
 
             // Rows are keys here, and columns queries.
@@ -211,8 +201,7 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = k0 + warp_row + lane_row(0, h);
-                // The first query of the tile that sees this key; none sees a key
-                // outside.
+                // The first query of the tile that sees this key; none sees a key outside.
                 const int begin = row >= a.S_k ? S::STREAM : a.causal ? row - q0 : 0;
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
@@ -221,7 +210,7 @@ __global__ void __launch_bounds__(S::THREADS)
                         const int column = lane_column(j) + e;
                         float& weight = weights.x[0][j][2 * h + e];
                         float& grad = grad_scores.x[0][j][2 * h + e];
-                        weight = exp2_fast(fmaf(weight, scale, -lse[column]));
+                        weight = exp2_approx(fmaf(weight, scale, -lse[column]));
                         const bool inside = column >= begin;
                         grad = inside ? weight * (grad - delta[column]) : 0.0f;
                         weight = inside ? weight : 0.0f;
@@ -232,8 +221,7 @@ __global__ void __launch_bounds__(S::THREADS)
             multiply_accumulate<T, D>(grad_key, grad_scores, q_tile(stage), column0);
         }
     }
-    cp_async_wait<0>();  // where no query sees these keys, the tiles that stay are
-                         // still under way
+    cp_async_wait<0>();  // where no query sees these keys, the tiles that stay are still under way
 
     const int rows_left = a.S_k - k0 - warp_row;
     store_squares(grad_key, p.grad_key.at(batch, head_kv) + (k0 + warp_row) * p.grad_key.row + column0, p.grad_key.row,
@@ -254,13 +242,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
     check_attention_output(output, query, a, "output");
     check_cuda(lse, "attention_backward", "lse");
     STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
-                        lse.get_device_index() == query.get_device_index() &&
-                        lse.numel() == a.batches * a.heads * a.S_q,
-                    "attention_backward: argument `lse` must be what the forward "
-                    "pass returned");
+                        lse.get_device_index() == query.get_device_index() && lse.numel() == a.rows(),
+                    "attention_backward: argument `lse` must be what the forward pass returned");
     const Launch launch(query);
     Tensor grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
-    if (a.batches * a.heads * a.S_q * a.S_k == 0) {
+    if (a.rows() * a.S_k == 0) {
         for (Tensor* gradient : {&grad_query, &grad_key, &grad_value}) fill_zero(*gradient, launch.stream);
         return {grad_query, grad_key, grad_value};
     }
@@ -276,7 +262,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                    make_view<T>(grad_value),
                                    static_cast<const float*>(lse.data_ptr()),
                                    static_cast<const float*>(delta.data_ptr())};
-        const auto delta_grid = grid_size(ceil_div(a.batches * a.heads * a.S_q, DELTA_THREADS / WARP));
+        const auto delta_grid = grid_size(ceil_div(a.rows(), DELTA_THREADS / WARP));
         attention_flash_delta_kernel<T><<<delta_grid, DELTA_THREADS, 0, launch.stream>>>(
             static_cast<float*>(delta.data_ptr()), operands.grad, make_view<T>(output), a);
         KL_LAUNCH_CHECK();
@@ -284,7 +270,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
         dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, [&](auto shape) {
             using S = decltype(shape);
             const auto kernel = attention_flash_query_kernel<T, S>;
-            allow_shared(kernel, SHARED<S>);
+            static std::atomic<uint64_t> asked{0};
+            allow_shared(kernel, SHARED<S>, asked, launch.device);
             const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
             kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
         });
@@ -294,7 +281,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
         dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, [&](auto shape) {
             using S = decltype(shape);
             const auto kernel = attention_flash_key_kernel<T, S>;
-            allow_shared(kernel, KEY_SHARED<S>);
+            static std::atomic<uint64_t> asked{0};
+            allow_shared(kernel, KEY_SHARED<S>, asked, launch.device);
             const int64_t parts = S::HEAD_DIM / S::COLUMNS;
             const auto grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::BLOCK) * parts);
             kernel<<<grid, S::THREADS, KEY_SHARED<S>, launch.stream>>>(by_key, a);

@@ -1,12 +1,9 @@
 // Attention, first step; the table of the climb stands in attention.cuh.
 //
-//   naive    one thread per element; scores go out to memory and come back
-//   memory, and CUDA cores
+//   naive    one thread per element; scores go out to memory and come back     memory, and CUDA cores
 //
-// Scores and weights are float32 matrices of S_q × S_k per head. Every product
-// of the forward and the backward pass is one kernel, that only the strides
-// tell apart: a transposed operand is one whose row and column strides trade
-// places.
+// Scores and weights are float32 matrices of S_q × S_k per head. Every product of the forward and the backward pass is
+// one kernel, that only the strides tell apart: a transposed operand is one whose row and column strides trade places.
 
 #include "attention.cuh"
 
@@ -14,15 +11,14 @@ namespace kl {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow
-                             // with the number of partial sums only
+constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow with the number of partial sums only
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
-// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed
-// over `summed` consecutive heads of A and B for each of C's.
+// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed over `summed` consecutive heads of A
+// and B for each of C's.
 struct Sizes {
-    int64_t batches, heads, rows, columns, length;
-    int summed;
+    int64_t batches, rows, columns, length;
+    int heads, summed;
     float factor;
     bool causal;  // C is a matrix of scores: −inf where j > i
 };
@@ -35,7 +31,8 @@ __global__ void attention_naive_product_kernel(const __grid_constant__ View<TC> 
     index /= s.columns;
     const int64_t row = index % s.rows;
     index /= s.rows;
-    const int64_t head = index % s.heads, batch = index / s.heads;
+    const int head = static_cast<int>(index % s.heads);
+    const int64_t batch = index / s.heads;
     if (batch >= s.batches) return;
     TC* out = c.at(batch, head) + row * c.row + column * c.column;
     if (s.causal && column > row) {
@@ -43,7 +40,7 @@ __global__ void attention_naive_product_kernel(const __grid_constant__ View<TC> 
         return;
     }
     float sum = 0.0f;
-    for (int64_t h = head * s.summed; h < (head + 1) * s.summed; ++h) {
+    for (int h = head * s.summed; h < (head + 1) * s.summed; ++h) {
         const TA* pa = a.at(batch, h) + row * a.row;
         const TB* pb = b.at(batch, h) + column * b.column;
         for (int64_t first = 0; first < s.length; first += PARTIAL) {
@@ -71,8 +68,7 @@ __global__ void attention_naive_softmax_kernel(float* scores, int64_t rows, int6
     for (int64_t j = lane; j < columns; j += WARP) scores[j] = expf(scores[j] - row_max) / row_sum;
 }
 
-// grad_scores = weights ∘ (grad_weights − Σ_j weights ∘ grad_weights), in place
-// of grad_weights; a warp a row.
+// grad_scores = weights ∘ (grad_weights − Σ_j weights ∘ grad_weights), in place of grad_weights; a warp a row.
 __global__ void attention_naive_softmax_backward_kernel(float* grad_weights, const float* weights, int64_t rows,
                                                         int64_t columns) {
     const int64_t row = int64_t{blockIdx.x} * (THREADS / WARP) + threadIdx.x / WARP;
@@ -86,8 +82,7 @@ __global__ void attention_naive_softmax_backward_kernel(float* grad_weights, con
     for (int64_t j = lane; j < columns; j += WARP) grad_weights[j] = weights[j] * (grad_weights[j] - sum);
 }
 
-// ---- host
-// ----------------------------------------------------------------------------------------------------------
+// ---- host ----------------------------------------------------------------------------------------------------------
 
 template <typename T>
 View<T> transpose(View<T> view) {
@@ -113,8 +108,8 @@ Tensor attention_weights(const Attention& a, const Tensor& query, const Tensor& 
     Tensor weights = empty(query, ScalarType::Float, sizes);
     if (weights.numel() == 0) return weights;
     product(make_view<float>(weights), make_view<T>(query), transpose(make_view<T>(key, a.group())),
-            {a.batches, a.heads, a.S_q, a.S_k, a.D, 1, a.scale, a.causal}, stream);
-    const int64_t rows = a.batches * a.heads * a.S_q;
+            {a.batches, a.S_q, a.S_k, a.D, a.heads, 1, a.scale, a.causal}, stream);
+    const int64_t rows = a.rows();
     attention_naive_softmax_kernel<<<grid_size(ceil_div(rows, THREADS / WARP)), THREADS, 0, stream>>>(
         static_cast<float*>(weights.data_ptr()), rows, a.S_k);
     KL_LAUNCH_CHECK();
@@ -133,7 +128,7 @@ Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& val
         using T = decltype(zero);
         const Tensor weights = attention_weights<T>(a, query, key, launch.stream);
         product(make_view<T>(output), make_view<float>(weights), make_view<T>(value, a.group()),
-                {a.batches, a.heads, a.S_q, a.D_v, a.S_k, 1, 1.0f, false}, launch.stream);
+                {a.batches, a.S_q, a.D_v, a.S_k, a.heads, 1, 1.0f, false}, launch.stream);
     });
     return output;
 }
@@ -152,21 +147,21 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, 
         const auto p = make_view<float>(weights);
         const auto g = make_view<T>(grad);
         product(make_view<T>(grad_value), transpose(p), g,
-                {a.batches, a.heads_kv, a.S_k, a.D_v, a.S_q, a.group(), 1.0f, false}, stream);
+                {a.batches, a.S_k, a.D_v, a.S_q, a.heads_kv, a.group(), 1.0f, false}, stream);
 
         const Tensor grad_scores = empty_dense(weights);
         const auto ds = make_view<float>(grad_scores);
         product(ds, g, transpose(make_view<T>(value, a.group())),
-                {a.batches, a.heads, a.S_q, a.S_k, a.D_v, 1, 1.0f, false}, stream);
-        if (const int64_t rows = a.batches * a.heads * a.S_q; rows * a.S_k > 0) {
+                {a.batches, a.S_q, a.S_k, a.D_v, a.heads, 1, 1.0f, false}, stream);
+        if (const int64_t rows = a.rows(); rows * a.S_k > 0) {
             attention_naive_softmax_backward_kernel<<<grid_size(ceil_div(rows, THREADS / WARP)), THREADS, 0, stream>>>(
                 ds.data, p.data, rows, a.S_k);
             KL_LAUNCH_CHECK();
         }
         product(make_view<T>(grad_query), ds, make_view<T>(key, a.group()),
-                {a.batches, a.heads, a.S_q, a.D, a.S_k, 1, a.scale, false}, stream);
+                {a.batches, a.S_q, a.D, a.S_k, a.heads, 1, a.scale, false}, stream);
         product(make_view<T>(grad_key), transpose(ds), make_view<T>(query),
-                {a.batches, a.heads_kv, a.S_k, a.D, a.S_q, a.group(), a.scale, false}, stream);
+                {a.batches, a.S_k, a.D, a.S_q, a.heads_kv, a.group(), a.scale, false}, stream);
     });
     return {grad_query, grad_key, grad_value};
 }

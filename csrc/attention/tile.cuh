@@ -1,12 +1,12 @@
-// Tiles of flash attention in shared memory, and the two products that it makes
-// of them on tensor cores.
+// Tiles of flash attention in shared memory, and the two products that it makes of them on tensor cores.
 //
-// A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks
-// of 16 bytes. Chunk c of row r lies in place c ^ (r mod 8): ldmatrix reads one
-// chunk of eight consecutive rows, and those then fall on different banks.
+// A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks of 16 bytes. Chunk c of row r lies in
+// place c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, and those then fall on different banks.
 #pragma once
 
-#include "../matmul/mma.cuh"
+#include <atomic>
+
+#include "../mma.cuh"
 #include "attention.cuh"
 
 namespace kl {
@@ -15,9 +15,8 @@ constexpr float LOG2E = 1.44269504088896f;
 constexpr float LN2 = 0.693147180559945f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// Tile sizes of the three kernels by head dimension, padded on chip. Each warp
-// has BLOCK / WARPS rows of the tile that stays; tiles of the other operands
-// stream past, two of them in shared memory.
+// Tile sizes of the three kernels by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the tile that
+// stays; tiles of the other operands stream past.
 template <int HEAD_DIM_, int BLOCK_, int STREAM_, int WARPS_, int COLUMNS_ = HEAD_DIM_>
 struct FlashShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK = BLOCK_, STREAM = STREAM_, WARPS = WARPS_;
@@ -35,12 +34,15 @@ void dispatch_shape(int head_dim, F&& f) {
     f(S256{});
 }
 
-// A block gets more than 48 KB of shared memory only where its kernel asks. Per
-// device, so asked before every launch.
+// A block gets more than 48 KB of shared memory only where its kernel asks, once per device. `asked` has a bit per
+// device and belongs to that kernel.
 template <typename Kernel>
-void allow_shared(Kernel* kernel, int bytes) {
+void allow_shared(Kernel* kernel, int bytes, std::atomic<uint64_t>& asked, int32_t device) {
+    const uint64_t bit = uint64_t{1} << (device % 64);
+    if (device < 64 && (asked.load(std::memory_order_relaxed) & bit)) return;
     KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    if (device < 64) asked.fetch_or(bit, std::memory_order_relaxed);
 }
 
 // float32 falls to the naive variant: tensor cores would round it to tf32.
@@ -58,13 +60,6 @@ void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
-// 2^x by the special function unit, within 2 ulp; denormal results are flushed.
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ inline uint32_t pack(float low, float high, half) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
@@ -74,35 +69,36 @@ __device__ inline uint32_t pack(float low, float high, bfloat16) {
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// What follows from the address is made again where it is used, not kept from one step to the next: registers are short.
+__device__ inline void forget(uint32_t& address) { asm volatile("" : "+r"(address)); }
+
 template <int HEAD_DIM>
 __device__ uint32_t tile_offset(int row, int chunk) {
     return (row * (HEAD_DIM / 8) + (chunk ^ (row % 8))) * 16;
 }
 
-// The address `chunks` (even, known to the compiler) to the right of chunk 0
-// or 1. Tiles start on 128 bytes, so that the swizzle is one exclusive-or,
-// cheaper to make again than to keep in a register.
+// The address `chunks` (even, known to the compiler) to the right of chunk 0 or 1. Tiles start on 128 bytes, so that
+// the swizzle is one exclusive-or, cheaper to make again than to keep in a register.
 __device__ inline uint32_t step_chunks(uint32_t address, int chunks) {
     return (address ^ (chunks % 8 * 16)) + chunks / 8 * 128;
 }
 
-// Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS)
-// and `columns` columns are inside the operand. Outside stand zeros.
-// Asynchronous where memory allows 16 bytes at a time.
-template <int ROWS, int HEAD_DIM, int THREADS, typename T>
+// Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS; read only where EDGE) and `columns`
+// columns are inside the operand. Outside stand zeros. WHOLE: 16 bytes at a time, and asynchronously.
+template <int ROWS, int HEAD_DIM, int THREADS, bool WHOLE, bool EDGE, typename T>
 __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns) {
     constexpr int CHUNKS = HEAD_DIM / 8;
-    const int rows = min(rows_left, ROWS);
-    if (view.whole) {
-        static_assert(THREADS % CHUNKS == 0 && ROWS * CHUNKS % THREADS == 0);
+    if constexpr (WHOLE) {
         constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
+        static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP & (STEP - 1)) == 0);
         const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
-        const int bytes = min(max(columns - chunk * 8, 0) * 2, 16);
+        const bool inside = chunk * 8 < columns;
+        const uint32_t place = shared + tile_offset<HEAD_DIM>(row, chunk);
         const T* p = source + row * view.row + chunk * 8;
 #pragma unroll
         for (int i = 0; i < ROWS / STEP; ++i) {
-            // Of 0 bytes nothing is read, wherever the address points.
-            cp_async16(shared + tile_offset<HEAD_DIM>(row + i * STEP, chunk), p, row + i * STEP < rows ? bytes : 0);
+            const uint32_t swizzled = place ^ (i * STEP % 8 * 16);  // row is below STEP, a power of 2
+            cp_async16_if(swizzled + i * STEP * HEAD_DIM * 2, p, inside && (!EDGE || row + i * STEP < rows_left));
             p += STEP * view.row;
         }
     } else {
@@ -113,17 +109,23 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 const int column = chunk * 8 + e;
-                v[e] = row < rows && column < columns ? source[row * view.row + column * view.column]
-                                                      : from_float<T>(0.0f);
+                const bool inside = (!EDGE || row < rows_left) && column < columns;
+                v[e] = inside ? source[row * view.row + column * view.column] : from_float<T>(0.0f);
             }
             store_shared16(shared + tile_offset<HEAD_DIM>(row, chunk), *reinterpret_cast<const uint4*>(&v));
         }
     }
 }
 
-// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of
-// square (m, n), elements 0 and 1 at (g, 2t), (g, 2t + 1), and elements 2 and 3
-// eight rows below.
+// The same where only the launch knows whether the operand can be read whole.
+template <int ROWS, int HEAD_DIM, int THREADS, typename T>
+__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns) {
+    if (view.whole) return load_tile<ROWS, HEAD_DIM, THREADS, true, true>(shared, source, view, rows_left, columns);
+    load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns);
+}
+
+// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t),
+// (g, 2t + 1), and elements 2 and 3 eight rows below.
 template <int M, int N>
 struct Squares {
     float x[M][N][4];
@@ -140,22 +142,23 @@ struct Squares {
     }
 };
 
-// The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie,
-// and the column of element 0.
+// The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie, and the column of element 0.
 __device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
 __device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
 
-// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on,
-// B the first N · 8 rows of another.
+// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another. Each
+// fragment of B serves all M squares.
 template <typename T, int HEAD_DIM, int M, int N>
 __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t b) {
     static_assert(N % 2 == 0);
     const int lane = threadIdx.x % WARP;
-    // Lanes 8i … 8i + 7 name the rows of the i-th 8×8 matrix. In A's fragment
-    // rows change first, in B's the head dimension.
+    // Lanes 8i … 8i + 7 name the rows of the i-th 8×8 matrix. In A's fragment rows change first, in B's the head
+    // dimension.
     const int low = lane / 8 % 2, high = lane / 16;
-    const uint32_t lane_a = a + tile_offset<HEAD_DIM>(a_row + low * 8 + lane % 8, high);
-    const uint32_t lane_b = b + tile_offset<HEAD_DIM>(high * 8 + lane % 8, low);
+    uint32_t lane_a = a + tile_offset<HEAD_DIM>(a_row + low * 8 + lane % 8, high);
+    uint32_t lane_b = b + tile_offset<HEAD_DIM>(high * 8 + lane % 8, low);
+    forget(lane_a);
+    forget(lane_b);
     c.clear();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -175,40 +178,43 @@ __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t 
     }
 }
 
-// c += A · B: A is a warp's own squares, rounded to T, and stays in registers,
-// because accumulators lie as mma wants its first operand. B is columns from
-// b_column on, a multiple of 64, of a tile with K · 8 rows.
+// c += A · B: A is a warp's own squares, rounded to T, and stays in registers, because accumulators lie as mma wants its
+// first operand. B is columns from b_column on, a multiple of 64, of a tile with K · 8 rows.
 template <typename T, int HEAD_DIM, int M, int N, int K>
 __device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, uint32_t b, int b_column) {
     static_assert(N % 2 == 0 && K % 2 == 0);
     const int lane = threadIdx.x % WARP, low = lane / 8 % 2, high = lane / 16;
-    const uint32_t lane_b = b + b_column * 2 + tile_offset<HEAD_DIM>(low * 8 + lane % 8, high);
+    uint32_t lane_b = b + b_column * 2 + tile_offset<HEAD_DIM>(low * 8 + lane % 8, high);
+    forget(lane_b);
+    uint32_t fa[K / 2][M][4];
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
-        uint32_t fa[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = &a.x[m][k + i / 2][i % 2 * 2];
-                fa[m][i] = pack(pair[0], pair[1], T{});
+                fa[k / 2][m][i] = pack(pair[0], pair[1], T{});
+                asm volatile("" : "+r"(fa[k / 2][m][i]));
             }
         }
+    }
+#pragma unroll
+    for (int k = 0; k < K; k += 2) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             uint32_t fb[4];
             ldmatrix_transposed(fb, step_chunks(lane_b, n) + k * 8 * HEAD_DIM * 2);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                mma(c.x[m][n], fa[m], fb[0], fb[1], T{});
-                mma(c.x[m][n + 1], fa[m], fb[2], fb[3], T{});
+                mma(c.x[m][n], fa[k / 2][m], fb[0], fb[1], T{});
+                mma(c.x[m][n + 1], fa[k / 2][m], fb[2], fb[3], T{});
             }
         }
     }
 }
 
-// Writes squares, each row times its factor, to rows and columns of an output
-// that begin at `out`.
+// Writes squares, each row times its factor, to rows and columns of an output that begin at `out`.
 template <typename T, int M, int N, typename Factor>
 __device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride, int rows_left, int columns_left,
                               Factor factor) {

@@ -6,8 +6,7 @@
 //   coalesced  the threads of a warp run along N                           every operand element comes from L1 or L2
 //   tiled      a block shares tiles of A and B through shared memory       two shared loads per multiply-add
 //   registers  8×16 outputs per thread, fragments and tiles loaded ahead   the rate of the float32 units
-//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync itself: Hopper's full rate needs
-//   wgmma
+//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync: Hopper's full rate needs wgmma
 //
 // All sum in float32 and round once. Operands are read where they lie: any strides, batches broadcast by zero strides.
 #pragma once

@@ -1,7 +1,6 @@
 // matmul, fifth step; the table of the climb stands in matmul.cuh.
 //
-//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync itself: Hopper's full rate needs
-//   wgmma
+//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync: Hopper's full rate needs wgmma
 //
 // A block makes BM×BN outputs and walks K in tiles of 128 bytes. Three tiles of each operand lie in shared memory: one
 // is multiplied while cp.async fills the others, past the registers. A warp's share is held in registers as 16×8
@@ -12,8 +11,8 @@
 // cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by element, into
 // [x][k].
 
+#include "../mma.cuh"
 #include "matmul.cuh"
-#include "mma.cuh"
 
 namespace kl {
 namespace {

@@ -2,7 +2,7 @@
 // Fragment layouts: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "for mma.m16n8k8".
 #pragma once
 
-#include "../common.cuh"
+#include "common.cuh"
 
 namespace kl {
 
@@ -16,6 +16,15 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 // rest.
 __device__ inline void cp_async16(uint32_t shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
+// The same of all 16 bytes, or of none: cheaper, because a number of bytes travels in the low bits of the address.
+__device__ inline void cp_async16_if(uint32_t shared, const void* global, bool inside) {
+    asm volatile(
+        "{\n.reg .pred outside;\nsetp.eq.b32 outside, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, outside;\n}" ::"r"(shared),
+        "l"(global), "r"(static_cast<int>(inside))
+        : "memory");
 }
 
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
