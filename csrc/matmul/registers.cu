@@ -5,7 +5,7 @@
 // A thread that holds 8×16 outputs reads 24 values from shared memory, six loads of 16 bytes, for 128 multiply-adds,
 // where `tiled` reads 256. Two things are loaded ahead of their use: the values of the next k, from shared memory into a
 // second set of registers, and the tiles of the next two turns, from global into shared memory. A float32 tile travels
-// by cp.async, past the registers; 16-bit elements rest in registers for half a turn and are widened on their way.
+// by cp.async, past the registers; 16-bit elements rest in registers for most of a turn, and are widened then.
 //
 // A block of 128 threads makes 128×128 outputs and walks K in tiles of 16, one barrier per tile. Two blocks share an
 // SM: while one waits at its barrier, the other multiplies.
