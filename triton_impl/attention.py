@@ -32,6 +32,7 @@ from triton_impl.attention_tiles import (
     wide,
 )
 from triton_impl.dot import dot
+from triton_impl.fast_math import exp2
 from triton_impl.tuning import Launch, Launches, Tuned
 
 CHOICES: Choices = {
@@ -64,8 +65,8 @@ def _attend(
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         # A row that has met nothing but −inf keeps a sum of zero, so that it ends as 0 / 0, as the formula does.
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        correction = tl.exp2(row_max - shift)
+        weights = exp2(scores * scale_log2 - shift[:, None])
+        correction = exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(weights, 1)
         row_max = new_max
         acc = acc * correction[:, None]

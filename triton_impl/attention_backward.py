@@ -29,6 +29,7 @@ from triton_impl.attention_tiles import (
     wide,
 )
 from triton_impl.dot import dot
+from triton_impl.fast_math import exp2
 from triton_impl.tuning import Launch, Launches, Tuned
 
 #: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
@@ -88,7 +89,7 @@ def _gather_queries(
         else:
             lse = tl.load(lse_base + rows)
             delta = tl.load(delta_base + rows)
-        weights = tl.exp2(dot(k, tl.trans(q), None, PRECISION) * scale_log2 - lse[None, :])
+        weights = exp2(dot(k, tl.trans(q), None, PRECISION) * scale_log2 - lse[None, :])
         if MASKED and IS_CAUSAL:
             seen = start_n + tl.arange(0, BLOCK_N)[:, None] <= rows[None, :]
             weights = tl.where(seen, weights, 0.0)
@@ -175,7 +176,7 @@ def _gather_keys(
     for start_n in range(start, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, WIDE)
-        weights = tl.exp2(dot(q, tl.trans(k), None, PRECISION) * scale_log2 - lse[:, None])
+        weights = exp2(dot(q, tl.trans(k), None, PRECISION) * scale_log2 - lse[:, None])
         if MASKED:
             cols = start_n + tl.arange(0, BLOCK_N)
             seen = cols[None, :] < seqlen_k
