@@ -308,7 +308,7 @@ def _first_launches(
     arguments = (*output.stride(), *grad.stride(), heads, seqlen_q, head_dim_v)
     arguments += (rows, block_dv, wide(output.stride(), grad.stride()))
     _delta_kernel[grid](*of_delta, *arguments)
-    for_delta = None if torch.compiler.is_compiling() else Launch(_delta_kernel[grid], arguments, {})
+    for_delta = None if torch.compiler.is_compiling() else Launch(_delta_kernel, grid, arguments, {})
 
     constants = {
         "IS_CAUSAL": is_causal,

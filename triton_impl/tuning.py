@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -41,15 +41,34 @@ def to_time(configs: list[triton.Config]) -> list[triton.Config]:
     return configs if TUNING or len(configs) == 1 else [configs[0], configs[-1]]
 
 
-class Launch(NamedTuple):
-    """A kernel with all but its tensors decided. Triton itself still sees how each tensor is aligned."""
+class Launch:
+    """A kernel with all but its tensors decided.
 
-    run: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, int]
+    What Triton compiles depends on tensors by their dtypes, and by whether each starts at a multiple of 16 bytes. Where
+    all do, as is usual, the kernel compiled before is launched as it is, which saves Triton's look at every argument.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, int]) -> None:
+        self._run = kernel[grid]
+        self._grid = (*grid, 1, 1)[:3]
+        self._arguments = arguments
+        self._options = options
+        self._aligned: dict[int, Callable[..., None]] = {}  # by device: a compiled kernel is loaded on one
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        self.run(*tensors, *self.arguments, **self.options)
+        address_bits = 0
+        for t in tensors:
+            address_bits |= t.data_ptr()
+        if address_bits % 16 or interpreted():
+            self._run(*tensors, *self._arguments, **self._options)
+            return
+        device = triton.runtime.driver.active.get_current_device()
+        run = self._aligned.get(device)
+        if run is None:
+            compiled = self._run(*tensors, *self._arguments, **self._options)
+            self._aligned[device] = compiled[self._grid]
+        else:
+            run(*tensors, *self._arguments)
 
 
 class Launches(dict[Hashable, Any]):
@@ -102,7 +121,7 @@ class Tuned:
         # By position, because every keyword costs host time in each launch.
         positional = (*arguments, *(values[name] for name in names))
         options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
-        return Launch(self.kernel[grid(values)], positional, options)
+        return Launch(self.kernel, grid(values), positional, options)
 
     def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
         if TUNING or interpreted():
