@@ -17,7 +17,13 @@ from rich.table import Table
 from kernel_ladder import device, table
 from kernel_ladder._version import __version__
 
-ENVIRONMENT = ("KERNEL_LADDER_BACKEND", "KERNEL_LADDER_REQUIRE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+ENVIRONMENT = (
+    "KERNEL_LADDER_BACKEND",
+    "KERNEL_LADDER_REQUIRE",
+    "KERNEL_LADDER_AUTOTUNE",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def note(level: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ import kernel_ladder
 from kernel_ladder import table
 from kernel_ladder.spec import Case
 from kernel_ladder.table import Variant
+
+# The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
+os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

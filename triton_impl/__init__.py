@@ -43,26 +43,6 @@ if interpreted():
     _interpret_standard_library()
 
 
-def _interpret_standard_library() -> None:
-    """Let the interpreter take ``tl.cdiv``, ``tl.zeros``, ``tl.sum`` and so on.
-
-    They are kernels themselves, decorated when Triton is first imported. Where torch.compile has imported Triton
-    before ``TRITON_INTERPRET`` was set here, they were made for the compiler.
-    """
-    from triton.runtime.interpreter import InterpretedFunction
-
-    languages = [m for name, m in list(sys.modules.items()) if name.partition(".language")[0] == "triton"]
-    remade: dict[int, InterpretedFunction] = {}  # by identity: hashing a kernel reads all that it calls
-    for owner in [*languages, triton.language.tensor]:
-        for name, value in list(vars(owner).items()):
-            if isinstance(value, triton.JITFunction):
-                setattr(owner, name, remade.setdefault(id(value), InterpretedFunction(value.fn)))
-
-
-if interpreted():
-    _interpret_standard_library()
-
-
 @functools.cache
 def unavailable() -> str | None:
     """Why Triton kernels cannot run here, or None."""

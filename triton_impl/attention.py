@@ -19,18 +19,21 @@ from triton_impl.aot import Entry, entry
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
 from triton_impl.attention_tiles import (
     LOG2_E,
+    TUNING_KEY,
     Choices,
     block,
+    choose,
     configs,
     load_tile,
     program_tile,
     section,
     seqlen_class,
     store_tile,
-    suitable,
     wide,
 )
 from triton_impl.dot import dot
+from triton_impl.fast_math import exp2
+from triton_impl.tuning import Launch, Launches, Tuned
 
 CHOICES: Choices = {
     0: ((64, 64, 8, 1), (64, 32, 4, 2), (32, 32, 4, 1)),
@@ -38,10 +41,6 @@ CHOICES: Choices = {
     128: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 32, 4, 2)),
     256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
 }
-
-
-def _suitable(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    return suitable(CHOICES, configs, kwargs)
 
 
 @triton.jit
@@ -66,8 +65,8 @@ def _attend(
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         # A row that has met nothing but −inf keeps a sum of zero, so that it ends as 0 / 0, as the formula does.
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        correction = tl.exp2(row_max - shift)
+        weights = exp2(scores * scale_log2 - shift[:, None])
+        correction = exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(weights, 1)
         row_max = new_max
         acc = acc * correction[:, None]
@@ -76,16 +75,10 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.autotune(
-    configs(CHOICES),
-    key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
-    prune_configs_by={"early_config_prune": _suitable},
-    cache_results=True,
-)
 @triton.jit(do_not_specialize=["section", "seqlen_class"])
 def _forward_kernel(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, scale_log2,
-    o_b, o_h, o_s, o_d, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
+    o_b, o_h, o_s, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, section, seqlen_class,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,7 +122,17 @@ def _forward_kernel(
     lse_offset = head.to(tl.int64) * seqlen_q
     tl.store(lse_ptr + lse_offset + rows, row_max + tl.log2(row_sum), mask=rows < seqlen_q)
     acc = acc / row_sum[:, None]
-    store_tile(out_ptr + b * o_b + h * o_h, start_m, o_s, o_d, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, WIDE)
+    store_tile(out_ptr + b * o_b + h * o_h, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, WIDE)
+
+
+def _suitable(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return choose(CHOICES, configs, kwargs)
+
+
+_forward = Tuned(_forward_kernel, configs(CHOICES), TUNING_KEY, _suitable)
+
+#: By all that decides a forward pass: shape and strides of the output, shape of the log-sum-exp, the launch.
+_launches: Launches = Launches()
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
@@ -147,32 +150,70 @@ def attention(
     enable_gqa: bool,
 ) -> tuple[torch.Tensor, tuple]:
     q, k, v = _batched(query), _batched(key), _batched(value)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    output, lse = _attention(q, k, v, is_causal, scale)
+    saved = (q, k, v, output, lse, tuple(query.shape[:-3]), is_causal, scale)
+    return (output if query.dim() == 4 else output.view(*query.shape[:-1], value.shape[-1])), saved
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and, in base two, the log-sum-exp of every row of scores."""
+    if torch.compiler.is_compiling():
+        return _first_attention(q, k, v, is_causal, scale)[:2]
+    dtype, device = q.dtype, q.device
+    what = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dtype, device, is_causal, scale)
+    known = _launches.get(what)
+    if known is None:
+        output, lse, launch = _first_attention(q, k, v, is_causal, scale)
+        if launch is not None:
+            _launches.remember(what, (output.shape, output.stride(), lse.shape, launch))
+        return output, lse
+    shape, strides, rows, launch = known
+    output = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    launch(output, lse, q, k, v)
+    return output, lse
+
+
+def _first_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
     batch, heads, seqlen_q, head_dim = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
-    if head_dim_v == head_dim and q.stride(3) == 1:
-        output = torch.empty_like(q)  # in the memory order of the query
-    else:
+    output = torch.empty_like(q)  # in the memory order of the query, where that leaves rows dense
+    if head_dim_v != head_dim or output.stride(3) != 1:
         output = q.new_empty((batch, heads, seqlen_q, head_dim_v))
     num_heads = batch * heads
     lse = torch.empty((num_heads, seqlen_q), dtype=torch.float32, device=q.device)
-    scale = head_dim**-0.5 if scale is None else float(scale)
     if seqlen_k == 0:
         output.zero_()
-    elif output.numel():
-        group = heads // heads_kv
-        together = section(is_causal, group, seqlen_k * (head_dim + head_dim_v) * q.element_size())
-        strides = output.stride(), q.stride(), k.stride(), v.stride()
-        block_d, block_dv = block(head_dim), block(head_dim_v)
-        _forward_kernel[lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)](
-            output, lse, q, k, v, scale * LOG2_E, *strides[0], *strides[1], *strides[2], *strides[3],
-            num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v,
-            min(together, num_heads), seqlen_class(seqlen_q),
-            IS_CAUSAL=is_causal, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            BLOCK_D=block_d, BLOCK_DV=block_dv, EVEN_D=head_dim == block_d, EVEN_DV=head_dim_v == block_dv,
-            WIDE=wide(*strides),
-        )  # fmt: skip
-    saved = (q, k, v, output, lse, tuple(query.shape[:-3]), is_causal, scale)
-    return (output if query.dim() == 4 else output.view(*query.shape[:-1], head_dim_v)), saved
+    if seqlen_k == 0 or output.numel() == 0:
+        return output, lse, None
+    group = heads // heads_kv
+    together = section(is_causal, group, seqlen_k * (head_dim + head_dim_v) * q.element_size())
+    strides = output.stride(), q.stride(), k.stride(), v.stride()
+    block_d, block_dv = block(head_dim), block(head_dim_v)
+    arguments = (
+        scale * LOG2_E, *strides[0][:3], *strides[1], *strides[2], *strides[3],
+        num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v,
+        min(together, num_heads), seqlen_class(seqlen_q),
+    )  # fmt: skip
+    constants = {
+        "IS_CAUSAL": is_causal,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "EVEN_D": head_dim == block_d,
+        "EVEN_DV": head_dim_v == block_dv,
+        "WIDE": wide(*strides),
+    }
+
+    def grid(meta):
+        return (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)
+
+    return output, lse, _forward(grid, (output, lse, q, k, v), arguments, constants)
 
 
 def _unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
@@ -195,15 +236,15 @@ def _ahead_of_time(kernel, head_dim: int, is_causal: bool, m: int, n: int, num_w
 
 
 AOT = [
-    _ahead_of_time(_forward_kernel.fn, 64, False, 128, 64, 4, 3),
-    _ahead_of_time(_forward_kernel.fn, 64, True, 128, 64, 4, 3),
-    _ahead_of_time(_forward_kernel.fn, 128, False, 128, 128, 8, 2),
-    _ahead_of_time(_forward_kernel.fn, 128, True, 128, 64, 8, 3),
-    _ahead_of_time(_forward_kernel.fn, 256, True, 64, 32, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 64, True, 64, 128, 8, 2),
-    _ahead_of_time(_key_value_kernel.fn, 128, False, 32, 64, 4, 2),
-    _ahead_of_time(_key_value_kernel.fn, 256, True, 32, 32, 8, 2),
-    _ahead_of_time(_query_kernel.fn, 64, True, 128, 64, 8, 2),
-    _ahead_of_time(_query_kernel.fn, 128, False, 128, 64, 8, 2),
-    _ahead_of_time(_query_kernel.fn, 256, True, 64, 32, 8, 2),
+    _ahead_of_time(_forward_kernel, 64, False, 128, 64, 4, 3),
+    _ahead_of_time(_forward_kernel, 64, True, 128, 64, 4, 3),
+    _ahead_of_time(_forward_kernel, 128, False, 128, 128, 8, 2),
+    _ahead_of_time(_forward_kernel, 128, True, 128, 64, 8, 3),
+    _ahead_of_time(_forward_kernel, 256, True, 64, 32, 8, 2),
+    _ahead_of_time(_key_value_kernel, 64, True, 64, 128, 8, 2),
+    _ahead_of_time(_key_value_kernel, 128, False, 32, 64, 4, 2),
+    _ahead_of_time(_key_value_kernel, 256, True, 32, 32, 8, 2),
+    _ahead_of_time(_query_kernel, 64, True, 128, 64, 8, 2),
+    _ahead_of_time(_query_kernel, 128, False, 128, 64, 8, 2),
+    _ahead_of_time(_query_kernel, 256, True, 64, 32, 8, 2),
 ]

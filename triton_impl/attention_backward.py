@@ -16,18 +16,21 @@ import triton.language as tl
 
 from triton_impl.attention_tiles import (
     LOG2_E,
+    TUNING_KEY,
     Choices,
     block,
+    choose,
     configs,
     load_tile,
     program_tile,
     section,
     seqlen_class,
     store_tile,
-    suitable,
     wide,
 )
 from triton_impl.dot import dot
+from triton_impl.fast_math import exp2
+from triton_impl.tuning import Launch, Launches, Tuned
 
 #: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
 MAX_BLOCK_M = 64
@@ -45,14 +48,6 @@ QUERY_CHOICES: Choices = {
     128: ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
     256: ((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
 }
-
-
-def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    return suitable(KEY_VALUE_CHOICES, configs, kwargs)
-
-
-def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    return suitable(QUERY_CHOICES, configs, kwargs)
 
 
 @triton.jit
@@ -94,7 +89,7 @@ def _gather_queries(
         else:
             lse = tl.load(lse_base + rows)
             delta = tl.load(delta_base + rows)
-        weights = tl.exp2(dot(k, tl.trans(q), None, PRECISION) * scale_log2 - lse[None, :])
+        weights = exp2(dot(k, tl.trans(q), None, PRECISION) * scale_log2 - lse[None, :])
         if MASKED and IS_CAUSAL:
             seen = start_n + tl.arange(0, BLOCK_N)[:, None] <= rows[None, :]
             weights = tl.where(seen, weights, 0.0)
@@ -106,12 +101,6 @@ def _gather_queries(
     return grad_k, grad_v
 
 
-@triton.autotune(
-    configs(KEY_VALUE_CHOICES),
-    key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
-    prune_configs_by={"early_config_prune": _suitable_for_keys},
-    cache_results=True,
-)
 @triton.jit(do_not_specialize=["section", "seqlen_class"])
 def _key_value_kernel(
     grad_k_ptr, grad_v_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, scale_log2, scale,
@@ -188,7 +177,7 @@ def _gather_keys(
     for start_n in range(start, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, WIDE)
-        weights = tl.exp2(dot(q, tl.trans(k), None, PRECISION) * scale_log2 - lse[:, None])
+        weights = exp2(dot(q, tl.trans(k), None, PRECISION) * scale_log2 - lse[:, None])
         if MASKED:
             cols = start_n + tl.arange(0, BLOCK_N)
             seen = cols[None, :] < seqlen_k
@@ -202,12 +191,6 @@ def _gather_keys(
     return grad_q
 
 
-@triton.autotune(
-    configs(QUERY_CHOICES),
-    key=["BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class"],
-    prune_configs_by={"early_config_prune": _suitable_for_queries},
-    cache_results=True,
-)
 @triton.jit(do_not_specialize=["section", "seqlen_class"])
 def _query_kernel(
     grad_q_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, scale_log2, scale,
@@ -260,54 +243,108 @@ def _query_kernel(
     )  # fmt: skip
 
 
+def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return choose(KEY_VALUE_CHOICES, configs, kwargs)
+
+
+def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return choose(QUERY_CHOICES, configs, kwargs)
+
+
+_key_value = Tuned(_key_value_kernel, configs(KEY_VALUE_CHOICES), TUNING_KEY, _suitable_for_keys)
+_query = Tuned(_query_kernel, configs(QUERY_CHOICES), TUNING_KEY, _suitable_for_queries)
+
+#: By all that decides a backward pass: its launches.
+_launches: Launches = Launches()
+
+
 def attention_backward(
     saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     q, k, v, output, lse, batch_shape, is_causal, scale = saved
-    batch, heads, seqlen_q, head_dim = q.shape
-    _, heads_kv, seqlen_k, head_dim_v = v.shape
     grad = grad.reshape(output.shape)
     grad_q = torch.empty_like(q) if needs[0] else None
     # Where only one of the two is wanted, the other is thrown away: they share a kernel.
     grad_k, grad_v = (torch.empty_like(k), torch.empty_like(v)) if needs[1] or needs[2] else (None, None)
-    if output.numel() == 0 or seqlen_k == 0:
+    if output.numel() == 0 or k.shape[2] == 0:
         for each in (grad_q, grad_k, grad_v):
             if each is not None:
                 each.zero_()
     else:
-        num_heads, group = batch * heads, heads // heads_kv
         delta = torch.empty_like(lse)
-        block_d, block_dv = block(head_dim), block(head_dim_v)
-        rows = 32
-        _delta_kernel[(triton.cdiv(seqlen_q, rows) * num_heads,)](
-            delta, output, grad, *output.stride(), *grad.stride(), heads, seqlen_q, head_dim_v,
-            BLOCK_M=rows, BLOCK_DV=block_dv, WIDE=wide(output.stride(), grad.stride()),
-        )  # fmt: skip
-        constants = {
-            "IS_CAUSAL": is_causal,
-            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-            "EVEN_D": head_dim == block_d,
-            "EVEN_DV": head_dim_v == block_dv,
-        }
-        inputs = (*grad.stride(), *q.stride(), *k.stride(), *v.stride())
-        lengths = (seqlen_q, seqlen_k, head_dim, head_dim_v)
-        row_bytes = (head_dim + head_dim_v) * q.element_size()
-        if grad_k is not None:
-            together = section(is_causal, 1, seqlen_q * row_bytes * group)
-            outputs = (*grad_k.stride(), *grad_v.stride())
-            _key_value_kernel[lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * batch * heads_kv,)](
-                grad_k, grad_v, grad, lse, delta, q, k, v, scale * LOG2_E, scale, *outputs, *inputs,
-                batch * heads_kv, heads_kv, group, *lengths, min(together, batch * heads_kv), seqlen_class(seqlen_k),
-                **constants, WIDE=wide(outputs, inputs), EVEN_Q=seqlen_q % MAX_BLOCK_M == 0,
+        of_delta = (delta, output, grad)
+        of_keys = (grad_k, grad_v, grad, lse, delta, q, k, v)
+        of_queries = (grad_q, grad, lse, delta, q, k, v)
+        if torch.compiler.is_compiling():
+            _first_launches(of_delta, of_keys, of_queries, is_causal, scale)
+        else:
+            what = (
+                q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), output.stride(), grad.stride(),
+                q.dtype, q.device, is_causal, scale, grad_q is None, grad_k is None,
             )  # fmt: skip
-        if grad_q is not None:
-            together = section(is_causal, group, seqlen_k * row_bytes)
-            _query_kernel[lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)](
-                grad_q, grad, lse, delta, q, k, v, scale * LOG2_E, scale, *grad_q.stride(), *inputs,
-                num_heads, heads, group, *lengths, min(together, num_heads), seqlen_class(seqlen_q),
-                **constants, WIDE=wide(grad_q.stride(), inputs),
-            )  # fmt: skip
+            known = _launches.get(what)
+            if known is None:
+                _launches.remember(what, _first_launches(of_delta, of_keys, of_queries, is_causal, scale))
+            else:
+                for launch, tensors in zip(known, (of_delta, of_keys, of_queries), strict=True):
+                    if launch is not None:
+                        launch(*tensors)
     grads = (grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None)
     return tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)
+
+
+def _first_launches(
+    of_delta: tuple, of_keys: tuple, of_queries: tuple, is_causal: bool, scale: float
+) -> tuple[Launch | None, Launch | None, Launch | None]:
+    """Run the kernels on their tensors; the launches that repeat it, None for what is not wanted."""
+    _, output, grad = of_delta
+    grad_k, grad_v, *_, q, k, v = of_keys
+    grad_q = of_queries[0]
+    batch, heads, seqlen_q, head_dim = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    num_heads, num_heads_kv, group = batch * heads, batch * heads_kv, heads // heads_kv
+    block_d, block_dv = block(head_dim), block(head_dim_v)
+
+    rows = 32
+    grid = (triton.cdiv(seqlen_q, rows) * num_heads,)
+    arguments = (*output.stride(), *grad.stride(), heads, seqlen_q, head_dim_v)
+    arguments += (rows, block_dv, wide(output.stride(), grad.stride()))
+    _delta_kernel[grid](*of_delta, *arguments)
+    for_delta = None if torch.compiler.is_compiling() else Launch(_delta_kernel, grid, arguments, {})
+
+    constants = {
+        "IS_CAUSAL": is_causal,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "EVEN_D": head_dim == block_d,
+        "EVEN_DV": head_dim_v == block_dv,
+    }
+    inputs = (*grad.stride(), *q.stride(), *k.stride(), *v.stride())
+    lengths = (seqlen_q, seqlen_k, head_dim, head_dim_v)
+    row_bytes = (head_dim + head_dim_v) * q.element_size()
+    for_keys = for_queries = None
+    if grad_k is not None:
+        together = section(is_causal, 1, seqlen_q * row_bytes * group)
+        outputs = (*grad_k.stride(), *grad_v.stride())
+        for_keys = _key_value(
+            lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * num_heads_kv,),
+            of_keys,
+            (
+                scale * LOG2_E, scale, *outputs, *inputs,
+                num_heads_kv, heads_kv, group, *lengths, min(together, num_heads_kv), seqlen_class(seqlen_k),
+            ),
+            {**constants, "WIDE": wide(outputs, inputs), "EVEN_Q": seqlen_q % MAX_BLOCK_M == 0},
+        )  # fmt: skip
+    if grad_q is not None:
+        together = section(is_causal, group, seqlen_k * row_bytes)
+        for_queries = _query(
+            lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,),
+            of_queries,
+            (
+                scale * LOG2_E, scale, *grad_q.stride(), *inputs,
+                num_heads, heads, group, *lengths, min(together, num_heads), seqlen_class(seqlen_q),
+            ),
+            {**constants, "WIDE": wide(grad_q.stride(), inputs)},
+        )  # fmt: skip
+    return for_delta, for_keys, for_queries

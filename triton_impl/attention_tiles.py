@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from triton_impl import interpreted
+from triton_impl.tuning import to_time
 
 # Softmax runs in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
 LOG2_E = 1.4426950408889634
@@ -70,7 +71,7 @@ def store_tile(
 
 
 #: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions; 0 stands for
-#: float32, which is multiplied on CUDA cores. Each row ends with one that fits in the shared memory of small GPUs.
+#: float32, which is multiplied on CUDA cores. See :func:`triton_impl.tuning.to_time` on the first and last of a row.
 Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
 
 
@@ -82,13 +83,21 @@ def configs(choices: Choices) -> list[triton.Config]:
     return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in distinct]
 
 
-def suitable(choices: Choices, configs: list[triton.Config], constants: dict) -> list[triton.Config]:
-    """The configurations of the row that a call's constants point to."""
+def choose(choices: Choices, configs: list[triton.Config], constants: dict) -> list[triton.Config]:
+    """The configurations of the row that a call's constants point to, in its order."""
     if len(configs) == 1:
         return configs
     width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
     row = choices[0 if constants["PRECISION"] == "ieee" else width]
-    return [c for c in configs if (c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"], c.num_warps, c.num_stages) in row]
+    return to_time([c for choice in row for c in configs if _is(c, choice)])
+
+
+def _is(config: triton.Config, choice: tuple[int, int, int, int]) -> bool:
+    return (config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.num_warps, config.num_stages) == choice
+
+
+#: What decides the choice.
+TUNING_KEY = ("BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class")
 
 
 def block(head_dim: int) -> int:

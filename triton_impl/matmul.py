@@ -17,6 +17,7 @@ from kernel_ladder.table import register
 from triton_impl import interpreted, unsupported
 from triton_impl.aot import entry
 from triton_impl.dot import dot
+from triton_impl.tuning import Launch, Launches, Tuned
 
 
 def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> triton.Config:
@@ -25,6 +26,7 @@ def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages
 
 
 #: By kind of product. A configuration that needs more shared memory than the GPU has drops out of the tuning by itself.
+#: The first is the choice without tuning, the last that choice where the first does not fit.
 CONFIGS = {
     # Two warpgroups hold a 128×256 accumulator in registers; smaller tiles where those would leave SMs idle.
     "16-bit": [
@@ -45,9 +47,9 @@ CONFIGS = {
         _config(16, 128, 64, 4, 5),
         _config(32, 64, 128, 4, 5),
         _config(64, 16, 128, 4, 5),
-        _config(32, 16, 256, 4, 4),
         _config(64, 32, 128, 4, 5),
         _config(64, 64, 128, 4, 4),
+        _config(32, 16, 256, 4, 4),
     ],
     "tf32": [
         _config(128, 256, 32, 8, 3),
@@ -78,7 +80,7 @@ INTERPRETER_CONFIG = _config(64, 64, 64, 1, 1)
 @triton.jit
 def _tile(
     c_ptr, a_ptr, b_ptr, tile, M, N, K,
-    stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn,
+    stride_am, stride_ak, stride_bk, stride_bn,
     PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LARGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -110,21 +112,21 @@ def _tile(
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
 
-    c_ptrs = c_ptr + offs_m[:, None] * stride_cm + offs_n[None, :] * stride_cn
+    c_ptrs = c_ptr + offs_m[:, None] * N + offs_n[None, :]  # C is contiguous
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
 @triton.jit(do_not_specialize=["tuning_key"])
 def _matmul_kernel(
     c_ptr, a_ptr, b_ptr, M, N, K,
-    stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn,
+    stride_am, stride_ak, stride_bk, stride_bn,
     tuning_key,
     PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LARGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     _tile(
         c_ptr, a_ptr, b_ptr, tl.program_id(0), M, N, K,
-        stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn,
+        stride_am, stride_ak, stride_bk, stride_bn,
         PRECISION, EVEN_M, EVEN_N, EVEN_K, LARGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
     )  # fmt: skip
 
@@ -132,9 +134,9 @@ def _matmul_kernel(
 @triton.jit(do_not_specialize=["tuning_key"])
 def _batched_matmul_kernel(
     c_ptr, a_ptr, b_ptr, M, N, K,
-    stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn,
+    stride_am, stride_ak, stride_bk, stride_bn,
     tuning_key,
-    size1, size2, c0, c1, c2, a0, a1, a2, b0, b1, b2,
+    size1, size2, a0, a1, a2, b0, b1, b2,
     PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LARGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -144,28 +146,26 @@ def _batched_matmul_kernel(
     i2 = (batch % size2).to(tl.int64)
     i1 = (batch // size2 % size1).to(tl.int64)
     i0 = (batch // size2 // size1).to(tl.int64)
-    c_ptr += i0 * c0 + i1 * c1 + i2 * c2
+    c_ptr += batch.to(tl.int64) * M * N
     a_ptr += i0 * a0 + i1 * a1 + i2 * a2
     b_ptr += i0 * b0 + i1 * b1 + i2 * b2
     _tile(
         c_ptr, a_ptr, b_ptr, tl.program_id(0) % tiles, M, N, K,
-        stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn,
+        stride_am, stride_ak, stride_bk, stride_bn,
         PRECISION, EVEN_M, EVEN_N, EVEN_K, LARGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
     )  # fmt: skip
 
 
-def _tuned(kernel: triton.JITFunction) -> dict[str, triton.runtime.Autotuner]:
-    """The kernel tuned over each kind's configurations. The choice is kept on disk, beside the compiled kernels."""
+def _by_kind(kernel: triton.JITFunction) -> dict[str, Tuned]:
+    """The kernel tuned over each kind's configurations."""
     return {
-        kind: triton.autotune(
-            configs=[INTERPRETER_CONFIG] if interpreted() else configs, key=["tuning_key"], cache_results=True
-        )(kernel)
+        kind: Tuned(kernel, [INTERPRETER_CONFIG] if interpreted() else configs, ["tuning_key"])
         for kind, configs in CONFIGS.items()
     }
 
 
-_matmul = _tuned(_matmul_kernel)
-_batched_matmul = _tuned(_batched_matmul_kernel)
+_matmul = _by_kind(_matmul_kernel)
+_batched_matmul = _by_kind(_batched_matmul_kernel)
 MAX_BATCH_DIMS = 3
 
 
@@ -186,33 +186,55 @@ def _kind(dtype: torch.dtype, m: int, n: int) -> str:
     return "16-bit thin" if m <= 64 or n <= 64 else "16-bit"
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``a @ b`` of matrices or batches of them, with any strides, the output contiguous and of `dtype`."""
+#: By all that decides how two operands are multiplied: the output's shape, and the launch.
+_launches: Launches = Launches()
+
+
+def _product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``input @ other`` with the shapes of torch.matmul and any strides, the output contiguous and of `dtype`."""
+    if torch.compiler.is_compiling():
+        return _first_product(input, other, dtype)[0]
+    tf32 = input.dtype == torch.float32 and tf32_allowed()
+    device = input.device
+    key = (input.shape, input.stride(), other.shape, other.stride(), input.dtype, dtype, tf32, device)
+    known = _launches.get(key)
+    if known is None:
+        output, launch = _first_product(input, other, dtype)
+        if launch is not None:
+            _launches.remember(key, (output.shape, launch))
+        return output
+    shape, launch = known
+    output = torch.empty(shape, dtype=dtype, device=device)
+    launch(output, input, other)
+    return output
+
+
+def _first_product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Launch | None]:
+    """The product, and the launch that made it if it was one launch on the memory of `input` and `other`."""
+    a, b = as_matrices(input, other)
     m, k = a.shape[-2:]
     n = b.shape[-1]
-    if a.dim() == 2 and b.dim() == 2:
-        c = torch.empty((m, n), dtype=dtype, device=a.device)
-    else:
-        batch = batch_shape(a, b)
-        c = torch.empty((*batch, m, n), dtype=dtype, device=a.device)
-        a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
+    batch = batch_shape(a, b)
+    c = torch.empty((*batch, m, n), dtype=dtype, device=a.device)
+    output = c.view(output_shape(input, other))
     if c.numel() == 0 or k == 0:
-        return c.zero_()
-    _launch(c, a, b)
-    return c
+        c.zero_()
+        return output, None
+    if batch:
+        a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
+    return output, _launch(c, a, b)
 
 
-def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Write ``a @ b`` into `c`, all of the same batch dimensions."""
+def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Launch | None:
+    """Write ``a @ b`` into contiguous `c`, all of the same batch dimensions."""
     m, k = a.shape[-2:]
     n = b.shape[-1]
-    stride_cm, stride_cn = c.stride()[-2:]
     stride_am, stride_ak = a.stride()[-2:]
     stride_bk, stride_bn = b.stride()[-2:]
     even_m, even_n, even_k = m % BLOCK_MULTIPLE == 0, n % BLOCK_MULTIPLE == 0, k % BLOCK_MULTIPLE == 0
     # The last element's offset, with room for the blocks that reach past it.
     large = (
-        (m + 256) * stride_cm + n * stride_cn >= 2**31
+        (m + 257) * n >= 2**31
         or (m + 256) * stride_am + (k + 256) * stride_ak >= 2**31
         or (k + 256) * stride_bk + (n + 256) * stride_bn >= 2**31
     )
@@ -222,7 +244,7 @@ def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     tuning_key += (_WIDE if stride_am % 8 == 0 else 0) + _UNIT if stride_ak == 1 else _WIDE if stride_ak % 8 == 0 else 0
     wide_b = (_WIDE if stride_bk % 8 == 0 else 0) + _UNIT if stride_bn == 1 else _WIDE if stride_bn % 8 == 0 else 0
     tuning_key += 4 * wide_b
-    arguments = (m, n, k, stride_cm, stride_cn, stride_am, stride_ak, stride_bk, stride_bn, tuning_key)
+    arguments = (m, n, k, stride_am, stride_ak, stride_bk, stride_bn, tuning_key)
     flags = {
         "PRECISION": "tf32" if kind == "tf32" else "ieee",
         "EVEN_M": even_m,
@@ -235,14 +257,13 @@ def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         def grid(meta):
             return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-        _matmul[kind][grid](c, a, b, *arguments, **flags)
-        return
+        return _matmul[kind](grid, (c, a, b), arguments, flags)
 
-    sizes, strides = collapse(c.shape[:-2], c.stride()[:-2], a.stride()[:-2], b.stride()[:-2])
+    sizes, strides = collapse(c.shape[:-2], a.stride()[:-2], b.stride()[:-2])
     if len(sizes) > MAX_BATCH_DIMS:
         for i in range(c.shape[0]):
             _launch(c[i], a[i], b[i])
-        return
+        return None
     padding = MAX_BATCH_DIMS - len(sizes)
     batches = c.shape[:-2].numel()
     batch_arguments = [*([1] * padding), *sizes][1:]
@@ -252,14 +273,11 @@ def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     def grid(meta):
         return (batches * triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-    _batched_matmul[kind][grid](c, a, b, *arguments, *batch_arguments, **flags)
+    return _batched_matmul[kind](grid, (c, a, b), (*arguments, *batch_arguments), flags)
 
 
 def matmul(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
-    if input.dim() == 2 and other.dim() == 2:
-        return _product(input, other, input.dtype), (input, other)
-    output = _product(*as_matrices(input, other), input.dtype)
-    return output.view(output_shape(input, other)), (input, other)
+    return _product(input, other, input.dtype), (input, other)
 
 
 def matmul_backward(
@@ -289,8 +307,8 @@ def _gradient(left: torch.Tensor, right: torch.Tensor, like: torch.Tensor) -> to
 register("matmul", "triton.tiled", forward=matmul, backward=matmul_backward, unsupported=unsupported)
 
 
-_ROWS = {"stride_cn": 1, "stride_ak": 1, "stride_bn": 1}  # row-major operands
-_COLUMNS = {"stride_cn": 1, "stride_am": 1, "stride_bk": 1}  # both transposed
+_ROWS = {"stride_ak": 1, "stride_bn": 1}  # row-major operands
+_COLUMNS = {"stride_am": 1, "stride_bk": 1}  # both transposed
 _EVEN = {"EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "LARGE": False, "PRECISION": "ieee"}
 _MASKED = {"EVEN_M": False, "EVEN_N": False, "EVEN_K": False, "LARGE": True, "PRECISION": "ieee"}
 

@@ -1,0 +1,150 @@
+"""Configurations of Triton kernels: chosen once, in order without tuning, and kept on disk with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder import table
+
+from .conftest import DEVICE, needs_gpu
+
+if (reason := table.unavailable("matmul", "triton")) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+import triton
+
+from triton_impl import attention, interpreted, matmul, tuning
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_wrong_value_of_the_environment_variable_is_an_error():
+    result = run("import kernel_ladder; kernel_ladder.backends('matmul')", KERNEL_LADDER_AUTOTUNE="yes")
+    assert result.returncode != 0
+    assert "KERNEL_LADDER_AUTOTUNE must be 0 or 1, got 'yes'" in result.stderr
+
+
+def test_without_tuning_the_first_choice_and_then_the_last(monkeypatch):
+    configs = [triton.Config({"BLOCK": n}) for n in (64, 32, 16)]
+    monkeypatch.setattr(tuning, "TUNING", False)
+    assert tuning.to_time(configs) == [configs[0], configs[2]]
+    assert tuning.to_time(configs[:1]) == configs[:1]
+    monkeypatch.setattr(tuning, "TUNING", True)
+    assert tuning.to_time(configs) == configs
+
+
+class _SmallMemory:
+    """Stands for a kernel whose larger blocks do not fit."""
+
+    arg_names = ("x_ptr", "n", "BLOCK")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+
+    def __getitem__(self, grid):
+        def launch(x, n, BLOCK, **options):
+            self.blocks.append(BLOCK)
+            if BLOCK > 16:
+                raise triton.OutOfResources(2, 1, "shared memory")
+
+        return launch
+
+
+def test_a_choice_that_does_not_fit_gives_way_to_the_next(monkeypatch):
+    monkeypatch.setattr(tuning, "TUNING", False)
+    monkeypatch.setattr(tuning, "interpreted", lambda: False)
+
+    @triton.jit
+    def kernel(x_ptr, n, BLOCK):
+        pass
+
+    tuned = tuning.Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32, 16)], ["n"])
+    tuned.kernel = small = _SmallMemory()
+    tuned(lambda meta: (meta["BLOCK"],), (torch.zeros(1),), (1,), {})
+    assert small.blocks == [64, 16]
+
+    tuned = tuning.Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32)], ["n"])
+    tuned.kernel = _SmallMemory()
+    with pytest.raises(triton.OutOfResources):
+        tuned(lambda meta: (meta["BLOCK"],), (torch.zeros(1),), (1,), {})
+
+
+def _matmul(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    a = torch.randn(33 * 17 + offset, device=DEVICE)[offset:].view(33, 17)
+    b = torch.randn(17, 35, device=DEVICE)
+    return kernel_ladder.matmul(a, b, backend="triton"), a @ b
+
+
+def _attention(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.randn(2 * 33 * 16 + offset, device=DEVICE)[offset:].view(1, 2, 33, 16)
+    k, v = torch.randn(2, 1, 2, 33, 16, device=DEVICE)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return kernel_ladder.attention(q, k, v, backend="triton"), expected
+
+
+@pytest.mark.parametrize(("module", "call"), [(matmul, _matmul), (attention, _attention)])
+def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
+    monkeypatch.setattr(module, "_launches", tuning.Launches())
+    calls = []
+    choose = tuning.Tuned._choose
+    monkeypatch.setattr(tuning.Tuned, "_choose", lambda *args: calls.append(args) or choose(*args))
+    # Three times aligned, then at an address that kernels for aligned operands must not take, and back.
+    for offset in (0, 0, 0, 1, 1, 0):
+        torch.testing.assert_close(*call(offset), rtol=1e-4, atol=1e-4)
+    assert len(calls) == 1
+
+
+def test_switching_tf32_is_seen(monkeypatch):
+    monkeypatch.setattr(matmul, "_launches", tuning.Launches())
+    for allowed in (False, True):
+        monkeypatch.setattr(matmul, "tf32_allowed", lambda allowed=allowed: allowed)
+        _matmul()
+    assert len(matmul._launches) == 2
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(tuning, "MAX_LAUNCHES", 3)
+    launches = tuning.Launches()
+    for key in range(10):
+        launches.remember(key, key)
+        assert len(launches) <= 3
+        assert launches[key] == key
+
+
+TUNE = """
+import torch, kernel_ladder
+a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+q = torch.randn(1, 1, 256, 64, device="cuda", dtype=torch.bfloat16)
+kernel_ladder.matmul(a, a, backend="triton")
+kernel_ladder.attention(q, q, q, backend="triton")
+"""
+
+
+@needs_gpu
+@pytest.mark.skipif(interpreted(), reason="the interpreter has nothing to tune")
+def test_a_second_process_does_not_tune_again(tmp_path):
+    variables = {"KERNEL_LADDER_AUTOTUNE": "1", "TRITON_PRINT_AUTOTUNING": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    timed = []
+    for _ in range(2):
+        result = run(TUNE, **variables)
+        assert result.returncode == 0, result.stderr
+        timed.append([line for line in result.stdout.splitlines() if line.startswith("Autotuning kernel")])
+    assert any("_matmul_kernel" in line for line in timed[0])
+    assert any("_forward_kernel" in line for line in timed[0])
+    assert timed[1] == []

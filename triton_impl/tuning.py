@@ -1,0 +1,141 @@
+"""Choose a kernel's configuration once, then launch it with little more host work than Triton's own.
+
+Triton's Autotuner looks its choice up anew in every call, at a cost of tens of microseconds. Here it is asked only for
+operands of a kind not met before; what it chose is kept as a :class:`Launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from triton_impl import interpreted
+
+ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
+
+
+def _from_environment() -> bool:
+    value = os.environ.get(ENV_AUTOTUNE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"the environment variable {ENV_AUTOTUNE} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+#: Read once: Triton's tuners are made when kernels are, and torch.compile can trace a constant.
+TUNING = _from_environment()
+
+#: Operands remembered per operation; past that, all are forgotten.
+MAX_LAUNCHES = 4096
+
+
+def to_time(configs: list[triton.Config]) -> list[triton.Config]:
+    """The configurations to choose from: all, or without tuning the first, and the last where that one does not fit.
+
+    So the first of a list is its best guess, and the last one fits in the shared memory of small GPUs.
+    """
+    return configs if TUNING or len(configs) == 1 else [configs[0], configs[-1]]
+
+
+class Launch:
+    """A kernel with all but its tensors decided.
+
+    What Triton compiles depends on tensors by their dtypes, and by whether each starts at a multiple of 16 bytes. Where
+    all do, as is usual, the kernel compiled before is launched as it is, which saves Triton's look at every argument.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, int]) -> None:
+        self._run = kernel[grid]
+        self._grid = (*grid, 1, 1)[:3]
+        self._arguments = arguments
+        self._options = options
+        self._aligned: dict[int, Callable[..., None]] = {}  # by device: a compiled kernel is loaded on one
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        address_bits = 0
+        for t in tensors:
+            address_bits |= t.data_ptr()
+        if address_bits % 16 or interpreted():
+            self._run(*tensors, *self._arguments, **self._options)
+            return
+        device = triton.runtime.driver.active.get_current_device()
+        run = self._aligned.get(device)
+        if run is None:
+            compiled = self._run(*tensors, *self._arguments, **self._options)
+            self._aligned[device] = compiled[self._grid]
+        else:
+            run(*tensors, *self._arguments)
+
+
+class Launches(dict[Hashable, Any]):
+    """What is known of operands met before. Bounded, for programs whose shapes never repeat."""
+
+    def remember(self, key: Hashable, value: Any) -> None:
+        if len(self) >= MAX_LAUNCHES:
+            self.clear()
+        self[key] = value
+
+
+class Tuned:
+    """A kernel and its configurations. `key` and `prune` are as for :func:`triton.autotune`.
+
+    The choice is kept on disk beside the compiled kernels, so that each machine tunes once.
+    """
+
+    def __init__(
+        self, kernel: Any, configs: list[triton.Config], key: Sequence[str], prune: Callable[..., Any] | None = None
+    ) -> None:
+        self.kernel = kernel
+        self.autotuner = triton.autotune(
+            # Where configurations are pruned, `prune` ends with to_time.
+            configs if prune else to_time(configs),
+            key=list(key),
+            prune_configs_by={"early_config_prune": prune} if prune else None,
+            cache_results=True,
+        )(kernel)
+        self._lock = threading.Lock()  # the autotuner keeps the arguments of the call that it times
+
+    def __call__(
+        self,
+        grid: Callable[[dict[str, Any]], tuple[int, ...]],
+        tensors: tuple[torch.Tensor, ...],
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> Launch | None:
+        """Run the kernel, tuning it first where that is due; what is returned repeats it with other tensors.
+
+        The kernel takes its tensors first, then the other `arguments`, then constants. Inside torch.compile, which
+        knows how to trace an autotuner, nothing is returned.
+        """
+        if torch.compiler.is_compiling():
+            self.autotuner[grid](*tensors, *arguments, **constants)
+            return None
+        with self._lock:
+            config = self._choose(grid, (*tensors, *arguments), constants)
+        values = {**constants, **config.kwargs}
+        names = self.kernel.arg_names[len(tensors) + len(arguments) :]
+        # By position, because every keyword costs host time in each launch.
+        positional = (*arguments, *(values[name] for name in names))
+        options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
+        return Launch(self.kernel, grid(values), positional, options)
+
+    def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
+        if TUNING or interpreted():
+            self.autotuner[grid](*arguments, **constants)
+            return self.autotuner.best_config
+        configs = self.autotuner.configs
+        if self.autotuner.early_config_prune is not None:
+            named = dict(zip(self.kernel.arg_names, arguments, strict=False))
+            configs = self.autotuner.early_config_prune(configs, named, **constants)
+        for config in configs:
+            try:
+                self.kernel[grid](*arguments, **constants, **config.all_kwargs())
+                return config
+            except triton.OutOfResources:
+                if config is configs[-1]:
+                    raise
+        raise AssertionError("a kernel has at least one configuration")
