@@ -5,8 +5,8 @@
 // FlashAttention-2 (Dao, arXiv:2307.08691). A block has BLOCK queries and walks over keys and values, STREAM at a time.
 // cp.async brings the tile of values while scores are made, and the next tile of keys while values are used. Each warp
 // keeps its rows' maximum, sum and output in registers and rescales them when the maximum grows (Milakov and
-// Gimelshein, arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the logarithm of each row's sum of
-// exponentials goes out, for the backward pass.
+// Gimelshein, arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the logarithm of each row's sum
+// of exponentials goes out, for the backward pass.
 //
 // What bounds the tiles: a fragment of keys or values that ldmatrix brings serves as many squares of 16 rows as a warp
 // has, and shared memory could not feed the tensor cores were that one; but scores and output stand in registers, two
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 }
             }
         }
-        // The weights as the product takes them are also what is summed: they then make up exactly one, and tensor cores
-        // sum them for less than the rest of the SM would.
+        // What is summed is the weights as the product takes them: they then make up exactly one. Tensor cores do it, so
+        // that no weight has to stay in float32 until it is summed.
         const auto weights = round_squares<T>(scores);
         add_row_sums<T>(row_sum, weights);
         multiply_accumulate<T, D>(output, weights, v_tile, 0);

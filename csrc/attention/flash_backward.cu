@@ -9,8 +9,8 @@
 //   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of all heads that share them
 //
 // One kernel for both would make P and dP once, but would add up dQ by atomics in an order that changes from run to
-// run: two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed squares
-// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
+// run: two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed
+// squares Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
 
 #include "tile.cuh"
 
