@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 }
             }
         }
-        // What is summed is the weights as the product takes them: they then make up exactly one. Tensor cores do it, so
+        // What is summed is the weights as the product takes them: they make up exactly one. Tensor cores do it, so
         // that no weight has to stay in float32 until it is summed.
         const auto weights = round_squares<T>(scores);
         add_row_sums<T>(row_sum, weights);
