@@ -4,9 +4,9 @@
 //
 // FlashAttention-2 (Dao, arXiv:2307.08691). A block has BLOCK queries and walks over keys and values, STREAM at a time.
 // cp.async brings the tile of values while scores are made, and the next tile of keys while values are used. Each warp
-// keeps its rows' maximum, sum and output in registers and rescales them when the maximum grows (Milakov and Gimelshein,
-// arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the logarithm of each row's sum of
-// exponentials goes out, for the backward pass.
+// keeps its rows' maximum, sum and output in registers and rescales them when the maximum grows (Milakov and
+// Gimelshein, arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the logarithm of each row's sum
+// of exponentials goes out, for the backward pass.
 //
 // What bounds the tiles: a fragment of keys or values that ldmatrix brings serves as many squares of 16 rows as a warp
 // has, and shared memory could not feed the tensor cores were that one; but scores and output stand in registers, two
@@ -64,13 +64,15 @@ __global__ void __launch_bounds__(S::THREADS, 2)
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
-    float row_max[M][2], row_sum[M][2];   // the sum: of this lane's columns
+    float row_max[M][2];
     Squares<M, D / 8> output;
+    Squares<M, 1> row_sum;  // the same in every column
     output.clear();
+    row_sum.clear();
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) row_max[m][h] = -INFINITE, row_sum[m][h] = 0.0f;
+        for (int h = 0; h < 2; ++h) row_max[m][h] = -INFINITE;
     }
 
     // From the last tile of keys to the first: only the first steps have anything to mask.
@@ -120,16 +122,15 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 const float shift = new_max == -INFINITE ? 0.0f : new_max * scale;
                 const float rescale = exp2_approx(fmaf(row_max[m][h], scale, -shift));
                 row_max[m][h] = new_max;
-                float sum = 0.0f;
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; ++e) {
                         scores.x[m][j][e] = exp2_approx(fmaf(scores.x[m][j][e], scale, -shift));
-                        sum += scores.x[m][j][e];
                     }
                 }
-                row_sum[m][h] = fmaf(row_sum[m][h], rescale, sum);
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; ++e) row_sum.x[m][0][e] *= rescale;
 #pragma unroll
                 for (int j = 0; j < D / 8; ++j) {
                     output.x[m][j][2 * h] *= rescale;
@@ -137,7 +138,11 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 }
             }
         }
-        multiply_accumulate<T, D>(output, scores, v_tile, 0);
+        // What is summed is the weights as the product takes them: they make up exactly one. Tensor cores do it, so
+        // that no weight has to stay in float32 until it is summed.
+        const auto weights = round_squares<T>(scores);
+        add_row_sums<T>(row_sum, weights);
+        multiply_accumulate<T, D>(output, weights, v_tile, 0);
     };
     int n = steps - 1;
     for (; n >= unmasked; --n) step(n, std::true_type{});
@@ -149,15 +154,15 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     for (int m = 0; m < M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            row_sum[m][h] += __shfl_xor_sync(FULL_MASK, row_sum[m][h], 1);
-            row_sum[m][h] += __shfl_xor_sync(FULL_MASK, row_sum[m][h], 2);
             const int row = lane_row(m, h);
-            if (threadIdx.x % 4 == 0 && row < rows_left) lse[row] = row_max[m][h] * a.scale + logf(row_sum[m][h]);
+            if (threadIdx.x % 4 == 0 && row < rows_left) {
+                lse[row] = row_max[m][h] * a.scale + logf(row_sum.x[m][0][2 * h]);
+            }
         }
     }
     // A row of nothing but −inf sums to 0, and 0 / 0 is the NaN that PyTorch gives.
     store_squares(output, p.output.at(batch, head) + (q0 + warp_row) * p.output.row, p.output.row, rows_left, a.D_v,
-                  [&](int m, int h) { return 1.0f / row_sum[m][h]; });
+                  [&](int m, int h) { return 1.0f / row_sum.x[m][0][2 * h]; });
 #endif
 }
 

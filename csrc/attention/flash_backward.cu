@@ -6,11 +6,11 @@
 //
 //   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij
 //   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has queries and walks over keys
-//   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of every head that shares them
+//   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of all heads that share them
 //
-// One kernel for both would make P and dP once, but would add up dQ by atomics in an order that changes from run to run:
-// two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed squares
-// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
+// One kernel for both would make P and dP once, but would add up dQ by atomics in an order that changes from run to
+// run: two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed
+// squares Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
 
 #include "tile.cuh"
 
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(S::THREADS)
                 }
             }
         }
-        multiply_accumulate<T, D>(grad_query, scores, k_tile(n), 0);
+        multiply_accumulate<T, D>(grad_query, round_squares<T>(scores), k_tile(n), 0);
     }
     store_squares(grad_query, p.grad_query.at(batch, head) + (q0 + warp_row) * p.grad_query.row, p.grad_query.row,
                   a.S_q - q0 - warp_row, a.D, [&](int, int) { return a.scale; });
@@ -217,8 +217,8 @@ __global__ void __launch_bounds__(S::THREADS)
                     }
                 }
             }
-            multiply_accumulate<T, D>(grad_value, weights, grad_tile(stage), column0);
-            multiply_accumulate<T, D>(grad_key, grad_scores, q_tile(stage), column0);
+            multiply_accumulate<T, D>(grad_value, round_squares<T>(weights), grad_tile(stage), column0);
+            multiply_accumulate<T, D>(grad_key, round_squares<T>(grad_scores), q_tile(stage), column0);
         }
     }
     cp_async_wait<0>();  // where no query sees these keys, the tiles that stay are still under way

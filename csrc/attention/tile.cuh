@@ -69,7 +69,7 @@ __device__ inline uint32_t pack(float low, float high, bfloat16) {
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// What follows from the address is made again where it is used, not kept from one step to the next: registers are short.
+// What follows from the address is made again where it is used, not kept from one step to the next: registers are few.
 __device__ inline void forget(uint32_t& address) { asm volatile("" : "+r"(address)); }
 
 template <int HEAD_DIM>
@@ -124,8 +124,8 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
     load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns);
 }
 
-// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t),
-// (g, 2t + 1), and elements 2 and 3 eight rows below.
+// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t)
+// and (g, 2t + 1), and elements 2 and 3 eight rows below.
 template <int M, int N>
 struct Squares {
     float x[M][N][4];
@@ -178,15 +178,16 @@ __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t 
     }
 }
 
-// c += A · B: A is a warp's own squares, rounded to T, and stays in registers, because accumulators lie as mma wants its
-// first operand. B is columns from b_column on, a multiple of 64, of a tile with K · 8 rows.
-template <typename T, int HEAD_DIM, int M, int N, int K>
-__device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, uint32_t b, int b_column) {
-    static_assert(N % 2 == 0 && K % 2 == 0);
-    const int lane = threadIdx.x % WARP, low = lane / 8 % 2, high = lane / 16;
-    uint32_t lane_b = b + b_column * 2 + tile_offset<HEAD_DIM>(low * 8 + lane % 8, high);
-    forget(lane_b);
-    uint32_t fa[K / 2][M][4];
+// A warp's squares rounded to T, as mma wants its first operand: accumulators lie in registers as that operand does.
+template <int M, int K>
+struct Fragments {
+    uint32_t x[K / 2][M][4];
+};
+
+template <typename T, int M, int K>
+__device__ Fragments<M, K> round_squares(const Squares<M, K>& a) {
+    static_assert(K % 2 == 0);
+    Fragments<M, K> f;
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
 #pragma unroll
@@ -194,11 +195,20 @@ __device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, ui
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = &a.x[m][k + i / 2][i % 2 * 2];
-                fa[k / 2][m][i] = pack(pair[0], pair[1], T{});
-                asm volatile("" : "+r"(fa[k / 2][m][i]));
+                f.x[k / 2][m][i] = pack(pair[0], pair[1], T{});
             }
         }
     }
+    return f;
+}
+
+// c += A · B: A stays in registers. B is columns from b_column on, a multiple of 64, of a tile with K · 8 rows.
+template <typename T, int HEAD_DIM, int M, int N, int K>
+__device__ void multiply_accumulate(Squares<M, N>& c, const Fragments<M, K>& a, uint32_t b, int b_column) {
+    static_assert(N % 2 == 0);
+    const int lane = threadIdx.x % WARP, low = lane / 8 % 2, high = lane / 16;
+    uint32_t lane_b = b + b_column * 2 + tile_offset<HEAD_DIM>(low * 8 + lane % 8, high);
+    forget(lane_b);
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
 #pragma unroll
@@ -207,10 +217,21 @@ __device__ void multiply_accumulate(Squares<M, N>& c, const Squares<M, K>& a, ui
             ldmatrix_transposed(fb, step_chunks(lane_b, n) + k * 8 * HEAD_DIM * 2);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                mma(c.x[m][n], fa[k / 2][m], fb[0], fb[1], T{});
-                mma(c.x[m][n + 1], fa[k / 2][m], fb[2], fb[3], T{});
+                mma(c.x[m][n], a.x[k / 2][m], fb[0], fb[1], T{});
+                mma(c.x[m][n + 1], a.x[k / 2][m], fb[2], fb[3], T{});
             }
         }
+    }
+}
+
+// c += A · 1: every column of c gets the sums of A's rows.
+template <typename T, int M, int K>
+__device__ void add_row_sums(Squares<M, 1>& c, const Fragments<M, K>& a) {
+    const uint32_t ones = pack(1.0f, 1.0f, T{});
+#pragma unroll
+    for (int k = 0; k < K / 2; ++k) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) mma(c.x[m][0], a.x[k][m], ones, ones, T{});
     }
 }
 
