@@ -16,7 +16,7 @@ from kernel_ladder.table import Variant
 
 @dataclass
 class Expected:
-    """Inputs, output gradient, the oracle's results and those that set the bound: made once, shared by every variant."""
+    """Inputs, output gradient, the oracle's results and those that set the bound: made once for all variants."""
 
     spec: Spec
     inputs: Inputs

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from kernel_ladder import table
 
 # The interpreter is chosen when a kernel is decorated, so this must stand before any kernel's module is imported.
 if not torch.cuda.is_available():
@@ -63,3 +67,20 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     if not inputs[0].is_cuda and not interpreted():
         return f"Triton kernels take CUDA tensors, got {inputs[0].device.type}"
     return None
+
+
+def register(op: str, name: str, *, forward: Callable[..., tuple[torch.Tensor, tuple]], **more: Any) -> None:
+    """:func:`kernel_ladder.table.register`, for kernels that Triton launches on the current device.
+
+    Where the tensors are on another GPU, that one is made current for the call. (For a backward, autograd does so.)
+    """
+
+    def on_device(*inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, tuple]:
+        device = inputs[0].device
+        if torch.compiler.is_compiling() or device.type != "cuda" or device.index == torch.cuda.current_device():
+            return forward(*inputs, **options)
+        with torch.cuda.device(device):
+            return forward(*inputs, **options)
+
+    on_device.__doc__ = forward.__doc__
+    table.register(op, name, forward=on_device, **more)

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.table import register
-from triton_impl import unsupported
+from triton_impl import register, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
 from triton_impl.attention_tiles import (

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.table import register
-from triton_impl import unsupported
+from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.elementwise import indexing, is_dense, offset_of, too_many_dims
 from triton_impl.fast_math import exp2, rcp

@@ -13,8 +13,7 @@ import triton.language as tl
 from kernel_ladder.matmul_shapes import as_matrices, batch_shape, output_shape, sum_to
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.strides import collapse
-from kernel_ladder.table import register
-from triton_impl import interpreted, unsupported
+from triton_impl import interpreted, register, unsupported
 from triton_impl.aot import entry
 from triton_impl.dot import dot
 from triton_impl.tuning import Launch, Launches, Tuned

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.strides import collapse
-from kernel_ladder.table import register
-from triton_impl import unsupported
+from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 
