@@ -79,6 +79,11 @@ def extension(home: Path) -> dict:
         },
         language="c++",
     )
+    # A torch without CUDA has ninja build without regard to headers. Objects older than a header would be linked with
+    # newer ones, and disagree with them about the structures that they pass to each other.
+    newest = max((ROOT / p).stat().st_mtime for p in files(".cuh", ".h"))
+    for stale in (p for p in (ROOT / "build").rglob("*.o") if p.stat().st_mtime < newest):
+        stale.unlink()
     where = Path(torch.__file__).parent
     say(f"building for {os.environ['TORCH_CUDA_ARCH_LIST']} with {home}/bin/nvcc, torch {torch.__version__} in {where}")
     return {
