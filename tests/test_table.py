@@ -163,6 +163,7 @@ def test_unavailable_gives_the_levels_reason(monkeypatch):
 
 def test_a_level_that_cannot_be_imported_is_unavailable_with_the_reason(monkeypatch):
     monkeypatch.setitem(table.LEVELS, "triton", "no_such_package")
+    monkeypatch.delenv("KERNEL_LADDER_REQUIRE", raising=False)
     monkeypatch.delitem(table._unavailable, ("gelu", "triton"), raising=False)
     assert "No module named 'no_such_package'" in table.unavailable("gelu", "triton")
     monkeypatch.undo()
@@ -188,7 +189,7 @@ def test_backends_lists_every_level(op):
 def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        env={**os.environ, "KERNEL_LADDER_REQUIRE": "", **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -321,19 +321,23 @@ def _too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **op
 def _faults(*inputs: torch.Tensor) -> str | None:
     """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
 
-    Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; for empty
-    tensors the kernels return nothing, or their backward fails.
+    Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; so do float32
+    operands whose first element does not. For empty tensors the kernels return nothing, or their backward fails.
     """
     if not inputs[0].is_cuda:
         return None
     if any(x.numel() == 0 for x in inputs):
         return "PyTorch's fused attention takes no empty tensors"
-    if inputs[0].dtype not in (torch.float16, torch.bfloat16):
+    if inputs[0].dtype == torch.float64:
         return None
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
-        # A head dimension that is no multiple of 8 is padded by PyTorch first, into an aligned copy.
-        strides = [s for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-        if x.shape[-1] % 8 == 0 and (x.storage_offset() % 8 or any(s % 8 for s in strides)):
+        aligned = x.storage_offset() * x.element_size() % 16 == 0
+        if x.element_size() == 2:
+            if x.shape[-1] % 8:
+                continue  # PyTorch pads it first, into an aligned copy
+            strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+            aligned = aligned and all(s % 8 == 0 for s, size in strides if size > 1)
+        if not aligned:
             return f"PyTorch's fused attention faults on rows that do not start on 16 bytes, as those of `{name}`"
     return None
 
