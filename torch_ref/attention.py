@@ -321,8 +321,8 @@ def _too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **op
 def _faults(*inputs: torch.Tensor) -> str | None:
     """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
 
-    Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; so do float32
-    operands whose first element does not. For empty tensors the kernels return nothing, or their backward fails.
+    Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; so do
+    float32 operands whose first element does not. For empty tensors the kernels return nothing, or their backward fails.
     """
     if not inputs[0].is_cuda:
         return None
