@@ -322,7 +322,8 @@ def _faults(*inputs: torch.Tensor) -> str | None:
     """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
 
     Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; so do
-    float32 operands whose first element does not. For empty tensors the kernels return nothing, or their backward fails.
+    float32 operands whose first element does not. For empty tensors the kernels return nothing, or their backward
+    fails.
     """
     if not inputs[0].is_cuda:
         return None
@@ -331,7 +332,8 @@ def _faults(*inputs: torch.Tensor) -> str | None:
     if inputs[0].dtype == torch.float64:
         return None
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
-        aligned = x.storage_offset() * x.element_size() % 16 == 0
+        # While torch.compile traces, where a tensor starts is not known.
+        aligned = torch.compiler.is_compiling() or x.storage_offset() * x.element_size() % 16 == 0
         if x.element_size() == 2:
             if x.shape[-1] % 8:
                 continue  # PyTorch pads it first, into an aligned copy
