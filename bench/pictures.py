@@ -49,22 +49,26 @@ def draw(results: Path) -> list[Path]:
 def _picture(rows: list[Row], path: Path) -> None:
     # Float32 beside bfloat16 would hide the one or the other: a row of panels for each, a column for each pass.
     dtypes = sorted({row.dtype for row in rows}, key=lambda d: (d != "bfloat16", d))
-    passes = [p for p in ("forward", "backward") if any(row.pass_ == p for row in rows)]
+    passes = ("forward", "backward")
     bytes_bound = 2 * sum(row.bytes_bound for row in rows) >= len(rows)
     widest = max(len({r.shape for r in rows if r.dtype == d}) for d in dtypes)
-    panels = [(dtype, pass_) for dtype in dtypes for pass_ in passes]
+    panels = [
+        (dtype, pass_)
+        for dtype in dtypes
+        for pass_ in passes
+        if any(row.dtype == dtype and row.pass_ == pass_ for row in rows)
+    ]
     columns = 1 if widest > WIDE else len(passes)
     lines = math.ceil(len(panels) / columns)
     size = (columns * max(4.5, 0.55 * widest + 2.6) + 0.4, lines * 4.4 + 0.5)
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-        for axes, (dtype, pass_) in zip(grid.flat, panels, strict=True):
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        for axes, (dtype, pass_) in zip(grid.flat, panels, strict=False):
             members = [row for row in rows if row.dtype == dtype and row.pass_ == pass_]
             axes.set_title(f"{pass_}, {dtype}", loc="left", fontsize=10, fontweight="bold")
-            if members:
-                _panel(axes, members, bytes_bound)
-            else:
-                axes.set_axis_off()
+            _panel(axes, members, bytes_bound)
         for axes in grid[:, 0]:
             axes.set_ylabel("GB/s of the least bytes" if bytes_bound else "TFLOP/s of the least operations")
         figure.suptitle(f"{rows[0].op} on {rows[0].gpu}", x=0.01, ha="left", fontsize=12)
