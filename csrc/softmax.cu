@@ -289,7 +289,7 @@ size_t shared_bytes(int64_t length, dim3 block, int rows_kept) {
 
 // Blocks get 48 KB of dynamic shared memory unless a kernel asks for more, which costs two calls to the driver.
 template <typename Kernel>
-void allow_shared(Kernel* kernel, size_t bytes, const char* op) {
+void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
     constexpr size_t BY_DEFAULT = 48 * 1024, FOR_REDUCTIONS = 1024;
     if (bytes + FOR_REDUCTIONS <= BY_DEFAULT) return;
     int limit = 0, device = 0;
@@ -358,7 +358,7 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
         } else {
             const dim3 block = shared_block<T>(layout.length);
             const size_t bytes = shared_bytes<T>(layout.length, block, 1);
-            allow_shared(softmax_shared_kernel<T>, bytes, "softmax");
+            allow_shared_row(softmax_shared_kernel<T>, bytes, "softmax");
             softmax_shared_kernel<T><<<grid_size(ceil_div(layout.count, block.y)), block, bytes, launch.stream>>>(
                 pointer<T>(output), out, pointer<T>(input), in, layout.count, layout.length);
         }
@@ -389,7 +389,7 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
         } else {
             const dim3 block = shared_block<T>(layout.length);
             const size_t bytes = shared_bytes<T>(layout.length, block, 2);
-            allow_shared(softmax_backward_shared_kernel<T>, bytes, "softmax_backward");
+            allow_shared_row(softmax_backward_shared_kernel<T>, bytes, "softmax_backward");
             const auto grid = grid_size(ceil_div(layout.count, block.y));
             softmax_backward_shared_kernel<T><<<grid, block, bytes, launch.stream>>>(
                 pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.count, layout.length);

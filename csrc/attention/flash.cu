@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
 template <typename T, typename S, bool WHOLE>
 void launch_flash(const Operands<T>& operands, const Attention& a, const Launch& launch) {
     const auto kernel = attention_flash_kernel<T, S, WHOLE>;
-    static std::atomic<uint64_t> asked{0};
-    allow_shared(kernel, SHARED<S>, asked, launch.device);
+    static DeviceSet asked;
+    allow_shared(kernel, SHARED<S>, launch.device, asked);
     const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
     kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
     KL_LAUNCH_CHECK();

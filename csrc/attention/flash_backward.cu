@@ -270,8 +270,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
         dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, [&](auto shape) {
             using S = decltype(shape);
             const auto kernel = attention_flash_query_kernel<T, S>;
-            static std::atomic<uint64_t> asked{0};
-            allow_shared(kernel, SHARED<S>, asked, launch.device);
+            static DeviceSet asked;
+            allow_shared(kernel, SHARED<S>, launch.device, asked);
             const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
             kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
         });
@@ -281,8 +281,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
         dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, [&](auto shape) {
             using S = decltype(shape);
             const auto kernel = attention_flash_key_kernel<T, S>;
-            static std::atomic<uint64_t> asked{0};
-            allow_shared(kernel, KEY_SHARED<S>, asked, launch.device);
+            static DeviceSet asked;
+            allow_shared(kernel, KEY_SHARED<S>, launch.device, asked);
             const int64_t parts = S::HEAD_DIM / S::COLUMNS;
             const auto grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::BLOCK) * parts);
             kernel<<<grid, S::THREADS, KEY_SHARED<S>, launch.stream>>>(by_key, a);

@@ -4,8 +4,6 @@
 // place c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, and those then fall on different banks.
 #pragma once
 
-#include <atomic>
-
 #include "../mma.cuh"
 #include "attention.cuh"
 
@@ -32,17 +30,6 @@ void dispatch_shape(int head_dim, F&& f) {
     if (head_dim <= 64) return f(S64{});
     if (head_dim <= 128) return f(S128{});
     f(S256{});
-}
-
-// A block gets more than 48 KB of shared memory only where its kernel asks, once per device. `asked` has a bit per
-// device and belongs to that kernel.
-template <typename Kernel>
-void allow_shared(Kernel* kernel, int bytes, std::atomic<uint64_t>& asked, int32_t device) {
-    const uint64_t bit = uint64_t{1} << (device % 64);
-    if (device < 64 && (asked.load(std::memory_order_relaxed) & bit)) return;
-    KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    if (device < 64) asked.fetch_or(bit, std::memory_order_relaxed);
 }
 
 // float32 falls to the naive variant: tensor cores would round it to tf32.
