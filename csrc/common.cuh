@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <limits>
@@ -109,13 +108,6 @@ inline Tensor empty(const Tensor& like, ScalarType dtype, const std::vector<int6
         stride *= std::max<int64_t>(sizes[d], 1);
     }
     return empty_strided(like, dtype, sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()));
-}
-
-inline int sm_count() {
-    int device = 0, count = 0;
-    KL_CUDA_CHECK(cudaGetDevice(&device));
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
 }
 
 // Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T =
@@ -232,6 +224,8 @@ __device__ inline float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+constexpr float LOG2E = 1.44269504088896f;  // exp(x) = 2^(x · log2 e)
 
 inline bool is_aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 

@@ -14,8 +14,6 @@ namespace {
 
 constexpr int THREADS = 256;
 
-constexpr float LOG2E = 1.44269504f;
-
 // Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with the tail Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a): the form
 // of Abramowitz and Stegun 7.1.26, with a polynomial of our own fit, of one degree more, within 4e-9 of Q. It takes 15
 // instructions where erff takes about 30, and both signs and tails without cancellation.

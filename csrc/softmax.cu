@@ -16,7 +16,6 @@
 namespace kl {
 namespace {
 
-constexpr float LOG2E = 1.44269504f;
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // Within 2 ulp, and |x| / 2 more for the rounding of the scaled argument, of a result that shrinks as exp(x).

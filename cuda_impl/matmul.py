@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, unsupported
+from kernel_ladder.matmul_shapes import output_shape
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.table import register
-
-
-def _output_shape(input: torch.Size, other: torch.Size) -> list[int]:
-    """The shape of the product, as :func:`torch.matmul` has it."""
-    batch = torch.broadcast_shapes(input[:-2], other[:-2])
-    return [*batch, *input[-2:-1], *(other[-1:] if len(other) > 1 else ())]
 
 
 def _fold(tensor: torch.Tensor, dims: list[int], dim: int) -> torch.Tensor:
@@ -78,7 +73,7 @@ def _register(name: str) -> None:
         return _gradients(run, *saved, grad, needs)
 
     def fake(input: torch.Tensor, other: torch.Tensor, allow_tf32: bool = False) -> torch.Tensor:
-        return input.new_empty(_output_shape(input.shape, other.shape))
+        return input.new_empty(output_shape(input, other))
 
     torch.library.register_fake(f"kernel_ladder::matmul.{name}", fake)
     takes = _mma_unsupported if name == "mma" else unsupported

@@ -30,20 +30,25 @@ def program_tile(num_tiles, num_heads, section):
 
 
 @triton.jit
+def _pointers(base, start, rows, cols, stride_row, stride_col, WIDE: tl.constexpr):
+    """Where `rows` × `cols` of the tile lie that begins at row `start`."""
+    # The start of a tile is 64 bits wide; inside a tile 32 bits hold every offset, unless the strides are WIDE.
+    base += tl.cast(start, tl.int64) * stride_row
+    if WIDE:
+        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    return base + (rows[:, None] * stride_row + cols[None, :] * stride_col)
+
+
+@triton.jit
 def load_tile(
     base, start, stride_row, stride_col, num_rows, num_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows ``start … start + BLOCK_ROWS`` of a (num_rows, num_cols) matrix, zeros outside it."""
-    # The start of a tile is 64 bits wide; inside a tile 32 bits hold every offset, unless the strides are WIDE.
-    base += tl.cast(start, tl.int64) * stride_row
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
-    if WIDE:
-        pointers = base + (rows[:, None].to(tl.int64) * stride_row + cols[None, :].to(tl.int64) * stride_col)
-    else:
-        pointers = base + (rows[:, None] * stride_row + cols[None, :] * stride_col)
+    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, WIDE)
     if EVEN_ROWS and EVEN_COLS:
         return tl.load(pointers)
     if EVEN_ROWS:
@@ -59,13 +64,9 @@ def store_tile(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write what of `tile` lies inside a (num_rows, num_cols) matrix."""
-    base += tl.cast(start, tl.int64) * stride_row
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
-    if WIDE:
-        pointers = base + (rows[:, None].to(tl.int64) * stride_row + cols[None, :].to(tl.int64) * stride_col)
-    else:
-        pointers = base + (rows[:, None] * stride_row + cols[None, :] * stride_col)
+    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, WIDE)
     mask = (rows[:, None] < num_rows - start) & (cols[None, :] < num_cols)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
 

@@ -9,7 +9,6 @@
 
 namespace kl {
 
-constexpr float LOG2E = 1.44269504088896f;
 constexpr float LN2 = 0.693147180559945f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
