@@ -32,6 +32,8 @@ class Row:
     us: float | None = None  # median over rounds, of one call
     us_q1: float | None = None
     us_q3: float | None = None
+    us_low: float | None = None  # 95 % bootstrap interval of the median
+    us_high: float | None = None
     rounds: int | None = None
     graph: bool | None = None  # timed inside a CUDA graph, so without launch gaps
     interpreted: bool = False  # Triton's interpreter: right, and no measure of speed
@@ -43,6 +45,12 @@ class Row:
     ceiling_tflops: float | None = None
     of_ceiling: float | None = None
     speedup: float | None = None  # over torch.builtin, paired round by round
+    speedup_low: float | None = None  # 95 % bootstrap interval of the median of the paired ratios
+    speedup_high: float | None = None
+    clock_mhz: float | None = None  # of the multiprocessors, median while this group of rows was timed
+    power_w: float | None = None
+    temperature_c: float | None = None
+    clocks_moved: bool | None = None  # the clock of this row's samples was not that of its neighbours'
     host_us: float | None = None  # of one public call, by name, on a tiny case
     host_direct_us: float | None = None  # of the variant's own function, on a tiny case
     compile_s: float | None = None  # the first call's wall time
