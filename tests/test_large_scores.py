@@ -23,13 +23,16 @@ OPTIONS = {"scale": None, "enable_gqa": False}
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("variant", table.variants("attention"), ids=lambda v: v.name)
-def test_large_scores(variant, dtype, is_causal):
+def test_large_scores(variant, dtype, is_causal, request):
     if (reason := table.unavailable("attention", variant.level)) is not None:
         pytest.skip(reason)
     case = Case("peaked", ((1, 2, 70, 32),) * 3, {"is_causal": is_causal, **OPTIONS}, values="large")
     inputs = make_inputs(case, dtype, DEVICE)
     if (reason := variant.unsupported(*inputs, **case.options)) is not None:
         pytest.skip(reason)
+    if variant.name == "torch.builtin" and dtype == torch.float32 and is_causal and DEVICE.type == "cuda":
+        known = "PyTorch's memory-efficient kernel departs from the formula by more than twice what the formula errs"
+        request.applymarker(pytest.mark.xfail(reason=known, strict=False))
     spec = kernel_ladder.spec("attention")
     scores = inputs[0].double() @ inputs[1].double().mT * 32**-0.5
     assert scores.max() > 5000  # the exponential of 89 overflows float32

@@ -57,8 +57,9 @@ class Launch:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         address_bits = 0
-        for t in tensors:
-            address_bits |= t.data_ptr()
+        addresses = [t.data_ptr() for t in tensors]
+        for address in addresses:
+            address_bits |= address
         if address_bits % 16 or interpreted():
             self._run(*tensors, *self._arguments, **self._options)
             return
@@ -68,7 +69,8 @@ class Launch:
             compiled = self._run(*tensors, *self._arguments, **self._options)
             self._aligned[device] = compiled[self._grid]
         else:
-            run(*tensors, *self._arguments)
+            # Of a tensor Triton would ask the address again, and the driver whether it is one.
+            run(*addresses, *self._arguments)
 
 
 class Launches(dict[Hashable, Any]):
