@@ -9,8 +9,8 @@ import torch
 
 from kernel_ladder import agreement, autograd
 from kernel_ladder.agreement import Agreement, Results
-from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs, Options, Spec
+from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
 from kernel_ladder.table import Variant
 
 
@@ -21,23 +21,20 @@ class Expected:
     spec: Spec
     inputs: Inputs
     options: Options
-    grad: torch.Tensor | None
+    grad: Output | None
     exact: Results
     naive: Results
 
     @classmethod
     def of(cls, spec: Spec, case: Case, dtype: torch.dtype, device: torch.device, backward: bool) -> Expected:
         inputs, options = make_inputs(case, dtype, device), case.options
-        grad = None
-        if backward:
-            shape = spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
-            grad = make_inputs(Case("grad", (tuple(shape),)), dtype, device, seed=1)[0]
+        grad = make_grad(spec, inputs, options) if backward else None
         exact = agreement.oracle(spec, inputs, options, grad)
         return cls(spec, inputs, options, grad, exact, agreement.baseline(spec, inputs, options, grad, exact))
 
     def check(self, variant: Variant, backward: bool) -> Agreement:
         """The agreement of the output alone, or of output and gradients."""
-        names = self.exact if backward else ("output",)
+        names = [name for name in self.exact if backward or name.startswith("output")]
         return agreement.agreement(
             self.spec,
             runner(variant),
@@ -56,7 +53,7 @@ class Expected:
 def runner(variant: Variant) -> agreement.Implementation:
     """A variant as a function of inputs and options, differentiable."""
 
-    def run(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+    def run(*inputs: torch.Tensor | None, **options: Any) -> Output:
         return autograd.run(variant, inputs, options)
 
     return run

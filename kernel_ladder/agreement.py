@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernel_ladder.spec import Inputs, Options, Spec
+from kernel_ladder.spec import Inputs, Options, Output, Spec, as_tuple, each
 
 #: An implementation under test: inputs to output, differentiable where gradients are to be checked.
-Implementation = Callable[..., torch.Tensor]
-#: Output and gradients, by name: ``{"output": …, "grad 0": …}``.
+Implementation = Callable[..., Output]
+#: Outputs and gradients, by name: ``{"output": …, "grad 0": …}``; of several outputs the others are ``"output 1"``, ….
 Results = dict[str, torch.Tensor]
 
 
@@ -70,47 +70,54 @@ class Agreement:
         return "; ".join(str(d) for d in self.deviations)
 
 
-def evaluate(run: Implementation, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
+def evaluate(run: Implementation, inputs: Inputs, options: Options, grad: Output | None) -> Results:
     """Output of `run`, and the gradient of every input where `grad`, the gradient of the output, is given."""
     if grad is None:
         with torch.no_grad():
-            return {"output": run(*inputs, **options)}
-    leaves = tuple(x.detach().requires_grad_() for x in inputs)
-    output = run(*leaves, **options)
-    grads = torch.autograd.grad(output, leaves, grad)
-    return {"output": output.detach(), **{f"grad {i}": g for i, g in enumerate(grads)}}
+            return _named(as_tuple(run(*inputs, **options)))
+    leaves = each(lambda x: x.detach().requires_grad_(), inputs)
+    outputs = as_tuple(run(*leaves, **options))
+    wanted = {f"grad {i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
+    grads = torch.autograd.grad(outputs, list(wanted.values()), as_tuple(grad))
+    return {**_named(tuple(x.detach() for x in outputs)), **dict(zip(wanted, grads, strict=True))}
 
 
-def oracle(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
+def _named(outputs: tuple[torch.Tensor, ...]) -> Results:
+    return {f"output {i}" if i else "output": x for i, x in enumerate(outputs)}
+
+
+def oracle(spec: Spec, inputs: Inputs, options: Options, grad: Output | None) -> Results:
     """Output and gradients in float64."""
     return _by_parts(spec, spec.oracle or spec.reference, inputs, options, grad, torch.float64)
 
 
 def _by_parts(
-    spec: Spec, run: Implementation, inputs: Inputs, options: Options, grad: torch.Tensor | None, dtype: torch.dtype
+    spec: Spec, run: Implementation, inputs: Inputs, options: Options, grad: Output | None, dtype: torch.dtype
 ) -> Results:
     """:func:`evaluate` in `dtype`, one independent part at a time where the spec can split the case."""
     whole: Results = {}
     for input_index, output_index in [] if spec.parts is None else spec.parts(inputs):
         part = tuple(x[i].to(dtype) for x, i in zip(inputs, input_index, strict=True))
+        assert not isinstance(grad, tuple), "what is split into parts has one output"
         results = evaluate(run, part, options, None if grad is None else grad[output_index].to(dtype))
         for name, value in results.items():
             index = output_index if name == "output" else input_index[int(name.removeprefix("grad "))]
             if name not in whole:
-                like = _output_shape(spec, inputs, options) if name == "output" else inputs[int(name[5:])].shape
+                like = spec.output_shapes(inputs, options)[0] if name == "output" else inputs[int(name[5:])].shape
                 whole[name] = torch.empty(like, dtype=value.dtype, device=inputs[0].device)
             whole[name][index] = value
     if whole:
         return whole
-    return evaluate(run, tuple(x.to(dtype) for x in inputs), options, None if grad is None else grad.to(dtype))
+    return evaluate(run, each(lambda x: x.to(dtype), inputs), options, _to(grad, dtype))
 
 
-def _output_shape(spec: Spec, inputs: Inputs, options: Options) -> torch.Size:
-    # PyTorch's own function on tensors without data knows the output's shape, whatever the size.
-    return spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
+def _to(grad: Output | None, dtype: torch.dtype) -> Output | None:
+    if grad is None:
+        return None
+    return tuple(g.to(dtype) for g in grad) if isinstance(grad, tuple) else grad.to(dtype)
 
 
-def _rounded(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None) -> Results:
+def _rounded(spec: Spec, inputs: Inputs, options: Options, grad: Output | None) -> Results:
     """The yardstick's results in the inputs' own dtype: as one call, as users make it, where memory allows.
 
     By parts the same formula takes other kernels of PyTorch's, which can err half as much.
@@ -124,7 +131,7 @@ def _rounded(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | 
     return _by_parts(spec, formula, inputs, options, grad, inputs[0].dtype)
 
 
-def baseline(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | None, exact: Results) -> Results:
+def baseline(spec: Spec, inputs: Inputs, options: Options, grad: Output | None, exact: Results) -> Results:
     """The results of the naive formula (or the spec's yardstick) in the inputs' own dtype, whose error sets the bound.
 
     In float64 the oracle is the naive formula, and so would set no bound: there, the error that the formula makes in
@@ -133,7 +140,7 @@ def baseline(spec: Spec, inputs: Inputs, options: Options, grad: torch.Tensor | 
     if inputs[0].dtype != torch.float64:
         return _rounded(spec, inputs, options, grad)
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    inputs, grad = tuple(x.float() for x in inputs), None if grad is None else grad.float()
+    inputs, grad = each(torch.Tensor.float, inputs), _to(grad, torch.float32)
     rounded = _rounded(spec, inputs, options, grad)
     oracle32 = oracle(spec, inputs, options, grad)
     return {name: exact[name] + ratio * (rounded[name].double() - oracle32[name]) for name in exact}
@@ -144,7 +151,7 @@ def compare(
     actual: torch.Tensor,
     exact: torch.Tensor,
     naive: torch.Tensor | None,
-    grad: torch.Tensor | None = None,
+    grad: Output | None = None,
 ) -> Deviation:
     """Hold `actual` to the bound that `naive`, the naive formula's result in the same dtype, sets around `exact`.
 
@@ -186,10 +193,11 @@ def compare(
     # One denormal step, for results that round to the smallest numbers of the dtype.
     bound += torch.finfo(actual.dtype).smallest_normal * ulp
     norm_bound += torch.finfo(actual.dtype).smallest_normal * ulp * exact.numel() ** 0.5
-    if grad is not None and (given := grad[grad.isfinite()]).numel():
+    if grad is not None:
+        given = max((_largest_finite(g) for g in as_tuple(grad)), default=0.0)
         working_ulp = torch.finfo(torch.promote_types(actual.dtype, torch.float32)).eps
-        bound += factor * working_ulp * given.abs().max().item()
-        norm_bound += factor * working_ulp * given.abs().max().item() * exact.numel() ** 0.5
+        bound += factor * working_ulp * given
+        norm_bound += factor * working_ulp * given * exact.numel() ** 0.5
     if naive is not None:
         naive_deviation = naive.double()[finite] - exact
         # Where the naive formula overflows, it sets no bound.
@@ -204,6 +212,11 @@ def _largest(dtype: torch.dtype) -> float:
     return info.max * (1 + info.eps / 4)
 
 
+def _largest_finite(x: torch.Tensor) -> float:
+    finite = x[x.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
 def _errors(deviation: torch.Tensor) -> tuple[float, float]:
     if deviation.numel() == 0:
         return 0.0, 0.0
@@ -215,7 +228,7 @@ def agreement(
     run: Implementation,
     inputs: Inputs,
     options: Options,
-    grad: torch.Tensor | None = None,
+    grad: Output | None = None,
     *,
     exact: Results | None = None,
     naive: Results | None = None,
@@ -229,7 +242,7 @@ def agreement(
     actual = evaluate(run, inputs, options, grad)
     return Agreement(
         tuple(
-            compare(name, actual[name], exact[name], naive.get(name), None if name == "output" else grad)
+            compare(name, actual[name], exact[name], naive.get(name), grad if name.startswith("grad") else None)
             for name in exact
         )
     )

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import Variant
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, variant: Variant, options: Options, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, variant: Variant, options: Options, *inputs: torch.Tensor | None) -> Output:
         output, saved = variant.forward(*inputs, **options)
         # Tensors must go through save_for_backward (it detects in-place changes and breaks reference cycles).
         ctx.save_for_backward(*[s for s in saved if isinstance(s, torch.Tensor)])
@@ -22,7 +22,7 @@ class _Differentiable(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         saved = tuple(
             tensors.pop(0) if is_tensor else other
@@ -30,8 +30,8 @@ class _Differentiable(torch.autograd.Function):
         )
         needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            return (None, None, *_Gradient.apply(ctx.variant, saved, needs, grad, *ctx.saved_tensors))
-        return (None, None, *ctx.variant.backward(saved, grad, needs))
+            return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *ctx.saved_tensors))
+        return (None, None, *ctx.variant.backward(saved, grads if len(grads) > 1 else grads[0], needs))
 
 
 class _Gradient(torch.autograd.Function):
@@ -47,11 +47,12 @@ class _Gradient(torch.autograd.Function):
         variant: Variant,
         saved: tuple[Any, ...],
         needs: tuple[bool, ...],
-        grad: torch.Tensor,
-        *tensors: torch.Tensor,
+        outputs: int,
+        *grads_and_saved: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.variant = variant
-        return tuple(variant.backward(saved, grad, needs))  # type: ignore[misc]
+        grads = grads_and_saved[:outputs]
+        return tuple(variant.backward(saved, grads if outputs > 1 else grads[0], needs))  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -61,10 +62,10 @@ class _Gradient(torch.autograd.Function):
         )
 
 
-def run(variant: Variant, inputs: Inputs, options: Options) -> torch.Tensor:
+def run(variant: Variant, inputs: Inputs, options: Options) -> Any:
     """Call a variant, through autograd only where a gradient is wanted."""
     if variant.backward is not None and torch.is_grad_enabled():
         for x in inputs:  # not any(): a generator costs as much as the rest of this function
-            if x.requires_grad:
+            if x is not None and x.requires_grad:
                 return _Differentiable.apply(variant, options, *inputs)
     return variant.forward(*inputs, **options)[0]

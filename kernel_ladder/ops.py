@@ -10,7 +10,7 @@ from kernel_ladder import autograd, table
 from kernel_ladder.spec import Inputs
 
 
-def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
+def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     table.spec(op).check(*inputs, **options)
     return autograd.run(table.resolve(op, backend, inputs, options), inputs, options)
 

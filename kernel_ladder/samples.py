@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernel_ladder.spec import Case, Inputs
+from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded", "bshd")
 VALUES = ("normal", "large", "neg_inf_rows", "nan", "inf", "constant")
@@ -63,4 +63,11 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             x.view(-1)[3::14] = -torch.inf
         return x.to(dtype)
 
-    return tuple(_layout(shape, case.layout, make) for shape in case.shapes)
+    return tuple(None if shape is None else _layout(shape, case.layout, make) for shape in case.shapes)
+
+
+def make_grad(spec: Spec, inputs: Inputs, options: Options, seed: int = 1) -> Output:
+    """Random gradients for what an operation returns of these inputs: a tensor, or a tuple where it returns several."""
+    shapes = spec.output_shapes(inputs, options)
+    grads = make_inputs(Case("grad", shapes), inputs[0].dtype, inputs[0].device, seed)
+    return grads if len(grads) > 1 else grads[0]

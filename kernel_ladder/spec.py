@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-Inputs = tuple[torch.Tensor, ...]
+#: The tensor arguments of an operation; None where an optional one is absent. The first is always a tensor.
+Inputs = tuple[Any, ...]
 Options = Mapping[str, Any]
+#: What an operation returns, and the gradients of that.
+Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 #: Every dtype that an operation accepts. A variant may take fewer and says so through ``unsupported``.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -19,12 +22,12 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32,
 class Case:
     """One call of an operation, described by data, so that tests and the benchmark make the same inputs from it.
 
-    ``shapes`` has one entry per tensor argument. ``layout`` and ``values`` are names that
-    :func:`kernel_ladder.samples.make_inputs` knows. ``options`` are the keyword arguments of a variant.
+    ``shapes`` has one entry per tensor argument, None for an optional one that is absent. ``layout`` and ``values`` are
+    names that :func:`kernel_ladder.samples.make_inputs` knows. ``options`` are the keyword arguments of a variant.
     """
 
     id: str
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
     options: Options = field(default_factory=dict)
     layout: str = "contiguous"
     values: str = "normal"
@@ -55,7 +58,8 @@ class Spec:
         name: the operation's name, also the name of its module at every level.
         reference: the naive formula in plain tensor operations. The readable baseline; the oracle, when
             called on float64 inputs; and what ``torch.compile`` compiles.
-        builtin: PyTorch's own function, an independent check of the formula.
+        builtin: PyTorch's own function, or the same from several of them, an independent check of the formula. None
+            where PyTorch has nothing that computes the same.
         check: raises the argument errors, so that they read the same at every level.
         samples: small and awkward cases for the tests.
         errors: bad arguments with the message that each must raise.
@@ -72,8 +76,8 @@ class Spec:
     """
 
     name: str
-    reference: Callable[..., torch.Tensor]
-    builtin: Callable[..., torch.Tensor]
+    reference: Callable[..., Output]
+    builtin: Callable[..., Output] | None
     check: Callable[..., None]
     samples: Sequence[Case]
     errors: Sequence[ErrorCase]
@@ -81,9 +85,24 @@ class Spec:
     bytes: Callable[[Case, int, bool], int]
     flops: Callable[[Case, bool], int]
     auto: Sequence[str]
-    oracle: Callable[..., torch.Tensor] | None = None
-    yardstick: Callable[..., torch.Tensor] | None = None
+    oracle: Callable[..., Output] | None = None
+    yardstick: Callable[..., Output] | None = None
     parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
+
+    def output_shapes(self, inputs: Inputs, options: Options) -> tuple[torch.Size, ...]:
+        """The shape of each output, found without computing it."""
+        without_data = each(lambda x: torch.empty_like(x, device="meta"), inputs)
+        return tuple(x.shape for x in as_tuple((self.builtin or self.reference)(*without_data, **options)))
+
+
+def each(function: Callable[[torch.Tensor], Any], inputs: Inputs) -> Inputs:
+    """`function` of every tensor; what is absent stays so."""
+    return tuple(None if x is None else function(x) for x in inputs)
+
+
+def as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
+    """One output or several, as several."""
+    return output if isinstance(output, tuple) else (output,)
 
 
 def check_tensors(op: str, dtypes: Sequence[torch.dtype] = DTYPES, **tensors: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
-from kernel_ladder.spec import Inputs, Options, Spec
+from kernel_ladder.spec import Inputs, Options, Output, Spec
 
 #: Operations, each a module of this name in every level's package.
 OPS: tuple[str, ...] = ("gelu", "softmax", "matmul", "attention")
@@ -37,13 +37,13 @@ class Variant:
 
     ``forward(*inputs, **options)`` returns ``(output, saved)``.
     ``backward(saved, grad, needs)`` returns one gradient per input, None where ``needs`` is False for it;
-    a variant without one is differentiated by PyTorch.
+    a variant without one is differentiated by PyTorch. Where there are several outputs, `output` and `grad` are tuples.
     ``unsupported(*inputs, **options)`` returns why these inputs cannot be taken, or None.
     """
 
     op: str
     name: str
-    forward: Callable[..., tuple[torch.Tensor, tuple[Any, ...]]]
+    forward: Callable[..., tuple[Output, tuple[Any, ...]]]
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None
     unsupported: Callable[..., str | None]
 
@@ -67,7 +67,7 @@ _environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 _ENV_KEY = os.environ.encodekey(ENV_BACKEND)  # type: ignore[attr-defined]
 
 
-def _supports_all(*inputs: torch.Tensor, **options: Any) -> str | None:
+def _supports_all(*inputs: torch.Tensor | None, **options: Any) -> str | None:
     return None
 
 
@@ -81,7 +81,7 @@ def register(
     op: str,
     name: str,
     *,
-    forward: Callable[..., tuple[torch.Tensor, tuple[Any, ...]]],
+    forward: Callable[..., tuple[Output, tuple[Any, ...]]],
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
     unsupported: Callable[..., str | None] = _supports_all,
 ) -> Variant:

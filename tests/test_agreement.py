@@ -10,8 +10,8 @@ import torch
 import kernel_ladder
 from kernel_ladder import autograd, table
 from kernel_ladder.agreement import agreement, baseline, oracle
-from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import DTYPES, Case
+from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.spec import DTYPES
 
 from .conftest import DEVICE
 
@@ -24,8 +24,7 @@ def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
     inputs = make_inputs(case, dtype, DEVICE)
     grad = None
     if backward:
-        output = spec.reference(*inputs, **case.options)
-        grad = make_inputs(Case("grad", (tuple(output.shape),)), dtype, DEVICE, seed=1)[0]
+        grad = make_grad(spec, inputs, case.options)
     exact = oracle(spec, inputs, case.options, grad)
     return inputs, grad, exact, baseline(spec, inputs, case.options, grad, exact)
 

@@ -9,8 +9,7 @@ import kernel_ladder
 import triton_impl
 from kernel_ladder import table
 from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case
+from kernel_ladder.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case, variant_id
 
@@ -42,8 +41,7 @@ def test_inside_compile(variant, backward):
 
     grad = None
     if backward:
-        shape = tuple(spec.builtin(*inputs, **case.options).shape)
-        grad = make_inputs(Case("grad", (shape,)), torch.float32, DEVICE, seed=1)[0]
+        grad = make_grad(spec, inputs, case.options)
     result = agreement(spec, lambda *x, **options: inside(*x), inputs, case.options, grad)
     assert result.agrees, str(result)
 

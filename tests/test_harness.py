@@ -10,7 +10,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case
 
 from .conftest import typical_case
@@ -27,8 +27,7 @@ def judge(op: str, run: Callable, case: Case, dtype: torch.dtype, backward: bool
     inputs = make_inputs(case, dtype, DEVICE)
     grad = None
     if backward:
-        output = spec.builtin(*inputs, **case.options)
-        grad = make_inputs(Case("grad", (tuple(output.shape),)), dtype, DEVICE, seed=1)[0]
+        grad = make_grad(spec, inputs, case.options)
     return agreement(spec, run, inputs, case.options, grad)
 
 

@@ -7,8 +7,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder.agreement import evaluate
-from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case
+from kernel_ladder.samples import make_grad, make_inputs
 
 from .conftest import DEVICE
 
@@ -25,8 +24,7 @@ def parameters():
 @pytest.mark.parametrize(("spec", "formula", "case"), list(parameters()))
 def test_equals_reference(spec, formula, case):
     inputs = make_inputs(case, torch.float64, DEVICE)
-    shape = spec.reference(*inputs, **case.options).shape
-    grad = make_inputs(Case("grad", (tuple(shape),)), torch.float64, DEVICE, seed=1)[0]
+    grad = make_grad(spec, inputs, case.options)
     expected = evaluate(spec.reference, inputs, case.options, grad)
     # float64 against float64: the default tolerance allows for the order of the sum alone.
     torch.testing.assert_close(evaluate(formula, inputs, case.options, grad), expected, equal_nan=True)
