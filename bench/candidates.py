@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 
 import kernel_ladder
 from bench import timing
-from bench.gate import Expected
+from bench.gate import Expected, runner
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs
-from kernel_ladder.table import Variant
+from kernel_ladder.table import LEVELS, Variant
 
 
 class Copies:
@@ -74,10 +75,13 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
     inputs = make_inputs(case, dtype, device)
     if variant.unsupported(*inputs, **case.options) is not None:
         return None, None
-    public = getattr(kernel_ladder, variant.op)
+    if variant.level in LEVELS:
+        public = functools.partial(getattr(kernel_ladder, variant.op), backend=variant.name)
+    else:
+        public = runner(variant)  # a peer has no name in the table: its users call its function
 
     def named(*x: torch.Tensor) -> torch.Tensor:
-        return public(*x, **case.options, backend=variant.name)
+        return public(*x, **case.options)
 
     if not backward:
         with torch.no_grad():
