@@ -64,9 +64,13 @@ def _choice(args: argparse.Namespace) -> sweep.Choice:
 
 def _peers(given: str | None, ops: Sequence[str]) -> list[str]:
     """The peers that ``--peers`` names."""
+    if given is None:
+        return []
     if given == ALL_PEERS:
         return peers.known()
-    names = [_known("peer", name.removeprefix(f"{peers.LEVEL}."), peers.known()) for name in _split([given or ""])]
+    names = [_known("peer", name.removeprefix(f"{peers.LEVEL}."), peers.known()) for name in _split([given])]
+    if not names:
+        raise UsageError(f"--peers: no name in {given!r}; known are {', '.join(peers.known())}")
     for name in names:
         covered = peers.ops_of(name)
         if not any(op in covered for op in ops):

@@ -95,8 +95,11 @@ class Peer:
     @functools.cached_property
     def version(self) -> str | None:
         """The installed version, or None."""
+        package = re.match(r"[\w.-]+", self.requirement)[0]
+        if package == "torch":
+            return str(torch.__version__)  # with its build, as every row has it
         try:
-            return metadata.version(re.match(r"[\w.-]+", self.requirement)[0])
+            return metadata.version(package)
         except metadata.PackageNotFoundError:
             return None
 
