@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 import kernel_ladder
 from bench import timing
-from bench.gate import Expected, runner
+from bench.gate import Expected
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs
 from kernel_ladder.table import LEVELS, Variant
@@ -75,13 +74,15 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
     inputs = make_inputs(case, dtype, device)
     if variant.unsupported(*inputs, **case.options) is not None:
         return None, None
-    if variant.level in LEVELS:
-        public = functools.partial(getattr(kernel_ladder, variant.op), backend=variant.name)
-    else:
-        public = runner(variant)  # a peer has no name in the table: its users call its function
+    public = getattr(kernel_ladder, variant.op)
 
-    def named(*x: torch.Tensor) -> torch.Tensor:
-        return public(*x, **case.options)
+    def through_table(*x: torch.Tensor) -> torch.Tensor:
+        return public(*x, **case.options, backend=variant.name)
+
+    def own(*x: torch.Tensor) -> torch.Tensor:
+        return variant.forward(*x, **case.options)[0]
+
+    named = through_table if variant.level in LEVELS else own  # a peer's users call its own function
 
     if not backward:
         with torch.no_grad():
