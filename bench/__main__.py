@@ -12,18 +12,21 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import environment, rows, sweep, table
+from bench import environment, peers, rows, sweep, table
 from kernel_ladder.table import LEVELS, variants
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 PASSES = ("forward", "backward")
+ALL_PEERS = "all"
 
 EPILOG = """\
 Other commands, all reading the rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
   python -m bench pictures [FILE]      draw the pictures again
   python -m bench readme [--check]     renew the tables in README.md between their markers
+and
+  python -m bench peers                list the peers, their versions or how to get them
 """
 
 
@@ -53,7 +56,26 @@ def _choice(args: argparse.Namespace) -> sweep.Choice:
     passes = PASSES if args.pass_ == "both" else (_known("pass", args.pass_, (*PASSES, "both")),)
     if args.time <= 0:
         raise UsageError(f"--time must be positive, got {args.time}")
-    return sweep.Choice(ops, backends or None, dtypes or None, passes, args.quick, args.time)
+    names = _peers(args.peers, ops)
+    if backends:
+        backends += [peers.IN_TABLE[name][op] for name in names for op in ops if op in peers.IN_TABLE.get(name, ())]
+    return sweep.Choice(ops, backends or None, dtypes or None, passes, args.quick, args.time, peers=names)
+
+
+def _peers(given: str | None, ops: Sequence[str]) -> list[str]:
+    """The peers that ``--peers`` names."""
+    if given is None:
+        return []
+    if given == ALL_PEERS:
+        return peers.known()
+    names = [_known("peer", name.removeprefix(f"{peers.LEVEL}."), peers.known()) for name in _split([given])]
+    if not names:
+        raise UsageError(f"--peers: no name in {given!r}; known are {', '.join(peers.known())}")
+    for name in names:
+        covered = peers.ops_of(name)
+        if not any(op in covered for op in ops):
+            raise UsageError(f"peer {name!r} covers {', '.join(covered)}, not {', '.join(ops)}")
+    return names
 
 
 def _sweep_parser() -> argparse.ArgumentParser:
@@ -67,6 +89,13 @@ def _sweep_parser() -> argparse.ArgumentParser:
     parser.add_argument("--op", **many, help=f"operations: {', '.join(kernel_ladder.OPS)} (default: all)")
     parser.add_argument(
         "--backend", **many, help="levels or variants (default: all; torch.builtin is always there to compare with)"
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const=ALL_PEERS,
+        metavar="NAME[,NAME]",
+        help=f"other libraries too, all or some of {', '.join(peers.known())}",
     )
     parser.add_argument(
         "--dtype", **many, help="default: bfloat16, and float32 for the quick cases; float32 without a GPU"
@@ -88,6 +117,9 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     rows.read(output)  # a broken file is better found now than after the last kernel
     if environment.device().type == "cpu":
         console.print("No GPU: shapes are shrunk, and Triton runs in its interpreter. Correctness, not speed.")
+    for name in choice.peers:
+        if name in peers.PEERS and (reason := peers.PEERS[name].absent):
+            console.print(f"peer {name}: {reason}", markup=False, soft_wrap=True)
     new, interrupted = sweep.run(choice, output, console)
     table.show(new, console)
     if new:
@@ -97,7 +129,8 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     wrong = [row for row in new if row.wrong]
     for row in wrong:
         print(f"WRONG: {row.op} {row.backend} {row.pass_} {row.dtype} {row.shape}: {row.wrong}", file=sys.stderr)
-    return 130 if interrupted else 1 if wrong else 0
+    # A peer's failure is shown as ours are, but is not this project's.
+    return 130 if interrupted else 1 if any(row.level != peers.LEVEL for row in wrong) else 0
 
 
 def _draw(path: Path, console: Console) -> None:
@@ -132,6 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench import readme
 
             return readme.main(argv[1:])
+        if argv[:1] == ["peers"]:
+            argparse.ArgumentParser(prog="python -m bench peers", description=peers.show.__doc__).parse_args(argv[1:])
+            peers.show(console)
+            return 0
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)

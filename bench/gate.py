@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,12 @@ class Expected:
     def first_call(self, variant: Variant, backward: bool) -> Results:
         """One call as the check makes it."""
         return agreement.evaluate(runner(variant), self.inputs, self.options, self.grad if backward else None)
+
+
+def one_line(error: Exception) -> str:
+    """An exception's type and the first line that it says, without a terminal's colours."""
+    said = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    return ": ".join(filter(None, (type(error).__name__, said.partition("\n")[0])))
 
 
 def runner(variant: Variant) -> agreement.Implementation:

@@ -1,4 +1,4 @@
-"""Rows in the order in which the table holds their variants: level by level, step by step."""
+"""Rows in the order in which the table holds their variants: level by level, step by step, and peers after them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import functools
 from collections.abc import Iterable
 
 import kernel_ladder
+from bench import peers
 from bench.rows import Row
 from kernel_ladder import table
 
 
 @functools.cache
 def _places(op: str) -> dict[str, int]:
-    known = [v.name for v in table.variants(op)] if op in kernel_ladder.OPS else []
+    known = [v.name for v in (*table.variants(op), *peers.variants(op))] if op in kernel_ladder.OPS else []
     return {name: i for i, name in enumerate(known)}
 
 
@@ -24,7 +25,7 @@ def _cases(op: str) -> dict[str, int]:
 
 def by_climb(rows: Iterable[Row]) -> list[Row]:
     """Sorted by operation, case of the sweep and place in the climb; what none of them knows keeps its order, last."""
-    levels = list(table.LEVELS)
+    levels = [*table.LEVELS, peers.LEVEL]
     ops = list(kernel_ladder.OPS)
 
     def place(row: Row) -> tuple[int, ...]:

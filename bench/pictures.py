@@ -15,8 +15,16 @@ from matplotlib.axes import Axes
 from bench.rows import Row, latest, picture_file, read
 
 # Okabe and Ito's colours, told apart by colour-blind eyes: a hue for each level, a marker for each step of its climb.
-COLOURS = {"torch": "#555555", "compile": "#E69F00", "triton": "#0072B2", "cuda": "#009E73", "xla": "#CC79A7"}
-OTHER = "#D55E00"
+# Peers are dashed, too.
+COLOURS = {
+    "torch": "#555555",
+    "compile": "#E69F00",
+    "triton": "#0072B2",
+    "cuda": "#009E73",
+    "xla": "#CC79A7",
+    "peer": "#D55E00",
+}
+OTHER = "#56B4E9"
 MARKERS = "osD^vPX*<>"
 #: Earlier steps are paler, so that the end of each climb stands out.
 PALEST = 0.45
@@ -95,7 +103,8 @@ def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
             ys.append(math.nan if row is None else row.gbs if bytes_bound else row.tflops)
         peak = max(peak, *(y for y in ys if not math.isnan(y)))
         interpreted = any(row.interpreted for row in mine.values())
-        axes.plot(xs, ys, color=colour, marker=marker, markersize=5, linewidth=1.6, ls=":" if interpreted else "-")
+        style = ":" if interpreted else "--" if backend.startswith("peer.") else "-"
+        axes.plot(xs, ys, color=colour, marker=marker, markersize=5, linewidth=1.6, ls=style)
         shown = [y for y in ys if not math.isnan(y)]
         ends.append((shown[-1], f"{backend} (interpreted)" if interpreted else backend, colour))
     roof = _roof(axes, rows, shapes, bytes_bound)
@@ -131,7 +140,8 @@ def _look(backend: str, backends: Sequence[str]) -> tuple[tuple[float, ...], str
     level = backend.partition(".")[0]
     climb = [b for b in backends if b.partition(".")[0] == level]
     step = climb.index(backend)
-    strength = 1.0 if len(climb) == 1 else PALEST + (1 - PALEST) * step / (len(climb) - 1)
+    # Peers are no climb.
+    strength = 1.0 if len(climb) == 1 or level == "peer" else PALEST + (1 - PALEST) * step / (len(climb) - 1)
     r, g, b = mpl.colors.to_rgb(COLOURS.get(level, OTHER))
     return tuple(1 - strength * (1 - c) for c in (r, g, b)), MARKERS[step % len(MARKERS)]
 

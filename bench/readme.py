@@ -85,6 +85,9 @@ def _machine(path: Path, found: list[Row]) -> str:
         return ""
     newest = max(found, key=lambda row: row.when)
     versions = {"driver": newest.driver, "CUDA": newest.cuda, "PyTorch": newest.torch, "Triton": newest.triton}
+    for row in sorted(found, key=lambda row: row.when):
+        if row.peer_version not in (None, row.torch):  # a peer that is PyTorch itself is named already
+            versions[row.backend.partition(".")[2]] = row.peer_version
     with_ = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     commits = sorted({f"`{row.commit[:12]}`{' (with changes)' if row.dirty else ''}" for row in found if row.commit})
     source = f"; source {', '.join(commits)}" if commits else ""

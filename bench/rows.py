@@ -59,6 +59,7 @@ class Row:
     peak_mib: float | None = None  # allocated by one call at most
     unsupported: str | None = None
     wrong: str | None = None
+    peer_version: str | None = None  # of the library, where the row is a peer's
     gpu: str | None = None
     driver: str | None = None
     cuda: str | None = None

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import kernel_ladder
-from bench import candidates, ceilings, environment, gate, rows, timing
+from bench import candidates, ceilings, environment, gate, peers, rows, timing
 from bench.cases import default_dtypes, host_case, sweep_cases
 from bench.order import by_climb
 from bench.rows import Row
@@ -37,6 +37,7 @@ class Choice:
     quick: bool = False
     seconds: float = 0.7  # measuring, for all variants of one case, dtype and pass together
     warmup: float = 0.3
+    peers: Sequence[str] = ()
 
     def takes(self, name: str) -> bool:
         """Whether a variant is to be measured. The baseline always is: speedups are paired with it."""
@@ -83,6 +84,7 @@ class Sweep:
         spec = kernel_ladder.spec(group.op)
         torch._dynamo.reset()  # each case compiles afresh: past a few shapes torch.compile gives up on a function
         chosen = [v for v in table.variants(group.op) if self.choice.takes(v.name)]
+        chosen += peers.variants(group.op, self.choice.peers)
         try:
             expected = gate.Expected.of(spec, group.case, group.dtype, self.device, "backward" in group.passes)
         except torch.OutOfMemoryError:
@@ -133,7 +135,7 @@ class Sweep:
         row: Row,
     ) -> timing.Launch | None:
         """Check a variant and make it ready to be timed; or emit its row with the reason, and return None."""
-        reason = table.unavailable(variant.op, variant.level)
+        reason = table.unavailable(variant.op, variant.level) if variant.level in table.LEVELS else None
         reason = reason or variant.unsupported(*expected.inputs, **group.case.options)
         if reason is not None:
             return self._give_up(row, reason)
@@ -155,7 +157,7 @@ class Sweep:
         except torch.OutOfMemoryError:
             return self._give_up(row, f"out of memory on {environment.machine_name()}")
         except Exception as error:  # one broken kernel must not cost the rows of the others
-            row.wrong = f"raised {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            row.wrong = f"raised {gate.one_line(error)}"
             return self._give_up(row, None)
 
     def _give_up(self, row: Row, reason: str | None) -> None:
@@ -207,6 +209,7 @@ class Sweep:
             interpreted=interpreted,
             bytes=spec.bytes(group.case, group.dtype.itemsize, backward),
             flops=spec.flops(group.case, backward),
+            peer_version=peers.version(backend),
             when=datetime.now(UTC).isoformat(timespec="milliseconds"),
             **environment.facts(),
         )

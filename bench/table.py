@@ -74,6 +74,7 @@ def _cells(row: Row) -> list[str]:
     notes = [
         f"WRONG: {row.wrong}" if row.wrong else "",
         row.unsupported or "",
+        f"version {row.peer_version}" if row.peer_version and row.unsupported is None else "",
         "interpreted" if row.interpreted and row.us is not None else "",
         "launch gaps included" if row.graph is False else "",
     ]

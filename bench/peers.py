@@ -1,0 +1,303 @@
+"""Peers: other libraries' kernels, held to the same agreement and timed in the same rounds as ours. ``--peers``.
+
+A peer is optional. It is imported only when it is measured, and where it is absent its rows say how to get it. To add
+an operation to a peer, write a function that imports what it needs and returns the library's own call, with the
+operation's arguments::
+
+    @LIGER.covers("rms_norm", dtypes=HALVES)
+    def _():
+        from liger_kernel.ops import LigerRMSNormFunction
+
+        return lambda input, weight, *, eps: LigerRMSNormFunction.apply(input, weight, eps)
+
+It is called once; what it returns is called as it stands, so that the peer pays nothing for being here. Its backward is
+the one that it gives to autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.gate import one_line
+from kernel_ladder.table import Variant
+
+LEVEL = "peer"
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32)
+
+Call = Callable[..., torch.Tensor]
+Unsupported = Callable[..., str | None]
+
+
+def _takes_all(*inputs: torch.Tensor, **options: Any) -> str | None:
+    return None
+
+
+@dataclass
+class Adapter:
+    """How a peer is called for one operation.
+
+    ``make()`` imports the library and returns its call, which takes the operation's inputs and options and returns the
+    output. ``unsupported`` is that of a variant.
+    """
+
+    make: Callable[[], Call]
+    dtypes: Sequence[torch.dtype]
+    unsupported: Unsupported
+
+    @functools.cached_property
+    def call(self) -> Call:
+        return self.make()
+
+
+@dataclass
+class Peer:
+    """A library to compare with.
+
+    Attributes:
+        name: the library's; its backend is ``peer.<name>``.
+        requirement: what pip installs it from: the version that the adapters were written for.
+        capability: the least compute capability of a GPU that it runs on; None where it needs no GPU.
+        adapters: by operation.
+    """
+
+    name: str
+    requirement: str
+    capability: tuple[int, int] | None
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+
+    def covers(
+        self, op: str, *, dtypes: Sequence[torch.dtype] = FLOATS, unsupported: Unsupported = _takes_all
+    ) -> Callable[[Callable[[], Call]], Callable[[], Call]]:
+        """Decorate the function that makes this peer's call for an operation. See :class:`Adapter`."""
+
+        def add(make: Callable[[], Call]) -> Callable[[], Call]:
+            self.adapters[op] = Adapter(make, dtypes, unsupported)
+            return make
+
+        return add
+
+    @property
+    def backend(self) -> str:
+        return f"{LEVEL}.{self.name}"
+
+    @functools.cached_property
+    def version(self) -> str | None:
+        """The installed version, or None."""
+        package = re.match(r"[\w.-]+", self.requirement)[0]
+        if package == "torch":
+            return str(torch.__version__)  # with its build, as every row has it
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def absent(self) -> str | None:
+        """How to get this peer where it is not installed, else None."""
+        return None if self.version else f"not installed; `pip install '{self.requirement}'` gets it"
+
+    def _no_gpu_for_it(self, input: torch.Tensor) -> str | None:
+        if self.capability is None:
+            return None
+        if not input.is_cuda:
+            return f"{self.name} needs a CUDA GPU, got tensors on {input.device.type}"
+        found = torch.cuda.get_device_capability(input.device)
+        if found < self.capability:
+            least, here = (".".join(map(str, each)) for each in (self.capability, found))
+            return f"{self.name} needs compute capability {least}, got {here}"
+        return None
+
+    def variant(self, op: str) -> Variant:
+        """This peer as a variant of an operation that it covers. The dispatch table does not know it."""
+        adapter = self.adapters[op]
+
+        def forward(*inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, tuple[()]]:
+            return adapter.call(*inputs, **options), ()
+
+        def unsupported(*inputs: torch.Tensor, **options: Any) -> str | None:
+            if (reason := self.absent or self._no_gpu_for_it(inputs[0])) is not None:
+                return reason
+            if inputs[0].dtype not in adapter.dtypes:
+                accepted, given = _names(adapter.dtypes), _names([inputs[0].dtype])
+                return f"{self.name} takes {accepted} here, got {given}"
+            try:
+                adapter.call  # noqa: B018  imported now, so that no time measured later holds it
+            except Exception as error:  # a library may raise anything where it does not fit the machine
+                return f"{self.name} {self.version} cannot be imported: {one_line(error)}"
+            return adapter.unsupported(*inputs, **options)
+
+        return Variant(op, self.backend, forward, None, unsupported)
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+# The kernels that the CuTe DSL compiles for CUDA 13 come as an extra.
+_CUDA13 = "[cu13]" if (torch.version.cuda or "").startswith("13") else ""
+
+LIGER = Peer("liger", "liger-kernel==0.8.5", (8, 0))
+QUACK = Peer("quack", f"quack-kernels{_CUDA13}==0.6.5", (8, 0))
+FLASH_ATTN_4 = Peer("flash-attn-4", f"flash-attn-4{_CUDA13}==4.0.0b36", (9, 0))
+# Beside the table's compile.default: the mode that times more configurations of a fused loop. It is the only other that
+# could change a time here: reduce-overhead captures a CUDA graph, as the sweep itself does with every short kernel.
+# matmul's is in the table; the naive attention is not a fused loop.
+MAX_AUTOTUNE = Peer("max-autotune", "torch", (8, 0))
+
+PEERS = {peer.name: peer for peer in (LIGER, QUACK, FLASH_ATTN_4, MAX_AUTOTUNE)}
+
+#: Libraries that PyTorch calls: variants in the table already, and measured once, under that name.
+IN_TABLE = {
+    "cublas": {"matmul": "torch.builtin"},
+    "cudnn": {"attention": "torch.cudnn"},
+    "sdpa-flash": {"attention": "torch.flash"},
+}
+
+
+def _other_than_rows(input: torch.Tensor, *, dim: int) -> str | None:
+    if input.dim() != 2 or dim not in (-1, 1):
+        return f"takes the rows of a matrix, got {input.dim()} dimensions and dim={dim}"
+    return None
+
+
+def _liger_row_length(input: torch.Tensor, *, dim: int) -> str | None:
+    if (reason := _other_than_rows(input, dim=dim)) is not None:
+        return reason
+    if input.shape[1] > 65536:
+        return f"rows of {input.shape[1]} elements are too long for one block; at most 65536"
+    return None
+
+
+@LIGER.covers("softmax", unsupported=_liger_row_length)
+def _liger_softmax() -> Call:
+    from liger_kernel.ops import LigerSoftmaxFunction
+
+    return lambda input, *, dim: LigerSoftmaxFunction.apply(input)
+
+
+@QUACK.covers("softmax", unsupported=_other_than_rows)
+def _quack_softmax() -> Call:
+    from quack import softmax
+
+    return lambda input, *, dim: softmax(input)
+
+
+def _unaligned_matrices(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    if input.dim() != 2 or other.dim() != 2:
+        return f"its differentiable product takes two matrices, got {input.dim()} and {other.dim()} dimensions"
+    if any(n % 8 for n in (*input.shape, *other.shape)):  # of the output too, whose gradient backward reads
+        return f"sizes must be multiples of 8, 16 bytes, got {tuple(input.shape)} and {tuple(other.shape)}"
+    return None
+
+
+@QUACK.covers("matmul", dtypes=HALVES, unsupported=_unaligned_matrices)
+def _quack_matmul() -> Call:
+    from quack.linear import linear_func
+
+    tune = os.environ.get("KERNEL_LADDER_AUTOTUNE", "1") != "0"
+
+    def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        # Its tuner times dozens of kernels for each shape: in vain for the tiny one on which host cost is measured.
+        return linear_func(input, other.mT, tuned=tune and input.numel() > 2**16)
+
+    return matmul
+
+
+def _flash_attn_4_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, **options: Any
+) -> str | None:
+    if query.dim() != 4:
+        return f"takes 4 dimensions (B, H, S, D), got {query.dim()}"
+    largest = 256 if torch.cuda.get_device_capability(query.device)[0] == 9 else 128
+    for dim in (query.shape[-1], value.shape[-1]):
+        if dim % 8 or not 8 <= dim <= largest:
+            return f"head dimensions must be multiples of 8 up to {largest}, got {dim}"
+    lengths = query.shape[-2], key.shape[-2]
+    if is_causal and lengths[0] != lengths[1]:
+        return f"its causal mask counts from the bottom right, another one for {lengths[0]} queries, {lengths[1]} keys"
+    return None
+
+
+@FLASH_ATTN_4.covers("attention", dtypes=HALVES, unsupported=_flash_attn_4_shapes)
+def _flash_attn_4() -> Call:
+    from flash_attn.cute import flash_attn_func
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        # (B, S, H, D) as views: the kernel reads strides. Grouped queries it knows by the shapes.
+        output, _ = flash_attn_func(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), softmax_scale=scale, causal=is_causal
+        )
+        return output.transpose(1, 2)
+
+    return attention
+
+
+def _max_autotuned(op: str) -> Callable[[], Call]:
+    def make() -> Call:
+        import kernel_ladder
+        from compile_impl import compiled
+
+        # Not the mode that also captures CUDA graphs: their outputs are overwritten by the next call.
+        forward = compiled(kernel_ladder.spec(op).reference, mode="max-autotune-no-cudagraphs")
+        return lambda *inputs, **options: forward(*inputs, **options)[0]
+
+    return make
+
+
+for _op in ("gelu", "softmax"):
+    MAX_AUTOTUNE.covers(_op)(_max_autotuned(_op))
+
+
+def known() -> list[str]:
+    """Every name that ``--peers`` takes, without those of its own."""
+    return [*PEERS, *IN_TABLE]
+
+
+def ops_of(name: str) -> dict[str, str]:
+    """The operations that a peer covers, each with the backend that its rows have."""
+    return IN_TABLE[name] if name in IN_TABLE else dict.fromkeys(PEERS[name].adapters, PEERS[name].backend)
+
+
+def variants(op: str, names: Iterable[str] | None = None) -> list[Variant]:
+    """The peers (all, or those named) that cover an operation, installed or not, as variants."""
+    chosen = [PEERS[name] for name in (PEERS if names is None else names) if name in PEERS]
+    return [peer.variant(op) for peer in chosen if op in peer.adapters]
+
+
+def version(backend: str) -> str | None:
+    """The version of a peer by its backend; None for everything else."""
+    level, _, name = backend.partition(".")
+    return PEERS[name].version if level == LEVEL and name in PEERS else None
+
+
+def show(console: Console) -> None:
+    """Print every peer: what it covers, and its version or how to get it."""
+    table = Table(title="peers", title_justify="left", title_style="bold", padding=(0, 1))
+    for heading in ("peer", "operations", "backend"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("version", overflow="fold")
+    for name in known():
+        status = "the table's own variant" if name in IN_TABLE else PEERS[name].version or PEERS[name].absent
+        backends = ", ".join(dict.fromkeys(ops_of(name).values()))
+        table.add_row(*map(Text, (name, ", ".join(ops_of(name)), backends, status)))
+    console.print(table)
