@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kernel_ladder
-from bench import environment, rows
+from bench import environment, markdown, rows
+from bench.headline import headline
 from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
 
@@ -72,14 +73,6 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
     return written or f"*No rows yet: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
 
 
-def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    ruler = "|" + "|".join("---:" if r else "---" for r in right) + "|"
-    return "\n".join([line(header), ruler, *map(line, lines)])
-
-
 def _machine(path: Path, found: list[Row]) -> str:
     if not found:
         return ""
@@ -92,24 +85,13 @@ def _machine(path: Path, found: list[Row]) -> str:
     return f"Measured on {newest.gpu} with {with_}{source}; {newest.when[:10]}.{note}"
 
 
-def _headline(op: str, found: list[Row]) -> tuple[str, str] | None:
-    """The shape and the dtype that stand for an operation: the last quick case, bfloat16 where it was measured."""
-    mine = [row for row in found if row.op == op]
-    if not mine:
-        return None
-    dtype = "bfloat16" if any(row.dtype == "bfloat16" for row in mine) else mine[0].dtype
-    measured = list(dict.fromkeys(row.shape for row in mine if row.dtype == dtype))
-    quick = [case.id for case in kernel_ladder.spec(op).sweep if case.quick and case.id in measured]
-    return (quick or measured)[-1], dtype
-
-
 def _summary(path: Path, found: list[Row]) -> str:
     lines = []
     for op in kernel_ladder.OPS:
-        headline = _headline(op, found)
-        if headline is None:
+        standing = headline(op, found)
+        if standing is None:
             continue
-        shape, dtype = headline
+        shape, dtype = standing
         mine = [row for row in found if (row.op, row.shape, row.dtype) == (op, shape, dtype)]
         best = {p: fastest(row for row in mine if row.pass_ == p) for p in PASSES}
         for backend in dict.fromkeys(row.backend for row in mine):
@@ -122,7 +104,7 @@ def _summary(path: Path, found: list[Row]) -> str:
         return ""
     measured = ["time (quartiles)", "rate", "of ceiling", "× builtin"]
     header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
-    table = _markdown(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
+    table = markdown.grid(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
     return f"{_machine(path, found)}\n\n{table}"
 
 
@@ -175,7 +157,7 @@ def _grid(found: list[Row]) -> str:
             else:
                 cells.append(f"**{rate(row, bytes_bound)}**" if backend == best else rate(row, bytes_bound))
         lines.append(cells)
-    table = _markdown(
+    table = markdown.grid(
         ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]
     )
     notes = "".join(f"\n({i}) {reason}" + ("\\" if i < len(reasons) else "") for i, reason in enumerate(reasons, 1))
