@@ -134,7 +134,7 @@ def compare(
     controls = [raw[key] for key in both if is_control(old[key], new[key])]
     drift = _drift([ratio.value for ratio in controls], correct, same_machine)
     changes = [
-        _change(old[key], new[key], raw[key], drift, is_control(old[key], new[key]), same_machine)
+        _change(old[key], new[key], raw[key], drift, is_control(old[key], new[key]), correct and same_machine)
         for key in both
         if chosen(new[key])
     ]
@@ -175,11 +175,11 @@ def _drift(ratios: Sequence[float], correct: bool, same_machine: bool) -> Drift:
     return Drift(math.exp(middle), scatter, len(ratios), correct, None if correct else "raw ratios were asked for")
 
 
-def _change(before: Row, after: Row, raw: Estimate, drift: Drift, control: bool, same_machine: bool) -> Change:
+def _change(before: Row, after: Row, raw: Estimate, drift: Drift, control: bool, pair: bool) -> Change:
     corrected = raw.scaled(1 / drift.factor if drift.applied else 1.0).widened(drift.deviation)
-    same_builtin = same_machine and (before.torch, before.cuda) == (after.torch, after.cuda)
+    pair &= before.backend != "torch.builtin" and (before.torch, before.cuda) == (after.torch, after.cuda)
     old, new = speedup_of(before), speedup_of(after)
-    paired = old.over(new) if old and new and same_builtin and before.backend != "torch.builtin" else None
+    paired = old.over(new) if old and new and pair else None
     foreign = before.level in FOREIGN or before.interpreted or after.interpreted
     return Change(before, after, raw, corrected, paired, control, not control and not foreign)
 

@@ -94,8 +94,8 @@ def grids(report: Report, everything: bool) -> list[Grid]:
         *_transitions(report.comparison.transitions),
         _wrong(report.comparison.still_wrong),
         _changes(f"Faster past {share}", these("faster", True)),
-        _changes("Slower, within the threshold", these("slower", False), folded=True),
-        _changes("Faster, within the threshold", these("faster", False), folded=True),
+        _changes("Slower, not past the threshold", these("slower", False), folded=True),
+        _changes("Faster, not past the threshold", these("faster", False), folded=True),
         _changes("Changed, not judged (controls, peers, ceilings, interpreted)", others, folded=True),
     ]
     if everything:
@@ -150,8 +150,8 @@ def _line(transition: Transition) -> tuple[str, ...]:
 
 
 def _wrong(found: Sequence[Row]) -> Grid:
-    return Grid("Wrong in both", ["op", "backend", "pass", "dtype", "shape", "reason"],
-                [[*_name(row), row.wrong] for row in found], names=6)  # fmt: skip
+    lines = [[*_name(row), row.wrong or ""] for row in found]
+    return Grid(f"Wrong in both ({len(lines)})", ["op", "backend", "pass", "dtype", "shape", "reason"], lines, names=6)
 
 
 def _summary(changes: Sequence[Change]) -> Grid:

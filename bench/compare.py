@@ -30,7 +30,8 @@ The gate fails (exit code 1) where a variant
 --complete adds: was in A and is not in B. Without it B may hold fewer calls, as after a quick sweep.
 Controls, peers, ceilings and what Triton's interpreter ran are shown and not judged. A change that slows torch.builtin
 as well (in the clock itself, say) reads as drift: a drift past the threshold is pointed out, and --raw judges the
-ratios without correction. The least false alarms come from measuring A and B one after the other on one machine.
+ratios as they are, without correction and pairing. There are fewest false alarms where A and B are measured one after
+the other on one machine.
 
 exit code: 0 the gate holds; 1 it fails; 2 the command line or a file cannot be used
 """
@@ -67,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--across-gpus", action="store_true", help="compare two machines; nothing is corrected for drift"
     )
-    parser.add_argument("--raw", action="store_true", help="judge ratios without the correction for drift")
+    parser.add_argument(
+        "--raw", action="store_true", help="judge ratios as they are: no correction for drift, no pairing"
+    )
     parser.add_argument("--complete", action="store_true", help="fail for what is in A and not in B")
     parser.add_argument("--all", action="store_true", help="list the unchanged too")
     output = parser.add_mutually_exclusive_group()

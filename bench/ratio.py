@@ -81,4 +81,6 @@ def time_of(row: Row) -> Estimate:
 
 def speedup_of(row: Row) -> Estimate | None:
     """A row's speed-up over torch.builtin, paired round by round within its run; None where it has none."""
+    if row.backend == "torch.builtin":
+        return Estimate(1.0, 1.0, 1.0)
     return Estimate(row.speedup, row.speedup_low, row.speedup_high) if row.speedup else None

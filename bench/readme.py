@@ -5,6 +5,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``summary``: every operation and variant at the operation's headline shape (the last of its quick sweep)
 - ``machine``: what the rows were measured with
 - an operation: its rates at every shape
+- ``climb OP``: the operation's steps at its headline shape, each beside the one before it, with the counters that moved
 - ``picture OP``: the operation's picture
 """
 
@@ -18,13 +19,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kernel_ladder
-from bench import environment, markdown, rows
+from bench import climb, counters, environment, markdown, rows
 from bench.headline import headline
 from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
 
 _BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTILINE)
 PASSES = ("forward", "backward")
+
+PAGES = [environment.ROOT / "README.md", environment.ROOT / "KERNEL_LOG.md"]
 
 Machines = dict[Path, list[Row]]
 
@@ -61,13 +64,19 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
 
         def make(path: Path, found: list[Row]) -> str:
             return _rates(name, found)
+    elif word == "climb" and op in kernel_ladder.OPS:
+
+        def make(path: Path, found: list[Row]) -> str:
+            return climb.write(op, path, found)
     elif word == "picture" and op in kernel_ladder.OPS:
 
         def make(path: Path, found: list[Row]) -> str:
             return _picture(op, path, found, folder)
     else:
         ops = ", ".join(kernel_ladder.OPS)
-        raise ReadmeError(f"unknown block {name!r}; known are summary, machine, 'picture OP' and OP, of {ops}")
+        raise ReadmeError(
+            f"unknown block {name!r}; known are summary, machine, 'picture OP', 'climb OP' and OP, of {ops}"
+        )
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
     return written or f"*No rows yet: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
@@ -183,13 +192,16 @@ def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
 def default_results() -> list[Path]:
     """Every GPU's file; the CPU's where there is no other."""
     files = sorted((environment.ROOT / "bench" / "results").glob("*.jsonl"))
+    files = [f for f in files if not f.name.endswith(counters.SUFFIX)]
     return [f for f in files if f.stem != "cpu"] or files
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0; 1 where --check finds a stale block; 2 for markers or rows that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m bench readme", description="Renew the tables between markers.")
-    parser.add_argument("file", type=Path, nargs="*", default=[environment.ROOT / "README.md"], help="Markdown files")
+    parser.add_argument(
+        "file", type=Path, nargs="*", default=PAGES, help="Markdown files (default: README.md and KERNEL_LOG.md)"
+    )
     parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
     args = parser.parse_args(argv)
