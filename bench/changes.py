@@ -9,13 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.order import by_climb
-from bench.ratio import Estimate, has_interval, has_quartiles, speedup_of, time_of
+from bench.ratio import Estimate, speedup_of, time_of
 from bench.rows import ResultsError, Row
 
 #: Levels that hold what others wrote, and what the machine can do: shown, and not judged.
 FOREIGN = ("peer", "ceiling")
 #: Transitions of this project's own code that the gate fails for.
 FAILING = ("became wrong", "became unsupported")
+#: Ceilings that are the machine's alone, and those that PyTorch's library of products has a part in. The cost of a
+#: launch is neither: it is the host's, and does not follow the device's clocks.
+BANDWIDTHS = ("ceiling.copy", "ceiling.read", "ceiling.write", "ceiling.l2")
+PRODUCTS = ("ceiling.tensor", "ceiling.cuda_core")
 #: Fewer controls than this say neither how the machine drifted nor how far two runs scatter.
 MIN_CONTROLS = 3
 #: Standard deviation of a normal distribution over its median absolute deviation.
@@ -50,6 +54,13 @@ class Drift:
         return self.scatter * math.sqrt(1 + unsure)
 
 
+def _side(ratio: Estimate) -> int | None:
+    """1 where the whole interval is above one, -1 where it is below, 0 where one is inside; None without an interval."""
+    if ratio.low is None or ratio.high is None:
+        return None
+    return (ratio.low > 1) - (ratio.high < 1)
+
+
 @dataclass(frozen=True)
 class Change:
     """One call that was timed in both files. Ratios are of B's time over A's: above one is slower."""
@@ -65,15 +76,17 @@ class Change:
     @property
     def direction(self) -> str:
         """Which side of one the whole interval of the corrected ratio lies on."""
-        return "slower" if self.corrected.low > 1 else "faster" if self.corrected.high < 1 else "unchanged"
+        return {1: "slower", -1: "faster"}.get(_side(self.corrected), "unchanged")
 
     def past(self, threshold: float) -> bool:
         """Whether a change beyond the interval is larger than a share of the time, and the paired ratio says so too."""
         if self.direction not in ("slower", "faster"):
             return False
         sign = 1 if self.direction == "slower" else -1
-        paired = self.paired is None or sign * math.log(self.paired.value) > math.log1p(threshold / 2)
-        return paired and sign * math.log(self.corrected.value) > math.log1p(threshold)
+        return sign * math.log(self.corrected.value) > math.log1p(threshold) and (
+            self.paired is None
+            or (_side(self.paired) in (sign, None) and sign * math.log(self.paired.value) > math.log1p(threshold / 2))
+        )
 
     @property
     def size(self) -> float:
@@ -159,9 +172,14 @@ def _is_control(before: Row, after: Row, same_machine: bool) -> bool:
     """Whether the same code was timed in both, so that a ratio other than one is the machine's."""
     if not same_machine or before.interpreted or after.interpreted:
         return False
-    if before.level == "ceiling":
-        return before.backend != "ceiling.launch"  # the host's cost, which does not follow the device's clocks
-    return before.backend == "torch.builtin" and (before.torch, before.cuda) == (after.torch, after.cuda)
+    if before.backend in BANDWIDTHS:
+        return True
+    timed = before.backend == "torch.builtin" or before.backend in PRODUCTS
+    return timed and _same_software(before, after)
+
+
+def _same_software(before: Row, after: Row) -> bool:
+    return (before.torch, before.cuda) == (after.torch, after.cuda)
 
 
 def _drift(ratios: Sequence[float], correct: bool, same_machine: bool) -> Drift:
@@ -177,7 +195,7 @@ def _drift(ratios: Sequence[float], correct: bool, same_machine: bool) -> Drift:
 
 def _change(before: Row, after: Row, raw: Estimate, drift: Drift, control: bool, pair: bool) -> Change:
     corrected = raw.scaled(1 / drift.factor if drift.applied else 1.0).widened(drift.deviation)
-    pair &= before.backend != "torch.builtin" and (before.torch, before.cuda) == (after.torch, after.cuda)
+    pair &= before.backend != "torch.builtin" and _same_software(before, after)
     old, new = speedup_of(before), speedup_of(after)
     paired = old.over(new) if old and new and pair else None
     foreign = before.level in FOREIGN or before.interpreted or after.interpreted
@@ -229,65 +247,3 @@ def groups(changes: Sequence[Change]) -> list[Group]:
     for row in by_climb(change.after for change in changes):
         found.setdefault((row.op, row.backend), []).append(by_key[row.key])
     return [Group(op, backend, members) for (op, backend), members in found.items()]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A fact about the two runs that is not the same in both."""
-
-    name: str
-    before: str
-    after: str
-
-
-FACTS = {
-    "gpu": "machine",
-    "driver": "driver",
-    "cuda": "CUDA",
-    "torch": "PyTorch",
-    "triton": "Triton",
-    "commit": "commit",
-}
-#: Smaller differences of the median clock, as a share, and of peak memory are not worth a line.
-CLOCK, PEAK_MIB = 0.01, 1
-
-
-def differences(before: Sequence[Row], after: Sequence[Row]) -> list[Difference]:
-    """How the two runs' machine, software and source differ."""
-    found = [
-        Difference(name, a, b)
-        for field, name in FACTS.items()
-        if (a := _values(before, field)) != (b := _values(after, field))
-    ]
-    clocks = [[row.clock_mhz for row in rows if row.clock_mhz] for rows in (before, after)]
-    if all(clocks):
-        a, b = map(statistics.median, clocks)
-        if abs(b / a - 1) > CLOCK:
-            found.append(Difference("median clock", f"{a:,.0f} MHz", f"{b:,.0f} MHz"))
-    return found
-
-
-def _values(rows: Sequence[Row], field: str) -> str:
-    def text(row: Row) -> str:
-        if field != "commit":
-            return str(getattr(row, field) or "unknown")
-        return f"{(row.commit or 'unknown')[:12]}{' with changes' if row.dirty else ''}"
-
-    return ", ".join(sorted({text(row) for row in rows}))
-
-
-def notes(change: Change) -> list[str]:
-    """What else a reader should know about a change."""
-    before, after = change.before, change.after
-    found = {
-        "control": change.control,
-        "interpreted": before.interpreted or after.interpreted,
-        "launch gaps in A alone": before.graph is False and after.graph,
-        "launch gaps in B alone": after.graph is False and before.graph,
-        "one round": not all(has_interval(row) or has_quartiles(row) for row in (before, after)),
-        "clock moved": before.clocks_moved or after.clocks_moved,
-    }
-    said = [note for note, holds in found.items() if holds]
-    if None not in (before.peak_mib, after.peak_mib) and abs(after.peak_mib - before.peak_mib) > PEAK_MIB:
-        said.append(f"peak memory {before.peak_mib:,.0f} → {after.peak_mib:,.0f} MiB")
-    return said

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import markdown
-from bench.changes import FAILING, Change, Comparison, Difference, Transition, groups, notes
+from bench.changes import FAILING, Change, Comparison, Transition, groups
+from bench.changes_context import Difference, notes
 from bench.ratio import has_interval
 from bench.rows import Row
 from bench.table import microseconds

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from bench import counters, markdown
-from bench.counters import Counters
+from bench import climb_counters, markdown
+from bench.climb_counters import Counters
 from bench.headline import headline
 from bench.ratio import Estimate, speedup_of, time_of
 from bench.rows import Row
@@ -21,7 +21,7 @@ BESIDE = {"torch": "torch.naive", "peer": None}
 
 def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """Markdown tables of an operation, one a pass at that pass's headline shape; with counters where there are any."""
-    profiled = counters.read(counters.file_beside(path))
+    profiled = climb_counters.read(climb_counters.file_beside(path))
     parts = []
     for pass_ in ("forward", "backward"):
         mine = [row for row in found if row.op == op and row.pass_ == pass_]
@@ -30,7 +30,7 @@ def write(op: str, path: Path, found: Sequence[Row]) -> str:
             continue
         steps = in_order([row for row in mine if (row.shape, row.dtype) == standing])
         parts.append(f"{op} {pass_}, {standing[0]}, {standing[1]}, {steps[0].gpu}:\n\n{_times(steps)}")
-        if any(counters.of(row, profiled) for row in steps):
+        if any(climb_counters.of(row, profiled) for row in steps):
             parts.append(_counters(steps, profiled))
     return "\n\n".join(parts)
 
@@ -99,10 +99,12 @@ def _text(ratio: Estimate) -> str:
 def _counters(steps: Sequence[Row], profiled: Mapping[tuple[str, ...], Counters]) -> str:
     lines = []
     for row, before in with_step_before(steps):
-        if mine := counters.of(row, profiled):
-            lines.append([f"`{row.backend}`", *counters.cells(mine, counters.of(before, profiled) if before else {})])
-    used = [0, *(i for i in range(1, len(counters.COLUMNS) + 1) if any(line[i] for line in lines))]
-    header = ["counters", *(heading for heading, _, _ in counters.COLUMNS)]
+        if mine := climb_counters.of(row, profiled):
+            lines.append(
+                [f"`{row.backend}`", *climb_counters.cells(mine, climb_counters.of(before, profiled) if before else {})]
+            )
+    used = [0, *(i for i in range(1, len(climb_counters.COLUMNS) + 1) if any(line[i] for line in lines))]
+    header = ["counters", *(heading for heading, _, _ in climb_counters.COLUMNS)]
     lines = [[line[i] for i in used] for line in lines]
     table = markdown.grid([header[i] for i in used], lines, [i > 0 for i in used])
     return f"{table}\n\nBold: moved by more than a tenth from the step before."

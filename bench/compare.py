@@ -10,28 +10,30 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import changes, changes_text, rows
+from bench import changes, changes_context, changes_text, rows
 from bench.changes_text import Report
 from bench.rows import Row
-from bench.usage import UsageError, known
+from bench.usage import UsageError, known, split
 
 EPILOG = """\
 Ratios are of B's time over A's: above 1 is slower. `corrected` has the drift divided out: the median ratio of the
-controls, which are the rows whose code is the same in both files: torch.builtin (where PyTorch and CUDA are the same)
-and the measured ceilings. Its 95 % interval covers the noise within the runs, and the scatter between them that the
-controls show. `paired` is the change of the time over torch.builtin's, paired round by round within each run.
+controls, which are rows whose code is the same in both files: torch.builtin and the measured ceilings (those of
+bandwidth alone where PyTorch or CUDA differ). Its 95 % interval covers the noise within the runs, and the scatter
+between them that the controls show. `paired` is the change of the time over torch.builtin's, paired round by round
+within each run.
 
 The gate fails (exit code 1) where a variant
 - is slower past the threshold, which needs three witnesses: the corrected ratio is above 1 + THRESHOLD; its interval
   lies above 1, so that noise alone does not explain it; and the paired ratio, where there is one, is above
-  1 + THRESHOLD / 2, so that no passing state of the machine does. A real slowdown shows in all three;
+  1 + THRESHOLD / 2 with its interval above 1, so that no passing state of the machine does. A real slowdown shows in
+  all three;
 - became wrong, or is new and wrong;
 - was timed and is now refused, unavailable levels included: a build that lost its kernels must not pass.
 --complete adds: was in A and is not in B. Without it B may hold fewer calls, as after a quick sweep.
 Controls, peers, ceilings and what Triton's interpreter ran are shown and not judged. A change that slows torch.builtin
 as well (in the clock itself, say) reads as drift: a drift past the threshold is pointed out, and --raw judges the
 ratios as they are, without correction and pairing. There are fewest false alarms where A and B are measured one after
-the other on one machine.
+the other on one machine, with nothing else running there; a CPU, which is never that quiet, wants a larger threshold.
 
 exit code: 0 the gate holds; 1 it fails; 2 the command line or a file cannot be used
 """
@@ -124,7 +126,7 @@ def _chosen(args: argparse.Namespace, found: Sequence[Row]) -> Callable[[Row], b
         "dtype": lambda row: (row.dtype,),
     }
     given = {"op": args.op, "backend": args.backend, "pass": args.pass_, "dtype": args.dtype}
-    wanted = {facet: set(",".join(texts or ()).split(",")) - {""} for facet, texts in given.items()}
+    wanted = {facet: set(split(texts)) for facet, texts in given.items()}
     for facet, names in wanted.items():
         held = sorted({name for row in found for name in facets[facet](row)})
         for name in sorted(names):
@@ -157,7 +159,7 @@ def report(args: argparse.Namespace) -> Report:
         (len(before), len(after)),
         args.threshold,
         comparison,
-        changes.differences(before, after),
+        changes_context.differences(before, after),
         _failures(comparison, args.threshold, args.complete),
     )
 

@@ -1,9 +1,15 @@
-"""Mistakes in a command line, and what to answer to a name that nothing bears."""
+"""What several commands take, and what to answer to a mistake in it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+
+import torch
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPE_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+PASSES = ("forward", "backward")
 
 
 class UsageError(Exception):
@@ -21,3 +27,18 @@ def known(kind: str, given: str, names: Sequence[str]) -> str:
     if given in names:
         return given
     raise UsageError(f"unknown {kind} {given!r}; {nearest(given, names)}Known are {', '.join(names)}")
+
+
+def split(values: Sequence[str] | None) -> list[str]:
+    """The names of a repeatable option that takes several, separated by commas."""
+    return [part for value in values or () for part in value.split(",") if part]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name or of its usual short form."""
+    return DTYPES[known("dtype", DTYPE_SHORT.get(name, name), list(DTYPES))]
+
+
+def passes_of(name: str) -> tuple[str, ...]:
+    """The passes that ``forward``, ``backward`` or ``both`` stands for."""
+    return PASSES if name == "both" else (known("pass", name, (*PASSES, "both")),)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from bench import counters, rows
+from bench import climb_counters, rows
 from bench.__main__ import main
 from bench.readme import default_results
 from bench.rows import Row
@@ -103,7 +103,7 @@ def test_steps_and_gains(page):
 
 def test_counters_that_moved(page):
     file, argv = page
-    beside = counters.file_beside(file.parent / "gpu-1.jsonl")
+    beside = climb_counters.file_beside(file.parent / "gpu-1.jsonl")
     assert beside.name == "gpu-1.profile.jsonl"
     beside.write_text("".join(json.dumps(line) + "\n" for line in PROFILED))
     assert main(argv) == 0
@@ -148,7 +148,7 @@ def test_no_rows_yet(page):
 )
 def test_spoiled_counters(line, message, page, capsys):
     file, argv = page
-    beside = counters.file_beside(file.parent / "gpu-1.jsonl")
+    beside = climb_counters.file_beside(file.parent / "gpu-1.jsonl")
     beside.write_text(line + "\n")
     before = file.read_text()
     assert main(argv) == 2
@@ -167,9 +167,9 @@ def test_counters_are_no_rows(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("then", "now"), [(100, 120), (100, 80), (0, 5), ("wait", "barrier")])
 def test_what_moved(then, now):
-    assert counters.moved(then, now)
+    assert climb_counters.moved(then, now)
 
 
 @pytest.mark.parametrize(("then", "now"), [(100, 105), (0, 0), ("wait", "wait"), (None, 5), (5, None)])
 def test_what_did_not_move(then, now):
-    assert not counters.moved(then, now)
+    assert not climb_counters.moved(then, now)

@@ -171,6 +171,13 @@ def test_another_pytorch_is_no_control(compare):
     assert "PyTorch: 2.11.0 → 2.12.0" in text
     assert "Drift: unknown" in text
 
+    def ceiling(name, **fields):
+        return [_row(f"ceiling.{name}", op="ceiling", shape=f"{size} MiB", **fields) for size in (64, 256, 1024)]
+
+    found = _json(compare, [*_run(), *ceiling("copy"), *ceiling("tensor")],
+                  [*after, *ceiling("copy", torch="2.12.0"), *ceiling("tensor", torch="2.12.0")])  # fmt: skip
+    assert found["drift"]["controls"] == 3, "bandwidth does not depend on PyTorch; the best product does"
+
 
 def test_peers_are_shown_and_not_judged(compare):
     code, text = compare([*_run(), _row("peer.liger")], [*_run(), _row("peer.liger", us=200.0)])
