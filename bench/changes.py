@@ -55,7 +55,7 @@ class Drift:
 
 
 def _side(ratio: Estimate) -> int | None:
-    """1 where the whole interval is above one, -1 where it is below, 0 where one is inside; None without an interval."""
+    """1 where the whole interval is above one, -1 where it is below, 0 where one is in it; None without an interval."""
     if ratio.low is None or ratio.high is None:
         return None
     return (ratio.low > 1) - (ratio.high < 1)
@@ -80,13 +80,12 @@ class Change:
 
     def past(self, threshold: float) -> bool:
         """Whether a change beyond the interval is larger than a share of the time, and the paired ratio says so too."""
-        if self.direction not in ("slower", "faster"):
+        side = _side(self.corrected)
+        if not side or side * math.log(self.corrected.value) <= math.log1p(threshold):
             return False
-        sign = 1 if self.direction == "slower" else -1
-        return sign * math.log(self.corrected.value) > math.log1p(threshold) and (
-            self.paired is None
-            or (_side(self.paired) in (sign, None) and sign * math.log(self.paired.value) > math.log1p(threshold / 2))
-        )
+        if self.paired is None:
+            return True
+        return _side(self.paired) in (side, None) and side * math.log(self.paired.value) > math.log1p(threshold / 2)
 
     @property
     def size(self) -> float:

@@ -134,6 +134,16 @@ def test_a_passing_state_of_the_machine_is_no_slowdown(compare):
     assert "Slower, not past the threshold (4)" in text
 
 
+def test_a_paired_ratio_that_may_be_one_is_no_witness(compare):
+    """A time that rose by a fifth, beside a speed-up so noisy that it may not have changed."""
+    ends = {"speedup_low": 0.5, "speedup_high": 2.0}
+    before, after = _row(speedup=1.0, **ends), _row(us=120.0, speedup=1 / 1.2, **ends)
+    assert compare([before], [after])[0] == 0
+    sure = {"speedup_low": 0.82, "speedup_high": 0.84}
+    tight = dataclasses.replace(before, speedup_low=0.99, speedup_high=1.01)
+    assert compare([tight], [dataclasses.replace(after, **sure)])[0] == 1
+
+
 def test_the_scatter_between_runs_widens_intervals(compare):
     """Intervals within a run are tight, but two runs of the same code differ by more: the controls show it."""
 
