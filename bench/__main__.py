@@ -25,6 +25,7 @@ Other commands, all reading the rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
   python -m bench pictures [FILE]      draw the pictures again
   python -m bench readme [--check]     renew the tables in README.md between their markers
+  python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
   python -m bench peers                list the peers, their versions or how to get them
 """
@@ -169,6 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             argparse.ArgumentParser(prog="python -m bench peers", description=peers.show.__doc__).parse_args(argv[1:])
             peers.show(console)
             return 0
+        if argv[:1] == ["compare"]:
+            from bench import compare
+
+            return compare.main(argv[1:])
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)

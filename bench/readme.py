@@ -5,6 +5,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``summary``: every operation and variant at the operation's headline shape (the last of its quick sweep)
 - ``machine``: what the rows were measured with
 - an operation: its rates at every shape
+- ``climb OP``: the operation's steps at its headline shape, each beside the one before it, with the counters that moved
 - ``picture OP``: the operation's picture
 """
 
@@ -18,12 +19,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kernel_ladder
-from bench import environment, rows
+from bench import climb, climb_counters, environment, markdown, rows
+from bench.headline import headline
 from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
 
 _BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTILINE)
 PASSES = ("forward", "backward")
+
+PAGES = [environment.ROOT / "README.md", environment.ROOT / "KERNEL_LOG.md"]
 
 Machines = dict[Path, list[Row]]
 
@@ -60,24 +64,22 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
 
         def make(path: Path, found: list[Row]) -> str:
             return _rates(name, found)
+    elif word == "climb" and op in kernel_ladder.OPS:
+
+        def make(path: Path, found: list[Row]) -> str:
+            return climb.write(op, path, found)
     elif word == "picture" and op in kernel_ladder.OPS:
 
         def make(path: Path, found: list[Row]) -> str:
             return _picture(op, path, found, folder)
     else:
         ops = ", ".join(kernel_ladder.OPS)
-        raise ReadmeError(f"unknown block {name!r}; known are summary, machine, 'picture OP' and OP, of {ops}")
+        raise ReadmeError(
+            f"unknown block {name!r}; known are summary, machine, 'picture OP', 'climb OP' and OP, of {ops}"
+        )
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
     return written or f"*No rows yet: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
-
-
-def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    ruler = "|" + "|".join("---:" if r else "---" for r in right) + "|"
-    return "\n".join([line(header), ruler, *map(line, lines)])
 
 
 def _machine(path: Path, found: list[Row]) -> str:
@@ -95,24 +97,13 @@ def _machine(path: Path, found: list[Row]) -> str:
     return f"Measured on {newest.gpu} with {with_}{source}; {newest.when[:10]}.{note}"
 
 
-def _headline(op: str, found: list[Row]) -> tuple[str, str] | None:
-    """The shape and the dtype that stand for an operation: the last quick case, bfloat16 where it was measured."""
-    mine = [row for row in found if row.op == op]
-    if not mine:
-        return None
-    dtype = "bfloat16" if any(row.dtype == "bfloat16" for row in mine) else mine[0].dtype
-    measured = list(dict.fromkeys(row.shape for row in mine if row.dtype == dtype))
-    quick = [case.id for case in kernel_ladder.spec(op).sweep if case.quick and case.id in measured]
-    return (quick or measured)[-1], dtype
-
-
 def _summary(path: Path, found: list[Row]) -> str:
     lines = []
     for op in kernel_ladder.OPS:
-        headline = _headline(op, found)
-        if headline is None:
+        standing = headline(op, found)
+        if standing is None:
             continue
-        shape, dtype = headline
+        shape, dtype = standing
         mine = [row for row in found if (row.op, row.shape, row.dtype) == (op, shape, dtype)]
         best = {p: fastest(row for row in mine if row.pass_ == p) for p in PASSES}
         for backend in dict.fromkeys(row.backend for row in mine):
@@ -125,7 +116,7 @@ def _summary(path: Path, found: list[Row]) -> str:
         return ""
     measured = ["time (quartiles)", "rate", "of ceiling", "× builtin"]
     header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
-    table = _markdown(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
+    table = markdown.grid(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
     return f"{_machine(path, found)}\n\n{table}"
 
 
@@ -178,7 +169,7 @@ def _grid(found: list[Row]) -> str:
             else:
                 cells.append(f"**{rate(row, bytes_bound)}**" if backend == best else rate(row, bytes_bound))
         lines.append(cells)
-    table = _markdown(
+    table = markdown.grid(
         ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]
     )
     notes = "".join(f"\n({i}) {reason}" + ("\\" if i < len(reasons) else "") for i, reason in enumerate(reasons, 1))
@@ -204,13 +195,16 @@ def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
 def default_results() -> list[Path]:
     """Every GPU's file; the CPU's where there is no other."""
     files = sorted((environment.ROOT / "bench" / "results").glob("*.jsonl"))
+    files = [f for f in files if not f.name.endswith(climb_counters.SUFFIX)]
     return [f for f in files if f.stem != "cpu"] or files
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0; 1 where --check finds a stale block; 2 for markers or rows that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m bench readme", description="Renew the tables between markers.")
-    parser.add_argument("file", type=Path, nargs="*", default=[environment.ROOT / "README.md"], help="Markdown files")
+    parser.add_argument(
+        "file", type=Path, nargs="*", default=PAGES, help="Markdown files (default: README.md and KERNEL_LOG.md)"
+    )
     parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
     args = parser.parse_args(argv)
