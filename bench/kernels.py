@@ -60,7 +60,13 @@ class Profile:
 
     @property
     def device_us(self) -> float:
+        """The time of all kernels together."""
         return sum(kernel.us for kernel in self.kernels)
+
+    @property
+    def us(self) -> float:
+        """What the call costs: its kernels' time on a GPU, the whole call's on a CPU."""
+        return self.device_us if self.device == "cuda" else self.span_us
 
     @property
     def gap_us(self) -> float:

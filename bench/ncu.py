@@ -72,7 +72,11 @@ PERMISSION = (
 
 
 class NcuError(Exception):
-    """Nsight Compute is missing, or gave no counters."""
+    """Nsight Compute is missing, or may not read counters."""
+
+
+class CallError(Exception):
+    """Nsight Compute read no counters of one call."""
 
 
 @dataclass
@@ -105,7 +109,7 @@ def count(arguments: Sequence[str]) -> Counted:
     memory restored in between, because the GPU counts only a few things at a time.
 
     Raises:
-        NcuError: no counters, with ncu's own reason.
+        NcuError: ncu is missing or may not read counters. CallError: no counters of this call, with ncu's reason.
     """
     ncu = find()
     wanted = {**COUNTERS, **{f"stall {reason}": (STALL_METRIC.format(reason),) for reason in STALLS}}
@@ -123,7 +127,9 @@ def count(arguments: Sequence[str]) -> Counted:
                 del wanted[counter]
     kernels = [_counters(row, wanted) for row in parse(text)]
     if not kernels:
-        raise NcuError(_why(text, error))
+        if "ERR_NVGPUCTRPERM" in text + error:
+            raise NcuError(PERMISSION)
+        raise CallError(_why(text, error))
     for counter in wanted:
         name = counter.removeprefix("stall ")
         if not any(name in kernel or name in kernel["stalls"] for kernel in kernels):
@@ -158,8 +164,6 @@ def _unknown_metrics(text: str) -> set[str]:
 
 
 def _why(text: str, error: str) -> str:
-    if "ERR_NVGPUCTRPERM" in text + error:
-        return PERMISSION
     lines = [line for line in (text + "\n" + error).splitlines() if "==ERROR==" in line]
     last = [line for line in error.splitlines() if line.strip()][-1:]
     if not lines and "No kernels were profiled" in text and not last:
@@ -232,7 +236,7 @@ def top_stalls(stalls: Mapping[str, float]) -> dict[str, float]:
 
 
 def totals(kernels: Sequence[Mapping[str, Any]], least_bytes: int | None) -> dict[str, Any]:
-    """A call's counters: sums of bytes and conflicts, the most of registers and memory, time-weighted means of percents.
+    """A call's counters: sums of bytes and conflicts, the most of registers and memory, means of percents by time.
 
     None where a kernel lacks the counter, so that no sum is short of a part.
     """

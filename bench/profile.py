@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ import torch._functorch.config
 from rich.console import Console
 
 import kernel_ladder
-from bench import environment, kernels, ncu, profile_tables, rows, targets, timing
+from bench import counters, environment, kernels, ncu, profile_tables, rows, targets, timing
 from bench.targets import Target
-from bench.usage import UsageError, dtype_of, known, nearest, passes_of, split
+from bench.usage import UsageError, dtype_of, nearest, passes_of, split
 
 EPILOG = """\
 examples:
@@ -71,11 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def results_file() -> Path:
-    """Where this machine's counters are kept."""
-    return environment.results_file().with_suffix(".profile.jsonl")
-
-
 def _targets(args: argparse.Namespace, device: torch.device) -> Iterator[Target]:
     """What the command line names, one at a time, so that only one's memory is held."""
     dtype = dtype_of(args.dtype) if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -118,6 +111,9 @@ def _profile(target: Target, device: torch.device) -> tuple[Target, kernels.Prof
         return target, kernels.profile(target.make(), target.operators, device)
     except torch.OutOfMemoryError:
         return dataclasses.replace(target, reason=f"out of memory on {environment.machine_name()}"), None
+    except Exception as error:  # one broken kernel must not cost the profiles of the others
+        line = str(error).strip().partition("\n")[0]
+        return dataclasses.replace(target, reason=f"raised {type(error).__name__}: {line}", broken=True), None
 
 
 def _look(args: argparse.Namespace, device: torch.device, console: Console) -> int:
@@ -129,6 +125,8 @@ def _look(args: argparse.Namespace, device: torch.device, console: Console) -> i
         if result[1] is not None and not args.json:
             profile_tables.show(*result, console, args.full_names)
     done = [(target, found) for target, found in results if found is not None]
+    if not done:
+        raise UsageError(_nothing(target for target, _ in results))
     for target, found in done if args.trace else []:
         file = args.trace if len(done) == 1 else _trace_file(args.trace, target)
         rows.replace(file, json.dumps(found.trace))
@@ -138,14 +136,12 @@ def _look(args: argparse.Namespace, device: torch.device, console: Console) -> i
         print(json.dumps([_as_json(*result) for result in results], indent=1))
     else:
         profile_tables.compare(results, console)
-    return _exit_code(results)
+    return 1 if any(target.broken for target, _ in results) else 0
 
 
-def _exit_code(results: Sequence[tuple[Target, Any]]) -> int:
-    if any(found is not None for _, found in results):
-        return 0
-    reasons = dict.fromkeys(f"{target.backend}: {target.reason}" for target, _ in results)
-    raise UsageError(f"nothing to profile: {'; '.join(reasons)}")
+def _nothing(given: Iterable[Target]) -> str:
+    reasons = dict.fromkeys(f"{target.backend}: {target.reason}" for target in given)
+    return f"nothing to profile; {'; '.join(reasons)}"
 
 
 def _trace_file(file: Path, target: Target) -> Path:
@@ -166,24 +162,34 @@ def _as_json(target: Target, found: kernels.Profile | None) -> dict[str, Any]:
 
 def _count(args: argparse.Namespace, device: torch.device, console: Console) -> int:
     """Profile under Nsight Compute, and print tables or JSON; with --save, keep the counters."""
-    ncu.find()
     if device.type != "cuda":
         raise UsageError("--ncu reads a GPU's counters, and no GPU is visible")
-    found = []
-    todo = list(_targets(args, device))
+    ncu.find()
+    # The calls are made in processes of their own, which need the memory.
+    given = [dataclasses.replace(target, make=None) for target in _targets(args, device)]
+    torch.cuda.empty_cache()
+    todo = [target for target in given if target.reason is None]
+    if not todo:
+        raise UsageError(_nothing(given))
+    found, failed = [], False
     for target in todo:
-        if target.reason is not None:
+        try:
+            counted = ncu.count(_again(args, target))
+        except ncu.CallError as error:  # one broken kernel must not cost the counters of the others
+            print(f"{target}: {error}", file=sys.stderr)
+            failed = True
             continue
-        counted = ncu.count(_again(args, target))
-        row = counters_row(target, counted)
+        row = counters.make(target, counted)
         found.append(row)
         if args.save:
-            save(results_file(), row)
+            counters.save(counters.results_file(), row)
         if not args.json:
             profile_tables.show_counters(row, counted.notes, console, args.full_names)
     if args.json:
         print(json.dumps(found, indent=1))
-    return _exit_code([(target, None if target.reason else target) for target in todo])
+    elif args.save and found:
+        console.print(f"{len(found)} rows are in {counters.results_file()}", soft_wrap=True)
+    return 1 if failed else 0
 
 
 def _again(args: argparse.Namespace, target: Target) -> list[str]:
@@ -197,67 +203,8 @@ def _again(args: argparse.Namespace, target: Target) -> list[str]:
     ]
 
 
-def counters_row(target: Target, counted: ncu.Counted) -> dict[str, Any]:
-    """One line of the file of counters."""
-    facts = environment.facts()
-    versions = {name: facts[name] for name in ("driver", "cuda", "torch", "triton")}
-    return {
-        "op": target.op,
-        "backend": target.backend,
-        "pass": target.pass_,
-        "dtype": target.dtype,
-        "shape": target.shape,
-        "gpu": facts["gpu"],
-        "when": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "commit": facts["commit"],
-        "dirty": facts["dirty"],
-        "versions": {**versions, "ncu": counted.version},
-        "counters": _rounded(ncu.totals(counted.kernels, target.least_bytes)),
-        "kernels": _rounded(counted.kernels),
-    }
-
-
-def _rounded(value: Any) -> Any:
-    """Six digits, and no fraction where there is none."""
-    if isinstance(value, float):
-        return None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list) else value
-
-
-KEY = ("op", "backend", "pass", "dtype", "shape", "gpu")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Every row of a file of counters; none where there is no file.
-
-    Raises:
-        rows.ResultsError: a line is truncated or foreign. The message names it.
-    """
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise rows.ResultsError(f"{path}:{number}: not a whole JSON object ({error})") from None
-        missing = [name for name in (*KEY, "counters", "kernels") if not isinstance(row, dict) or name not in row]
-        if missing:
-            raise rows.ResultsError(f"{path}:{number}: no row of counters: it lacks {', '.join(missing)}")
-        found.append(row)
-    return found
-
-
-def save(path: Path, row: dict[str, Any]) -> None:
-    """Add a row of counters; it takes the place of an earlier one of the same call."""
-    kept = [each for each in read(path) if any(each[name] != row[name] for name in KEY)]
-    rows.replace(path, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in [*kept, row]))
-
-
 def main(argv: Sequence[str], console: Console) -> int:
-    """Returns the exit code: 0; 2 for a bad command line, or where nothing can be profiled."""
+    """Returns the exit code: 0; 1 where a call failed; 2 for a bad command line, or where nothing can be profiled."""
     args = _parser().parse_args(argv)
     device = environment.device()
     # Gradients are taken again and again on one graph, which donated buffers forbid.

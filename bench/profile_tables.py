@@ -49,6 +49,13 @@ def _grouped(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return groups
 
 
+def _rate(moved: float | None, us: float) -> str:
+    if not moved or not us:
+        return ""
+    gbs = moved / us / 1e3
+    return f"{gbs:,.0f} GB/s" if gbs >= 100 else f"{gbs:.3g} GB/s"
+
+
 def _dims(dims: Sequence[int] | None) -> str:
     return "×".join(map(str, dims)) if dims else ""
 
@@ -67,7 +74,7 @@ def show(target: Target, found: Profile, console: Console, full_names: bool) -> 
         cells = [str(first), name, *([kernel.operator or ""] if on_gpu else []), str(len(group)), microseconds(us)]
         cells.append(f"{us / found.device_us:.1%}" if found.device_us else "")
         cells += [_dims(kernel.grid), _dims(kernel.block)] if on_gpu else []
-        cells += [byte_count(moved), f"{moved / us / 1e3:,.0f} GB/s" if moved and us else ""]
+        cells += [byte_count(moved), _rate(moved, us)]
         table.add_row(*map(Text, cells))
         first += len(group)
     console.print(table)
@@ -89,15 +96,17 @@ def summary(target: Target, found: Profile) -> list[str]:
             lines.append("The GPU waits for the host, save where calls are captured in a CUDA graph.")
     else:
         lines = [f"{count}: {microseconds(found.span_us)} on the CPU; no GPU is visible"]
+    least = f"the least is {byte_count(target.least_bytes)}"
     if found.operand_bytes is None:
-        lines.append(f"Operators are not recorded at this level; the least is {byte_count(target.least_bytes)}.")
-    else:
-        times = f", {found.operand_bytes / target.least_bytes:.3g} times the least" if target.least_bytes else ""
-        moves = f"Operators move {found.operands} tensors, {byte_count(found.operand_bytes)}{times}"
-        if target.input_bytes:
-            moves += f" (of the input's size: {found.operand_bytes / target.input_bytes:.3g}, "
-            moves += f"least {target.least_bytes / target.input_bytes:.3g})"
-        lines.append(f"{moves}; the least is {byte_count(target.least_bytes)}.")
+        lines.append(f"What it moves is not recorded at this level; {least}.")
+        return lines
+    moved = f"Its operators read and write {found.operands} tensors, {byte_count(found.operand_bytes)}"
+    if target.input_bytes:
+        size, fewest = (f"{n / target.input_bytes:.3g}" for n in (found.operand_bytes, target.least_bytes))
+        moved += f", {size} times the input where {fewest} would do"
+    if target.least_bytes:
+        least += f" ({found.operand_bytes / target.least_bytes:.3g}×)"
+    lines.append(f"{moved}; {least}.")
     return lines
 
 
@@ -109,7 +118,7 @@ def compare(results: Sequence[tuple[Target, Profile | None]], console: Console) 
     for key, members in by_call.items():
         if len(members) < 2:
             continue
-        right = ["kernels", "device time", "between", "host", "operands", "× least"]
+        right = ["kernels", "time", "between", "host", "operands", "× least"]
         table = _table(f"{key[0]} {key[1]}, {key[2]}, {key[3]}", ["backend"], right)
         table.add_column("note", overflow="fold")
         for target, found in members:
@@ -124,12 +133,12 @@ def _row(target: Target, found: Profile | None) -> list[str]:
     return [
         target.backend,
         str(len(found.kernels)),
-        microseconds(found.device_us),
-        microseconds(found.gap_us),
+        microseconds(found.us),
+        microseconds(found.gap_us) if found.device == "cuda" else "",
         microseconds(found.host_us) if found.host_us is not None else "",
         byte_count(moved),
         f"{moved / least:.3g}" if moved is not None and least else "",
-        "times of the CPU" if found.device == "cpu" else "",
+        "" if found.device == "cuda" else "interpreted" if target.backend.startswith("triton") else "on the CPU",
     ]
 
 

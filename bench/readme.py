@@ -201,6 +201,7 @@ def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
 def default_results() -> list[Path]:
     """Every GPU's file; the CPU's where there is no other."""
     files = sorted((environment.ROOT / "bench" / "results").glob("*.jsonl"))
+    files = [f for f in files if not f.name.endswith(".profile.jsonl")]  # counters, which are no rows of a sweep
     return [f for f in files if f.stem != "cpu"] or files
 
 

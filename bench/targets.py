@@ -45,6 +45,7 @@ class Target:
     operators: bool = False  # it runs as operators of PyTorch, whose operands can be counted
     make: Callable[[], Callable[[], Any]] | None = None
     reason: str | None = None
+    broken: bool = False  # the reason is an error that the call raised
 
     def __str__(self) -> str:
         return f"{self.op} {self.backend} {self.pass_}, {self.dtype}, {self.shape}"
