@@ -96,6 +96,8 @@ def summary(target: Target, found: Profile) -> list[str]:
             lines.append("The GPU waits for the host, save where calls are captured in a CUDA graph.")
     else:
         lines = [f"{count}: {microseconds(found.span_us)} on the CPU; no GPU is visible"]
+        if target.backend.startswith("triton"):
+            lines.append("The kernels are interpreted: these are the interpreter's own operators.")
     least = f"the least is {byte_count(target.least_bytes)}"
     if found.operand_bytes is None:
         lines.append(f"What it moves is not recorded at this level; {least}.")
@@ -118,7 +120,8 @@ def compare(results: Sequence[tuple[Target, Profile | None]], console: Console) 
     for key, members in by_call.items():
         if len(members) < 2:
             continue
-        right = ["kernels", "time", "between", "host", "operands", "× least"]
+        what = "operators" if any(found is not None and found.device == "cpu" for _, found in members) else "kernels"
+        right = [what, "time", "between", "host", "operands", "× least"]
         table = _table(f"{key[0]} {key[1]}, {key[2]}, {key[3]}", ["backend"], right)
         table.add_column("note", overflow="fold")
         for target, found in members:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import chain, counters, environment, kernels, ncu, profile_tables, readme, targets, timing
+from bench import chain, counters, environment, kernels, ncu, profile, profile_tables, readme, targets, timing
 from bench.__main__ import main
 from bench.rows import ResultsError
 from bench.usage import UsageError
@@ -482,6 +482,46 @@ def test_a_call_without_counters_says_why(fake_ncu):
     fake_ncu("==ERROR== The application returned an error code (1).\n", stderr="RuntimeError: misaligned\n", code=1)
     with pytest.raises(ncu.CallError, match=r"error code \(1\)\.; RuntimeError: misaligned"):
         ncu.count(["profile", "gelu", "--one-call"])
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, tmp_path):
+    """The command's view of a machine with a GPU, as far as ``--ncu`` goes: the calls are made by others."""
+    shape = {"pass_": "forward", "dtype": "bfloat16", "shape": "64x64 none", "least_bytes": 1000}
+    given = [
+        targets.Target("gelu", "cuda.naive", **shape),
+        targets.Target("gelu", "triton.fused", **shape, reason="no"),
+    ]
+    monkeypatch.setattr(environment, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(profile, "_targets", lambda args, device: iter(given))
+    path = tmp_path / "gpu.profile.jsonl"
+    monkeypatch.setattr(counters, "results_file", lambda: path)
+    return path
+
+
+def test_counting_shows_and_saves(fake_ncu, as_on_a_gpu, capsys):
+    calls = fake_ncu(csv_of())
+    argv = ["profile", "gelu", "--shape", "64x64", "--option", "approximate=none", "--ncu", "--save"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "gelu cuda.naive forward, bfloat16, 64x64 none" in text
+    assert f"1 rows are in {as_on_a_gpu}" in text
+    (row,) = counters.read(as_on_a_gpu)
+    assert row["counters"]["us"] == 40
+    assert [kernel["short"] for kernel in row["kernels"]] == ["matmul_kernel", "_gelu_kernel"]
+    # The process under ncu makes this very call.
+    command = json.loads(calls.read_text())
+    again = profile._parser().parse_args(command[command.index("profile") + 1 :])
+    assert (again.op, again.backend, again.shape) == ("gelu", ["cuda.naive"], "64x64")
+    assert (again.option, again.dtype, again.pass_) == (["approximate=none"], "bfloat16", "forward")
+    assert again.one_call
+
+
+def test_a_call_that_fails_under_ncu(fake_ncu, as_on_a_gpu, capsys):
+    fake_ncu("==ERROR== The application returned an error code (1).\n", stderr="RuntimeError: misaligned\n", code=1)
+    assert main(["profile", "gelu", "--ncu", "--save"]) == 1
+    assert "gelu cuda.naive forward, bfloat16, 64x64 none: ncu gave no counters" in capsys.readouterr().err
+    assert not as_on_a_gpu.exists()
 
 
 def test_no_ncu(monkeypatch, tmp_path):
