@@ -15,7 +15,7 @@ import torch._functorch.config
 from rich.console import Console
 
 import kernel_ladder
-from bench import counters, environment, kernels, ncu, profile_tables, rows, targets, timing
+from bench import counters, environment, functions, kernels, ncu, profile_tables, rows, targets, timing
 from bench.targets import Target
 from bench.usage import UsageError, dtype_of, nearest, passes_of, split
 
@@ -76,7 +76,7 @@ def _targets(args: argparse.Namespace, device: torch.device) -> Iterator[Target]
     if "." in args.op:
         if args.backend:
             raise UsageError(f"--backend names variants of {', '.join(kernel_ladder.OPS)}; {args.op} has none")
-        return targets.of_function(args.op, args.shape, options, passes, dtype, device)
+        return functions.of_function(args.op, args.shape, options, passes, dtype, device)
     if args.op not in kernel_ladder.OPS:
         raise UsageError(
             f"unknown operation {args.op!r}; {nearest(args.op, kernel_ladder.OPS)}Known are "

@@ -1,18 +1,16 @@
-"""What can be profiled: one pass of one variant of an operation, or of a PyTorch function that takes tensors."""
+"""What can be profiled: one pass of one variant of an operation, on inputs that the command line describes."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 import kernel_ladder
 from bench import candidates, timing
@@ -82,9 +80,6 @@ def parse_sizes(text: str) -> tuple[tuple[int, ...], ...] | None:
     return tuple(tuple(int(n) for n in part.split("x")) for part in parts)
 
 
-# ---- operations of the table
-
-
 def variants_of(op: str, backends: Sequence[str]) -> list[Variant]:
     """The variants that `backends` (levels and variants; none for all) name, in the order of the climb."""
     climb = table.variants(op)
@@ -122,7 +117,7 @@ def case_of(op: str, shape: str | None, options: Options, dtype: torch.dtype, de
         described = (other.shapes, other.layout, other.values, {**defaults, **other.options})
         if described == (case.shapes, case.layout, case.values, {**defaults, **case.options}):
             return dataclasses.replace(case, id=other.id)
-    return dataclasses.replace(case, id=_name(case.id, options))
+    return dataclasses.replace(case, id=name_of(case.id, options))
 
 
 def _parameters(op: str) -> tuple[list[str], dict[str, Any]]:
@@ -152,7 +147,8 @@ def _shapes_of(op: str, shape: str, tensors: Sequence[str], cases: Sequence[Case
     )
 
 
-def _name(shape: str, options: Options) -> str:
+def name_of(shape: str, options: Options) -> str:
+    """A shape and what was set beside it, as one name."""
     return " ".join([shape, *(f"{name}={value}" for name, value in options.items())])
 
 
@@ -199,87 +195,5 @@ def _maker(
             grad = make_inputs(Case("grad", (tuple(shape),)), inputs[0].dtype, inputs[0].device, seed=1)[0]
             call = candidates.backward_call(variant, _OneCopy([inputs], [grad], options))
         return lambda: call(0)
-
-    return make
-
-
-# ---- functions of PyTorch
-
-
-def torch_function(name: str) -> Callable[..., Any]:
-    """The function of a dotted name, such as ``torch.cdist`` or ``torch.nn.functional.layer_norm``."""
-    owner: Any = torch
-    parts = name.split(".")
-    if parts[0] != "torch":
-        raise UsageError(f"unknown function {name!r}; a function is named from torch on, such as torch.cdist")
-    for i, part in enumerate(parts[1:], 1):
-        path = ".".join(parts[:i])
-        if not hasattr(owner, part):
-            try:
-                importlib.import_module(f"{path}.{part}")
-            except ImportError:
-                public = [n for n in dir(owner) if not n.startswith("_")]
-                raise UsageError(f"{path} has no {part!r}; {nearest(part, public)}".rstrip("; ")) from None
-        owner = getattr(owner, part)
-    if not callable(owner) or inspect.isclass(owner):
-        raise UsageError(f"{name} is not a function but a {type(owner).__name__}")
-    return owner
-
-
-def of_function(
-    name: str, shape: str | None, options: Mapping[str, Any], passes: Sequence[str], dtype: torch.dtype, device: Any
-) -> Iterator[Target]:
-    """Each pass of a PyTorch function of random tensors, one for each shape.
-
-    Its least bytes are those of its inputs and outputs; of a backward, also those of the gradients of both, less the
-    outputs themselves.
-    """
-    function = torch_function(name)
-    sizes = parse_sizes(shape) if shape is not None else None
-    if sizes is None:
-        raise UsageError(f"--shape of {name} must be sizes, a part for each tensor, as 4096x64,4096x64, got {shape!r}")
-    inputs = make_inputs(Case(shape, sizes), dtype, device)
-    try:
-        with torch.no_grad():
-            outputs = _floating(function(*inputs, **options))
-    except Exception as error:  # whatever the function raises at bad arguments
-        line = str(error).strip().partition("\n")[0]
-        raise UsageError(f"{name} does not take {_name(shape, options)}: {type(error).__name__}: {line}") from None
-    for pass_ in passes:
-        backward = pass_ == "backward"
-        if backward and not outputs:
-            raise UsageError(f"{name} has no floating-point output, so no backward")
-        moved = timing.nbytes(inputs) * (2 if backward else 1) + timing.nbytes(outputs)
-        yield Target(
-            op=name,
-            backend="torch",
-            pass_=pass_,
-            dtype=str(dtype).removeprefix("torch."),
-            shape=_name(shape, options),
-            least_bytes=moved,
-            input_bytes=timing.nbytes(inputs) if len(inputs) == 1 else None,
-            operators=True,
-            make=_function_maker(function, inputs, options, backward),
-        )
-
-
-def _floating(outputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point())
-
-
-def _function_maker(
-    function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any], backward: bool
-) -> Callable[[], Callable[[], Any]]:
-    def forward() -> Any:
-        with torch.no_grad():
-            return function(*inputs, **options)
-
-    def make() -> Callable[[], Any]:
-        if not backward:
-            return forward
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        outputs = [x for x in _floating(function(*leaves, **options)) if x.requires_grad]
-        grads = [torch.ones_like(x) for x in outputs]
-        return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True)
 
     return make
