@@ -42,8 +42,7 @@ def of_function(
 ) -> Iterator[Target]:
     """Each pass of a PyTorch function of random tensors, one for each shape.
 
-    Its least bytes are those of its inputs and outputs; of a backward, also those of the gradients of both, less the
-    outputs themselves.
+    The least bytes are those of inputs and outputs; of a backward, those of inputs, gradients in and gradients out.
     """
     function = torch_function(name)
     sizes = parse_sizes(shape) if shape is not None else None
