@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 import kernel_ladder
 from bench import environment, peers, rows, sweep, table
+from bench.usage import UsageError, dtype_of, known, passes_of, split
 from kernel_ladder.table import LEVELS, variants
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-DTYPE_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
-PASSES = ("forward", "backward")
 ALL_PEERS = "all"
 
 EPILOG = """\
+Another command looks into one call:
+  python -m bench profile OP           its kernels, their times and bytes; --help says more
+
 Other commands, all reading the rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
   python -m bench pictures [FILE]      draw the pictures again
@@ -31,30 +30,14 @@ and
 """
 
 
-class UsageError(Exception):
-    """A mistake in the command line."""
-
-
-def _known(kind: str, given: str, known: Sequence[str]) -> str:
-    if given in known:
-        return given
-    near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise UsageError(f"unknown {kind} {given!r}; {hint}Known are {', '.join(known)}")
-
-
-def _split(values: Sequence[str] | None) -> list[str]:
-    return [part for value in values or () for part in value.split(",") if part]
-
-
 def _choice(args: argparse.Namespace) -> sweep.Choice:
-    ops = [_known("operation", op, kernel_ladder.OPS) for op in _split(args.op)] or list(kernel_ladder.OPS)
-    backends = _split(args.backend)
+    ops = [known("operation", op, kernel_ladder.OPS) for op in split(args.op)] or list(kernel_ladder.OPS)
+    backends = split(args.backend)
     if backends:
-        known = list(dict.fromkeys([*LEVELS, *(v.name for op in ops for v in variants(op))]))
-        backends = [_known("backend", backend, known) for backend in backends]
-    dtypes = [DTYPES[_known("dtype", DTYPE_SHORT.get(d, d), list(DTYPES))] for d in _split(args.dtype)]
-    passes = PASSES if args.pass_ == "both" else (_known("pass", args.pass_, (*PASSES, "both")),)
+        names = list(dict.fromkeys([*LEVELS, *(v.name for op in ops for v in variants(op))]))
+        backends = [known("backend", backend, names) for backend in backends]
+    dtypes = [dtype_of(name) for name in split(args.dtype)]
+    passes = passes_of(args.pass_)
     if args.time <= 0:
         raise UsageError(f"--time must be positive, got {args.time}")
     names = _peers(args.peers, ops)
@@ -69,7 +52,7 @@ def _peers(given: str | None, ops: Sequence[str]) -> list[str]:
         return []
     if given == ALL_PEERS:
         return peers.known()
-    names = [_known("peer", name.removeprefix(f"{peers.LEVEL}."), peers.known()) for name in _split([given])]
+    names = [known("peer", name.removeprefix(f"{peers.LEVEL}."), peers.known()) for name in split([given])]
     if not names:
         raise UsageError(f"--peers: no name in {given!r}; known are {', '.join(peers.known())}")
     for name in names:
@@ -174,6 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench import compare
 
             return compare.main(argv[1:])
+        if argv[:1] == ["profile"]:
+            from bench import profile
+
+            return profile.main(argv[1:], console)
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)

@@ -21,7 +21,7 @@ BESIDE = {"torch": "torch.naive", "peer": None}
 
 def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """Markdown tables of an operation, one a pass at that pass's headline shape; with counters where there are any."""
-    profiled = climb_counters.read(climb_counters.file_beside(path))
+    profiled = climb_counters.beside(path)
     parts = []
     for pass_ in ("forward", "backward"):
         mine = [row for row in found if row.op == op and row.pass_ == pass_]

@@ -1,48 +1,28 @@
-"""Hardware counters beside a file of rows: ``<gpu>.profile.jsonl``, one JSON object a line for each profiled call.
+"""What hardware counters say of a step of the climb: the cells of its table, those that moved in bold.
 
-Each has op, backend, pass, dtype and shape, as a row has, and `counters`: numbers by name, and `top_stalls`, which
-holds the largest stall reasons with their shares. What a profiler did not give is absent or null.
+The counters are those that ``python -m bench profile --ncu --save`` keeps beside a file of rows; what the profiler did
+not give is absent or null.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.rows import ResultsError, Row
+from bench import counters
+from bench.rows import Row
 
 Counters = Mapping[str, Any]
-_KEY = ("op", "backend", "pass", "dtype", "shape")
-SUFFIX = ".profile.jsonl"
 MOVED = 0.1  # a smaller share is no reason for a step's gain
 
 
-def file_beside(results: Path) -> Path:
-    """Where the counters of the machine of a results file are kept."""
-    return results.with_suffix(SUFFIX)
-
-
-def read(path: Path) -> dict[tuple[str, ...], Counters]:
-    """Counters by key, the last of each; none where there is no file.
-
-    Raises:
-        ResultsError: a line is truncated or foreign. The message names it.
-    """
-    found = {}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ResultsError(f"{path}:{number}: not a whole JSON object ({error})") from None
-        if not isinstance(values, dict) or not isinstance(values.get("counters"), dict) or set(_KEY) - set(values):
-            raise ResultsError(f"{path}:{number}: not a profiled call: expected {', '.join(_KEY)} and counters")
-        found[tuple(values[name] for name in _KEY)] = values["counters"]
-    return found
+def beside(results: Path) -> dict[tuple[str, ...], Counters]:
+    """The counters of each call, by its key without the GPU; none where there is no file."""
+    return {
+        tuple(found[name] for name in counters.KEY if name != "gpu"): found["counters"]
+        for found in counters.read(counters.file_beside(results))
+    }
 
 
 def of(row: Row, found: Mapping[tuple[str, ...], Counters]) -> Counters:
@@ -50,18 +30,18 @@ def of(row: Row, found: Mapping[tuple[str, ...], Counters]) -> Counters:
     return found.get((row.op, row.backend, row.pass_, row.dtype, row.shape), {})
 
 
-def _over_least(counters: Counters) -> float | None:
-    moved, least = counters.get("dram_bytes"), counters.get("least_bytes")
+def _over_least(mine: Counters) -> float | None:
+    moved, least = mine.get("dram_bytes"), mine.get("least_bytes")
     return None if moved is None or not least else moved / least
 
 
-def _top_stall(counters: Counters) -> str | None:
-    stalls = counters.get("top_stalls") or {}
+def _top_stall(mine: Counters) -> str | None:
+    stalls = mine.get("top_stalls") or {}
     return max(stalls, key=stalls.__getitem__) if stalls else None
 
 
 def _number(name: str) -> Callable[[Counters], Any]:
-    return lambda counters: counters.get(name)
+    return lambda mine: mine.get(name)
 
 
 #: Heading, value and how it is written.
@@ -78,11 +58,11 @@ COLUMNS: tuple[tuple[str, Callable[[Counters], Any], str], ...] = (
 )
 
 
-def cells(counters: Counters, before: Counters) -> list[str]:
+def cells(mine: Counters, before: Counters) -> list[str]:
     """One cell a column, bold where it is not what it was in the step before."""
     found = []
     for _, value, form in COLUMNS:
-        now, then = value(counters), value(before)
+        now, then = value(mine), value(before)
         text = "" if now is None else form.format(now)
         found.append(f"**{text}**" if text and moved(then, now) else text)
     return found

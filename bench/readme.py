@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kernel_ladder
-from bench import climb, climb_counters, environment, markdown, rows
+from bench import climb, counters, environment, markdown, rows
 from bench.headline import headline
 from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
@@ -195,7 +195,7 @@ def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
 def default_results() -> list[Path]:
     """Every GPU's file; the CPU's where there is no other."""
     files = sorted((environment.ROOT / "bench" / "results").glob("*.jsonl"))
-    files = [f for f in files if not f.name.endswith(climb_counters.SUFFIX)]
+    files = [f for f in files if not f.name.endswith(counters.SUFFIX)]
     return [f for f in files if f.stem != "cpu"] or files
 
 

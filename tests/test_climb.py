@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from bench import climb_counters, rows
+from bench import climb_counters, counters, rows
 from bench.__main__ import main
 from bench.readme import default_results
 from bench.rows import Row
@@ -50,7 +50,7 @@ ROWS = [
 
 def _counters(backend: str, **values) -> dict:
     key = {"op": "gelu", "backend": backend, "pass": "forward", "dtype": "bfloat16", "shape": SHAPE}
-    return {**key, "gpu": "GPU 1", "counters": {"least_bytes": LEAST, **values}}
+    return {**key, "gpu": "GPU 1", "counters": {"least_bytes": LEAST, **values}, "kernels": []}
 
 
 PROFILED = [
@@ -103,7 +103,7 @@ def test_steps_and_gains(page):
 
 def test_counters_that_moved(page):
     file, argv = page
-    beside = climb_counters.file_beside(file.parent / "gpu-1.jsonl")
+    beside = counters.file_beside(file.parent / "gpu-1.jsonl")
     assert beside.name == "gpu-1.profile.jsonl"
     beside.write_text("".join(json.dumps(line) + "\n" for line in PROFILED))
     assert main(argv) == 0
@@ -142,13 +142,13 @@ def test_no_rows_yet(page):
     ("line", "message"),
     [
         ('{"op": "gelu"', "1: not a whole JSON object"),
-        ('{"op": "gelu"}', "1: not a profiled call: expected op, backend, pass, dtype, shape and counters"),
-        ("[]", "1: not a profiled call"),
+        ('{"op": "gelu"}', "1: not a row of counters: it lacks backend, pass, dtype, shape, gpu, counters, kernels"),
+        ("[]", "1: not a row of counters"),
     ],
 )
 def test_spoiled_counters(line, message, page, capsys):
     file, argv = page
-    beside = climb_counters.file_beside(file.parent / "gpu-1.jsonl")
+    beside = counters.file_beside(file.parent / "gpu-1.jsonl")
     beside.write_text(line + "\n")
     before = file.read_text()
     assert main(argv) == 2
