@@ -11,7 +11,7 @@ import kernel_ladder
 from bench import timing
 from bench.gate import Expected
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs
+from kernel_ladder.spec import Case, Inputs, Output, as_tuple, each
 from kernel_ladder.table import LEVELS, Variant
 
 
@@ -22,9 +22,13 @@ class Copies:
         used = (*expected.inputs, expected.grad) if backward else expected.inputs
         self.count = timing.copies_needed(timing.nbytes(used), device)
         others = range(self.count - 1)
-        self.inputs: list[Inputs] = [expected.inputs, *(tuple(x.clone() for x in expected.inputs) for _ in others)]
-        self.grads = [expected.grad, *(expected.grad.clone() for _ in others)] if backward else None
+        self.inputs: list[Inputs] = [expected.inputs, *(each(torch.Tensor.clone, expected.inputs) for _ in others)]
+        self.grads = [expected.grad, *(_clone(expected.grad) for _ in others)] if backward else None
         self.options = expected.options
+
+
+def _clone(grad: Output) -> Output:
+    return each(torch.Tensor.clone, grad) if isinstance(grad, tuple) else grad.clone()
 
 
 def forward_call(variant: Variant, copies: Copies) -> timing.Call:
@@ -40,7 +44,7 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     grads = copies.grads
     if variant.backward is None:
         return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies)
-    needs = (True,) * len(copies.inputs[0])
+    needs = tuple(x is not None for x in copies.inputs[0])
     saved: dict[int, Any] = {}  # by copy, at its first use: a slow call uses one copy, and may save gigabytes
 
     def call(i: int) -> Any:
@@ -52,16 +56,17 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     return call
 
 
-def _autograd_call(forward: Callable[..., torch.Tensor], copies: Copies) -> timing.Call:
+def _autograd_call(forward: Callable[..., Output], copies: Copies) -> timing.Call:
     grads = copies.grads
-    recorded: dict[int, tuple[torch.Tensor, Inputs]] = {}  # output and leaves by copy, as above
+    recorded: dict[int, tuple[Any, Inputs, Any]] = {}  # outputs, leaves and gradients by copy, as above
 
     def call(i: int) -> Any:
         if i not in recorded:
-            leaves = tuple(x.detach().requires_grad_() for x in copies.inputs[i])
-            recorded[i] = forward(*leaves), leaves
-        output, leaves = recorded[i]
-        return torch.autograd.grad(output, leaves, grads[i], retain_graph=True)
+            leaves = each(lambda x: x.detach().requires_grad_(), copies.inputs[i])
+            wanted = tuple(x for x in leaves if x is not None)
+            recorded[i] = as_tuple(forward(*leaves)), wanted, as_tuple(grads[i])
+        outputs, leaves, grad = recorded[i]
+        return torch.autograd.grad(outputs, leaves, grad, retain_graph=True)
 
     return call
 
@@ -74,12 +79,13 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
     inputs = make_inputs(case, dtype, device)
     if variant.unsupported(*inputs, **case.options) is not None:
         return None, None
-    public = getattr(kernel_ladder, variant.op)
+    public, spec = getattr(kernel_ladder, variant.op), kernel_ladder.spec(variant.op)
+    name, names = variant.name, tuple(spec.named(inputs))
 
-    def through_table(*x: torch.Tensor) -> torch.Tensor:
-        return public(*x, **case.options, backend=variant.name)
+    def through_table(*x: torch.Tensor | None) -> Output:
+        return public(**dict(zip(names, (t for t in x if t is not None), strict=True)), **case.options, backend=name)
 
-    def own(*x: torch.Tensor) -> torch.Tensor:
+    def own(*x: torch.Tensor | None) -> Output:
         return variant.forward(*x, **case.options)[0]
 
     named = through_table if variant.level in LEVELS else own  # a peer's users call its own function
@@ -89,7 +95,8 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
             by_name = timing.host_seconds(lambda: named(*inputs), device)
             direct = timing.host_seconds(lambda: variant.forward(*inputs, **case.options), device)
         return by_name * 1e6, direct * 1e6
-    grad = torch.ones_like(named(*inputs))
+    output = named(*inputs)
+    grad = each(torch.ones_like, output) if isinstance(output, tuple) else torch.ones_like(output)
     copies = Copies.__new__(Copies)
     copies.count, copies.inputs, copies.grads, copies.options = 1, [inputs], [grad], case.options
     by_autograd, direct_call = _autograd_call(named, copies), backward_call(variant, copies)

@@ -204,7 +204,7 @@ class Sweep:
             pass_=pass_,
             dtype=_name(group.dtype),
             shape=group.case.id,
-            shapes=[list(shape) for shape in group.case.shapes],
+            shapes=[list(shape) for shape in group.case.shapes if shape is not None],
             options=dict(group.case.options),
             interpreted=interpreted,
             bytes=spec.bytes(group.case, group.dtype.itemsize, backward),

@@ -17,7 +17,7 @@ from bench import candidates, timing
 from bench.cases import shrink
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Spec
 from kernel_ladder.table import LEVELS, Variant
 
@@ -122,9 +122,11 @@ def case_of(op: str, shape: str | None, options: Options, dtype: torch.dtype, de
 
 def _parameters(op: str) -> tuple[list[str], dict[str, Any]]:
     """Names of the public function's tensors, and its options with their defaults."""
+    arguments = inspect.signature(kernel_ladder.spec(op).check).parameters.values()
+    tensors = [p.name for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD]
     parameters = inspect.signature(getattr(kernel_ladder, op)).parameters.values()
-    tensors = [p.name for p in parameters if p.default is p.empty]
-    return tensors, {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "backend"}
+    options = [p for p in parameters if p.name not in (*tensors, "backend") and p.default is not p.empty]
+    return tensors, {p.name: p.default for p in options}
 
 
 def _accepted(defaults: Options) -> str:
@@ -153,7 +155,7 @@ def name_of(shape: str, options: Options) -> str:
 
 
 def _check(spec: Spec, case: Case, defaults: Options, dtype: torch.dtype) -> None:
-    inputs = (torch.empty(shape, dtype=dtype, device="meta") for shape in case.shapes)
+    inputs = (None if s is None else torch.empty(s, dtype=dtype, device="meta") for s in case.shapes)
     try:
         spec.check(*inputs, **{**defaults, **case.options})
     except (TypeError, ValueError, IndexError) as error:
@@ -191,8 +193,7 @@ def _maker(
         if not backward:
             call = candidates.forward_call(variant, _OneCopy([inputs], None, options))
         else:
-            shape = spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
-            grad = make_inputs(Case("grad", (tuple(shape),)), inputs[0].dtype, inputs[0].device, seed=1)[0]
+            grad = make_grad(spec, inputs, options)
             call = candidates.backward_call(variant, _OneCopy([inputs], [grad], options))
         return lambda: call(0)
 

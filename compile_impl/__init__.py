@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kernel_ladder.spec import Inputs, Output, each
+
 
 @functools.cache
 def unavailable() -> str | None:
@@ -19,7 +21,7 @@ def unavailable() -> str | None:
     return None
 
 
-def compiled(formula: Callable[..., torch.Tensor], **settings: Any) -> Callable[..., tuple[torch.Tensor, tuple]]:
+def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., tuple[Output, tuple]]:
     """`formula` under torch.compile, as a variant's forward. PyTorch differentiates through it.
 
     A ladder compares each shape at its best, so shapes, strides and options are compiled in as constants, and every
@@ -27,13 +29,13 @@ def compiled(formula: Callable[..., torch.Tensor], **settings: Any) -> Callable[
     copies of it.
     """
 
-    def signature(inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> tuple:
-        tensors = tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in inputs)
+    def signature(inputs: Inputs, options: dict[str, Any]) -> tuple:
+        tensors = each(lambda x: (x.shape, x.stride(), x.dtype, x.device, x.requires_grad), inputs)
         return tensors, tuple(options.items()), torch.is_grad_enabled()
 
-    runs: dict[tuple, Callable[..., torch.Tensor]] = {}
+    runs: dict[tuple, Callable[..., Output]] = {}
 
-    def forward(*inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, tuple]:
+    def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Output, tuple]:
         if torch.compiler.is_compiling():  # inside a caller's torch.compile, which compiles the formula itself
             return formula(*inputs, **options), ()
         key = signature(inputs, options)

@@ -2,7 +2,7 @@
 
 from kernel_ladder._version import __version__
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
-from kernel_ladder.ops import attention, gelu, matmul, softmax
+from kernel_ladder.ops import add_rms_norm, attention, gelu, layer_norm, matmul, rms_norm, softmax
 from kernel_ladder.table import LEVELS, OPS, backends, register, resolve, spec, use, variants
 
 __all__ = [
@@ -12,12 +12,15 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "__version__",
+    "add_rms_norm",
     "attention",
     "backends",
     "gelu",
+    "layer_norm",
     "matmul",
     "register",
     "resolve",
+    "rms_norm",
     "softmax",
     "spec",
     "use",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from kernel_ladder.spec import Inputs
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     table.spec(op).check(*inputs, **options)
     return autograd.run(table.resolve(op, backend, inputs, options), inputs, options)
+
+
+def _hashable(shape: Any) -> Any:
+    """A list as a tuple, since options are keys; anything else as it is, for the check to judge."""
+    return tuple(shape) if isinstance(shape, list) else shape
 
 
 def gelu(input: torch.Tensor, *, approximate: str = "none", backend: str | None = None) -> torch.Tensor:
@@ -89,3 +95,85 @@ def attention(
     """
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return _call("attention", backend, (query, key, value), options)
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``(x − mean x) / √(var x + eps) · weight + bias`` over the last dimensions, as
+    :func:`torch.nn.functional.layer_norm`.
+
+    Args:
+        input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch
+            and compile levels). The 16-bit dtypes are computed in float32.
+        normalized_shape: the last dimensions, together one row; at least one.
+        weight: of shape `normalized_shape` and the input's dtype, or None for ones.
+        bias: likewise, or None for zeros.
+        eps: added to the variance; from zero up.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the input's shape and dtype. Differentiable once, in `input`, `weight` and `bias`.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450.
+    """
+    options = {"normalized_shape": _hashable(normalized_shape), "eps": eps}
+    return _call("layer_norm", backend, (input, weight, bias), options)
+
+
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``x / √(mean x² + eps) · weight`` over the last dimensions, as :func:`torch.nn.functional.rms_norm`.
+
+    Args:
+        input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch
+            and compile levels). The 16-bit dtypes are computed in float32.
+        normalized_shape: the last dimensions, together one row; at least one.
+        weight: of shape `normalized_shape` and the input's dtype, or None for ones.
+        eps: added to the mean of squares; from zero up. None stands for the machine epsilon of the dtype of the
+            computation: of float32, or of float64 for float64.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the input's shape and dtype. Differentiable once, in `input` and `weight`.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
+    """
+    options = {"normalized_shape": _hashable(normalized_shape), "eps": eps}
+    return _call("rms_norm", backend, (input, weight), options)
+
+
+def add_rms_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual sum of a transformer, and :func:`rms_norm` of it over the last dimension.
+
+    Args:
+        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        residual: of the same shape and dtype.
+        weight: ``(N,)`` of the same dtype, or None for ones.
+        eps: as for :func:`rms_norm`.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        The normalised sum, and the sum ``input + residual`` rounded to the dtype, of which the norm is. Both of the
+        input's shape and dtype. Differentiable once, in all three tensors and through both results.
+    """
+    return _call("add_rms_norm", backend, (input, residual, weight), {"eps": eps})

@@ -9,7 +9,7 @@ import torch
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded", "bshd")
-VALUES = ("normal", "large", "neg_inf_rows", "nan", "inf", "constant")
+VALUES = ("normal", "large", "offset", "neg_inf_rows", "nan", "inf", "constant")
 
 
 def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
@@ -37,6 +37,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     Values are drawn in float32 from a standard normal distribution, then rounded to `dtype`:
 
     - ``normal``: as drawn; ``large``: times 100; ``constant``: one value, so that sums cancel exactly
+    - ``offset``: plus 1000, a mean that squares of it would drown the variance in
     - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
     """
@@ -50,6 +51,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
         x = torch.randn(shape, generator=generator, device=device, dtype=draw)
         if case.values == "large":
             x = x * 100
+        elif case.values == "offset":
+            x = x + 1000
         elif case.values == "constant":
             x = torch.full_like(x, 1.5)
         elif case.values == "neg_inf_rows":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,11 @@ class Spec:
     oracle: Callable[..., Output] | None = None
     yardstick: Callable[..., Output] | None = None
     parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
+
+    def named(self, inputs: Inputs) -> dict[str, Any]:
+        """The tensor arguments by the names that the public function takes them by, without those that are absent."""
+        names = inspect.signature(self.check).parameters
+        return {name: x for name, x in zip(names, inputs, strict=False) if x is not None}
 
     def output_shapes(self, inputs: Inputs, options: Options) -> tuple[torch.Size, ...]:
         """The shape of each output, found without computing it."""

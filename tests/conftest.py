@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.spec import Case
+from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
 
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
@@ -50,7 +51,7 @@ def variant_id(variant: Variant) -> str:
 
 
 def elements(case: Case) -> int:
-    return sum(math.prod(shape) for shape in case.shapes)
+    return sum(math.prod(shape) for shape in case.shapes if shape is not None)
 
 
 def plain_cases(op: str) -> list[Case]:
@@ -58,16 +59,23 @@ def plain_cases(op: str) -> list[Case]:
     return [
         case
         for case in kernel_ladder.spec(op).samples
-        if case.values == "normal" and case.layout == "contiguous" and all(math.prod(s) > 0 for s in case.shapes)
+        if case.values == "normal"
+        and case.layout == "contiguous"
+        and all(s is None or math.prod(s) > 0 for s in case.shapes)
     ]
 
 
 def typical_case(op: str, most: int = 100_000) -> Case:
-    """The largest plain sample of an operation up to a size."""
-    return max((c for c in plain_cases(op) if elements(c) <= most), key=elements)
+    """The largest plain sample of an operation up to a size, with every argument there."""
+    return max((c for c in plain_cases(op) if elements(c) <= most and None not in c.shapes), key=elements)
 
 
-def skip_unless_it_runs(variant: Variant, inputs: tuple[torch.Tensor, ...] = (), options: dict | None = None) -> None:
+def public(op: str, inputs: Inputs, options: Options, **more: Any) -> Output:
+    """The operation's public function on a case's inputs, each passed by its name, and options."""
+    return getattr(kernel_ladder, op)(**kernel_ladder.spec(op).named(inputs), **options, **more)
+
+
+def skip_unless_it_runs(variant: Variant, inputs: Inputs = (), options: dict | None = None) -> None:
     """Skip, with its reason, where a variant is unavailable or does not take these inputs."""
     reason = table.unavailable(variant.op, variant.level)
     if reason is None and inputs:

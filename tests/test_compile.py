@@ -10,8 +10,9 @@ import triton_impl
 from kernel_ladder import table
 from kernel_ladder.agreement import agreement
 from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.spec import each
 
-from .conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case, variant_id
+from .conftest import DEVICE, every_variant, public, skip_unless_it_runs, typical_case, variant_id
 
 #: Inductor on the CPU takes tens of seconds a graph and would test Inductor; tracing and differentiation are the same.
 OUTER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
@@ -32,12 +33,12 @@ def test_inside_compile(variant, backward):
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op, most=20_000)
     inputs = make_inputs(case, torch.float32, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
-    function = getattr(kernel_ladder, variant.op)
 
     @torch.compile(fullgraph=True, backend=OUTER)
     def inside(*inputs):
         # The neighbours on both sides make it part of a larger graph.
-        return function(*(x * 1 for x in inputs), **case.options, backend=variant.name) * 1
+        output = public(variant.op, each(lambda x: x * 1, inputs), case.options, backend=variant.name)
+        return each(lambda x: x * 1, output) if isinstance(output, tuple) else output * 1
 
     grad = None
     if backward:
@@ -51,11 +52,8 @@ def test_inside_compile(variant, backward):
 def test_levels_and_default_inside_compile(op, backend):
     case = typical_case(op, most=20_000)
     inputs = make_inputs(case, torch.float32, DEVICE)
-    function = getattr(kernel_ladder, op)
-    inside = torch.compile(
-        lambda *x: function(*x, **case.options, backend=backend), fullgraph=True, backend="aot_eager"
-    )
-    torch.testing.assert_close(inside(*inputs), function(*inputs, **case.options, backend=backend))
+    inside = torch.compile(lambda *x: public(op, x, case.options, backend=backend), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(inside(*inputs), public(op, inputs, case.options, backend=backend))
 
 
 def _adds(amount: float):

@@ -11,6 +11,7 @@ import kernel_ladder
 from kernel_ladder import autograd
 from kernel_ladder.agreement import agreement, compare
 from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.spec import each
 
 from .conftest import every_variant, needs_gpu, skip_unless_it_runs, typical_case, variant_id
 
@@ -31,7 +32,7 @@ def test_runs_on_the_current_stream(variant):
     new = make_inputs(case, torch.bfloat16, "cuda", seed=2)
     skip_unless_it_runs(variant, old, case.options)
     call(variant, old, case.options)  # compiled and tuned before the clock of the other stream matters
-    inputs = tuple(x.clone() for x in old)
+    inputs = each(torch.Tensor.clone, old)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -52,12 +53,12 @@ def test_capture_and_replay_in_a_cuda_graph(variant, backward):
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op)
     inputs = make_inputs(case, torch.bfloat16, "cuda", seed=1)
     skip_unless_it_runs(variant, inputs, case.options)
-    grad = torch.randn_like(call(variant, inputs, case.options))
+    grad = make_grad(spec, inputs, case.options)
 
     def work():
         with torch.no_grad():
             output, saved = variant.forward(*inputs, **case.options)
-            return (output, *(variant.backward(saved, grad, (True,) * len(inputs)) if backward else ()))
+            return output, variant.backward(saved, grad, (True,) * len(inputs)) if backward else ()
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -77,7 +78,7 @@ def test_capture_and_replay_in_a_cuda_graph(variant, backward):
         # What one call outside the graph gives on the same data; both are held to the oracle by agreement's own test.
         result = agreement(spec, lambda *_, **options: results[0], new, case.options)
         assert result.agrees, str(result)
-        for replayed, direct in zip(results[1:], work()[1:], strict=True):
+        for replayed, direct in zip(results[1], work()[1], strict=True):
             torch.testing.assert_close(replayed, direct)
 
 

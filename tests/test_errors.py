@@ -9,7 +9,7 @@ import kernel_ladder
 from kernel_ladder import table
 from kernel_ladder.samples import make_inputs
 
-from .conftest import DEVICE, typical_case
+from .conftest import DEVICE, public, typical_case
 
 
 def error_cases():
@@ -36,7 +36,7 @@ def test_inputs_on_two_devices(op, backend):
     if not others:
         pytest.skip("one tensor argument cannot be on two devices")
     with pytest.raises(ValueError, match=r"must be on the same device, got \w+(:\d)? and meta"):
-        getattr(kernel_ladder, op)(*others, last.to("meta"), **case.options, backend=backend)
+        public(op, (*others, last.to("meta")), case.options, backend=backend)
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
@@ -47,7 +47,7 @@ def test_inputs_of_two_dtypes(op, backend):
     if not others:
         pytest.skip("one tensor argument cannot have two dtypes")
     with pytest.raises(TypeError, match="must have the same dtype, got float32 and float16"):
-        getattr(kernel_ladder, op)(*others, last.half(), **case.options, backend=backend)
+        public(op, (*others, last.half()), case.options, backend=backend)
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)

@@ -10,6 +10,7 @@ import torch
 import kernel_ladder
 from kernel_ladder import autograd
 from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import as_tuple, each
 
 from .conftest import DEVICE, elements, every_variant, plain_cases, skip_unless_it_runs, typical_case, variant_id
 
@@ -29,7 +30,7 @@ def test_gradcheck(variant):
     for case in small_cases(variant.op, 4 if variant.level == "torch" else 1):
         inputs = make_inputs(case, torch.float64, DEVICE)
         if variant.unsupported(*inputs, **case.options) is None:
-            leaves = tuple(x.requires_grad_() for x in inputs)
+            leaves = each(torch.Tensor.requires_grad_, inputs)
             assert torch.autograd.gradcheck(
                 lambda *x, options=case.options: autograd.run(variant, x, options),
                 leaves,
@@ -46,9 +47,12 @@ def test_a_second_derivative_is_a_clear_error(variant):
     inputs = make_inputs(case, torch.float32, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
     leaves = tuple(x.requires_grad_() for x in inputs)
-    output = autograd.run(variant, leaves, case.options)
-    grads = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
-    plain = torch.autograd.grad(autograd.run(variant, leaves, case.options).square().sum(), leaves)
+
+    def loss() -> torch.Tensor:
+        return sum(y.square().sum() for y in as_tuple(autograd.run(variant, leaves, case.options)))
+
+    grads = torch.autograd.grad(loss(), leaves, create_graph=True)
+    plain = torch.autograd.grad(loss(), leaves)
     torch.testing.assert_close(tuple(g.detach() for g in grads), plain)  # the first is as without create_graph
     with pytest.raises(RuntimeError, match=rf"{variant.op}: {variant.name} can be differentiated only once"):
         torch.autograd.grad(sum(g.sum() for g in grads), leaves)
@@ -64,5 +68,6 @@ def test_only_what_needs_a_gradient_gets_one(op):
         skip_unless_it_runs(variant, inputs, case.options)
         for wanted in range(len(inputs)):
             leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(inputs)]
-            autograd.run(variant, tuple(leaves), case.options).sum().backward()
+            outputs = as_tuple(autograd.run(variant, tuple(leaves), case.options))
+            sum(y.sum() for y in outputs).backward()
             assert [x.grad is not None for x in leaves] == [i == wanted for i in range(len(leaves))]

@@ -13,6 +13,7 @@ import cuda_impl
 import kernel_ladder
 from kernel_ladder import table
 from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import as_tuple, each
 
 from .conftest import DEVICE, elements, every_variant, needs_gpu, plain_cases, typical_case, variant_id
 
@@ -44,7 +45,8 @@ def run_both_passes(variant, inputs, options):
     output, saved = variant.forward(*inputs, **options)
     if variant.backward is None:
         return output, ()
-    return output, variant.backward(saved, torch.ones_like(output), (True,) * len(inputs))
+    grad = each(torch.ones_like, output) if isinstance(output, tuple) else torch.ones_like(output)
+    return output, variant.backward(saved, grad, tuple(x is not None for x in inputs))
 
 
 @functools.cache
@@ -101,9 +103,10 @@ def test_schemas_are_functional(overload):
 def test_fakes_give_the_shape_and_dtype_of_the_real_result(variant):
     """Without data and without a GPU: the fakes alone, forward and backward."""
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op)
-    shape = spec.builtin(*make_inputs(case, torch.float32, "cpu"), **case.options).shape
+    shapes = spec.output_shapes(make_inputs(case, torch.float32, "cpu"), case.options)
     with FakeTensorMode():
         inputs = tuple(torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in case.shapes)
         output, grads = run_both_passes(variant, inputs, case.options)
-    assert (output.shape, output.dtype, output.device.type) == (shape, torch.bfloat16, "cuda")
+    for made, shape in zip(as_tuple(output), shapes, strict=True):
+        assert (made.shape, made.dtype, made.device.type) == (shape, torch.bfloat16, "cuda")
     assert variant.backward is None or [g.shape for g in grads] == [x.shape for x in inputs]

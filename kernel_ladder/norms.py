@@ -1,0 +1,59 @@
+"""What the normalisations share: their arguments, the precision they are computed in, and rows as views."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kernel_ladder.spec import check_tensors
+
+
+def check_normalized(
+    op: str,
+    input: torch.Tensor,
+    normalized_shape: tuple[int, ...],
+    eps: float | None,
+    **parameters: torch.Tensor | None,
+) -> None:
+    """Raise unless `normalized_shape` is the end of the input's shape, and of that shape each parameter given."""
+    given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
+    check_tensors(op, input=input, **given)
+    if not isinstance(normalized_shape, tuple) or not all(type(n) is int for n in normalized_shape):
+        raise TypeError(f"{op}: argument `normalized_shape` must be a tuple of ints, got {normalized_shape!r}")
+    shape = normalized_shape
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"{op}: argument `normalized_shape` must be the last dimensions of `input`, at least one: "
+            f"got {shape} for a shape of {tuple(input.shape)}"
+        )
+    for name, x in parameters.items():
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{op}: argument `{name}` must have the shape {shape} of a row, got {tuple(x.shape)}")
+    check_eps(op, eps)
+
+
+def check_eps(op: str, eps: float | None) -> None:
+    """Raise unless `eps` is a number from zero up, or None."""
+    if eps is None:
+        return
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: argument `eps` must be a float, got {type(eps).__name__}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{op}: argument `eps` must be a finite number from 0 up, got {eps}")
+
+
+def computation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which rows of `dtype` are normalised: float32 for the 16-bit ones, else their own."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def eps_or_default(eps: float | None, dtype: torch.dtype) -> float:
+    """`eps`, or where it is None what PyTorch's rms_norm adds: the machine epsilon of the dtype of the computation."""
+    return torch.finfo(computation_dtype(dtype)).eps if eps is None else float(eps)
+
+
+def as_rows(x: torch.Tensor, dims: int) -> torch.Tensor:
+    """`x` with its last `dims` dimensions as one: a view where their strides allow one, else a copy."""
+    return x if dims == 1 else x.flatten(-dims)
