@@ -6,6 +6,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``machine``: what the rows were measured with
 - an operation: its rates at every shape
 - ``picture OP``: the operation's picture
+- ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import kernel_ladder
 from bench import environment, rows
+from bench.headline import headline
+from bench.roofs import CAPTION, intensity
 from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
 
@@ -64,9 +67,14 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
 
         def make(path: Path, found: list[Row]) -> str:
             return _picture(op, path, found, folder)
+    elif word == "roofline" and (op in kernel_ladder.OPS or not op):
+
+        def make(path: Path, found: list[Row]) -> str:
+            return _roofline(op, path, found, folder)
     else:
         ops = ", ".join(kernel_ladder.OPS)
-        raise ReadmeError(f"unknown block {name!r}; known are summary, machine, 'picture OP' and OP, of {ops}")
+        known = "summary, machine, roofline, 'roofline OP', 'picture OP' and OP"
+        raise ReadmeError(f"unknown block {name!r}; known are {known}, of {ops}")
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
     return written or f"*No rows yet: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
@@ -92,24 +100,13 @@ def _machine(path: Path, found: list[Row]) -> str:
     return f"Measured on {newest.gpu} with {with_}{source}; {newest.when[:10]}.{note}"
 
 
-def _headline(op: str, found: list[Row]) -> tuple[str, str] | None:
-    """The shape and the dtype that stand for an operation: the last quick case, bfloat16 where it was measured."""
-    mine = [row for row in found if row.op == op]
-    if not mine:
-        return None
-    dtype = "bfloat16" if any(row.dtype == "bfloat16" for row in mine) else mine[0].dtype
-    measured = list(dict.fromkeys(row.shape for row in mine if row.dtype == dtype))
-    quick = [case.id for case in kernel_ladder.spec(op).sweep if case.quick and case.id in measured]
-    return (quick or measured)[-1], dtype
-
-
 def _summary(path: Path, found: list[Row]) -> str:
     lines = []
     for op in kernel_ladder.OPS:
-        headline = _headline(op, found)
-        if headline is None:
+        standing = headline(op, found)
+        if standing is None:
             continue
-        shape, dtype = headline
+        shape, dtype = standing
         mine = [row for row in found if (row.op, row.shape, row.dtype) == (op, shape, dtype)]
         best = {p: fastest(row for row in mine if row.pass_ == p) for p in PASSES}
         for backend in dict.fromkeys(row.backend for row in mine):
@@ -196,6 +193,15 @@ def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
         return ""
     link = os.path.relpath(picture_file(path, op), folder)
     return f"![{op} on {mine[0].gpu}: rate against size, a line per variant, the measured ceiling dashed]({link})"
+
+
+def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
+    drawn = [row for row in found if op in ("", row.op) and row.us is not None and intensity(row)]
+    if not drawn:
+        return ""
+    link = os.path.relpath(picture_file(path, f"roofline-{op}" if op else "roofline"), folder)
+    what = f"Roofline of {op or 'every operation'} on {drawn[0].gpu}"
+    return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})\n\n{CAPTION}"
 
 
 def default_results() -> list[Path]:
