@@ -1,4 +1,4 @@
-"""Rooflines: arithmetic intensity against rate, the measured ceilings drawn, the climb of each level joined by a line."""
+"""Rooflines: arithmetic intensity against rate, the measured ceilings drawn, each level's climb joined by a line."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _draw_roofs(axes: Axes, limits: Sequence[Roof]) -> None:
 
 
 def _name_slopes(axes: Axes, limits: Sequence[Roof]) -> None:
-    """Name each slope along its line: the lowest under it, beyond the points that it bounds, the others above theirs."""
+    """Name each slope along its line: the lowest under it, beyond the points that it bounds, the others above."""
     left, right = axes.get_xlim()
     flats = [roof.tflops for roof in limits if roof.tflops]
     slopes = sorted((roof for roof in limits if roof.gbs), key=lambda roof: roof.gbs)

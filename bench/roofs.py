@@ -52,8 +52,8 @@ def roofs(rows: Iterable[Row], dtype: str) -> list[Roof]:
     """
     rows = list(rows)
     slopes = [
-        ("copy from and to memory", _best(rows, "ceiling.copy", "gbs") or _carried(rows, "ceiling_gbs")),
-        ("L2", _best(rows, "ceiling.l2", "gbs")),
+        ("memory, by a copy", _best(rows, "ceiling.copy", "gbs") or _carried(rows, "ceiling_gbs")),
+        ("L2 cache", _best(rows, "ceiling.l2", "gbs")),
     ]
     matrix = _carried([row for row in rows if row.dtype == dtype], "ceiling_tflops")
     tensor = _best(rows, "ceiling.tensor", "tflops", dtype)

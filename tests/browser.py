@@ -80,7 +80,7 @@ class Page:
         self.errors.clear()
         self.requests.clear()
         self.send("Page.navigate", url=f"{path.resolve().as_uri()}{'#' if fragment else ''}{fragment}")
-        while not self._receive().get("method") == "Page.loadEventFired":
+        while self._receive().get("method") != "Page.loadEventFired":
             pass
 
     def run(self, expression: str) -> Any:
@@ -100,11 +100,12 @@ class Page:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        box = self.run(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
-            "const b = e.getBoundingClientRect(); return [b.left + b.width / 2, b.top + b.height / 2]; })()"
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{element}.scrollIntoView({{block: 'center'}})")
+        left, top, width, height = self.run(
+            f"(({{left, top, width, height}}) => [left, top, width, height])({element}.getBoundingClientRect())"
         )
-        return box[0], box[1]
+        return left + width / 2, top + height / 2
 
     def press(self, key: str) -> None:
         code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39, "ArrowDown": 40}[key]

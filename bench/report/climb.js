@@ -14,7 +14,7 @@ function climbOf(rows, view, width, title) {
   const bytesBound = 2 * timed.filter((row) => row.bytes_bound).length >= timed.length;
   const wide = width > NARROW;
   const step = wide ? 26 : 46;
-  const box = { left: wide ? 170 : 8, right: width - (wide ? 330 : 12), top: 26 };
+  const box = { left: wide ? 170 : 8, right: width - (wide ? 350 : 12), top: 36 };
   box.bottom = box.top + step * rows.length;
   const chart = newChart(width, box.bottom + 14, `${title}: the climb`);
   const { x, low } = climbScale(chart, timed, view, box, bytesBound);
@@ -22,7 +22,7 @@ function climbOf(rows, view, width, title) {
   rows.forEach((row, i) => {
     const y = box.top + step * (i + 0.5) + (wide ? 0 : 10);
     nameStep(chart, row, wide ? box.left - 8 : box.left, wide ? y + 4 : y - 12, wide);
-    if (row.us == null) chart.append(reason(row, box.left + 6, y + 4));
+    if (row.us == null) chart.append(reason(row, box.left + 6, y + 4, width));
     else drawBar(chart, row, look.get(row.backend), x, x(low), y, bytesBound);
     if (row.us != null) chart.append(factors(row, rows, wide ? box.right + 10 : box.right, wide ? y + 4 : y - 12, wide, bytesBound));
     if (i && row.level !== rows[i - 1].level) chart.append(line(0, box.top + step * i, width, box.top + step * i, "grid"));
@@ -37,7 +37,7 @@ function climbScale(chart, rows, view, box, bytesBound) {
   const values = rows.map((row) => rateOf(row, bytesBound));
   const roofs = rows.map((row) => ceilingRate(row, bytesBound)).filter(Boolean);
   const high = Math.max(...values, ...roofs) * 1.04;
-  const log = view.scale === "log" || (view.scale === "suitable" && high / Math.min(...values) > 50);
+  const log = view.scale === "log" || (view.scale === "as suits" && high / Math.min(...values) > 50);
   const low = log ? 10 ** Math.floor(Math.log10(Math.min(...values) * 0.8)) : 0;
   const x = (log ? logarithmic : linear)(low, high, box.left, box.right);
   const ticks = log ? logTicks(low, high) : linearTicks(high, 5);
@@ -46,7 +46,7 @@ function climbScale(chart, rows, view, box, bytesBound) {
     chart.append(text(x(tick), box.top - 6, three(tick), { "text-anchor": "middle", class: "soft" }));
   }
   const scale = log ? `${unitOf(bytesBound)}, logarithmic` : unitOf(bytesBound);
-  chart.append(text(box.left, 9, scale, { class: "soft" }));
+  chart.append(text(box.left, 12, scale, { class: "soft" }));
   return { x, low };
 }
 
@@ -54,9 +54,10 @@ function nameStep(chart, row, x, y, wide) {
   chart.append(text(x, y, named(row), { "text-anchor": wide ? "end" : "start" }));
 }
 
-function reason(row, x, y) {
+function reason(row, x, y, width) {
   const all = row.wrong ? `wrong: ${row.wrong}` : row.unsupported || "no time";
-  const short = all.length > 90 ? `${all.slice(0, 89)}…` : all;
+  const room = Math.floor((width - x) / 6.6) - 2; // characters
+  const short = all.length > room ? `${all.slice(0, room - 1)}…` : all;
   return text(x, y, `— ${short}`, { class: row.wrong ? "wrong" : "soft" });
 }
 

@@ -4,6 +4,7 @@
 
 const three = (x) => {
   const rounded = Number(x.toPrecision(3));
+  if (rounded && Math.abs(rounded) < 1e-3) return rounded.toExponential();
   return Math.abs(rounded) >= 1000 ? rounded.toLocaleString("en-US") : String(rounded);
 };
 
@@ -12,7 +13,7 @@ function microseconds(us) {
   return us < 1e6 ? `${three(us / 1e3)} ms` : `${three(us / 1e6)} s`;
 }
 
-const times = (x) => `${x >= 100 ? Math.round(x).toLocaleString("en-US") : x.toPrecision(3)}×`;
+const times = (x) => `${x >= 100 ? Math.round(x).toLocaleString("en-US") : x.toPrecision(x < 1 ? 2 : 3)}×`;
 
 // A rate is of bytes where moving the least bytes takes longest, else of operations.
 const rateOf = (row, bytesBound) => (bytesBound ? row.gbs : row.tflops);
@@ -71,7 +72,7 @@ const FIELDS = [
   ["first call", (r) => r.compile_s != null && microseconds(r.compile_s * 1e6)],
   ["error / bound", (r) => r.error != null && r.bound != null && `${three(r.error)} / ${three(r.bound)}`],
   ["peak memory", (r) => r.peak_mib != null && `${three(r.peak_mib)} MiB`],
-  ["clock", (r) => r.clock_mhz != null && `${three(r.clock_mhz)} MHz`],
+  ["clock", (r) => r.clock_mhz != null && `${r.clock_mhz.toFixed(0)} MHz`],
   ["power, temperature", (r) => r.power_w != null && `${three(r.power_w)} W, ${three(r.temperature_c ?? 0)} °C`],
   ["note", (r) => notes(r).join("; ") || null],
   ["machine", (r) => r.gpu],

@@ -13,17 +13,16 @@ function ratesOf(rows, view, width, title) {
   const bytesBound = 2 * rows.filter((row) => row.bytes_bound).length >= rows.length;
   const wide = width > NARROW;
   const places = placesOf(rows);
-  const labels = Math.max(...[...places.keys()].map((shape) => shape.length));
-  const box = { left: 52, right: width - (wide ? 175 : 10), top: 24, bottom: 330 };
-  const height = box.bottom + 20 + Math.min(labels, 26) * 4.6;
-  const chart = newChart(width, height, `${title}: rate against size`);
+  const names = shapeNames(places);
+  const box = { left: Math.max(52, names.across - 30), right: width - (wide ? 175 : 10), top: 24, bottom: 330 };
+  const chart = newChart(width, box.bottom + 24 + names.down, `${title}: rate against size`);
   const last = Math.max(...places.values());
   const x = linear(-0.4, last + 0.4, box.left, box.right);
   const y = rateScale(chart, rows, view, box, bytesBound);
   for (const [shape, place] of places) {
-    const short = shape.length > 26 ? `${shape.slice(0, 25)}…` : shape;
-    const turned = `rotate(-38 ${x(place)} ${box.bottom + 14})`;
-    chart.append(text(x(place) + 4, box.bottom + 14, short, { "text-anchor": "end", transform: turned, class: "soft" }));
+    const transform = `rotate(${-names.angle} ${x(place)} ${box.bottom + 14})`;
+    const name = shortened(shape);
+    chart.append(text(x(place) + 4, box.bottom + 14, name, { "text-anchor": "end", transform, class: "soft" }));
   }
   drawCeiling(chart, rows, places, x, y, bytesBound);
   const look = looks(rows);
@@ -32,6 +31,19 @@ function ratesOf(rows, view, width, title) {
   );
   if (wide) nameEnds(chart, ends, box);
   return [chart, wide ? null : legend(rows, look)].filter(Boolean);
+}
+
+const LONGEST = 26; // characters of a shape's name; the details have all of it
+const CHARACTER = 6.4; // pixels
+
+const shortened = (shape) => (shape.length > LONGEST ? `${shape.slice(0, LONGEST - 1)}…` : shape);
+
+// How steep names of shapes stand, and what room the longest takes.
+function shapeNames(places) {
+  const longest = CHARACTER * Math.max(...[...places.keys()].map((shape) => shortened(shape).length));
+  const angle = longest > 120 ? 55 : 38;
+  const radians = (angle * Math.PI) / 180;
+  return { angle, across: longest * Math.cos(radians), down: longest * Math.sin(radians) };
 }
 
 // Shapes in the order of the rows, with a gap where the options change.
@@ -52,7 +64,7 @@ function rateScale(chart, rows, view, box, bytesBound) {
   const values = rows.map((row) => rateOf(row, bytesBound));
   const roofs = rows.map((row) => ceilingRate(row, bytesBound)).filter(Boolean);
   const high = Math.max(...values, ...roofs) * 1.06;
-  const log = view.scale === "log" || (view.scale === "suitable" && rows.some((row) => row.interpreted));
+  const log = view.scale === "log" || (view.scale === "as suits" && rows.some((row) => row.interpreted));
   const low = log ? Math.min(...values) / 1.5 : 0;
   const scale = (log ? logarithmic : linear)(low, high, box.bottom, box.top);
   yAxis(chart, scale, log ? logTicks(low, high) : linearTicks(high, 6), box.left, box.right, unitOf(bytesBound));

@@ -18,11 +18,11 @@ function drawRoofline(view, width) {
   }
   chart.append(text((box.left + box.right) / 2, box.bottom + 36, "least operations per least byte", { "text-anchor": "middle", class: "soft" }));
   drawRoofs(chart, roofs, x, y, range, box);
-  const look = looks(rows);
-  const points = view.ops.flatMap((op) => drawClimbs(chart, rows.filter((row) => row.op === op), x, y, look));
+  const points = view.ops.flatMap((op) => drawClimbs(chart, rows.filter((row) => row.op === op), x, y));
   const named = view.ops.length === 1 ? points : view.ops.map((op) => fastestPoint(points, op)).filter(Boolean);
   if (wide) namePoints(chart, named, view.ops.length > 1, box);
-  return [figure(`${title}, ${view.pass}, ${view.dtype}`, chart, wide && view.ops.length === 1 ? null : levelsLegend(rows, look, view))];
+  const keys = view.ops.length > 1 ? levelsLegend(rows) : wide ? [] : legend(rows, looks(rows));
+  return [figure(`${title}, ${view.pass}, ${view.dtype}`, chart, keys)];
 }
 
 const rateUnder = (roof, intensity) => (roof.tflops ?? (roof.gbs * intensity) / 1e3);
@@ -73,7 +73,8 @@ function nameSlope(chart, roof, [x1, y1, x2, y2], lowest) {
 }
 
 // The climb of each level of one operation, in the order of the table. Peers are no steps of each other.
-function drawClimbs(chart, rows, x, y, look) {
+function drawClimbs(chart, rows, x, y) {
+  const look = looks(rows);
   const levels = [...groupBy(rows, (row) => row.level)];
   return levels.flatMap(([level, climb], i) => {
     const px = x(climb[0].intensity) + ASIDE * (i - (levels.length - 1) / 2);
@@ -111,9 +112,8 @@ function namePoints(chart, points, withOp, box) {
   }
 }
 
-function levelsLegend(rows, look, view) {
-  if (view.ops.length === 1) return legend(rows, look);
-  // A marker means another step in each operation: here the hue alone speaks, and the details name the variant.
-  const last = new Map([...groupBy(rows, (row) => row.level)].map(([level]) => [level, { ...rows[0], level, backend: level, interpreted: false }]));
-  return legend([...last.values()], looks([...last.values()]));
+// A marker means another step in each operation: here the hue and dash of the level speak, and the details name it.
+function levelsLegend(rows) {
+  const levels = unique(rows.map((row) => row.level)).map((level) => ({ level, backend: level }));
+  return legend(levels, looks(levels));
 }

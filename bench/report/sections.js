@@ -21,10 +21,12 @@ const noteColumn = {
 
 const seconds = (s) => microseconds(s * 1e6);
 
-function rowColumns() {
+// The operation has a column only where there is more than one.
+const leading = (view, ...columns) => (view.ops.length > 1 ? [COMMON.op, ...columns] : columns);
+
+function rowColumns(view) {
   return [
-    COMMON.op,
-    COMMON.shape,
+    ...leading(view, COMMON.shape),
     COMMON.backend,
     numeric("us", "time", microseconds),
     numeric("us_q1", "quartiles", (low, r) => between(low, r.us_q3, microseconds)),
@@ -35,7 +37,7 @@ function rowColumns() {
     numeric("speedup", "× builtin", (x) => x.toFixed(2)),
     numeric("speedup_low", "its interval", (low, r) => between(low, r.speedup_high, (x) => x.toFixed(2))),
     numeric("rounds", "rounds", String),
-    numeric("clock_mhz", "MHz", three),
+    numeric("clock_mhz", "MHz", (x) => x.toFixed(0)),
     numeric("power_w", "W", (x) => x.toFixed(0)),
     numeric("temperature_c", "°C", (x) => x.toFixed(0)),
     noteColumn,
@@ -44,7 +46,7 @@ function rowColumns() {
 
 function drawRows(view) {
   if (!view.rows.length) return [nothing("No rows.")];
-  const columns = rowColumns();
+  const columns = rowColumns(view);
   const used = columns.filter((c) => view.rows.some((row) => ![null, undefined, ""].includes(c.value(row))));
   return [sortable("rows", used, view.rows, "Every row")];
 }
@@ -56,9 +58,7 @@ function drawCosts(view) {
   const bar = (key) => ({ meter: (row) => (row[key] == null ? null : row[key] / most(key)) });
   const share = (r) => (r.error == null || !r.bound ? null : r.error / r.bound);
   const columns = [
-    COMMON.op,
-    COMMON.shape,
-    COMMON.backend,
+    ...leading(view, COMMON.backend),
     numeric("host_us", "host, by name", microseconds, bar("host_us")),
     numeric("host_direct_us", "host, direct", microseconds, bar("host_direct_us")),
     numeric("compile_s", "first call", seconds, bar("compile_s")),
@@ -78,7 +78,7 @@ function drawPeers(view) {
   const lines = [...groupBy(view.rows, (row) => JSON.stringify([row.op, row.shape]))].map(([, members]) =>
     peerLine(members, levels, peers),
   );
-  const columns = [COMMON.op, COMMON.shape, ...[...levels, ...peers].map(peerColumn)];
+  const columns = [...leading(view, COMMON.shape), ...[...levels, ...peers].map(peerColumn)];
   const absent = peers.length ? [] : [nothing("No peer was measured here; python -m bench --peers does it.")];
   return [...absent, sortable("peers", columns, lines, "The fastest of each level beside the peers")];
 }
@@ -114,8 +114,7 @@ function drawUnmeasured(view) {
   const lines = [...groups.values()].map((members) => ({ ...members[0], shapes: members.map((row) => row.shape) }));
   lines.sort((a, b) => Boolean(b.wrong) - Boolean(a.wrong));
   const columns = [
-    COMMON.op,
-    COMMON.backend,
+    ...leading(view, COMMON.backend),
     { key: "kind", label: "", value: (r) => (r.wrong ? "✗ wrong" : "— unsupported"), mark: (r) => r.wrong && "wrong" },
     { key: "reason", label: "reason", note: true, value: (r) => r.wrong || r.unsupported || "" },
     { key: "shapes", label: "shapes", note: true, value: (r) => r.shapes.join(", ") },

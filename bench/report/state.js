@@ -36,7 +36,7 @@ function choices(wanted) {
   );
   const shapes = headline ? unique([headline.shape, ...rows.map((row) => row.shape)]) : [];
   pick("shape", shapes);
-  pick("scale", ["suitable", "linear", "log"]);
+  pick("scale", ["as suits", "linear", "log"]);
   return { found, rows };
 }
 
