@@ -21,7 +21,7 @@ from pathlib import Path
 import kernel_ladder
 from bench import environment, rows
 from bench.headline import headline
-from bench.roofs import CAPTION, intensity
+from bench.roofs import intensity
 from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
 
@@ -201,7 +201,7 @@ def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
         return ""
     link = os.path.relpath(picture_file(path, f"roofline-{op}" if op else "roofline"), folder)
     what = f"Roofline of {op or 'every operation'} on {drawn[0].gpu}"
-    return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})\n\n{CAPTION}"
+    return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})"
 
 
 def default_results() -> list[Path]:

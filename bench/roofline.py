@@ -20,7 +20,7 @@ PASSES = ("forward", "backward")
 #: would lie on each other.
 ASIDE = 1.07
 #: Names stand to the right of their points, and the axis goes on this far beyond the last of them.
-ROOM = 120
+ROOM = 200
 
 
 def draw(results: Path) -> list[Path]:
@@ -81,7 +81,7 @@ def _panel(axes: Axes, rows: Sequence[Row], found: Sequence[Row], every: bool) -
     _frame(axes, rows, limits)
     _draw_roofs(axes, limits)
     points = [point for op in dict.fromkeys(row.op for row in rows) for point in _climbs(axes, op, rows)]
-    _label(axes, points if every else _fastest(points), limits, every)
+    _label(axes, points, limits, every)
     if not every:
         levels = dict.fromkeys(row.level for row in rows)
         handles = [Line2D([], [], color=COLOURS.get(level, OTHER), marker="o", label=level) for level in levels]
@@ -181,17 +181,17 @@ def _fastest(points: Sequence[Point]) -> list[Point]:
 
 
 def _label(axes: Axes, points: Sequence[Point], limits: Sequence[Roof], every: bool) -> None:
-    """Name points to the right of their column, under the roofs, moved apart where names would overlap."""
+    """Name every point, or the fastest of each operation: right of the points, under the roofs, none on another."""
     left, right = map(math.log, axes.get_xlim())
     highest = max((roof.tflops for roof in limits if roof.tflops), default=math.inf)
-    bound_by_bytes = [p for p in points if p[2].bytes_bound]
-    for pile in (bound_by_bytes, [p for p in points if not p[2].bytes_bound]):
-        if not pile:
+    for bytes_bound in (True, False):
+        near = [p for p in points if p[2].bytes_bound == bytes_bound]
+        if not near:
             continue
-        pile.sort(key=lambda p: p[1])
+        pile = sorted(near if every else _fastest(near), key=lambda p: p[1])
         top = _height(axes, min(pile[-1][1], highest / 1.25))
         heights = spread([_height(axes, y) for _, y, _, _ in pile], gap=0.042, top=top)
-        at = (math.log(max(x for x, _, _, _ in pile)) - left) / (right - left) + 0.045
+        at = (math.log(max(x for x, _, _, _ in near)) - left) / (right - left) + 0.045
         for (x, y, row, colour), height in zip(pile, heights, strict=True):
             name = row.backend if every else f"{row.op} {row.backend}"
             axes.annotate(

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 
 from bench import environment, report, roofline, rows
 from bench.__main__ import main
@@ -429,6 +430,27 @@ def test_rooflines_are_drawn_and_the_same_again(measured, tmp_path):
     assert [p.read_bytes() for p in drawn] == before
 
 
+def test_names_on_rooflines_do_not_overlap(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(roofline.plt, "close", figures.append)
+    path = tmp_path / "rows.jsonl"
+    rows.write(path, _full_rows())
+    roofline.draw(path)
+    assert len(figures) == 5
+    for figure in figures:
+        for axes in figure.axes:
+            # A rotated name's box is far larger than the name.
+            level = [text for text in axes.texts if text.get_rotation() == 0]
+            assert len(level) >= 3
+            boxes = [(text.get_text(), Text.get_window_extent(text)) for text in level]  # without its leader
+            for (a, box), (b, other) in itertools.combinations(boxes, 2):
+                across = min(box.x1, other.x1) - max(box.x0, other.x0)
+                down = min(box.y1, other.y1) - max(box.y0, other.y0)
+                assert across <= 0 or down <= 1.5, f"{a} lies on {b}"
+    monkeypatch.undo()
+    roofline.plt.close("all")
+
+
 def test_roofline_of_no_rows(tmp_path):
     rows.write(tmp_path / "rows.jsonl", [])
     assert roofline.draw(tmp_path / "rows.jsonl") == []
@@ -442,4 +464,3 @@ def test_readme_links_rooflines(tmp_path, capsys):
     text = file.read_text()
     for name in ("roofline-nvidia-h200.svg", "roofline-gelu-nvidia-h200.svg"):
         assert f"pictures/{name})" in text
-    assert "least intensity" in text

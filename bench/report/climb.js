@@ -5,7 +5,8 @@ function drawClimb(view, width) {
   return view.ops.map((op) => {
     const rows = view.rows.filter((row) => row.op === op && row.shape === view.shapeOf(op));
     const title = `${op} ${view.shapeOf(op)}, ${view.pass}, ${view.dtype}`;
-    return figure(title, rows.some((row) => row.us != null) ? climbOf(rows, view, width, title) : nothing("Nothing has a time."));
+    const timed = rows.some((row) => row.us != null);
+    return figure(title, timed ? climbOf(rows, view, width, title) : nothing("Nothing has a time."));
   });
 }
 
@@ -18,17 +19,22 @@ function climbOf(rows, view, width, title) {
   box.bottom = box.top + step * rows.length;
   const chart = newChart(width, box.bottom + 14, `${title}: the climb`);
   const { x, low } = climbScale(chart, timed, view, box, bytesBound);
-  const look = looks(rows);
-  rows.forEach((row, i) => {
-    const y = box.top + step * (i + 0.5) + (wide ? 0 : 10);
-    nameStep(chart, row, wide ? box.left - 8 : box.left, wide ? y + 4 : y - 12, wide);
-    if (row.us == null) chart.append(reason(row, box.left + 6, y + 4, width));
-    else drawBar(chart, row, look.get(row.backend), x, x(low), y, bytesBound);
-    if (row.us != null) chart.append(factors(row, rows, wide ? box.right + 10 : box.right, wide ? y + 4 : y - 12, wide, bytesBound));
-    if (i && row.level !== rows[i - 1].level) chart.append(line(0, box.top + step * i, width, box.top + step * i, "grid"));
-  });
   const roof = timed.map((row) => ceilingRate(row, bytesBound)).find(Boolean);
   if (roof) chart.append(line(x(roof), box.top, x(roof), box.bottom, "roof dashed"));
+  const look = looks(rows);
+  rows.forEach((row, i) => {
+    const top = box.top + step * i;
+    const y = top + step / 2 + (wide ? 0 : 10);
+    const above = wide ? y + 4 : y - 12; // where there is no room beside a bar, words stand above it
+    if (i && row.level !== rows[i - 1].level) chart.append(line(0, top, width, top, "grid"));
+    nameStep(chart, row, wide ? box.left - 8 : box.left, above, wide);
+    if (row.us == null) {
+      chart.append(reason(row, box.left + 6, y + 4, width));
+    } else {
+      drawBar(chart, row, look.get(row.backend), x, x(low), y, bytesBound);
+      chart.append(factors(row, rows, wide ? box.right + 10 : box.right, above, wide, bytesBound));
+    }
+  });
   return chart;
 }
 

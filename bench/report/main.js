@@ -18,7 +18,8 @@ function render(width = byId("main").clientWidth) {
   const view = currentView();
   closeDetails();
   drawSwitches(view);
-  byId("view").textContent = [view.op === ALL ? "all operations" : view.op, view.pass, view.dtype, view.gpu].join(" · ");
+  const op = view.op === ALL ? "all operations" : view.op;
+  byId("view").textContent = [op, view.pass, view.dtype, view.gpu].join(" · ");
   for (const [id, draw] of Object.entries(SECTIONS)) {
     byId(id).querySelector(".body").replaceChildren(...draw(view, width));
   }
@@ -64,7 +65,8 @@ function startSections() {
       event.preventDefault();
       section.scrollIntoView();
     };
-    byId("sections").append(el("a", { href: `#${section.id}`, onclick: jump }, section.querySelector("h2").textContent));
+    const title = section.querySelector("h2").textContent;
+    byId("sections").append(el("a", { href: `#${section.id}`, onclick: jump }, title));
   }
 }
 
@@ -83,7 +85,7 @@ function start() {
   byId("caption").textContent = DATA.caption;
   const machines = unique(DATA.rows.map((row) => row.gpu));
   byId("summary").textContent = DATA.rows.length
-    ? `${DATA.rows.length} rows from ${machines.join(", ")}; a point shows its whole row under the pointer, the focus or a tap.`
+    ? `${DATA.rows.length} rows from ${machines.join(", ")}. Under pointer, focus or tap a point shows its whole row.`
     : "There are no rows yet: python -m bench measures and writes them.";
   startTheme();
   if (!DATA.rows.length) {

@@ -5,7 +5,7 @@ function drawRates(view, width) {
   return view.ops.map((op) => {
     const rows = view.rows.filter((row) => row.op === op && row.us != null);
     const title = `${op} ${view.pass}, ${view.dtype}`;
-    return rows.length ? figure(title, ...ratesOf(rows, view, width, title)) : figure(title, nothing("Nothing has a time."));
+    return figure(title, ...(rows.length ? ratesOf(rows, view, width, title) : [nothing("Nothing has a time.")]));
   });
 }
 
@@ -67,7 +67,8 @@ function rateScale(chart, rows, view, box, bytesBound) {
   const log = view.scale === "log" || (view.scale === "as suits" && rows.some((row) => row.interpreted));
   const low = log ? Math.min(...values) / 1.5 : 0;
   const scale = (log ? logarithmic : linear)(low, high, box.bottom, box.top);
-  yAxis(chart, scale, log ? logTicks(low, high) : linearTicks(high, 6), box.left, box.right, unitOf(bytesBound));
+  const label = `${unitOf(bytesBound)} of the least ${bytesBound ? "bytes" : "operations"}`;
+  yAxis(chart, scale, log ? logTicks(low, high) : linearTicks(high, 6), box.left, box.right, label);
   chart.append(line(box.left, box.bottom, box.right, box.bottom, "axis"));
   return scale;
 }

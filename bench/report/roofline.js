@@ -3,27 +3,42 @@
 const ASIDE = 9; // pixels between the levels of one operation, whose lines would lie on each other
 
 function drawRoofline(view, width) {
-  const rows = view.rows.filter((row) => row.us != null && row.intensity && row.tflops && row.shape === view.shapeOf(row.op));
+  const rows = view.rows.filter(
+    (row) => row.us != null && row.intensity && row.tflops && row.shape === view.shapeOf(row.op),
+  );
   if (!rows.length) return [nothing("Nothing has a time here.")];
   const roofs = DATA.roofs.filter((roof) => roof.gpu === view.gpu && roof.dtype === view.dtype);
   const wide = width > NARROW;
+  const single = view.ops.length === 1;
+  const title = view.ops.map((op) => `${op} ${view.shapeOf(op)}`).join(" · ");
+  const chart = rooflineChart(rows, roofs, view, width, wide, single, `Roofline of ${title}`);
+  const keys = single ? (wide ? [] : legend(rows, looks(rows))) : levelsLegend(rows);
+  const names = wide ? null : el("p", { class: "roofs" }, `Roofs: ${roofs.map(roofName).join("; ")}.`);
+  return [figure(`${title}, ${view.pass}, ${view.dtype}`, chart, names, keys)];
+}
+
+function rooflineChart(rows, roofs, view, width, wide, single, label) {
   const box = { left: 52, right: width - 10, top: 26, bottom: 440 };
   const { x, y, range } = rooflineScales(rows, roofs, box, wide);
-  const title = view.ops.map((op) => `${op} ${view.shapeOf(op)}`).join(" · ");
-  const chart = newChart(width, 490, `Roofline of ${title}`);
+  const chart = newChart(width, 490, label);
   yAxis(chart, y, logTicks(...range.y), box.left, box.right, "TFLOP/s of the least operations");
-  for (const tick of logTicks(...range.x)) {
-    chart.append(line(x(tick), box.top, x(tick), box.bottom, "grid"));
-    chart.append(text(x(tick), box.bottom + 16, three(tick), { "text-anchor": "middle", class: "soft" }));
-  }
-  chart.append(text((box.left + box.right) / 2, box.bottom + 36, "least operations per least byte", { "text-anchor": "middle", class: "soft" }));
-  drawRoofs(chart, roofs, x, y, range, box);
+  intensityAxis(chart, x, logTicks(...range.x), box);
+  drawRoofs(chart, roofs, x, y, range, box, wide);
   const points = view.ops.flatMap((op) => drawClimbs(chart, rows.filter((row) => row.op === op), x, y));
-  const named = view.ops.length === 1 ? points : view.ops.map((op) => fastestPoint(points, op)).filter(Boolean);
-  if (wide) namePoints(chart, named, view.ops.length > 1, box);
-  const keys = view.ops.length > 1 ? levelsLegend(rows) : wide ? [] : legend(rows, looks(rows));
-  return [figure(`${title}, ${view.pass}, ${view.dtype}`, chart, keys)];
+  if (wide) namePoints(points, single, box);
+  return chart;
 }
+
+function intensityAxis(chart, x, ticks, box) {
+  const centred = { "text-anchor": "middle", class: "soft" };
+  for (const tick of ticks) {
+    chart.append(line(x(tick), box.top, x(tick), box.bottom, "grid"));
+    chart.append(text(x(tick), box.bottom + 16, three(tick), centred));
+  }
+  chart.append(text((box.left + box.right) / 2, box.bottom + 36, "least operations per least byte", centred));
+}
+
+const roofName = (roof) => `${roof.name}: ${roof.gbs ? `${three(roof.gbs)} GB/s` : `${three(roof.tflops)} TFLOP/s`}`;
 
 const rateUnder = (roof, intensity) => (roof.tflops ?? (roof.gbs * intensity) / 1e3);
 
@@ -33,15 +48,16 @@ function rooflineScales(rows, roofs, box, wide) {
   const slopes = roofs.filter((roof) => roof.gbs);
   const ridges = flats.length ? slopes.map((roof) => (Math.max(...flats) * 1e3) / roof.gbs) : [];
   const rates = rows.map((row) => row.tflops);
+  const lowest = slopes.map((roof) => rateUnder(roof, Math.min(...xs)));
+  const room = wide ? 40 : 4; // for names, which stand to the right of their points
   const range = {
-    // Names stand to the right of their points.
-    x: [Math.min(1, ...xs, ...ridges) / 3, Math.max(...xs.map((v) => v * (wide ? 40 : 4)), ...ridges.map((v) => v * 6))],
-    y: [Math.min(...rates, ...slopes.map((roof) => rateUnder(roof, Math.min(...xs)))) / 3, Math.max(...rates, ...flats) * 2],
+    x: [Math.min(1, ...xs, ...ridges) / 3, Math.max(room * Math.max(...xs), ...ridges.map((v) => 6 * v))],
+    y: [Math.min(...rates, ...lowest) / 3, Math.max(...rates, ...flats) * 2],
   };
   return { range, x: logarithmic(...range.x, box.left, box.right), y: logarithmic(...range.y, box.bottom, box.top) };
 }
 
-function drawRoofs(chart, roofs, x, y, range, box) {
+function drawRoofs(chart, roofs, x, y, range, box, wide) {
   const slopes = roofs.filter((roof) => roof.gbs).sort((a, b) => a.gbs - b.gbs);
   const flats = roofs.filter((roof) => roof.tflops).sort((a, b) => b.tflops - a.tflops);
   const highest = flats.length ? flats[0].tflops : null;
@@ -50,15 +66,15 @@ function drawRoofs(chart, roofs, x, y, range, box) {
     const end = highest ? (highest * 1e3) / roof.gbs : range.x[1];
     const ends = [x(start), y(rateUnder(roof, start)), x(end), y(rateUnder(roof, end))];
     chart.append(line(...ends, i ? "roof dashed" : "roof"));
-    nameSlope(chart, roof, ends, i === 0);
+    if (wide) nameSlope(chart, roof, ends, i === 0);
   });
   const steepest = slopes.length ? slopes[slopes.length - 1].gbs : null;
   flats.forEach((roof, i) => {
     const start = steepest ? (roof.tflops * 1e3) / steepest : range.x[0];
     chart.append(line(x(start), y(roof.tflops), box.right, y(roof.tflops), i ? "roof dashed" : "roof"));
     // Above its line, at the right edge: the names of points stop before it.
-    const name = `${roof.name}: ${three(roof.tflops)} TFLOP/s`;
-    chart.append(text(box.right, y(roof.tflops) - 5, name, { "text-anchor": "end", class: "halo" }));
+    const at = { "text-anchor": "end", class: "halo" };
+    if (wide) chart.append(text(box.right, y(roof.tflops) - 5, roofName(roof), at));
   });
 }
 
@@ -68,8 +84,7 @@ function nameSlope(chart, roof, [x1, y1, x2, y2], lowest) {
   const [px, py] = [x1 + (x2 - x1) * share, y1 + (y2 - y1) * share];
   const angle = (Math.atan2(y2 - y1, x2 - x1) * 180) / Math.PI;
   const transform = `translate(${px},${py}) rotate(${angle})`;
-  const name = `${roof.name}: ${three(roof.gbs)} GB/s`;
-  chart.append(text(0, lowest ? 15 : -6, name, { "text-anchor": "middle", transform, class: "halo" }));
+  chart.append(text(0, lowest ? 15 : -6, roofName(roof), { "text-anchor": "middle", transform, class: "halo" }));
 }
 
 // The climb of each level of one operation, in the order of the table. Peers are no steps of each other.
@@ -95,15 +110,17 @@ function fastestPoint(points, op) {
   return points.filter((point) => point.row.op === op).sort((a, b) => a.row.us - b.row.us)[0];
 }
 
-function namePoints(chart, points, withOp, box) {
-  for (const pile of groupBy(points, (point) => point.row.bytes_bound).values()) {
+// Every point of one operation; of several, the fastest of each.
+function namePoints(points, single, box) {
+  for (const near of groupBy(points, (point) => point.row.bytes_bound).values()) {
+    const x = Math.max(...near.map((point) => point.x)) + 34;
+    const pile = single ? near : unique(near.map((point) => point.row.op)).map((op) => fastestPoint(near, op));
     pile.sort((a, b) => b.y - a.y);
-    const x = Math.max(...pile.map((point) => point.x)) + 34;
     // From the highest point downward, so that no name comes to stand on the roof.
     const highest = Math.min(...pile.map((point) => point.y)) + 6;
     const heights = apart(pile.map((point) => -point.y), 15, -box.bottom, -highest);
     pile.forEach((point, i) => {
-      const name = withOp ? `${point.row.op} ${named(point.row)}` : named(point.row);
+      const name = single ? named(point.row) : `${point.row.op} ${named(point.row)}`;
       point.series.append(
         wear(svg("path", { class: "leader", d: `M${point.x + 6},${point.y}L${x - 4},${-heights[i]}` }), point.look),
         text(x, -heights[i] + 4, name, { class: "halo" }),

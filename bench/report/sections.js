@@ -8,7 +8,8 @@ const COMMON = {
 
 // A number of a row: sorts by it, and is empty where the row has none.
 function numeric(key, label, show, extra = {}) {
-  return { key, label, number: true, value: (r) => r[key], text: (r) => (r[key] == null ? "" : show(r[key], r)), ...extra };
+  const text = (r) => (r[key] == null ? "" : show(r[key], r));
+  return { key, label, number: true, value: (r) => r[key], text, ...extra };
 }
 
 const noteColumn = {
@@ -57,6 +58,7 @@ function drawCosts(view) {
   const most = (key) => Math.max(...rows.map((row) => row[key] || 0)) || 1;
   const bar = (key) => ({ meter: (row) => (row[key] == null ? null : row[key] / most(key)) });
   const share = (r) => (r.error == null || !r.bound ? null : r.error / r.bound);
+  const shownShare = (r) => share(r)?.toFixed(2) ?? "";
   const columns = [
     ...leading(view, COMMON.backend),
     numeric("host_us", "host, by name", microseconds, bar("host_us")),
@@ -64,7 +66,7 @@ function drawCosts(view) {
     numeric("compile_s", "first call", seconds, bar("compile_s")),
     numeric("error", "error", (x) => x.toExponential(1)),
     numeric("bound", "bound", (x) => x.toExponential(1)),
-    { key: "share", label: "error / bound", number: true, value: share, text: (r) => share(r)?.toFixed(2) ?? "", meter: share },
+    { key: "share", label: "error / bound", number: true, value: share, text: shownShare, meter: share },
     numeric("peak_mib", "peak memory", (x) => `${three(x)} MiB`, bar("peak_mib")),
   ];
   return [sortable("costs", columns, rows, "What else a call costs")];
@@ -103,7 +105,9 @@ function peerColumn(name) {
     const speedup = row.speedup == null ? "" : ` (${row.speedup.toFixed(2)})`;
     return `${which}${microseconds(row.us)}${speedup}${best(line) ? " ◀" : ""}`;
   };
-  return { key: name, label: `${name} (× builtin)`, number: true, value: (l) => of(l)?.us, text: show, mark: (l) => best(l) && "best" };
+  const label = `${name} (× builtin)`;
+  const mark = (line) => best(line) && "best";
+  return { key: name, label, number: true, value: (line) => of(line)?.us, text: show, mark };
 }
 
 // One line for each reason, however many shapes it holds for; what is wrong first.
@@ -115,7 +119,7 @@ function drawUnmeasured(view) {
   lines.sort((a, b) => Boolean(b.wrong) - Boolean(a.wrong));
   const columns = [
     ...leading(view, COMMON.backend),
-    { key: "kind", label: "", value: (r) => (r.wrong ? "✗ wrong" : "— unsupported"), mark: (r) => r.wrong && "wrong" },
+    { key: "kind", label: "", value: (r) => (r.wrong ? "✗ wrong" : "unsupported"), mark: (r) => r.wrong && "wrong" },
     { key: "reason", label: "reason", note: true, value: (r) => r.wrong || r.unsupported || "" },
     { key: "shapes", label: "shapes", note: true, value: (r) => r.shapes.join(", ") },
   ];
