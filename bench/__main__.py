@@ -23,6 +23,7 @@ Another command looks into one call:
 Other commands, all reading the rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
   python -m bench pictures [FILE]      draw the pictures again
+  python -m bench report [FILE…]       the rows as one HTML page to explore
   python -m bench readme [--check]     renew the tables in README.md between their markers
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
@@ -119,11 +120,11 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
 
 def _draw(path: Path, console: Console) -> None:
     try:
-        from bench import pictures
+        from bench import pictures, roofline
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in pictures.draw(path):
+    for picture in (*pictures.draw(path), *roofline.draw(path)):
         console.print(f"drew {picture}", soft_wrap=True)
 
 
@@ -161,6 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench import profile
 
             return profile.main(argv[1:], console)
+        if argv[:1] == ["report"]:
+            from bench import report
+
+            return report.main(argv[1:])
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)

@@ -166,7 +166,7 @@ def test_tables_and_pictures_show_peers(swept, fakes):
     (picture,) = pictures.draw(path)
     assert b"peer.right" in re.sub(rb"<!--(.*?)-->", rb"\1", picture.read_bytes())
     # Peers are no climb: none is paler.
-    both = [pictures._look(backend, ["peer.right", "peer.wrong"]) for backend in ("peer.right", "peer.wrong")]
+    both = [pictures.look(backend, ["peer.right", "peer.wrong"]) for backend in ("peer.right", "peer.wrong")]
     assert both[0][0] == both[1][0]
     assert both[0][1] != both[1][1]
     block = "<!-- results:begin {0} -->\n<!-- results:end {0} -->\n"
