@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import environment, rows, sweep, table
+from bench import environment, resume, rows, sweep, table
 from kernel_ladder.table import LEVELS, variants
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -53,7 +53,9 @@ def _choice(args: argparse.Namespace) -> sweep.Choice:
     passes = PASSES if args.pass_ == "both" else (_known("pass", args.pass_, (*PASSES, "both")),)
     if args.time <= 0:
         raise UsageError(f"--time must be positive, got {args.time}")
-    return sweep.Choice(ops, backends or None, dtypes or None, passes, args.quick, args.time)
+    return sweep.Choice(
+        ops, backends or None, dtypes or None, passes, args.quick, args.time, ceilings=not args.no_ceilings
+    )
 
 
 def _sweep_parser() -> argparse.ArgumentParser:
@@ -66,7 +68,11 @@ def _sweep_parser() -> argparse.ArgumentParser:
     many = {"action": "append", "metavar": "NAME[,NAME]"}
     parser.add_argument("--op", **many, help=f"operations: {', '.join(kernel_ladder.OPS)} (default: all)")
     parser.add_argument(
-        "--backend", **many, help="levels or variants (default: all; torch.builtin is always there to compare with)"
+        "--backend",
+        **many,
+        help="levels or variants (default: all; torch.builtin is always there to compare with). "
+        f"{', '.join(sorted(sweep.LONG_TUNING))}, tuned for up to a minute a shape, is measured at the quick shapes "
+        "alone unless it is named here",
     )
     parser.add_argument(
         "--dtype", **many, help="default: bfloat16, and float32 for the quick cases; float32 without a GPU"
@@ -77,6 +83,14 @@ def _sweep_parser() -> argparse.ArgumentParser:
         "--time", type=float, default=0.7, metavar="SECONDS", help="measuring, per case, dtype and pass (default: 0.7)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench/results/<gpu>.jsonl)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from an interrupted sweep: skip what has a row of the same GPU, versions and commit in FILE",
+    )
+    parser.add_argument(
+        "--no-ceilings", action="store_true", help="no rows of the machine's own ceilings (they take seconds, on a GPU)"
+    )
     parser.add_argument("--no-pictures", action="store_true", help="draw nothing at the end")
     return parser
 
@@ -85,16 +99,21 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     args = _sweep_parser().parse_args(argv)
     choice = _choice(args)
     output = args.output or environment.results_file()
-    rows.read(output)  # a broken file is better found now than after the last kernel
+    if args.resume and (repaired := rows.drop_unfinished(output)) is not None:
+        console.print(repaired, soft_wrap=True)
+    before = rows.read(output)  # a broken file is better found now than after the last kernel
+    standing = resume.standing(before, environment.facts()) if args.resume else {}
     if environment.device().type == "cpu":
         console.print("No GPU: shapes are shrunk, and Triton runs in its interpreter. Correctness, not speed.")
-    new, interrupted = sweep.run(choice, output, console)
-    table.show(new, console)
-    if new:
-        console.print(f"{len(new)} rows are in {output}", soft_wrap=True)
-    if new and not args.no_pictures:
+    if args.resume:
+        console.print(resume.report(standing, environment.facts(), output), soft_wrap=True)
+    run, interrupted = sweep.run(choice, output, console, standing)
+    table.show(run, console)
+    if run:
+        console.print(f"{len(run)} rows are in {output}", soft_wrap=True)
+    if run and not args.no_pictures:
         _draw(output, console)
-    wrong = [row for row in new if row.wrong]
+    wrong = [row for row in run if row.wrong]
     for row in wrong:
         print(f"WRONG: {row.op} {row.backend} {row.pass_} {row.dtype} {row.shape}: {row.wrong}", file=sys.stderr)
     return 130 if interrupted else 1 if wrong else 0

@@ -12,7 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from bench.rows import Row, latest, picture_file, read
+from bench.rows import CEILING, Row, latest, picture_file, read
 
 # Okabe and Ito's colours, told apart by colour-blind eyes: a hue for each level, a marker for each step of its climb.
 COLOURS = {"torch": "#555555", "compile": "#E69F00", "triton": "#0072B2", "cuda": "#009E73", "xla": "#CC79A7"}
@@ -37,7 +37,7 @@ STYLE = {
 
 def draw(results: Path) -> list[Path]:
     """Draw every operation that has times in a file of rows; returns the pictures' files."""
-    timed = [row for row in latest(read(results)) if row.us is not None]
+    timed = [row for row in latest(read(results)) if row.us is not None and row.op != CEILING]
     paths = []
     for op in dict.fromkeys(row.op for row in timed):
         paths.append(picture_file(results, op))

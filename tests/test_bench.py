@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import cases, ceilings, pictures, rows, sweep, timing
+from bench import cases, ceilings, intervals, pictures, rows, sweep, timing
 from bench import table as bench_table
 from bench.__main__ import main
 from bench.rows import FIELDS, Row
@@ -304,16 +304,17 @@ def test_every_sweep_shrinks_to_valid_calls(op):
 
 def test_pairing_cancels_drift():
     drift = [1.0, 1.1, 1.3, 1.8]
-    assert timing.paired_ratio([2 * d for d in drift], drift) == pytest.approx(2)
-    assert timing.paired_ratio([2.0, None, 2.6, None], [None, 1.1, 1.3, 1.8]) == pytest.approx(2)
-    assert timing.paired_ratio([1.0, None], [None, 1.0]) is None
+    assert intervals.paired_ratio([2 * d for d in drift], drift) == pytest.approx(2)
+    assert intervals.paired_ratio([2.0, None, 2.6, None], [None, 1.1, 1.3, 1.8]) == pytest.approx(2)
+    assert intervals.paired_ratio([1.0, None], [None, 1.0]) is None
 
 
 def _ratio(numerator, denominator) -> float:
     """Paired ratio of two prepared calls."""
     with timing.side_stream(DEVICE):
-        times = timing.interleave({"a": numerator, "b": denominator}, budget_s=0.4, baseline="b", warmup_s=0.2)
-    return timing.paired_ratio(times["a"], times["b"])
+        timing.settle([numerator, denominator], cap_s=0.3)
+        times = timing.interleave({"a": numerator, "b": denominator}, budget_s=0.4, baseline="b")
+    return intervals.paired_ratio(times["a"], times["b"])
 
 
 def _close(make_ratio, expected: float, tolerance: float) -> None:
@@ -347,13 +348,13 @@ def test_twice_the_work_takes_twice_as_long():
 
 def test_slow_calls_get_fewer_rounds():
     cpu = torch.device("cpu")
-    slow = timing.Launch(lambda: timing.time.sleep(0.03), 1, 1, None, cpu)
-    fast = timing.Launch(lambda: timing.time.sleep(0.001), 1, 1, None, cpu)
+    slow = timing.Launch(lambda: timing.time.sleep(0.03), 1, 1, None, cpu, 0.03)
+    fast = timing.Launch(lambda: timing.time.sleep(0.001), 1, 1, None, cpu, 0.001)
     times = timing.interleave({"slow": slow, "fast": fast}, budget_s=0.1, baseline="fast")
     counts = {name: sum(t is not None for t in each) for name, each in times.items()}
     assert counts["slow"] == timing.MIN_ROUNDS
     assert counts["fast"] == len(times["fast"]) > counts["slow"]
-    assert timing.paired_ratio(times["slow"], times["fast"]) > 1
+    assert intervals.paired_ratio(times["slow"], times["fast"]) > 1
 
 
 @needs_gpu
@@ -364,9 +365,10 @@ def test_cold_reads_are_not_faster_than_a_copy():
     inputs = [torch.randn(count, device=DEVICE).bfloat16() for _ in range(timing.copies_needed(2 * count, DEVICE))]
     with timing.side_stream(DEVICE):
         launch = timing.prepare(lambda i: torch.abs(inputs[i]), len(inputs), DEVICE)
-        times = timing.interleave({"abs": launch}, budget_s=0.2, warmup_s=0.2)["abs"]
+        timing.settle([launch], cap_s=0.3)
+        times = timing.interleave({"abs": launch}, budget_s=0.2)["abs"]
     assert launch.graph
-    assert 2 * 2 * count / timing.quartiles(times)[1] / 1e9 <= 1.1 * ceiling
+    assert 2 * 2 * count / intervals.quartiles(times)[1] / 1e9 <= 1.1 * ceiling
 
 
 @needs_gpu
