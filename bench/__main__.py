@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from kernel_ladder.table import LEVELS, variants
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 PASSES = ("forward", "backward")
+SECONDS, QUICK_SECONDS = 0.7, 0.4
 
 EPILOG = """\
 Other commands, all reading the rows that a sweep has written:
@@ -51,10 +53,11 @@ def _choice(args: argparse.Namespace) -> sweep.Choice:
         backends = [_known("backend", backend, known) for backend in backends]
     dtypes = [DTYPES[_known("dtype", DTYPE_SHORT.get(d, d), list(DTYPES))] for d in _split(args.dtype)]
     passes = PASSES if args.pass_ == "both" else (_known("pass", args.pass_, (*PASSES, "both")),)
-    if args.time <= 0:
-        raise UsageError(f"--time must be positive, got {args.time}")
+    seconds = args.time if args.time is not None else QUICK_SECONDS if args.quick else SECONDS
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--time must be a positive number of seconds, got {args.time}")
     return sweep.Choice(
-        ops, backends or None, dtypes or None, passes, args.quick, args.time, ceilings=not args.no_ceilings
+        ops, backends or None, dtypes or None, passes, args.quick, seconds, ceilings=not args.no_ceilings
     )
 
 
@@ -80,7 +83,10 @@ def _sweep_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pass", dest="pass_", default="both", metavar="PASS", help="forward, backward or both")
     parser.add_argument("--quick", action="store_true", help="a few shapes only")
     parser.add_argument(
-        "--time", type=float, default=0.7, metavar="SECONDS", help="measuring, per case, dtype and pass (default: 0.7)"
+        "--time",
+        type=float,
+        metavar="SECONDS",
+        help=f"measuring, per case, dtype and pass (default: {SECONDS}; {QUICK_SECONDS} with --quick)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench/results/<gpu>.jsonl)")
     parser.add_argument(

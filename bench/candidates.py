@@ -10,6 +10,7 @@ import torch
 import kernel_ladder
 from bench import timing
 from bench.gate import Expected
+from kernel_ladder.agreement import Results
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs
 from kernel_ladder.table import Variant
@@ -25,6 +26,11 @@ class Copies:
         self.inputs: list[Inputs] = [expected.inputs, *(tuple(x.clone() for x in expected.inputs) for _ in others)]
         self.grads = [expected.grad, *(expected.grad.clone() for _ in others)] if backward else None
         self.options = expected.options
+
+
+def results(returned: Any, backward: bool) -> Results:
+    """What a call returned, by the names that the oracle's results have."""
+    return {f"grad {i}": grad for i, grad in enumerate(returned)} if backward else {"output": returned[0]}
 
 
 def forward_call(variant: Variant, copies: Copies) -> timing.Call:

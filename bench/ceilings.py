@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from types import ModuleType
 
 import torch
 
@@ -71,13 +72,15 @@ def _best(ways: Ways, copies: int, device: torch.device, capture: bool = True) -
     return Best(by, times[by], launches[by].graph, watch.state())
 
 
-def _with_kernels(ways: dict[str, timing.Call], device: torch.device, more: Callable[..., Ways]) -> Ways:
-    """`ways`, and on a GPU those that `more` makes of our own Triton kernels."""
+def _kernels(device: torch.device) -> ModuleType | None:
+    """Our own Triton kernels; None where they would be interpreted or Triton is missing, and others must do."""
     if device.type != "cuda":
-        return ways
-    from bench import ceiling_kernels
-
-    return {**ways, **more(ceiling_kernels)}
+        return None
+    try:
+        from bench import ceiling_kernels
+    except ImportError:
+        return None
+    return ceiling_kernels
 
 
 @functools.cache
@@ -88,7 +91,9 @@ def copying(nbytes: int, device: torch.device) -> Best:
         "copy_": lambda i: y[i].copy_(x[i]),
         "torch.abs": lambda i: torch.abs(x[i], out=y[i]),
     }
-    return _best(_with_kernels(ways, device, lambda k: {"triton": lambda i: k.copy(y[i], x[i])}), len(x), device)
+    if kernels := _kernels(device):
+        ways["triton"] = lambda i: kernels.copy(y[i], x[i])
+    return _best(ways, len(x), device)
 
 
 @functools.cache
@@ -96,7 +101,9 @@ def reading(nbytes: int, device: torch.device) -> Best:
     """Reading `nbytes` and keeping next to nothing."""
     x = _buffers(nbytes, device)
     ways: dict[str, timing.Call] = {"torch.sum": lambda i: x[i].sum(), "torch.amax": lambda i: x[i].amax()}
-    return _best(_with_kernels(ways, device, lambda k: {"triton": lambda i: k.read(x[i])}), len(x), device)
+    if kernels := _kernels(device):
+        ways["triton"] = lambda i: kernels.read(x[i])
+    return _best(ways, len(x), device)
 
 
 @functools.cache
@@ -104,14 +111,18 @@ def writing(nbytes: int, device: torch.device) -> Best:
     """Writing `nbytes`."""
     y = _buffers(nbytes, device)
     ways: dict[str, timing.Call] = {"zero_": lambda i: y[i].zero_(), "fill_": lambda i: y[i].fill_(1.0)}
-    return _best(_with_kernels(ways, device, lambda k: {"triton": lambda i: k.write(y[i])}), len(y), device)
+    if kernels := _kernels(device):
+        ways["triton"] = lambda i: kernels.write(y[i])
+    return _best(ways, len(y), device)
 
 
 @functools.cache
 def rereading(nbytes: int, device: torch.device) -> Best:
-    """Reading `nbytes` that stay in the L2, `L2_PASSES` times over. On a GPU only."""
-    (x, *_) = _buffers(nbytes, device, copies=1)
-    return _best(_with_kernels({}, device, lambda k: {"triton": lambda i: k.read(x, L2_PASSES)}), 1, device)
+    """Reading `nbytes` that stay in the L2, `L2_PASSES` times over. On a GPU, with Triton."""
+    from bench import ceiling_kernels
+
+    (x,) = _buffers(nbytes, device, copies=1)
+    return _best({"triton": lambda i: ceiling_kernels.read(x, L2_PASSES)}, 1, device)
 
 
 def _buffers(nbytes: int, device: torch.device, copies: int | None = None) -> list[torch.Tensor]:
@@ -168,25 +179,19 @@ def matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
 
 @functools.cache
 def chain(dtype: str, device: torch.device) -> Best:
-    """Multiply-adds in registers, on the CUDA cores of every multiprocessor: `_chain_flops` of them a call."""
-    from bench import ceiling_kernels as k
+    """Multiply-adds in registers, on the CUDA cores of every multiprocessor. On a GPU, with Triton."""
+    from bench import ceiling_kernels
 
-    out = torch.empty(k.chain_length(device), dtype=DTYPES[dtype], device=device)
-    return _best({"triton": lambda i: k.multiply_add(out, CHAIN_TURNS)}, 1, device)
-
-
-def _chain_flops(device: torch.device) -> int:
-    from bench import ceiling_kernels as k
-
-    return 2 * k.chain_length(device) * k.UNROLLED * CHAIN_TURNS
+    out = torch.empty(ceiling_kernels.chain_length(device), dtype=DTYPES[dtype], device=device)
+    return _best({"triton": lambda i: ceiling_kernels.multiply_add(out, CHAIN_TURNS)}, 1, device)
 
 
 @functools.cache
 def launching(graph: bool, device: torch.device) -> Best:
     """A kernel that does nothing, launched one after the other by a CUDA graph, or by Python on a stream."""
-    from bench import ceiling_kernels as k
-
-    ways: Ways = {"triton": lambda i: k.empty(), "torch.cuda._sleep(0)": lambda i: torch.cuda._sleep(0)}
+    ways: dict[str, timing.Call] = {"torch.cuda._sleep(0)": lambda i: torch.cuda._sleep(0)}
+    if kernels := _kernels(device):
+        ways["triton"] = lambda i: kernels.empty()
     return _best(ways, 1, device, capture=graph)
 
 
@@ -268,9 +273,11 @@ def _all(device: torch.device, quick: bool) -> Iterator[_Ceiling]:
         for m, n, k in shapes:
             run = functools.partial(product, dtype, (m, n, k), device)
             yield _Ceiling(backend, f"{m}x{n}x{k}", dtype, run, flops=2 * m * n * k)
-    for dtype in CUDA_CORES:
+    kernels = _kernels(device)
+    for dtype in CUDA_CORES if kernels else ():
+        flops = 2 * kernels.chain_length(device) * kernels.UNROLLED * CHAIN_TURNS
         run = functools.partial(chain, dtype, device)
-        yield _Ceiling("ceiling.cuda_core", CHAIN, dtype, run, flops=_chain_flops(device))
+        yield _Ceiling("ceiling.cuda_core", CHAIN, dtype, run, flops=flops)
     yield _Ceiling("ceiling.launch", "CUDA graph", "none", functools.partial(launching, True, device))
     yield _Ceiling("ceiling.launch", "stream", "none", functools.partial(launching, False, device))
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from kernel_ladder import agreement, autograd
+from kernel_ladder import agreement
 from kernel_ladder.agreement import Agreement, Results
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Spec
-from kernel_ladder.table import Variant
 
 
 @dataclass
@@ -35,28 +33,13 @@ class Expected:
         exact = agreement.oracle(spec, inputs, options, grad)
         return cls(spec, inputs, options, grad, exact, agreement.baseline(spec, inputs, options, grad, exact))
 
-    def check(self, variant: Variant, backward: bool) -> Agreement:
-        """The agreement of the output alone, or of output and gradients."""
-        names = self.exact if backward else ("output",)
-        return agreement.agreement(
-            self.spec,
-            runner(variant),
-            self.inputs,
-            self.options,
-            self.grad if backward else None,
-            exact={name: self.exact[name] for name in names},
-            naive=self.naive,
+    def check(self, results: Results) -> Agreement:
+        """The agreement of what a call returned: the output, gradients, or both, by the names of the oracle's."""
+        return Agreement(
+            tuple(
+                agreement.compare(
+                    name, value, self.exact[name], self.naive.get(name), None if name == "output" else self.grad
+                )
+                for name, value in results.items()
+            )
         )
-
-    def first_call(self, variant: Variant, backward: bool) -> Results:
-        """One call as the check makes it."""
-        return agreement.evaluate(runner(variant), self.inputs, self.options, self.grad if backward else None)
-
-
-def runner(variant: Variant) -> agreement.Implementation:
-    """A variant as a function of inputs and options, differentiable."""
-
-    def run(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-        return autograd.run(variant, inputs, options)
-
-    return run

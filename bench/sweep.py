@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -28,6 +29,10 @@ BASELINE = "torch.builtin"
 #: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, they are measured at the quick
 #: cases alone: else they would take most of the sweep's time.
 LONG_TUNING = frozenset({"compile.max_autotune"})
+
+
+#: Seconds for the few rounds of a slow call in a quick sweep.
+QUICK_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,8 @@ class Sweep:
                 self.phases.launched += span.end - span.begin
 
             baseline = BASELINE if BASELINE in launches else None
-            return timing.interleave(launches, self.choice.seconds, baseline, observe), watch
+            patience = QUICK_PATIENCE_S if self.choice.quick else timing.SLOW_S
+            return timing.interleave(launches, self.choice.seconds, baseline, observe, patience), watch
 
     def _admit(
         self,
@@ -199,26 +205,26 @@ class Sweep:
         backward: bool,
         row: Row,
     ) -> timing.Launch | None:
-        """Check a variant and make it ready to be timed; or emit its row with the reason, and return None."""
+        """Check what a variant returns and make it ready to be timed; or emit its row with the reason, and return None."""
         reason = table.unavailable(variant.op, variant.level)
         reason = reason or variant.unsupported(*expected.inputs, **group.case.options)
         if reason is not None:
             return self._give_up(row, reason)
         try:
+            make = candidates.backward_call if backward else candidates.forward_call
+            call = make(variant, copies)
             with self.phases(phases.COMPILE):
-                row.compile_s = timing.wall(lambda: expected.first_call(variant, backward), self.device)[0]
-            with self.phases(phases.CHECK):  # of another call: a kernel can be right once and wrong ever after
-                found = expected.check(variant, backward)
+                row.compile_s = timing.wall(lambda: call(0), self.device)[0]
+            with self.phases(phases.PREPARE):
+                returned, seconds, row.peak_mib = self._another(call)
+            with self.phases(phases.CHECK):  # not of the first call: a kernel can be right once and wrong ever after
+                found = expected.check(candidates.results(returned, backward))
+                del returned
             row.error, row.bound = found.worst.error, found.worst.bound
             if not found.agrees:
                 row.wrong = str(found)
                 return self._give_up(row, None)
             with self.phases(phases.PREPARE):
-                make = candidates.backward_call if backward else candidates.forward_call
-                call = make(variant, copies)
-                if backward:
-                    call(0)  # records what the backward needs, which is no part of it
-                row.peak_mib, seconds = self._cost(call)
                 launch = timing.prepare(call, copies.count, self.device, seconds=seconds)
             if not row.interpreted:
                 with self.phases(phases.HOST):
@@ -250,16 +256,16 @@ class Sweep:
             self._host[key] = candidates.host_us(variant, case, group.dtype, self.device, backward)
         return self._host[key]
 
-    def _cost(self, call: timing.Call) -> tuple[float | None, float]:
-        """Memory that a call allocates at most, in MiB, and its wall time in seconds."""
+    def _another(self, call: timing.Call) -> tuple[Any, float, float | None]:
+        """What a call returns, its wall time in seconds, and the MiB that it allocates at most (None on a CPU)."""
         if self.device.type != "cuda":
-            return None, timing.wall(lambda: call(0), self.device)[0]
+            seconds, returned = timing.wall(lambda: call(0), self.device)
+            return returned, seconds, None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        seconds, result = timing.wall(lambda: call(0), self.device)
-        del result
-        return (torch.cuda.max_memory_allocated() - before) / 2**20, seconds
+        seconds, returned = timing.wall(lambda: call(0), self.device)
+        return returned, seconds, (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def _row(self, spec: Spec, group: Group, pass_: str, backend: str) -> Row:
         level = backend.partition(".")[0]

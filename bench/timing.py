@@ -19,7 +19,7 @@ Call = Callable[[int], Any]
 
 SAMPLE_S = 1e-3  # one sample lasts at least this long, so that the clock's resolution does not show
 LONG_CALL_S = 5e-3  # from here on one call is a sample: neither a warm L2 nor a launch gap shows any more
-SLOW_S = 2.0  # from here on one round must do
+SLOW_S = 2.0  # for the rounds of a call so slow that it gets no more than the least number
 MAX_COPIES = 1024
 MAX_ROUNDS = 100
 MIN_ROUNDS = intervals.LEAST_VALUES
@@ -234,19 +234,20 @@ def interleave(
     budget_s: float,
     baseline: str | None = None,
     observe: Callable[[int, str, Span], None] | None = None,
+    patience_s: float = SLOW_S,
 ) -> dict[str, list[float | None]]:
     """Seconds of one call of each, round by round; None in the rounds that a slow one sits out.
 
-    Each gets an equal share of `budget_s`, at least a few rounds, and one where a call takes seconds. `baseline`
-    is in every round, so that every other can be paired with it. The order turns from round to round. `observe` is
-    told of every sample: round, name, span.
+    Each gets an equal share of `budget_s`; a slow one at least `MIN_ROUNDS`, or as many of them as `patience_s` has
+    room for, or one. `baseline` is in every round, so that every other can be paired with it. The order turns from
+    round to round. `observe` is told of every sample: round, name, span.
     """
     names = list(launches)
     share = budget_s / max(len(names), 1)
 
     def affordable(name: str) -> int:
         seconds = launches[name].seconds
-        least = min(MIN_ROUNDS, max(1, int(SLOW_S / seconds)))
+        least = min(MIN_ROUNDS, max(1, int(patience_s / seconds)))
         return max(least, min(MAX_ROUNDS, int(share / seconds)))
 
     rounds = affordable(baseline) if baseline in launches else max(map(affordable, names), default=0)

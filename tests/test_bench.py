@@ -194,7 +194,7 @@ def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):
         (["--op", "gelu", "--backend", "trito"], "unknown backend 'trito'; did you mean 'triton'"),
         (["--dtype", "float23"], "unknown dtype 'float23'; did you mean 'float32'"),
         (["--pass", "sideways"], "unknown pass 'sideways'"),
-        (["--time", "0"], "--time must be positive"),
+        (["--time", "0"], "--time must be a positive number of seconds, got 0"),
         (["table", "no/such.jsonl"], "no/such.jsonl does not exist"),
     ],
     ids=["op", "backend", "dtype", "pass", "time", "file"],
