@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-#: No 95 % interval of a median can be had from fewer values: even the range of five misses it in 1 of 16 cases.
+#: From fewer values the bootstrap is not to be trusted.
+FEW = 30
+#: No 95 % interval of a median can be had from fewer: even the range of five values misses it in 1 of 16 cases.
 LEAST_VALUES = 6
 
 #: Times of one variant, round by round; None in the rounds that it sat out.
@@ -34,19 +37,31 @@ def paired_ratio(numerator: Rounds, denominator: Rounds) -> float | None:
 
 
 def median_interval(values: Rounds) -> tuple[float, float] | tuple[None, None]:
-    """95 % bootstrap interval of the median of the values that are there (Efron 1979, percentile method).
+    """95 % interval of the median of the values that are there; a pair of None from fewer than `LEAST_VALUES`.
+
+    By bootstrap (Efron 1979, percentile method), seeded, so that the same values have the same interval; it holds the
+    median in 93 to 96 of a hundred cases. From fewer than `FEW` values that would be too narrow (of seven it misses once in eight times), and the values themselves are
+    its ends: the narrowest pair, counted from both sides, that holds the median with 95 % whatever the distribution.
 
     It says how far another set of rounds *of the same run* may move the median, not what another day's clocks, another
-    GPU or another placement in memory would do. Seeded: the same values have the same interval. A pair of None where
-    there are fewer than `LEAST_VALUES`.
+    GPU or another placement in memory would do.
     """
     known = np.sort([v for v in values if v is not None])
     if len(known) < LEAST_VALUES:
         return None, None
+    if len(known) < FEW:
+        outside = _outside(len(known))
+        return float(known[outside]), float(known[-1 - outside])
     lower, upper = _median_places(len(known))
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile((known[lower] + known[upper]) / 2, [tail, 100 - tail])
     return float(low), float(high)
+
+
+def _outside(count: int) -> int:
+    """How many of `count` values can be left out on either side: each lies below the median with probability 1/2."""
+    below = np.cumsum([math.comb(count, k) / 2**count for k in range(count)])
+    return int(np.searchsorted(below, (1 - CONFIDENCE) / 2, side="right")) - 1
 
 
 @functools.cache

@@ -205,7 +205,7 @@ class Sweep:
         backward: bool,
         row: Row,
     ) -> timing.Launch | None:
-        """Check what a variant returns and make it ready to be timed; or emit its row with the reason, and return None."""
+        """Check a variant's results and make it ready to be timed; or emit its row with the reason and return None."""
         reason = table.unavailable(variant.op, variant.level)
         reason = reason or variant.unsupported(*expected.inputs, **group.case.options)
         if reason is not None:
