@@ -13,8 +13,8 @@ from triton_impl.aot import entry
 
 #: 2048 elements over 4 warps are four 16-byte loads a thread, all in flight at once.
 BLOCK = 2048
-#: Programs a multiprocessor: 16 of 128 threads fill it.
-PROGRAMS = 16
+#: Programs a multiprocessor, all of them resident: 8 of 128 threads have 8 MB of loads in flight on a large GPU.
+PROGRAMS = 8
 #: Elements a program multiplies: eight a thread.
 CHAIN_BLOCK = 1024
 #: Multiply-adds a thread does for one round of its loop: enough that the loop itself is lost among them.
@@ -51,7 +51,7 @@ def _copy_kernel(y_ptr, x_ptr, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _multiply_add_kernel(out_ptr, turns, BLOCK: tl.constexpr, UNROLLED: tl.constexpr):
-    # Eight independent chains a thread, over 2048 threads a multiprocessor, hide the latency of each. They stay finite.
+    # Eight independent chains a thread, over 1024 threads a multiprocessor, hide the latency of each. They stay finite.
     x = tl.arange(0, BLOCK).to(out_ptr.dtype.element_ty)
     half = tl.full((BLOCK,), 0.5, out_ptr.dtype.element_ty)
     for _turn in range(turns):

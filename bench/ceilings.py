@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from bench import clocks, environment, intervals, timing
+from bench import clocks, environment, intervals, resume, timing
 from bench.rows import CEILING, Row
 from kernel_ladder.precision import tf32_allowed
 
@@ -195,9 +195,13 @@ def launching(graph: bool, device: torch.device) -> Best:
     return _best(ways, 1, device, capture=graph)
 
 
-def measure(device: torch.device, quick: bool, failed: Callable[[str], None]) -> Iterator[Row]:
-    """A row for each ceiling of a GPU. One that cannot be measured is told to `failed`, and costs no other."""
+def measure(
+    device: torch.device, quick: bool, failed: Callable[[str], None], known: Container[resume.Key] = ()
+) -> Iterator[Row]:
+    """A row for each ceiling of a GPU but the `known`. One that fails is told to `failed`, and costs no other."""
     for make in _all(device, quick):
+        if (CEILING, make.backend, "forward", make.dtype, make.shape) in known:
+            continue
         try:
             yield make()
         except torch.OutOfMemoryError:

@@ -40,8 +40,9 @@ def median_interval(values: Rounds) -> tuple[float, float] | tuple[None, None]:
     """95 % interval of the median of the values that are there; a pair of None from fewer than `LEAST_VALUES`.
 
     By bootstrap (Efron 1979, percentile method), seeded, so that the same values have the same interval; it holds the
-    median in 93 to 96 of a hundred cases. From fewer than `FEW` values that would be too narrow (of seven it misses once in eight times), and the values themselves are
-    its ends: the narrowest pair, counted from both sides, that holds the median with 95 % whatever the distribution.
+    median in 93 to 96 of a hundred cases. From fewer than `FEW` values it would be narrower than that (of seven it
+    misses once in eight times), and the values themselves are the ends: the narrowest pair, counted from both sides,
+    that holds the median in at least 95 of a hundred cases, whatever the distribution.
 
     It says how far another set of rounds *of the same run* may move the median, not what another day's clocks, another
     GPU or another placement in memory would do.

@@ -76,8 +76,9 @@ class Phases:
         timing = self.seconds[TIMING]
         if timing:
             console.print(
-                f"between samples (emptying the L2, events, waiting): {self.between / timing:.0%} of the timing; "
-                f"the harness's own (that, {', '.join(OWN)}): {self.own / total:.0%} of the run",
+                f"between samples (emptying the L2, events, waiting): {self.between / timing:.0%} of the timing; the "
+                f"harness's own (that, {', '.join(OWN)}): {self.own / (total - self.own):.0%} of what it measures, "
+                "which is all else",
                 soft_wrap=True,
             )
         if self.unsettled:

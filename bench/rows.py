@@ -35,7 +35,7 @@ class Row:
     us: float | None = None  # median over rounds, of one call
     us_q1: float | None = None
     us_q3: float | None = None
-    us_low: float | None = None  # 95 % bootstrap interval of the median; none from fewer than six rounds
+    us_low: float | None = None  # 95 % interval of the median (bootstrap); none from fewer than six rounds
     us_high: float | None = None
     rounds: int | None = None
     graph: bool | None = None  # timed inside a CUDA graph, so without launch gaps
@@ -48,7 +48,7 @@ class Row:
     ceiling_tflops: float | None = None
     of_ceiling: float | None = None
     speedup: float | None = None  # over torch.builtin, paired round by round
-    speedup_low: float | None = None  # 95 % bootstrap interval of the median of the paired ratios
+    speedup_low: float | None = None  # 95 % interval of the median of the paired ratios
     speedup_high: float | None = None
     clock_mhz: float | None = None  # of the multiprocessors, median while this group of rows was timed
     power_w: float | None = None

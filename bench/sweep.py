@@ -143,12 +143,11 @@ class Sweep:
                 torch.cuda.empty_cache()
 
     def measure_ceilings(self, failed: Callable[[str], None]) -> None:
-        """Emit a row for each ceiling of a GPU."""
-        if self.device.type != "cuda" or any(row.op == rows.CEILING for row in self.standing.values()):
-            return
-        with self.phases(phases.CEILINGS):
-            for row in ceilings.measure(self.device, self.choice.quick, failed):
-                self.emit(row)
+        """Emit a row for each ceiling of a GPU that has none yet."""
+        if self.device.type == "cuda":
+            with self.phases(phases.CEILINGS):
+                for row in ceilings.measure(self.device, self.choice.quick, failed, self.standing):
+                    self.emit(row)
 
     def _measure_pass(
         self, spec: Spec, group: Group, pass_: str, expected: gate.Expected, wanted: Sequence[Variant]
@@ -164,16 +163,17 @@ class Sweep:
                 launch = self._admit(variant, group, expected, copies, backward, row)
                 if launch is not None:
                     launches[variant.name] = launch
+                    row.graph = launch.graph
                     done.append(row)
             if not done:
                 return
             times, watch = self._time(launches)
+            launches.clear()  # and the memory of their graphs, which a ceiling may need
         with self.phases(phases.CEILINGS):
             bandwidth = ceilings.copy_gbs(done[0].bytes, self.device)
             rate = ceilings.matrix_tflops(group.dtype, self.device)
         state, moved = watch.state(), watch.moved()
         for row in done:
-            row.graph = launches[row.backend].graph
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
             row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
             row.throttled, row.clocks_moved = state.throttled, moved.get(row.backend)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench import ceiling_kernels, ceilings, clocks, rows, timing
+from bench import ceiling_kernels, ceilings, clocks, resume, rows, timing
 from bench import table as bench_table
 from bench.rows import CEILING, Row
 from kernel_ladder import precision, table
@@ -69,6 +69,9 @@ def test_every_ceiling_makes_a_row(monkeypatch, tmp_path):
     made = list(ceilings.measure(torch.device("cuda"), quick=False, failed=failed.append))
     assert not failed
     assert len({row.key for row in made}) == len(made)
+    known = {resume.key(row) for row in made[3:]}
+    again = ceilings.measure(torch.device("cuda"), quick=False, failed=failed.append, known=known)
+    assert [row.backend for row in again] == ["ceiling.copy", "ceiling.read", "ceiling.write"]
     assert {(row.backend, row.dtype) for row in made} == {
         *(("ceiling." + name, "float32") for name in ("copy", "read", "write", "l2", "cuda_core")),
         *(("ceiling.tensor", dtype) for dtype in ("bfloat16", "float16", "tf32", "float64")),

@@ -211,7 +211,6 @@ def test_a_moved_clock_is_marked_in_the_table():
     named = {"op": "gelu", "level": "torch", "pass_": "forward", "dtype": "float32", "shape": "2x2", "gpu": "here"}
     timed = {**named, "us": 1.0, "us_q1": 1.0, "us_q3": 1.0, "gbs": 1.0, "tflops": 1.0}
     console = Console(record=True, width=250)
-    bench_table.show(
-        [Row(**timed, backend="torch.naive", clocks_moved=True), Row(**timed, backend="torch.builtin")], console
-    )
+    moved, other = Row(**timed, backend="torch.naive", clocks_moved=True), Row(**timed, backend="torch.builtin")
+    bench_table.show([moved, other], console)
     assert console.export_text().count("its clock was not its neighbours'") == 1

@@ -277,7 +277,9 @@ def test_phases_do_not_overlap(monkeypatch):
     assert sum(watch.seconds.values()) == 7
     told = {name: seconds for name, seconds in watch.seconds.items() if seconds}
     assert told == {phases.REST: 3, phases.TIMING: 2, phases.CEILINGS: 1, phases.CHECK: 1}
-    assert "25% of the timing" in console.export_text()
+    text = console.export_text()
+    assert "25% of the timing" in text
+    assert "100% of what it measures" in text  # 3 s at rest and half of one between samples, of 7
 
 
 def test_long_tuning_is_for_the_quick_cases_unless_named():
