@@ -21,8 +21,9 @@ import torch
 from bench.timing import Span
 
 PERIOD_S = 5e-3
-#: At most this share of the time goes into reading: a slow driver is asked less often.
-SHARE = 0.02
+#: At most this share of the time goes into reading, in which the thread waits for the driver without holding Python's
+#: lock: a slow driver is asked less often.
+SHARE = 0.1
 #: Power, temperature and what holds the clock back change slowly, and are read once in so many readings of the clock.
 SLOW_EVERY = 10
 #: A clock this far from its neighbours' has moved. The driver sets it in steps of 15 MHz, below 1 %.
