@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bench.rows import Row
-
-#: The op of rows that measure the machine in place of an operation.
-CEILING = "ceiling"
+from bench.rows import CEILING, Row
 
 #: What must be said beside every roofline.
 CAPTION = (

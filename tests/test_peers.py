@@ -18,7 +18,8 @@ from bench import gate, order, peers, pictures, readme, rows
 from bench import table as bench_table
 from bench.__main__ import main
 from bench.rows import Row
-from kernel_ladder import table
+from kernel_ladder import autograd, table
+from kernel_ladder.agreement import evaluate
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case
 
@@ -318,5 +319,7 @@ def test_real_peers_agree(name, case, dtype):
         pytest.skip(f"{name} has no {op} in {dtype}")
     variant = peer.variant(op)
     assert variant.unsupported(*make_inputs(case, dtype, DEVICE), **case.options) is None
-    found = gate.Expected.of(kernel_ladder.spec(op), case, dtype, DEVICE, backward=True).check(variant, True)
+    expected = gate.Expected.of(kernel_ladder.spec(op), case, dtype, DEVICE, backward=True)
+    run = lambda *x, **options: autograd.run(variant, x, options)  # noqa: E731
+    found = expected.check(evaluate(run, expected.inputs, case.options, expected.grad))
     assert found.agrees, str(found)
