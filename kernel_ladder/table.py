@@ -222,6 +222,23 @@ def _from_environment(value: Any) -> str | None:
     return None if value is None else os.fsdecode(value)
 
 
+def named(op: str, backend: str) -> list[Variant]:
+    """The variants that a level's or a variant's name stands for, most optimised first, available or not.
+
+    Empty for a level that has none on this machine; :func:`unavailable` says why.
+
+    Raises:
+        BackendError: no such operation or backend.
+    """
+    level, _, step = backend.partition(".")
+    climb = variants(op, level) if level in LEVELS else []
+    found = [v for v in reversed(climb) if not step or v.name == backend]
+    if level not in LEVELS or (climb and not found):
+        _check_op(op)
+        raise BackendError(_unknown_backend(op, backend, _known_to(op)))
+    return found
+
+
 def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> Variant:
     """The variant that `backend` names for these inputs.
 
