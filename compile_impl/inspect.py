@@ -1,4 +1,4 @@
-"""What torch.compile makes of a formula: its kernels, in Triton on a GPU and in C++ on the CPU, and how they are called."""
+"""What torch.compile makes of a formula: kernels, in Triton on a GPU and in C++ on the CPU, and calls of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ import warnings
 
 import torch
 
-from kernel_ladder.inspect import Code, Inspection, Kernel, Request, begin, keep_named, one_pass, real_inputs, run_device
+from kernel_ladder.inspect import (
+    Code,
+    Inspection,
+    Kernel,
+    Request,
+    begin,
+    keep_named,
+    one_pass,
+    real_inputs,
+    run_device,
+)
 from kernel_ladder.launches import launched
+
+CODE = ("source",)
+AHEAD_OF_TIME = False
 
 #: How a kernel is defined in the module that Inductor writes: by what, its name, and its text.
 _DEFINITION = re.compile(r"^(\w+) = async_compile\.(triton|cpp\w*|cuda)\(.*?'''\n?(.*?)'''", re.MULTILINE | re.DOTALL)
@@ -47,10 +60,10 @@ def inspect(request: Request) -> Inspection:
             language = _LANGUAGES.get(kind, "cpp")
             found.code.append(Code(name, language, text.strip("\n") + "\n"))
     extern = _EXTERN.findall(body)
-    names += [Kernel(name, note="not generated: a library's, or PyTorch's own") for name in extern]
+    names += [Kernel(name, note="a library's, or PyTorch's own") for name in extern]
     found.kernels = keep_named(request, names)
     found.code = [code for code in found.code if code.title in {k.name for k in found.kernels}]
-    found.kernel_count = count
+    found.kernel_count, found.library_count = count, len(extern)
     if "source" in request.code and request.kernel is None:
         found.code.append(Code("how they are called", "python", body))
     if device.type == "cuda":

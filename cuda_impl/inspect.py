@@ -1,7 +1,7 @@
 """What nvcc made of the kernels of a CUDA variant, read from the extension itself: no GPU is needed.
 
-The extension tells the launch's sizes of the instances that it names (:func:`kernel_ladder._C.kernels`); the others have
-registers and memory, but how many run at once is not known of them.
+The extension tells the launch's sizes of one instance of each kernel (:func:`kernel_ladder._C.kernels`); on a GPU, the
+launches that a call makes tell them. Code is shown of these instances; of the others, where ``kernel`` names them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from kernel_ladder.inspect import (
     real_inputs,
 )
 from kernel_ladder.launches import launched
+
+CODE = ("source", "ptx", "sass")
+AHEAD_OF_TIME = True
 
 _DTYPES = {"__nv_bfloat16": "bfloat16", "__half": "float16", "float": "float32"}
 
@@ -62,10 +65,19 @@ class Instance:
         return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in types), None)
 
     @property
+    def launch_key(self) -> tuple[str, ...]:
+        """What decides how it is launched: its function, and the shape of its tiles where that is an argument."""
+        return _launch_key(self.name)
+
+    @property
     def passes(self) -> tuple[str, ...]:
         if self.function.startswith("matmul_"):
             return ("forward", "backward")
         return _PASSES.get(self.function, ("backward",) if "_backward_" in self.function else ("forward",))
+
+
+def _launch_key(name: str) -> tuple[str, ...]:
+    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>", name))
 
 
 def readable(symbol: str) -> str:
@@ -148,7 +160,9 @@ def inspect(request: Request) -> Inspection:
     of_all = of_variant(variant.op, step)
     dtypes = sorted({i.dtype for i in of_all if i.dtype is not None})
     if request.dtype_name not in dtypes:
-        raise InspectError(f"{variant.op}: {variant.name} has no kernel for {request.dtype_name}; {', '.join(dtypes)}")
+        raise InspectError(
+            f"{variant.op}: {variant.name} has no kernel for {request.dtype_name}; it has {', '.join(dtypes)}"
+        )
     arch = _architecture(request, sorted({i.resources.arch for i in of_all}))
     mine = [
         i
@@ -159,10 +173,11 @@ def inspect(request: Request) -> Inspection:
     found.arch = arch
     ran = _launches(request, found, arch)
     facts = {readable(fact.type): fact for fact in _facts(request.dtype_name)}
-    named = {name for name in (ran or facts) if any(i.name == name for i in mine)}
+    of_launch = {_launch_key(name): fact for name, fact in facts.items()}
+    named = {i.name for i in mine if i.name in (ran or facts)}
     # The instances that are launched by an ordinary call first: theirs is the code to read.
     mine.sort(key=lambda i: (i.name not in named, i.name))
-    found.kernels = keep_named(request, [_kernel(i, facts.get(i.name), ran.get(i.name)) for i in mine])
+    found.kernels = keep_named(request, [_kernel(i, of_launch.get(i.launch_key), ran.get(i.name)) for i in mine])
     found.source = next((k.source for k in found.kernels if k.source), None)
     kept = {k.name for k in found.kernels}
     for instance in mine:

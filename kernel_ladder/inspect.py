@@ -1,7 +1,8 @@
 """Look into a variant: what the compiler made of its kernels, how many run at once, and the code itself.
 
 What is common to all levels stands here. Each level's package has a module ``inspect`` with a function of that name,
-which knows how its kernels come about: ``inspect(request) -> Inspection``.
+which knows how its kernels come about: ``inspect(request) -> Inspection``. Beside it, ``CODE`` are the kinds of code that
+the level can show, and ``AHEAD_OF_TIME`` says whether it can compile for another GPU than this machine's.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class Inspection:
     operators: list[str] = field(default_factory=list)  # PyTorch operators, in the order of their calls
     launches: list[Kernel] = field(default_factory=list)  # what one call launched on this machine's GPU
     kernel_count: int | None = None  # generated kernels that one call launches
+    library_count: int | None = None  # and those that come from a library
     compile_s: float | None = None
     code: list[Code] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -147,7 +149,14 @@ def inspect(request: Request) -> Inspection:
     Raises:
         InspectError: the request names what is not there, or what cannot be looked into on this machine.
     """
-    level = importlib.import_module(f"{table.LEVELS[request.variant.level]}.inspect")
+    name = request.variant.level
+    level = importlib.import_module(f"{table.LEVELS[name]}.inspect")
+    if foreign := sorted(request.code - set(level.CODE)):
+        raise InspectError(f"the {name} level has no {', '.join(foreign)} to show; it has {', '.join(level.CODE)}")
+    if request.arch is not None and not level.AHEAD_OF_TIME:
+        raise InspectError(
+            f"the {name} level compiles for this machine alone; `arch` is for the cuda and triton levels"
+        )
     return level.inspect(request)
 
 

@@ -211,7 +211,7 @@ def use(backend: str) -> Iterator[None]:
 
 
 def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
-    names = list(dict.fromkeys([*LEVELS, "auto", *known]))
+    names = [name for name in dict.fromkeys([*LEVELS, "auto", *known]) if name != backend]
     near = difflib.get_close_matches(backend, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return f"{op or 'use'}: unknown `backend` {backend!r}; {hint}Known are {', '.join(names)}"

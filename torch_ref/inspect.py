@@ -14,6 +14,9 @@ from kernel_ladder.errors import InspectError
 from kernel_ladder.inspect import Code, Inspection, Request, begin, located, one_pass, real_inputs, run_device
 from kernel_ladder.launches import launched
 
+CODE = ("source",)
+AHEAD_OF_TIME = False
+
 
 class _Operators(TorchDispatchMode):
     """Writes down every operator that is called, with what it returns."""
@@ -38,6 +41,8 @@ def _formula(variant: table.Variant) -> Callable[..., Any]:
 
 def inspect(request: Request) -> Inspection:
     variant = request.variant
+    if request.kernel is not None:
+        raise InspectError("the torch level's kernels are PyTorch's own; `kernel` chooses among those of other levels")
     formula = _formula(variant)
     lines, first = python.getsourcelines(formula)
     source = located(python.getsourcefile(formula) or "", first)

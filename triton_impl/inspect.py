@@ -40,6 +40,9 @@ from kernel_ladder.spec import Case
 from triton_impl import interpreted, tuning
 from triton_impl.aot import Call, traced
 
+CODE = ("source", "ttgir", "ptx", "sass")
+AHEAD_OF_TIME = True
+
 #: The architecture to compile for where none is named and there is no GPU.
 DEFAULT_ARCH = "sm_90"
 
@@ -169,7 +172,9 @@ def _in_a_process(request: Request, arch: architecture.Architecture) -> Inspecti
     if run.returncode != 0:
         raise InspectError(run.stderr.strip().splitlines()[-1] if run.returncode == 2 else run.stderr)
     answer = json.loads(run.stdout.splitlines()[-1])
-    kernels, code = ([kind(**each) for each in answer.pop(name)] for kind, name in ((Kernel, "kernels"), (Code, "code")))
+    kernels, code = (
+        [kind(**each) for each in answer.pop(name)] for kind, name in ((Kernel, "kernels"), (Code, "code"))
+    )
     found = Inspection(**answer, kernels=kernels, code=code)
     found.notes.append("compiled ahead of time, with the first guess of each configuration: timing them needs that GPU")
     return found
