@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cuda_impl import extension, unavailable
-from kernel_ladder import architecture, cubin, table
+from kernel_ladder import architecture, cubin
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspect import (
     ROOT,
@@ -28,6 +28,7 @@ from kernel_ladder.inspect import (
     located,
     one_pass,
     real_inputs,
+    this_gpu,
 )
 from kernel_ladder.launches import launched
 
@@ -135,9 +136,13 @@ def _source_text(location: str) -> str:
     return "\n".join(lines[first : last + 1]) + "\n"
 
 
+def _number(arch: str) -> int:
+    return int(re.sub(r"\D", "", arch))
+
+
 def _architecture(request: Request, built: list[str]) -> str:
     """The architecture in the extension that was asked for, of this machine's GPU, or the newest."""
-    numbers = {int(re.sub(r"\D", "", arch)): arch for arch in built}
+    numbers = {_number(arch): arch for arch in built}
     if request.arch is not None:
         number = architecture.named(request.arch).number
         if number not in numbers:
@@ -146,12 +151,13 @@ def _architecture(request: Request, built: list[str]) -> str:
                 f"(TORCH_CUDA_ARCH_LIST chooses, when it is installed)"
             )
         return numbers[number]
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        runs = [n for n in numbers if n // 10 == major and n % 10 <= minor]
-        if runs:
-            return numbers[max(runs)]
-    return numbers[max(numbers)]
+    return numbers[_that_runs_here(list(numbers)) or max(numbers)]
+
+
+def _that_runs_here(built: list[int]) -> int | None:
+    """The newest that this machine's GPU runs: machine code runs on later minor revisions of its own major one."""
+    here = this_gpu() or 0
+    return max((n for n in built if n // 10 == here // 10 and n <= here), default=None)
 
 
 def inspect(request: Request) -> Inspection:
@@ -171,7 +177,9 @@ def inspect(request: Request) -> Inspection:
     ]
     found = begin(request)
     found.arch = arch
-    ran = _launches(request, found, arch)
+    ran = _launches(request, found) if _that_runs_here([_number(arch)]) else {}
+    if request.case is not None and not ran:
+        found.notes.append("which kernels a shape launches, and how large, is known on a GPU that runs them only")
     facts = {readable(fact.type): fact for fact in _facts(request.dtype_name)}
     of_launch = {_launch_key(name): fact for name, fact in facts.items()}
     named = {i.name for i in mine if i.name in (ran or facts)}
@@ -197,12 +205,8 @@ def _facts(dtype: str) -> list[Any]:
     return module.kernels(dtype)
 
 
-def _launches(request: Request, found: Inspection, arch: str) -> dict[str, Kernel]:
-    """On a GPU, by name what a call of the variant launches there; its case goes into what was found."""
-    if table.unavailable(request.variant.op, "cuda") is not None:
-        if request.case is not None:
-            found.notes.append("which kernels a shape launches, and how large, is known on a GPU only")
-        return {}
+def _launches(request: Request, found: Inspection) -> dict[str, Kernel]:
+    """By name what a call of the variant launches on this machine's GPU; its case goes into what was found."""
     case, inputs = real_inputs(request, torch.device("cuda"))
     shown = begin(request, case)
     found.shape, found.shapes, found.options = shown.shape, shown.shapes, shown.options

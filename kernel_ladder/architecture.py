@@ -50,7 +50,9 @@ ARCHITECTURES = {
         Architecture(90, 2048, 32, 228 * 1024),
         Architecture(100, 2048, 32, 228 * 1024),
         Architecture(103, 2048, 32, 228 * 1024),
+        Architecture(110, 1536, 24, 228 * 1024),
         Architecture(120, 1536, 24, 100 * 1024),
+        Architecture(121, 1536, 24, 100 * 1024),
     )
 }
 

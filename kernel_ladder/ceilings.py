@@ -56,10 +56,7 @@ def measure(index: int) -> dict[str, float]:
     with torch.cuda.device(gpu):
         # A smaller GPU takes what a quarter of its free memory allows.
         count = min(COPY_BYTES // 2, torch.cuda.mem_get_info(gpu)[0] // 8) // 4
-        source = torch.ones(count, device=gpu)
-        target = torch.empty_like(source)
-        found = {"copy": 2 * 4 * count / _seconds(lambda: target.copy_(source)) / 1e9}
-        del source, target
+        found = {"copy": 2 * 4 * count / _copy_seconds(count) / 1e9}
         before = tf32_allowed()
         try:
             for name, dtype in DTYPES.items():
@@ -69,6 +66,12 @@ def measure(index: int) -> dict[str, float]:
         finally:
             _allow_tf32(before)
     return found
+
+
+def _copy_seconds(count: int) -> float:
+    source = torch.ones(count, device="cuda")
+    target = torch.empty_like(source)
+    return _seconds(lambda: target.copy_(source))
 
 
 def _allow_tf32(allowed: bool) -> None:

@@ -69,9 +69,8 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
 
     versions = section("versions")
     versions.add_row("kernel_ladder", found["kernel_ladder"])
-    missing = {"cuda": "none: torch is built for the CPU only"} | dict.fromkeys(
-        ("nvcc", "driver", "ptxas"), "not found"
-    )
+    missing = dict.fromkeys(("nvcc", "driver", "ptxas"), "not found")
+    missing["cuda"] = "none: torch is built for the CPU only"
     labels = {"cuda": "torch's CUDA", "ptxas": "Triton's ptxas"}
     for name, value in found["versions"].items():
         versions.add_row(labels.get(name, name), escape(value or missing.get(name, "not installed")))
@@ -102,4 +101,6 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
             grid.add_row(name, *("?" if n < 0 else str(n) for n in numbers))
         console.print(grid)
         if not found["gpus"]:
-            console.print("What stands as ? can be asked on a machine with a GPU only.")
+            console.print(
+                "What stands as ? the driver tells where there is a GPU; `inspect` reads it from the code."
+            )

@@ -1,8 +1,8 @@
 """Look into a variant: what the compiler made of its kernels, how many run at once, and the code itself.
 
 What is common to all levels stands here. Each level's package has a module ``inspect`` with a function of that name,
-which knows how its kernels come about: ``inspect(request) -> Inspection``. Beside it, ``CODE`` are the kinds of code that
-the level can show, and ``AHEAD_OF_TIME`` says whether it can compile for another GPU than this machine's.
+which knows how its kernels come about: ``inspect(request) -> Inspection``. Beside it, ``CODE`` are the kinds of code
+that the level can show, and ``AHEAD_OF_TIME`` says whether it can tell of other GPUs than this machine's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Code:
 
 @dataclass
 class Kernel:
-    """One compiled kernel. Memory in bytes, ``local`` and ``registers`` a thread, the rest a block; None: not known."""
+    """One compiled kernel. Memory in bytes, ``local`` and ``registers`` a thread, the rest a block; None: not known.
+
+    Where ``static_shared`` is not known apart, ``dynamic_shared`` is all of the shared memory.
+    """
 
     name: str
     source: str | None = None  # file:line
@@ -81,11 +84,9 @@ class Kernel:
 
     def fill_occupancy(self, arch: Architecture) -> None:
         """Compute occupancy on an architecture, where all that it follows from is known."""
-        needed = (self.threads, self.registers, self.static_shared, self.dynamic_shared)
-        if any(value is None for value in needed):
+        if self.threads is None or self.registers is None or self.dynamic_shared is None:
             return
-        threads, registers, static, dynamic = (int(value or 0) for value in needed)
-        found = occupancy(arch, threads, registers, static + dynamic)
+        found = occupancy(arch, self.threads, self.registers, (self.static_shared or 0) + self.dynamic_shared)
         self.blocks_per_sm, self.occupancy, self.limited_by = found.blocks, found.share, list(found.limited_by)
 
 
@@ -175,6 +176,14 @@ def located(path: str | Path, line: int) -> str:
     """``file:line``, the file as seen from the project's root where it lies there."""
     path = Path(path).resolve()
     return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
+
+
+def this_gpu() -> int | None:
+    """The compute capability of this machine's current GPU, 90 for 9.0, or None."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def run_device() -> torch.device:

@@ -172,7 +172,9 @@ def _show_kernels(console: Console, kernels: list[Kernel]) -> None:
     if columns:
         grid = _grid("kernels")
         grid.add_column("kernel", overflow="fold")
+        apart = any(k.static_shared is not None for k in kernels)
         for name in columns:
+            name = "shared" if name == "dynamic shared" and not apart else name
             grid.add_column(name, justify="left" if name == "limited by" else "right")
         for kernel in kernels:
             values = [COLUMNS[name](kernel) for name in columns]

@@ -6,10 +6,12 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kernel_ladder.inspect import Kernel
+from kernel_ladder.architecture import ARCHITECTURES
+from kernel_ladder.inspect import Kernel, this_gpu
 
 
 def launched(call: Callable[[], object]) -> list[Kernel]:
@@ -27,14 +29,18 @@ def launched(call: Callable[[], object]) -> list[Kernel]:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    found = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    return [_kernel(event) for event in found]
+    arch = ARCHITECTURES.get(this_gpu() or 0)
+    found = [_kernel(e) for e in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])]
+    for kernel in found:
+        if arch is not None:
+            kernel.fill_occupancy(arch)
+    return found
 
 
-def _kernel(event: dict) -> Kernel:
+def _kernel(event: dict[str, Any]) -> Kernel:
     args = event.get("args", {})
     block = args.get("block")
-    # The profiler counts the launch's shared memory as one; it is static and dynamic together.
+    # Static and dynamic shared memory, which the profiler does not tell apart.
     return Kernel(
         name=event["name"],
         registers=args.get("registers per thread"),

@@ -124,7 +124,7 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
         with (
             mock.patch.object(triton.JITFunction, "run", run),
             # A launch remembered here would be taken for one that can be made.
-            mock.patch.object(Launches, "remember", lambda *_: None),
+            mock.patch.object(Launches, "remember"),
         ):
             yield calls
     finally:

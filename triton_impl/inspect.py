@@ -35,6 +35,7 @@ from kernel_ladder.inspect import (
     located,
     one_pass,
     real_inputs,
+    this_gpu,
 )
 from kernel_ladder.spec import Case
 from triton_impl import interpreted, tuning
@@ -48,10 +49,7 @@ DEFAULT_ARCH = "sm_90"
 
 
 def inspect(request: Request) -> Inspection:
-    here = None
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        here = 10 * major + minor
+    here = this_gpu()
     arch = architecture.named(request.arch or (f"sm_{here}" if here else DEFAULT_ARCH))
     if interpreted() or arch.number != here:
         return _in_a_process(request, arch)
@@ -172,11 +170,10 @@ def _in_a_process(request: Request, arch: architecture.Architecture) -> Inspecti
     if run.returncode != 0:
         raise InspectError(run.stderr.strip().splitlines()[-1] if run.returncode == 2 else run.stderr)
     answer = json.loads(run.stdout.splitlines()[-1])
-    kernels, code = (
-        [kind(**each) for each in answer.pop(name)] for kind, name in ((Kernel, "kernels"), (Code, "code"))
-    )
+    kernels = [Kernel(**each) for each in answer.pop("kernels")]
+    code = [Code(**each) for each in answer.pop("code")]
     found = Inspection(**answer, kernels=kernels, code=code)
-    found.notes.append("compiled ahead of time, with the first guess of each configuration: timing them needs that GPU")
+    found.notes.append("compiled ahead of time, in the first configuration of each kernel: timing needs such a GPU")
     return found
 
 
