@@ -147,7 +147,7 @@ def _read(key: dict[str, str | None]) -> dict[str, float] | None:
     try:
         content = json.loads(text)
         found = {name: float(content["ceilings"][name]) for name in ("copy", *DTYPES)}
-        ours = content["key"] == key
+        ours = content["key"] == key and all(rate > 0 for rate in found.values())
     except (ValueError, TypeError, KeyError):
         ours = False
     if not ours:

@@ -101,6 +101,4 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
             grid.add_row(name, *("?" if n < 0 else str(n) for n in numbers))
         console.print(grid)
         if not found["gpus"]:
-            console.print(
-                "What stands as ? the driver tells where there is a GPU; `inspect` reads it from the code."
-            )
+            console.print("What stands as ? the driver tells where there is a GPU; `inspect` reads it from the code.")

@@ -155,9 +155,7 @@ def inspect(request: Request) -> Inspection:
     if foreign := sorted(request.code - set(level.CODE)):
         raise InspectError(f"the {name} level has no {', '.join(foreign)} to show; it has {', '.join(level.CODE)}")
     if request.arch is not None and not level.AHEAD_OF_TIME:
-        raise InspectError(
-            f"the {name} level compiles for this machine alone; `arch` is for the cuda and triton levels"
-        )
+        raise InspectError(f"the {name} level compiles for this machine alone; `arch` is for cuda and triton")
     return level.inspect(request)
 
 

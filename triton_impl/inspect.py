@@ -54,10 +54,12 @@ def inspect(request: Request) -> Inspection:
     if interpreted() or arch.number != here:
         return _in_a_process(request, arch)
     case, inputs = real_inputs(request, torch.device("cuda"))
+    call = one_pass(request, inputs, case)
     with tuning.recorded() as choices:
-        one_pass(request, inputs, case)()
+        call()
     found = _trace(request, case, arch)
-    found.choices = [_choice(choice) for choice in choices if _is_of(choice, found.kernels)]
+    shown = {kernel.name for kernel in found.kernels}
+    found.choices = [_choice(choice) for choice in choices if choice.kernel.fn.__name__ in shown]
     if not tuning.TUNING:
         found.notes.append(f"{tuning.ENV_AUTOTUNE}=0: nothing is timed, the first guess is taken")
     return found
@@ -125,10 +127,6 @@ def _code(request: Request, call: Call, path: Path) -> list[Code]:
     if "sass" in request.code:
         found.append(Code(name, "sass", cubin.sass(path, call.compiled.metadata.name)))
     return found
-
-
-def _is_of(choice: tuning.Choice, kernels: list[Kernel]) -> bool:
-    return any(k.name == choice.kernel.fn.__name__ for k in kernels)
 
 
 def _choice(choice: tuning.Choice) -> Choice:
