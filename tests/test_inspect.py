@@ -147,6 +147,15 @@ def test_triton_compiles_what_a_shape_and_dtype_launch():
         assert kernel.grid == [8]
 
 
+@needs_cuobjdump
+def test_triton_compiles_what_a_layout_launches():
+    variant, spec = table.named("gelu", "triton.fused")[0], table.spec("gelu")
+    names = [
+        inspect(Request(variant, case_named(spec, text), arch="sm_90")).kernels for text in ("7x67", "none-sliced")
+    ]
+    assert [k.name for kernels in names for k in kernels] == ["_gelu_kernel", "_gelu_strided_kernel"]
+
+
 @needs_extension
 @needs_cuobjdump
 @pytest.mark.parametrize(("variant", "pass_"), at_level("cuda"))

@@ -37,6 +37,7 @@ from kernel_ladder.inspect import (
     real_inputs,
     this_gpu,
 )
+from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case
 from triton_impl import interpreted, tuning
 from triton_impl.aot import Call, traced
@@ -70,7 +71,7 @@ def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Ins
     variant = request.variant
     found = begin(request, case)
     found.arch = arch.name
-    inputs = [torch.empty(shape, dtype=request.dtype, device="meta") for shape in case.shapes]
+    inputs = empty_inputs(case, request.dtype, "meta")
     with traced(arch.number, arch.shared_per_block) as calls:
         output, saved = variant.forward(*inputs, **case.options)
         if request.pass_ == "backward":
@@ -184,8 +185,7 @@ def _supported(request: Request) -> Case:
     reasons = []
     for case in [request.case] if request.case is not None else default_cases(spec, gpu):
         with FakeTensorMode():
-            inputs = [torch.empty(shape, dtype=request.dtype, device=gpu) for shape in case.shapes]
-            reason = variant.unsupported(*inputs, **case.options)
+            reason = variant.unsupported(*empty_inputs(case, request.dtype, gpu), **case.options)
         if reason is None:
             return case
         reasons.append(reason)
