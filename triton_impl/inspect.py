@@ -185,7 +185,9 @@ def _supported(request: Request) -> Case:
     reasons = []
     for case in [request.case] if request.case is not None else default_cases(spec, gpu):
         with FakeTensorMode():
-            reason = variant.unsupported(*empty_inputs(case, request.dtype, gpu), **case.options)
+            shaped = empty_inputs(case, request.dtype, "meta")
+            inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu) for x in shaped]
+            reason = variant.unsupported(*inputs, **case.options)
         if reason is None:
             return case
         reasons.append(reason)
