@@ -413,18 +413,20 @@ Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t
     return softmax_backward(grad, output, dim, Step::shared);
 }
 
-void softmax_kernel_facts(std::vector<KernelFacts>& facts) {
-    using T = bfloat16;
-    facts.push_back(kernel_facts("softmax.naive", softmax_naive_kernel<T>, NAIVE_THREADS));
-    facts.push_back(kernel_facts("softmax.online", softmax_online_kernel<T>, ONLINE_THREADS));
-    // Shared memory grows with the row; these are the facts for rows of 4096.
-    const dim3 block = shared_block<T>(4096);
-    const auto bytes = static_cast<int64_t>(shared_bytes<T>(4096, block, 1));
-    const int threads = static_cast<int>(block.x * block.y);
-    facts.push_back(kernel_facts("softmax.shared", softmax_shared_kernel<T>, threads, bytes));
-    facts.push_back(kernel_facts("softmax_backward.naive", softmax_backward_naive_kernel<T>, NAIVE_THREADS));
-    facts.push_back(kernel_facts("softmax_backward.online", softmax_backward_online_kernel<T>, ONLINE_THREADS));
-    facts.push_back(kernel_facts("softmax_backward.shared", softmax_backward_shared_kernel<T>, threads, 2 * bytes));
+void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "softmax", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(kernel_facts<softmax_naive_kernel<T>>("softmax.naive", NAIVE_THREADS));
+        facts.push_back(kernel_facts<softmax_online_kernel<T>>("softmax.online", ONLINE_THREADS));
+        // Shared memory grows with the row; these are the facts for rows of 4096.
+        const dim3 block = shared_block<T>(4096);
+        const auto bytes = static_cast<int64_t>(shared_bytes<T>(4096, block, 1));
+        const int threads = static_cast<int>(block.x * block.y);
+        facts.push_back(kernel_facts<softmax_shared_kernel<T>>("softmax.shared", threads, bytes));
+        facts.push_back(kernel_facts<softmax_backward_naive_kernel<T>>("softmax_backward.naive", NAIVE_THREADS));
+        facts.push_back(kernel_facts<softmax_backward_online_kernel<T>>("softmax_backward.online", ONLINE_THREADS));
+        facts.push_back(kernel_facts<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
+    });
 }
 
 }  // namespace kl

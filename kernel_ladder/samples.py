@@ -31,6 +31,14 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
     return make((1, *shape[1:])).expand(shape)  # zero stride in the first dimension
 
 
+def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> Inputs:
+    """Tensors as `case` describes them, without its values: all that is left of them on the device "meta"."""
+    return tuple(
+        _layout(shape, case.layout, lambda shape: torch.empty(shape, dtype=dtype, device=device))
+        for shape in case.shapes
+    )
+
+
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
     """The tensors of `case`: one per entry of ``case.shapes``, the same for the same `seed` on the same device type.
 
