@@ -62,7 +62,7 @@ test: $(INSTALLED)  ## set up and run the tests
 bench: $(INSTALLED)  ## set up and run the sweep
 	@$(PY) -m pip install -q $(call extra,bench)
 	@$(PY) -m kernel_ladder doctor
-	@echo "== Running the sweep (an hour or so on a GPU; BENCH=--quick takes minutes)"
+	@echo "== Running the sweep (under half an hour on a GPU, minutes with BENCH=--quick; BENCH=--resume goes on)"
 	@$(PY) -m bench $(BENCH)
 
 lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format: check only

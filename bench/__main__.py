@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 from rich.console import Console
 
 import kernel_ladder
-from bench import environment, peers, rows, sweep, table
+from bench import environment, peers, resume, rows, sweep, table
 from bench.usage import UsageError, dtype_of, known, passes_of, split
 from kernel_ladder.table import LEVELS, variants
 
 ALL_PEERS = "all"
+SECONDS, QUICK_SECONDS = 0.7, 0.4
 
 EPILOG = """\
 Another command looks into one call:
@@ -23,6 +25,7 @@ Another command looks into one call:
 Other commands, all reading the rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
   python -m bench pictures [FILE]      draw the pictures again
+  python -m bench report [FILE…]       the rows as one HTML page to explore
   python -m bench readme [--check]     renew the tables in README.md between their markers
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
@@ -38,12 +41,22 @@ def _choice(args: argparse.Namespace) -> sweep.Choice:
         backends = [known("backend", backend, names) for backend in backends]
     dtypes = [dtype_of(name) for name in split(args.dtype)]
     passes = passes_of(args.pass_)
-    if args.time <= 0:
-        raise UsageError(f"--time must be positive, got {args.time}")
+    seconds = args.time if args.time is not None else QUICK_SECONDS if args.quick else SECONDS
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--time must be a positive number of seconds, got {args.time}")
     names = _peers(args.peers, ops)
     if backends:
         backends += [peers.IN_TABLE[name][op] for name in names for op in ops if op in peers.IN_TABLE.get(name, ())]
-    return sweep.Choice(ops, backends or None, dtypes or None, passes, args.quick, args.time, peers=names)
+    return sweep.Choice(
+        ops,
+        backends or None,
+        dtypes or None,
+        passes,
+        args.quick,
+        seconds,
+        ceilings=not args.no_ceilings,
+        peers=names,
+    )
 
 
 def _peers(given: str | None, ops: Sequence[str]) -> list[str]:
@@ -72,7 +85,11 @@ def _sweep_parser() -> argparse.ArgumentParser:
     many = {"action": "append", "metavar": "NAME[,NAME]"}
     parser.add_argument("--op", **many, help=f"operations: {', '.join(kernel_ladder.OPS)} (default: all)")
     parser.add_argument(
-        "--backend", **many, help="levels or variants (default: all; torch.builtin is always there to compare with)"
+        "--backend",
+        **many,
+        help="levels or variants (default: all; torch.builtin is always there to compare with). "
+        f"{', '.join(sorted(sweep.LONG_TUNING))}, tuned for up to a minute a shape, is measured at the quick shapes "
+        "alone unless it is named here",
     )
     parser.add_argument(
         "--peers",
@@ -87,9 +104,20 @@ def _sweep_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pass", dest="pass_", default="both", metavar="PASS", help="forward, backward or both")
     parser.add_argument("--quick", action="store_true", help="a few shapes only")
     parser.add_argument(
-        "--time", type=float, default=0.7, metavar="SECONDS", help="measuring, per case, dtype and pass (default: 0.7)"
+        "--time",
+        type=float,
+        metavar="SECONDS",
+        help=f"measuring, per case, dtype and pass (default: {SECONDS}; {QUICK_SECONDS} with --quick)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench/results/<gpu>.jsonl)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from an interrupted sweep: skip what has a row of the same GPU, versions and commit in FILE",
+    )
+    parser.add_argument(
+        "--no-ceilings", action="store_true", help="no rows of the machine's own ceilings (they take seconds, on a GPU)"
+    )
     parser.add_argument("--no-pictures", action="store_true", help="draw nothing at the end")
     return parser
 
@@ -98,19 +126,24 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     args = _sweep_parser().parse_args(argv)
     choice = _choice(args)
     output = args.output or environment.results_file()
-    rows.read(output)  # a broken file is better found now than after the last kernel
+    if args.resume and (repaired := rows.drop_unfinished(output)) is not None:
+        console.print(repaired, soft_wrap=True)
+    before = rows.read(output)  # a broken file is better found now than after the last kernel
+    standing = resume.standing(before, environment.facts()) if args.resume else {}
     if environment.device().type == "cpu":
         console.print("No GPU: shapes are shrunk, and Triton runs in its interpreter. Correctness, not speed.")
     for name in choice.peers:
         if name in peers.PEERS and (reason := peers.PEERS[name].absent):
             console.print(f"peer {name}: {reason}", markup=False, soft_wrap=True)
-    new, interrupted = sweep.run(choice, output, console)
-    table.show(new, console)
-    if new:
-        console.print(f"{len(new)} rows are in {output}", soft_wrap=True)
-    if new and not args.no_pictures:
+    if args.resume:
+        console.print(resume.report(standing, environment.facts(), output), soft_wrap=True)
+    run, interrupted = sweep.run(choice, output, console, standing)
+    table.show(run, console)
+    if run:
+        console.print(f"{len(run)} rows are in {output}", soft_wrap=True)
+    if run and not args.no_pictures:
         _draw(output, console)
-    wrong = [row for row in new if row.wrong]
+    wrong = [row for row in run if row.wrong]
     for row in wrong:
         print(f"WRONG: {row.op} {row.backend} {row.pass_} {row.dtype} {row.shape}: {row.wrong}", file=sys.stderr)
     # A peer's failure is shown as ours are, but is not this project's.
@@ -119,11 +152,11 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
 
 def _draw(path: Path, console: Console) -> None:
     try:
-        from bench import pictures
+        from bench import pictures, roofline
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in pictures.draw(path):
+    for picture in (*pictures.draw(path), *roofline.draw(path)):
         console.print(f"drew {picture}", soft_wrap=True)
 
 
@@ -161,6 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench import profile
 
             return profile.main(argv[1:], console)
+        if argv[:1] == ["report"]:
+            from bench import report
+
+            return report.main(argv[1:])
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)

@@ -10,6 +10,7 @@ import torch
 import kernel_ladder
 from bench import timing
 from bench.gate import Expected
+from kernel_ladder.agreement import Results, named
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs, Output, as_tuple, each
 from kernel_ladder.table import LEVELS, Variant
@@ -19,16 +20,25 @@ class Copies:
     """Enough copies of inputs and output gradient that none is found in the L2 when its turn comes again."""
 
     def __init__(self, expected: Expected, backward: bool, device: torch.device) -> None:
-        used = (*expected.inputs, expected.grad) if backward else expected.inputs
+        used = (expected.inputs, expected.grad) if backward else expected.inputs
         self.count = timing.copies_needed(timing.nbytes(used), device)
         others = range(self.count - 1)
-        self.inputs: list[Inputs] = [expected.inputs, *(each(torch.Tensor.clone, expected.inputs) for _ in others)]
-        self.grads = [expected.grad, *(_clone(expected.grad) for _ in others)] if backward else None
+        self.inputs: list[Inputs] = [expected.inputs, *(each(torch.clone, expected.inputs) for _ in others)]
+        self.grads: list[Output] | None = None
+        if backward:
+            self.grads = [expected.grad, *(_clone(expected.grad) for _ in others)]
         self.options = expected.options
 
 
 def _clone(grad: Output) -> Output:
-    return each(torch.Tensor.clone, grad) if isinstance(grad, tuple) else grad.clone()
+    return tuple(map(torch.clone, grad)) if isinstance(grad, tuple) else grad.clone()
+
+
+def results(returned: Any, backward: bool) -> Results:
+    """What a call returned, by the names that the oracle's results have."""
+    if backward:
+        return {f"grad {i}": grad for i, grad in enumerate(returned) if grad is not None}
+    return named(as_tuple(returned[0]))
 
 
 def forward_call(variant: Variant, copies: Copies) -> timing.Call:
@@ -57,16 +67,17 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
 
 
 def _autograd_call(forward: Callable[..., Output], copies: Copies) -> timing.Call:
+    """Like a variant's backward: a gradient for each input, None for one that is absent."""
     grads = copies.grads
-    recorded: dict[int, tuple[Any, Inputs, Any]] = {}  # outputs, leaves and gradients by copy, as above
+    recorded: dict[int, tuple[Output, Inputs]] = {}  # output and leaves by copy, as above
 
     def call(i: int) -> Any:
         if i not in recorded:
             leaves = each(lambda x: x.detach().requires_grad_(), copies.inputs[i])
-            wanted = tuple(x for x in leaves if x is not None)
-            recorded[i] = as_tuple(forward(*leaves)), wanted, as_tuple(grads[i])
-        outputs, leaves, grad = recorded[i]
-        return torch.autograd.grad(outputs, leaves, grad, retain_graph=True)
+            recorded[i] = forward(*leaves), leaves
+        output, leaves = recorded[i]
+        found = iter(torch.autograd.grad(output, [x for x in leaves if x is not None], grads[i], retain_graph=True))
+        return each(lambda _: next(found), leaves)
 
     return call
 
@@ -88,18 +99,18 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
     def own(*x: torch.Tensor | None) -> Output:
         return variant.forward(*x, **case.options)[0]
 
-    named = through_table if variant.level in LEVELS else own  # a peer's users call its own function
+    by_user = through_table if variant.level in LEVELS else own  # a peer's users call its own function
 
     if not backward:
         with torch.no_grad():
-            by_name = timing.host_seconds(lambda: named(*inputs), device)
+            by_name = timing.host_seconds(lambda: by_user(*inputs), device)
             direct = timing.host_seconds(lambda: variant.forward(*inputs, **case.options), device)
         return by_name * 1e6, direct * 1e6
-    output = named(*inputs)
-    grad = each(torch.ones_like, output) if isinstance(output, tuple) else torch.ones_like(output)
+    outputs = by_user(*inputs)
+    grad = tuple(map(torch.ones_like, outputs)) if isinstance(outputs, tuple) else torch.ones_like(outputs)
     copies = Copies.__new__(Copies)
     copies.count, copies.inputs, copies.grads, copies.options = 1, [inputs], [grad], case.options
-    by_autograd, direct_call = _autograd_call(named, copies), backward_call(variant, copies)
+    by_autograd, direct_call = _autograd_call(by_user, copies), backward_call(variant, copies)
     return (
         timing.host_seconds(lambda: by_autograd(0), device) * 1e6,
         timing.host_seconds(lambda: direct_call(0), device) * 1e6,

@@ -12,6 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from bench.roofs import operations
 from bench.rows import Row, latest, picture_file, read
 
 # Okabe and Ito's colours, told apart by colour-blind eyes: a hue for each level, a marker for each step of its climb.
@@ -45,7 +46,7 @@ STYLE = {
 
 def draw(results: Path) -> list[Path]:
     """Draw every operation that has times in a file of rows; returns the pictures' files."""
-    timed = [row for row in latest(read(results)) if row.us is not None]
+    timed = [row for row in operations(latest(read(results))) if row.us is not None]
     paths = []
     for op in dict.fromkeys(row.op for row in timed):
         paths.append(picture_file(results, op))
@@ -93,7 +94,7 @@ def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
     last = max(places.values())
     for backend in backends:
         mine = {row.shape: row for row in rows if row.backend == backend}
-        colour, marker = _look(backend, backends)
+        colour, marker = look(backend, backends)
         xs, ys = [], []
         for shape, place in shapes:
             if xs and place - xs[-1] > 1:  # another set of options: no line across
@@ -136,7 +137,8 @@ def _shapes(rows: list[Row]) -> list[tuple[str, float]]:
     return placed
 
 
-def _look(backend: str, backends: Sequence[str]) -> tuple[tuple[float, ...], str]:
+def look(backend: str, backends: Sequence[str]) -> tuple[tuple[float, ...], str]:
+    """Colour and marker of a variant among those of its picture."""
     level = backend.partition(".")[0]
     climb = [b for b in backends if b.partition(".")[0] == level]
     step = climb.index(backend)
@@ -159,6 +161,19 @@ def _roof(axes: Axes, rows: list[Row], shapes: list[tuple[str, float]], bytes_bo
     return roof
 
 
+def spread(heights: Sequence[float], gap: float, top: float = 1.0) -> list[float]:
+    """Rising heights, as shares of an axis, moved apart until no two are nearer than `gap`; their order stays."""
+    at: list[float] = []
+    for height in heights:
+        at.append(max(height, at[-1] + gap) if at else max(height, 0.0))
+    # Pushed past the top: move the pile down again, keeping its order.
+    ceiling = max(top, gap * (len(at) - 1))
+    for i in range(len(at) - 1, -1, -1):
+        at[i] = min(at[i], ceiling)
+        ceiling = at[i] - gap
+    return at
+
+
 def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], log: bool) -> None:
     """Name each line at its right end, moved apart where names would overlap."""
     low, high = axes.get_ylim()
@@ -166,16 +181,8 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], log: bool) -> No
     def height(y: float) -> float:  # as a share of the axis
         return math.log(y / low) / math.log(high / low) if log else (y - low) / (high - low)
 
-    gap = 0.055
     ends = sorted(ends, key=lambda end: end[0])
-    at: list[float] = []
-    for y, _, _ in ends:
-        at.append(max(height(y), at[-1] + gap) if at else max(height(y), 0.0))
-    # Pushed past the top: move the pile down again, keeping its order.
-    ceiling = max(1.0, gap * (len(at) - 1))
-    for i in range(len(at) - 1, -1, -1):
-        at[i] = min(at[i], ceiling)
-        ceiling = at[i] - gap
+    at = spread([height(y) for y, _, _ in ends], gap=0.055)
     line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
     for (y, name, colour), where in zip(ends, at, strict=True):
         axes.annotate(

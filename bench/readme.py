@@ -7,6 +7,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - an operation: its rates at every shape
 - ``climb OP``: the operation's steps at its headline shape, each beside the one before it, with the counters that moved
 - ``picture OP``: the operation's picture
+- ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import kernel_ladder
 from bench import climb, counters, environment, markdown, rows
 from bench.headline import headline
+from bench.roofs import intensity
 from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
 
@@ -72,11 +74,14 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
 
         def make(path: Path, found: list[Row]) -> str:
             return _picture(op, path, found, folder)
+    elif word == "roofline" and (op in kernel_ladder.OPS or not op):
+
+        def make(path: Path, found: list[Row]) -> str:
+            return _roofline(op, path, found, folder)
     else:
         ops = ", ".join(kernel_ladder.OPS)
-        raise ReadmeError(
-            f"unknown block {name!r}; known are summary, machine, 'picture OP', 'climb OP' and OP, of {ops}"
-        )
+        known = "summary, machine, roofline, 'roofline OP', 'picture OP', 'climb OP' and OP"
+        raise ReadmeError(f"unknown block {name!r}; known are {known}, of {ops}")
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
     return written or f"*No rows yet: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
@@ -190,6 +195,15 @@ def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
         return ""
     link = os.path.relpath(picture_file(path, op), folder)
     return f"![{op} on {mine[0].gpu}: rate against size, a line per variant, the measured ceiling dashed]({link})"
+
+
+def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
+    drawn = [row for row in found if op in ("", row.op) and row.us is not None and intensity(row)]
+    if not drawn:
+        return ""
+    link = os.path.relpath(picture_file(path, f"roofline-{op}" if op else "roofline"), folder)
+    what = f"Roofline of {op or 'every operation'} on {drawn[0].gpu}"
+    return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})"
 
 
 def default_results() -> list[Path]:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+#: The operation of rows that measure what the machine can do at most, and no operation.
+CEILING = "ceiling"
+
 
 class ResultsError(ValueError):
     """A results file holds a line that is not a row."""
@@ -27,12 +30,12 @@ class Row:
     pass_: str  # "forward" or "backward"; the field is named `pass` in the file
     dtype: str
     shape: str  # the case's id, which names sizes and options
-    shapes: list[list[int]] = field(default_factory=list)  # of the inputs
+    shapes: list[list[int] | None] = field(default_factory=list)  # of the inputs, null for one that is absent
     options: dict[str, Any] = field(default_factory=dict)
     us: float | None = None  # median over rounds, of one call
     us_q1: float | None = None
     us_q3: float | None = None
-    us_low: float | None = None  # 95 % bootstrap interval of the median
+    us_low: float | None = None  # 95 % interval of the median (bootstrap); none from fewer than six rounds
     us_high: float | None = None
     rounds: int | None = None
     graph: bool | None = None  # timed inside a CUDA graph, so without launch gaps
@@ -45,11 +48,12 @@ class Row:
     ceiling_tflops: float | None = None
     of_ceiling: float | None = None
     speedup: float | None = None  # over torch.builtin, paired round by round
-    speedup_low: float | None = None  # 95 % bootstrap interval of the median of the paired ratios
+    speedup_low: float | None = None  # 95 % interval of the median of the paired ratios
     speedup_high: float | None = None
     clock_mhz: float | None = None  # of the multiprocessors, median while this group of rows was timed
     power_w: float | None = None
     temperature_c: float | None = None
+    throttled: str | None = None  # what held the clock down then: "power cap", "temperature", …
     clocks_moved: bool | None = None  # the clock of this row's samples was not that of its neighbours'
     host_us: float | None = None  # of one public call, by name, on a tiny case
     host_direct_us: float | None = None  # of the variant's own function, on a tiny case
@@ -96,6 +100,9 @@ class Row:
 
 
 FIELDS = tuple("pass" if f.name == "pass_" else f.name for f in dataclasses.fields(Row))
+_BEGINNING = b'{"op": "'  # of every line
+_DELETE = "delete the line to go on without it"
+_WAY_OUT = "a sweep with --resume drops a last line that was cut short, and goes on from the rows before it"
 _REQUIRED = ("op", "backend", "level", "pass", "dtype", "shape", "gpu", "when")
 
 
@@ -109,12 +116,12 @@ def to_json(row: Row) -> str:
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
-def from_json(line: str, where: str) -> Row:
-    """A row from one line; `where` says in an error which line it is."""
+def from_json(line: str, where: str, way_out: str = _DELETE) -> Row:
+    """A row from one line; `where` says in an error which line it is, `way_out` what to do if it is cut short."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ResultsError(f"{where}: not a whole JSON object ({error}); delete the line to go on without it") from None
+        raise ResultsError(f"{where}: not a whole JSON object ({error}); {way_out}") from None
     if not isinstance(values, dict):
         raise ResultsError(f"{where}: expected a JSON object, got {type(values).__name__}")
     if missing := [name for name in _REQUIRED if name not in values]:
@@ -130,13 +137,50 @@ def read(path: Path) -> list[Row]:
     Raises:
         ResultsError: a line is truncated or foreign. The message names it.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = [from_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if lines[-1]:
-        raise ResultsError(f"{path}:{len(lines)}: the last line has no end: it may be cut short")
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    rows = _parsed(path, lines)
+    if last.strip():
+        where = f"{path}:{len(lines) + 1}"
+        from_json(_text(last, where, _WAY_OUT), where, _WAY_OUT)
+        raise ResultsError(f"{where}: the last line has no end: it may be cut short; {_WAY_OUT}")
     return rows
+
+
+def _parsed(path: Path, lines: Iterable[bytes]) -> list[Row]:
+    places = ((line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    return [from_json(_text(line, where), where) for line, where in places]
+
+
+def _text(line: bytes, where: str, way_out: str = _DELETE) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise ResultsError(f"{where}: not UTF-8 ({error}); {way_out}") from None
+
+
+def drop_unfinished(path: Path) -> str | None:
+    """Repair a last line whose writing was cut short, and say what was done; None where there was nothing to do.
+
+    A line without its end that is a whole row is kept and given its end; the beginning of a row is dropped.
+
+    Raises:
+        ResultsError: anything else in the file is truncated or foreign. Nothing is changed then.
+    """
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    _parsed(path, lines)
+    where = f"{path}:{len(lines) + 1}"
+    if not last:
+        return None
+    try:
+        from_json(_text(last, where), where)
+    except ResultsError:
+        if not last.startswith(_BEGINNING[: len(last)]):
+            raise
+        os.truncate(path, path.stat().st_size - len(last))
+        return f"{where}: dropped the last line, a row whose writing was cut short after {len(last)} bytes"
+    with path.open("ab") as file:
+        file.write(b"\n")
+    return f"{where}: the last line is a whole row without its end; gave it one"
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:

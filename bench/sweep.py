@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import kernel_ladder
-from bench import candidates, ceilings, environment, gate, peers, rows, timing
+from bench import candidates, ceilings, clocks, environment, gate, intervals, peers, phases, resume, rows, timing
 from bench.cases import default_dtypes, host_case, sweep_cases
 from bench.order import by_climb
 from bench.rows import Row
@@ -24,6 +25,14 @@ from kernel_ladder.spec import Case, Spec
 from kernel_ladder.table import Variant
 
 BASELINE = "torch.builtin"
+
+#: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, they are measured at the quick
+#: cases alone: else they would take most of the sweep's time.
+LONG_TUNING = frozenset({"compile.max_autotune"})
+
+
+#: Seconds for the few rounds of a slow call in a quick sweep.
+QUICK_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class Choice:
     passes: Sequence[str] = ("forward", "backward")
     quick: bool = False
     seconds: float = 0.7  # measuring, for all variants of one case, dtype and pass together
-    warmup: float = 0.3
+    settle: float = 0.5  # at most, before the first counted round
+    ceilings: bool = True  # measure a GPU's ceilings first
     peers: Sequence[str] = ()
 
     def takes(self, name: str) -> bool:
@@ -44,6 +54,10 @@ class Choice:
         if self.backends is None or name == BASELINE:
             return True
         return name in self.backends or name.partition(".")[0] in self.backends
+
+    def tunes(self, name: str, case: Case) -> bool:
+        """Whether there is time for a variant's tuning at a case."""
+        return name not in LONG_TUNING or case.quick or name in (self.backends or ())
 
 
 @dataclass(frozen=True)
@@ -73,57 +87,116 @@ def groups(choice: Choice, device: torch.device) -> list[Group]:
 
 
 class Sweep:
-    """One run. Host costs are measured once a variant, ceilings once a size."""
+    """One run. Host costs are measured once a variant, ceilings once a size; rows in `standing` are not made again."""
 
-    def __init__(self, choice: Choice, emit: Callable[[Row], None], device: torch.device) -> None:
-        self.choice, self.emit, self.device = choice, emit, device
+    def __init__(
+        self,
+        choice: Choice,
+        emit: Callable[[Row], None],
+        device: torch.device,
+        standing: Mapping[resume.Key, Row] | None = None,
+    ) -> None:
+        self.choice, self.emit, self.device, self.standing = choice, emit, device, standing or {}
+        self.phases = phases.Phases()
         self._host: dict[tuple[str, str, str, torch.dtype], tuple[float | None, float | None]] = {}
 
+    def chosen(self, group: Group) -> list[Variant]:
+        """The candidates to measure for a group, whatever has been measured already."""
+        known = table.variants(group.op)
+        ours = [v for v in known if self.choice.takes(v.name) and self.choice.tunes(v.name, group.case)]
+        return ours + peers.variants(group.op, self.choice.peers)
+
+    def pending(self, group: Group, pass_: str) -> list[Variant]:
+        """Those of a pass that have no standing row, and the baseline, which they are paired with."""
+        chosen = self.chosen(group)
+        missing = {v.name for v in chosen if self._missing(group, pass_, v.name)}
+        return [v for v in chosen if v.name in missing or (missing and v.name == BASELINE)]
+
+    def _missing(self, group: Group, pass_: str, backend: str) -> bool:
+        return (group.op, backend, pass_, _name(group.dtype), group.case.id) not in self.standing
+
+    def is_finished(self, group: Group) -> bool:
+        """Whether every row of a group stands."""
+        return not any(self.pending(group, pass_) or [*self._empty_levels(group, pass_)] for pass_ in group.passes)
+
     def measure(self, group: Group) -> None:
-        """Emit a row for every variant and pass of a group."""
+        """Emit a row for every variant and pass of a group that has none yet."""
         spec = kernel_ladder.spec(group.op)
         torch._dynamo.reset()  # each case compiles afresh: past a few shapes torch.compile gives up on a function
-        chosen = [v for v in table.variants(group.op) if self.choice.takes(v.name)]
-        chosen += peers.variants(group.op, self.choice.peers)
+        wanted = {pass_: self.pending(group, pass_) for pass_ in group.passes}
+        for pass_ in group.passes:
+            for level in self._empty_levels(group, pass_):
+                self._give_up(self._row(spec, group, pass_, level), table.unavailable(group.op, level))
+        if not any(wanted.values()):
+            return
         try:
-            expected = gate.Expected.of(spec, group.case, group.dtype, self.device, "backward" in group.passes)
+            with self.phases(phases.CHECK):
+                backward = bool(wanted.get("backward"))
+                expected = gate.Expected.of(spec, group.case, group.dtype, self.device, backward)
         except torch.OutOfMemoryError:
             for pass_ in group.passes:
-                for variant in chosen:
+                for variant in wanted[pass_]:
                     self._give_up(self._row(spec, group, pass_, variant.name), "the float64 oracle needs more memory")
             return
         for pass_ in group.passes:
-            self._measure_pass(spec, group, pass_, expected, chosen)
+            if wanted[pass_]:
+                self._measure_pass(spec, group, pass_, expected, wanted[pass_])
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    def measure_ceilings(self, failed: Callable[[str], None]) -> None:
+        """Emit a row for each ceiling of a GPU that has none yet."""
+        if self.device.type == "cuda":
+            with self.phases(phases.CEILINGS):
+                for row in ceilings.measure(self.device, self.choice.quick, failed, self.standing):
+                    self.emit(row)
+
     def _measure_pass(
-        self, spec: Spec, group: Group, pass_: str, expected: gate.Expected, chosen: Iterable[Variant]
+        self, spec: Spec, group: Group, pass_: str, expected: gate.Expected, wanted: Sequence[Variant]
     ) -> None:
         backward = pass_ == "backward"
-        copies = candidates.Copies(expected, backward, self.device)
+        with self.phases(phases.INPUTS):
+            copies = candidates.Copies(expected, backward, self.device)
         launches: dict[str, timing.Launch] = {}
         done: list[Row] = []
-        for level in self._empty_levels(group.op):
-            self._give_up(self._row(spec, group, pass_, level), table.unavailable(group.op, level))
         with timing.side_stream(self.device):
-            for variant in chosen:
+            for variant in wanted:
                 row = self._row(spec, group, pass_, variant.name)
                 launch = self._admit(variant, group, expected, copies, backward, row)
                 if launch is not None:
                     launches[variant.name] = launch
+                    row.graph = launch.graph
                     done.append(row)
-            times = timing.interleave(
-                launches, self.choice.seconds, BASELINE if BASELINE in launches else None, self.choice.warmup
-            )
-        if not done:
-            return
-        bandwidth = ceilings.copy_gbs(done[0].bytes, self.device)
-        rate = ceilings.matrix_tflops(group.dtype, self.device)
+            if not done:
+                return
+            times, watch = self._time(launches)
+            launches.clear()  # and the memory of their graphs, which a ceiling may need
+        with self.phases(phases.CEILINGS):
+            bandwidth = ceilings.copy_gbs(done[0].bytes, self.device)
+            rate = ceilings.matrix_tflops(group.dtype, self.device)
+        state, moved = watch.state(), watch.moved()
         for row in done:
-            row.graph = launches[row.backend].graph
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
+            row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
+            row.throttled, row.clocks_moved = state.throttled, moved.get(row.backend)
             self._finish(row, times[row.backend], times.get(BASELINE))
+
+    def _time(self, launches: Mapping[str, timing.Launch]) -> tuple[dict[str, list[float | None]], clocks.Watch]:
+        """Let the clocks settle, then run the rounds that count, under watch."""
+        with self.phases(phases.SETTLE):
+            # No longer than the measuring itself.
+            settled = timing.settle(list(launches.values()), min(self.choice.settle, self.choice.seconds))
+            self.phases.settled += settled
+            self.phases.unsettled += not settled and self.device.type == "cuda"
+        with self.phases(phases.TIMING), clocks.watch(self.device) as watch:
+
+            def observe(round_: int, name: str, span: timing.Span) -> None:
+                watch.ran(round_, name, span)
+                self.phases.launched += span.end - span.begin
+
+            baseline = BASELINE if BASELINE in launches else None
+            patience = QUICK_PATIENCE_S if self.choice.quick else timing.SLOW_S
+            return timing.interleave(launches, self.choice.seconds, baseline, observe, patience), watch
 
     def _admit(
         self,
@@ -134,25 +207,30 @@ class Sweep:
         backward: bool,
         row: Row,
     ) -> timing.Launch | None:
-        """Check a variant and make it ready to be timed; or emit its row with the reason, and return None."""
+        """Check a variant's results and make it ready to be timed; or emit its row with the reason and return None."""
         reason = table.unavailable(variant.op, variant.level) if variant.level in table.LEVELS else None
         reason = reason or variant.unsupported(*expected.inputs, **group.case.options)
         if reason is not None:
             return self._give_up(row, reason)
         try:
-            row.compile_s = timing.wall(lambda: expected.first_call(variant, backward), self.device)[0]
-            found = expected.check(variant, backward)
+            make = candidates.backward_call if backward else candidates.forward_call
+            call = make(variant, copies)
+            with self.phases(phases.COMPILE):
+                row.compile_s = timing.wall(lambda: call(0), self.device)[0]
+            with self.phases(phases.PREPARE):
+                returned, seconds, row.peak_mib = self._another(call)
+            with self.phases(phases.CHECK):  # not of the first call: a kernel can be right once and wrong ever after
+                found = expected.check(candidates.results(returned, backward))
+                del returned
             row.error, row.bound = found.worst.error, found.worst.bound
             if not found.agrees:
                 row.wrong = str(found)
                 return self._give_up(row, None)
-            make = candidates.backward_call if backward else candidates.forward_call
-            call = make(variant, copies)
-            call(0)
-            row.peak_mib = self._peak_mib(call)
-            launch = timing.prepare(call, copies.count, self.device)
+            with self.phases(phases.PREPARE):
+                launch = timing.prepare(call, copies.count, self.device, seconds=seconds)
             if not row.interpreted:
-                row.host_us, row.host_direct_us = self._host_us(variant, group, backward)
+                with self.phases(phases.HOST):
+                    row.host_us, row.host_direct_us = self._host_us(variant, group, backward)
             return launch
         except torch.OutOfMemoryError:
             return self._give_up(row, f"out of memory on {environment.machine_name()}")
@@ -164,11 +242,12 @@ class Sweep:
         row.unsupported = reason
         self.emit(row)
 
-    def _empty_levels(self, op: str) -> Iterator[str]:
+    def _empty_levels(self, group: Group, pass_: str) -> Iterator[str]:
         """Levels that are wanted and have no variant to show, because they could not be loaded at all."""
         for level in table.LEVELS:
             wanted = self.choice.backends is None or level in self.choice.backends
-            if wanted and not table.variants(op, level) and table.unavailable(op, level) is not None:
+            empty = not table.variants(group.op, level) and table.unavailable(group.op, level) is not None
+            if wanted and empty and self._missing(group, pass_, level):
                 yield level
 
     def _host_us(self, variant: Variant, group: Group, backward: bool) -> tuple[float | None, float | None]:
@@ -179,15 +258,16 @@ class Sweep:
             self._host[key] = candidates.host_us(variant, case, group.dtype, self.device, backward)
         return self._host[key]
 
-    def _peak_mib(self, call: timing.Call) -> float | None:
+    def _another(self, call: timing.Call) -> tuple[Any, float, float | None]:
+        """What a call returns, its wall time in seconds, and the MiB that it allocates at most (None on a CPU)."""
         if self.device.type != "cuda":
-            return None
+            seconds, returned = timing.wall(lambda: call(0), self.device)
+            return returned, seconds, None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        call(0)
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        seconds, returned = timing.wall(lambda: call(0), self.device)
+        return returned, seconds, (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def _row(self, spec: Spec, group: Group, pass_: str, backend: str) -> Row:
         level = backend.partition(".")[0]
@@ -204,7 +284,7 @@ class Sweep:
             pass_=pass_,
             dtype=_name(group.dtype),
             shape=group.case.id,
-            shapes=[list(shape) for shape in group.case.shapes if shape is not None],
+            shapes=[shape and list(shape) for shape in group.case.shapes],
             options=dict(group.case.options),
             interpreted=interpreted,
             bytes=spec.bytes(group.case, group.dtype.itemsize, backward),
@@ -215,16 +295,25 @@ class Sweep:
         )
 
     def _finish(self, row: Row, times: list[float | None], baseline: list[float | None] | None) -> None:
-        row.us_q1, row.us, row.us_q3 = (1e6 * t for t in timing.quartiles(times))
+        row.us_q1, row.us, row.us_q3 = (1e6 * t for t in intervals.quartiles(times))
+        row.us_low, row.us_high = (None if t is None else 1e6 * t for t in intervals.median_interval(times))
         row.rounds = sum(t is not None for t in times)
         row.gbs, row.tflops = row.bytes / row.us / 1e3, row.flops / row.us / 1e6
         row.of_ceiling = row.least_us / row.us
-        row.speedup = None if baseline is None else timing.paired_ratio(baseline, times)
+        if baseline is not None:
+            row.speedup = intervals.paired_ratio(baseline, times)
+            ratios = intervals.paired_ratios(baseline, times)
+            row.speedup_low, row.speedup_high = intervals.median_interval(ratios)
         self.emit(row)
 
 
-def run(choice: Choice, output: Path, console: Console) -> tuple[list[Row], bool]:
-    """Measure, appending rows to `output` as they finish. Returns them, and whether the run was interrupted."""
+def run(
+    choice: Choice, output: Path, console: Console, standing: Mapping[resume.Key, Row] | None = None
+) -> tuple[list[Row], bool]:
+    """Measure, appending rows to `output` as they finish. Returns the run's rows, and whether it was interrupted.
+
+    Rows in `standing` are not measured again, and belong to this run.
+    """
     device = environment.device()
     # Gradients are timed again and again on one graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
@@ -240,7 +329,13 @@ def run(choice: Choice, output: Path, console: Console) -> tuple[list[Row], bool
         rows.append(output, row)
         emitted.append(row)
 
-    sweep = Sweep(choice, emit, device)
+    def note(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    sweep = Sweep(choice, emit, device, standing)
+    todo = groups(choice, device)
+    _announce(sweep, todo, note)
+    todo = [group for group in todo if not sweep.is_finished(group)]
     interrupted = False
     progress = Progress(
         TextColumn("{task.description}"),
@@ -252,18 +347,49 @@ def run(choice: Choice, output: Path, console: Console) -> tuple[list[Row], bool
         disable=not console.is_terminal,
     )
     with progress:
-        todo = groups(choice, device)
-        task = progress.add_task("", total=len(todo))
+        task = progress.add_task("ceilings", total=len(todo))
         try:
+            if choice.ceilings:
+                sweep.measure_ceilings(lambda failure: note(f"no ceiling: {failure}"))
             for group in todo:
                 progress.update(task, description=str(group))
                 sweep.measure(group)
                 progress.advance(task)
         except KeyboardInterrupt:
             interrupted = True
-            print(f"interrupted; {len(emitted)} rows are kept in {output}", file=sys.stderr)
+            kept = f"{len(emitted)} rows are kept in {output}, and --resume goes on from there"
+            print(f"interrupted; {kept}", file=sys.stderr)
         finally:
             torch.set_num_threads(threads)
+    whole = [*sweep.standing.values(), *emitted]
     if emitted:
-        rows.write(output, by_climb(rows.latest(rows.read(output))))  # tidy: superseded rows go
-    return emitted, interrupted
+        whole = _tidy(output, whole)
+        sweep.phases.show(console)
+    return [row for row in whole if row.op in (*choice.ops, rows.CEILING)], interrupted
+
+
+def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) -> None:
+    """Say what will be missing from the rows, and why."""
+    if (reason := clocks.gpu(sweep.device)[1]) is not None:
+        note(f"clock, power and temperature are not recorded: {reason}")
+    for name in sorted(LONG_TUNING):
+        takes = [g for g in todo if sweep.choice.takes(name) and any(v.name == name for v in table.variants(g.op))]
+        left_out = sum(not sweep.choice.tunes(name, group.case) for group in takes)
+        if left_out and sweep.device.type == "cuda":
+            note(
+                f"{name} is tuned for up to a minute a shape: it is measured at the quick shapes and left out at "
+                f"{left_out} others; --backend {name} measures it everywhere"
+            )
+
+
+def _tidy(output: Path, run: Sequence[Row]) -> list[Row]:
+    """Rewrite a file without superseded rows, in the order of the climb; returns the rows of this run as written.
+
+    They are held to the best matrix product that the whole run has measured: see ceilings.with_best_products.
+    """
+    mine = {(row.key, row.when) for row in run}
+    found = by_climb(rows.latest(rows.read(output)))
+    finished = iter(ceilings.with_best_products(row for row in found if (row.key, row.when) in mine))
+    written = [next(finished) if (row.key, row.when) in mine else row for row in found]
+    rows.write(output, written)
+    return [row for row in written if (row.key, row.when) in mine]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.order import by_climb
-from bench.rows import Row
+from bench.rows import CEILING, Row
 
 
 def microseconds(us: float) -> str:
@@ -36,15 +36,34 @@ def fastest(rows: Iterable[Row]) -> str | None:
 
 
 def show(rows: Iterable[Row], console: Console) -> None:
-    """Print one table for each operation, pass and dtype."""
+    """Print the ceilings, then one table for each operation, pass and dtype."""
+    rows = list(rows)
+    if measured := [row for row in rows if row.op == CEILING and row.us is not None]:
+        console.print(_ceilings(measured))
 
     def group(row: Row) -> tuple[str, ...]:
         return (row.op, row.pass_, row.dtype, row.gpu or "")
 
-    rows = by_climb(rows)
+    rows = by_climb(row for row in rows if row.op != CEILING)
     order = {key: i for i, key in reversed(list(enumerate(map(group, rows))))}
     for (op, pass_, dtype, gpu), members in groupby(sorted(rows, key=lambda r: order[group(r)]), group):
         console.print(_table(f"{op} {pass_}, {dtype}, on {gpu}", list(members)))
+
+
+def _ceilings(rows: list[Row]) -> Table:
+    title = f"what {rows[0].gpu} can do at most"
+    table = Table(title=title, title_justify="left", title_style="bold", padding=(0, 1))
+    for heading in ("ceiling", "dtype", "shape"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("time", "rate"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("reached by", overflow="fold")
+    for row in rows:
+        speed = rate(row, row.gbs is not None) if row.gbs is not None or row.tflops is not None else ""
+        by = str(row.options.get("by", ""))
+        name = row.backend.removeprefix(f"{CEILING}.")
+        table.add_row(name, row.dtype, row.shape, microseconds(row.us), speed, by)
+    return table
 
 
 def _table(title: str, rows: list[Row]) -> Table:
@@ -67,6 +86,14 @@ def _table(title: str, rows: list[Row]) -> Table:
     return table
 
 
+def _speedup(row: Row) -> str:
+    if row.speedup is None:
+        return ""
+    if row.speedup_low is None or row.speedup_low == row.speedup_high:
+        return f"{row.speedup:.2f}×"
+    return f"{row.speedup:.2f}× ({row.speedup_low:.3f} – {row.speedup_high:.3f})"
+
+
 def _cells(row: Row) -> list[str]:
     host = f"{row.host_us:.1f} µs" if row.host_us is not None else ""
     first = f"{row.compile_s:.2f} s" if row.compile_s is not None else ""
@@ -77,6 +104,7 @@ def _cells(row: Row) -> list[str]:
         f"version {row.peer_version}" if row.peer_version and row.unsupported is None else "",
         "interpreted" if row.interpreted and row.us is not None else "",
         "launch gaps included" if row.graph is False else "",
+        "its clock was not its neighbours'" if row.clocks_moved else "",
     ]
     note = "; ".join(filter(None, notes))
     if row.us is None:
@@ -86,7 +114,7 @@ def _cells(row: Row) -> list[str]:
         f"{microseconds(row.us_q1)} – {microseconds(row.us_q3)}",
         rate(row),
         f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
-        f"{row.speedup:.2f}×" if row.speedup is not None else "",
+        _speedup(row),
         host,
         first,
         error,

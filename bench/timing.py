@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+
+from bench import intervals
 
 #: A call under test: takes the index of the copy of the inputs that it is to use.
 Call = Callable[[int], Any]
 
 SAMPLE_S = 1e-3  # one sample lasts at least this long, so that the clock's resolution does not show
 LONG_CALL_S = 5e-3  # from here on one call is a sample: neither a warm L2 nor a launch gap shows any more
-SLOW_S = 2.0  # from here on one round must do
+SLOW_S = 2.0  # for the rounds of a call so slow that it gets no more than the least number
 MAX_COPIES = 1024
-MAX_ROUNDS = 25
-MIN_ROUNDS = 3
+MAX_ROUNDS = 100
+MIN_ROUNDS = intervals.LEAST_VALUES
+SETTLE_S = 0.1  # power limits move clocks within tenths of a second
+SETTLE_ROUNDS = 5
+SETTLE_WITHIN = 0.01
 
 
 def l2_bytes(device: torch.device) -> int:
@@ -58,13 +61,14 @@ def wall(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 @dataclass
 class Launch:
-    """Something ready to be timed: ``run()`` issues `calls` calls, `repeats` times a sample."""
+    """Something ready to be timed: ``run()`` issues `calls` calls, `repeats` times a sample, in about `seconds`."""
 
     run: Callable[[], Any]
     calls: int
     repeats: int
     graph: bool | None
     device: torch.device
+    seconds: float
 
     def __call__(self) -> None:
         for _ in range(self.repeats):
@@ -84,21 +88,26 @@ class _Kept:
             self.held -= nbytes(self.results.popleft())
 
 
-def prepare(call: Call, copies: int, device: torch.device) -> Launch:
+def prepare(
+    call: Call, copies: int, device: torch.device, *, seconds: float | None = None, capture: bool = True
+) -> Launch:
     """Warm a call up, estimate it, and on a GPU capture as many calls as a sample needs in a CUDA graph.
 
-    Must run inside :func:`side_stream` on a GPU. `call` takes indices from 0 to ``copies - 1``.
+    Must run inside :func:`side_stream` on a GPU. `call` takes indices from 0 to ``copies - 1``. `seconds` is the wall
+    time of a call that has been made already: a slow one is not made again to find out. Without `capture`, launch by
+    launch, with the gaps between.
     """
     keep = _Kept(2 * l2_bytes(device))
-    wall(lambda: call(0), device)
-    estimate = wall(lambda: call(0), device)[0]
-    if estimate < SLOW_S / 10:
-        estimate = min(estimate, *(wall(lambda: call(0), device)[0] for _ in range(3)))
-    if estimate > LONG_CALL_S:
+    if seconds is None:
+        wall(lambda: call(0), device)
+        seconds = wall(lambda: call(0), device)[0]
+    if seconds < 2 * LONG_CALL_S:
+        seconds = min(seconds, *(wall(lambda: call(0), device)[0] for _ in range(3)))
+    if seconds > LONG_CALL_S:
         calls = 1
     else:
         # Whole turns through the copies, so that the last use of a copy is as far from the next as any other.
-        calls = copies * math.ceil(SAMPLE_S / estimate / copies)
+        calls = copies * math.ceil(SAMPLE_S / seconds / copies)
         for i in range(1, copies):  # whatever a copy's first use sets up must not be captured
             call(i)
 
@@ -106,14 +115,15 @@ def prepare(call: Call, copies: int, device: torch.device) -> Launch:
         for i in range(calls):
             keep(call(i % copies))
 
-    graph = _capture(eager) if device.type == "cuda" else None
+    graph = _capture(eager) if device.type == "cuda" and capture else None
     run = graph.replay if graph is not None else eager
-    launch = Launch(run, calls, 1, graph is not None if device.type == "cuda" else None, device)
-    if estimate > LONG_CALL_S:
+    launch = Launch(run, calls, 1, graph is not None if device.type == "cuda" else None, device, seconds)
+    if seconds > LONG_CALL_S:
         return launch
     launch()
-    once = sample([launch])[0] * launch.calls
+    once = sample([launch])[0].seconds * launch.calls
     launch.repeats = max(1, math.ceil(SAMPLE_S / once)) if once < SAMPLE_S else 1
+    launch.seconds = once * launch.repeats
     return launch
 
 
@@ -152,52 +162,93 @@ def side_stream(device: torch.device) -> Any:
     return torch.cuda.stream(stream)
 
 
-def sample(launches: Sequence[Launch]) -> list[float]:
-    """Seconds of one call of each, launched one after the other."""
-    if launches[0].device.type != "cuda":
-        times = []
-        for launch in launches:
-            start = time.perf_counter()
-            launch()
-            times.append((time.perf_counter() - start) / (launch.calls * launch.repeats))
-        return times
+class Span(NamedTuple):
+    """One sample: seconds of one call, and when the sample began and ended, by ``time.perf_counter()``."""
+
+    seconds: float
+    begin: float
+    end: float
+
+
+def sample(launches: Sequence[Launch]) -> list[Span]:
+    """One sample of each, one after the other."""
     device = launches[0].device
-    flush = torch.empty(2 * l2_bytes(device), dtype=torch.uint8, device=device)
+    if device.type != "cuda":
+        spans = []
+        for launch in launches:
+            begin = time.perf_counter()
+            launch()
+            end = time.perf_counter()
+            spans.append(Span((end - begin) / (launch.calls * launch.repeats), begin, end))
+        return spans
+    others = torch.empty(2 * l2_bytes(device) // 4, dtype=torch.float32, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in launches]
     for _ in range(3):  # keeps the device busy while the host gets ahead, so that no event waits for the host
-        flush.zero_()
+        others.amax()
     for launch, (start, end) in zip(launches, events, strict=True):
-        flush.zero_()  # leaves nothing of the call before in the L2
+        # Fills the L2 with something else. Read, not written: a written line would have to go out to memory again
+        # during the call that is timed.
+        others.amax()
         start.record()
         launch()
         end.record()
     torch.cuda.synchronize(device)
+    # The device's clock and the host's meet at the end of the last launch, which the host has just seen.
+    now, last = time.perf_counter(), events[-1][1]
     return [
-        start.elapsed_time(end) * 1e-3 / (launch.calls * launch.repeats)
+        Span(
+            start.elapsed_time(end) * 1e-3 / (launch.calls * launch.repeats),
+            now - start.elapsed_time(last) * 1e-3,
+            now - end.elapsed_time(last) * 1e-3,
+        )
         for launch, (start, end) in zip(launches, events, strict=True)
     ]
 
 
+def settle(launches: Sequence[Launch], cap_s: float) -> bool:
+    """Run rounds that do not count until their times agree, so that the first that counts finds settled clocks.
+
+    Returns whether the rounds of the last `SETTLE_S` (at least `SETTLE_ROUNDS`) agreed within `SETTLE_WITHIN`; else
+    `cap_s` seconds have passed. A call so slow that a few would use them up is left out.
+    """
+    quick = [launch for launch in launches if launch.seconds < cap_s / SETTLE_ROUNDS]
+    begin = time.perf_counter()
+    rounds: deque[tuple[float, float]] = deque()
+    while quick:
+        spans = sample(quick)
+        now = time.perf_counter()
+        rounds.append((now, sum(span.end - span.begin for span in spans)))
+        while len(rounds) > SETTLE_ROUNDS and rounds[1][0] < now - SETTLE_S:
+            rounds.popleft()
+        totals = [total for _, total in rounds]
+        enough = len(totals) >= SETTLE_ROUNDS and now - begin >= SETTLE_S
+        if enough and max(totals) <= (1 + SETTLE_WITHIN) * min(totals):
+            return True
+        if now - begin >= cap_s:
+            return False
+    return True
+
+
 def interleave(
-    launches: Mapping[str, Launch], budget_s: float, baseline: str | None = None, warmup_s: float = 0.0
+    launches: Mapping[str, Launch],
+    budget_s: float,
+    baseline: str | None = None,
+    observe: Callable[[int, str, Span], None] | None = None,
+    patience_s: float = SLOW_S,
 ) -> dict[str, list[float | None]]:
     """Seconds of one call of each, round by round; None in the rounds that a slow one sits out.
 
-    Each gets an equal share of `budget_s`, at least a few rounds, and one where a call takes seconds. `baseline`
-    is in every round, so that every other can be paired with it. The order turns from round to round.
+    Each gets an equal share of `budget_s`; a slow one at least `MIN_ROUNDS`, or as many of them as `patience_s` has
+    room for, or one. `baseline` is in every round, so that every other can be paired with it. The order turns from
+    round to round. `observe` is told of every sample: round, name, span.
     """
     names = list(launches)
-    until = time.perf_counter() + warmup_s
-    cost = {name: sample([launches[name]])[0] * launches[name].calls * launches[name].repeats for name in names}
-    quick = [launches[name] for name in names if cost[name] < warmup_s / 4]
-    while quick and time.perf_counter() < until:
-        sample(quick)
     share = budget_s / max(len(names), 1)
 
     def affordable(name: str) -> int:
-        if cost[name] > SLOW_S:
-            return 1
-        return max(MIN_ROUNDS, min(MAX_ROUNDS, int(share / cost[name])))
+        seconds = launches[name].seconds
+        least = min(MIN_ROUNDS, max(1, int(patience_s / seconds)))
+        return max(least, min(MAX_ROUNDS, int(share / seconds)))
 
     rounds = affordable(baseline) if baseline in launches else max(map(affordable, names), default=0)
     turns = {name: min(rounds, affordable(name)) for name in names}
@@ -206,21 +257,11 @@ def interleave(
         # Spread a slow one's turns evenly over the rounds.
         due = [n for n in names if (r + 1) * turns[n] // rounds > r * turns[n] // rounds]
         due = due[r % len(due) :] + due[: r % len(due)] if due else due
-        for name, seconds in zip(due, sample([launches[n] for n in due]) if due else [], strict=True):
-            times[name][r] = seconds
+        for name, span in zip(due, sample([launches[n] for n in due]) if due else [], strict=True):
+            times[name][r] = span.seconds
+            if observe is not None:
+                observe(r, name, span)
     return times
-
-
-def quartiles(times: Sequence[float | None]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile of the rounds that were run."""
-    q1, median, q3 = np.percentile([t for t in times if t is not None], [25, 50, 75])
-    return float(q1), float(median), float(q3)
-
-
-def paired_ratio(numerator: Sequence[float | None], denominator: Sequence[float | None]) -> float | None:
-    """Median over the rounds that both ran of the ratio within the round: drift hits both alike and cancels."""
-    ratios = [a / b for a, b in zip(numerator, denominator, strict=True) if a is not None and b is not None]
-    return statistics.median(ratios) if ratios else None
 
 
 def host_seconds(call: Callable[[], Any], device: torch.device, budget_s: float = 0.05) -> float:

@@ -8,6 +8,7 @@
 #include <pybind11/stl.h>
 
 #include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
 
 #include <cstring>
 #include <map>
@@ -79,18 +80,27 @@ std::map<std::string, std::vector<std::string>> variants() {
     return found;
 }
 
-std::vector<KernelFacts> kernels() {
+ScalarType dtype_named(const std::string& name) {
+    static const std::map<std::string, ScalarType> dtypes = {
+        {"float32", ScalarType::Float}, {"float16", ScalarType::Half}, {"bfloat16", ScalarType::BFloat16}};
+    const auto found = dtypes.find(name);
+    STD_TORCH_CHECK(found != dtypes.end(), "argument `dtype` must be float32, float16 or bfloat16, got ", name);
+    return found->second;
+}
+
+std::vector<KernelFacts> kernels(const std::string& dtype_name) {
+    const ScalarType dtype = dtype_named(dtype_name);
     std::vector<KernelFacts> facts;
-    gelu_kernel_facts(facts);
-    softmax_kernel_facts(facts);
-    matmul_naive_facts(facts);
-    matmul_coalesced_facts(facts);
-    matmul_tiled_facts(facts);
-    matmul_registers_facts(facts);
-    matmul_mma_facts(facts);
-    attention_naive_kernel_facts(facts);
-    attention_flash_kernel_facts(facts);
-    attention_flash_backward_kernel_facts(facts);
+    gelu_kernel_facts(facts, dtype);
+    softmax_kernel_facts(facts, dtype);
+    matmul_naive_facts(facts, dtype);
+    matmul_coalesced_facts(facts, dtype);
+    matmul_tiled_facts(facts, dtype);
+    matmul_registers_facts(facts, dtype);
+    matmul_mma_facts(facts, dtype);
+    attention_naive_kernel_facts(facts, dtype);
+    attention_flash_kernel_facts(facts, dtype);
+    attention_flash_backward_kernel_facts(facts, dtype);
     return facts;
 }
 
@@ -111,9 +121,9 @@ PYBIND11_MODULE(_C, module) {
     namespace py = pybind11;
     kl::register_operators();
     module.doc() = "Operators torch.ops.kernel_ladder.*, and facts about their kernels.";
-    py::class_<kl::KernelFacts>(module, "KernelFacts",
-                                "What the compiler made of a kernel (bfloat16 where it has a choice).")
+    py::class_<kl::KernelFacts>(module, "KernelFacts", "What the compiler made of a kernel.")
         .def_readonly("name", &kl::KernelFacts::name)
+        .def_readonly("type", &kl::KernelFacts::type)
         .def_readonly("registers", &kl::KernelFacts::registers)
         .def_readonly("static_shared", &kl::KernelFacts::static_shared)
         .def_readonly("dynamic_shared", &kl::KernelFacts::dynamic_shared)
@@ -121,5 +131,6 @@ PYBIND11_MODULE(_C, module) {
         .def_readonly("threads", &kl::KernelFacts::threads)
         .def_readonly("blocks_per_sm", &kl::KernelFacts::blocks_per_sm);
     module.def("variants", &kl::variants, "Operators with their variants, in the order of the climb.");
-    module.def("kernels", &kl::kernels, "Registers, shared and local memory and occupancy of each kernel.");
+    module.def("kernels", &kl::kernels, py::arg("dtype") = "bfloat16",
+               "Registers, shared and local memory and occupancy of each kernel, for operands of a dtype.");
 }

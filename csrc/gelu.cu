@@ -211,12 +211,15 @@ Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const s
     return gelu_backward(grad, input, approximate, true);
 }
 
-void gelu_kernel_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(kernel_facts("gelu.naive", gelu_naive_kernel<bfloat16, Exact>, THREADS));
-    facts.push_back(kernel_facts("gelu.vectorized", gelu_vectorized_kernel<bfloat16, Exact, true>, THREADS));
-    facts.push_back(kernel_facts("gelu_backward.naive", gelu_backward_naive_kernel<bfloat16, Exact>, THREADS));
-    facts.push_back(
-        kernel_facts("gelu_backward.vectorized", gelu_backward_vectorized_kernel<bfloat16, Exact, true>, THREADS));
+void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "gelu", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(kernel_facts<gelu_naive_kernel<T, Exact>>("gelu.naive", THREADS));
+        facts.push_back(kernel_facts<gelu_vectorized_kernel<T, Exact, true>>("gelu.vectorized", THREADS));
+        facts.push_back(kernel_facts<gelu_backward_naive_kernel<T, Exact>>("gelu_backward.naive", THREADS));
+        facts.push_back(
+            kernel_facts<gelu_backward_vectorized_kernel<T, Exact, true>>("gelu_backward.vectorized", THREADS));
+    });
 }
 
 }  // namespace kl

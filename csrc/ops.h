@@ -6,17 +6,21 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <typeinfo>
 #include <vector>
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 namespace kl {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // What the compiler made of a kernel, and how much of it fits on one SM (occupancy needs a GPU: -1 without one).
 struct KernelFacts {
     std::string name;
+    std::string type;       // mangled name of a type that names the kernel, so that it can be found in the binary
     int registers;          // per thread
     int64_t static_shared;  // bytes per block
     int64_t dynamic_shared;
@@ -25,10 +29,14 @@ struct KernelFacts {
     int blocks_per_sm;
 };
 
-template <typename Kernel>
-KernelFacts kernel_facts(const char* name, Kernel* kernel, int threads, int64_t dynamic_shared = 0) {
+template <auto* KERNEL>
+struct KernelType {};
+
+template <auto* KERNEL>
+KernelFacts kernel_facts(const char* name, int threads, int64_t dynamic_shared = 0) {
+    auto* const kernel = KERNEL;
     cudaFuncAttributes attributes{};
-    KernelFacts facts{name, -1, -1, dynamic_shared, -1, threads, -1};
+    KernelFacts facts{name, typeid(KernelType<KERNEL>).name(), -1, -1, dynamic_shared, -1, threads, -1};
     if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
         facts.registers = attributes.numRegs;
         facts.static_shared = static_cast<int64_t>(attributes.sharedSizeBytes);
@@ -49,7 +57,7 @@ Tensor gelu_naive(const Tensor& input, const std::string& approximate);
 Tensor gelu_vectorized(const Tensor& input, const std::string& approximate);
 Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::string& approximate);
 Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
-void gelu_kernel_facts(std::vector<KernelFacts>& facts);
+void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // softmax.cu
 Tensor softmax_naive(const Tensor& input, int64_t dim);
@@ -62,7 +70,7 @@ Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
-void softmax_kernel_facts(std::vector<KernelFacts>& facts);
+void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // matmul/*.cu
 Tensor matmul_naive(const Tensor& input, const Tensor& other);
@@ -70,11 +78,11 @@ Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
 Tensor matmul_tiled(const Tensor& input, const Tensor& other);
 Tensor matmul_registers(const Tensor& input, const Tensor& other);
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
-void matmul_naive_facts(std::vector<KernelFacts>& facts);
-void matmul_coalesced_facts(std::vector<KernelFacts>& facts);
-void matmul_tiled_facts(std::vector<KernelFacts>& facts);
-void matmul_registers_facts(std::vector<KernelFacts>& facts);
-void matmul_mma_facts(std::vector<KernelFacts>& facts);
+void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // attention/naive.cu, attention/flash.cu, attention/flash_backward.cu
 Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, double scale,
@@ -88,8 +96,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                                             const Tensor& value, const Tensor& output,
                                                             const Tensor& lse, bool is_causal, double scale,
                                                             bool enable_gqa);
-void attention_naive_kernel_facts(std::vector<KernelFacts>& facts);
-void attention_flash_kernel_facts(std::vector<KernelFacts>& facts);
-void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts);
+void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 }  // namespace kl

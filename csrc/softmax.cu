@@ -470,25 +470,27 @@ Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_
     return softmax_backward(grad, output, dim, Step::cluster);
 }
 
-void softmax_kernel_facts(std::vector<KernelFacts>& facts) {
-    using T = bfloat16;
-    facts.push_back(kernel_facts("softmax.naive", softmax_naive_kernel<T>, NAIVE_THREADS));
-    facts.push_back(kernel_facts("softmax.online", softmax_online_kernel<T>, ONLINE_THREADS));
-    // Shared memory grows with the row; these are the facts for rows of 4096.
-    const dim3 block = shared_block<T>(4096);
-    const auto bytes = static_cast<int64_t>(shared_bytes<T>(4096, block, 1));
-    const int threads = static_cast<int>(block.x * block.y);
-    facts.push_back(kernel_facts("softmax.shared", softmax_shared_kernel<T>, threads, bytes));
-    facts.push_back(kernel_facts("softmax_backward.naive", softmax_backward_naive_kernel<T>, NAIVE_THREADS));
-    facts.push_back(kernel_facts("softmax_backward.online", softmax_backward_online_kernel<T>, ONLINE_THREADS));
-    facts.push_back(kernel_facts("softmax_backward.shared", softmax_backward_shared_kernel<T>, threads, 2 * bytes));
-    constexpr int V = ROW_VECTORS;
-    facts.push_back(kernel_facts("softmax.registers", softmax_registers_kernel<T, V, true, false>, MIN_BLOCK));
-    facts.push_back(kernel_facts("softmax.cluster", softmax_registers_kernel<T, V, true, true>, ROW_THREADS));
-    facts.push_back(
-        kernel_facts("softmax_backward.registers", softmax_backward_registers_kernel<T, V, true, false>, MIN_BLOCK));
-    facts.push_back(
-        kernel_facts("softmax_backward.cluster", softmax_backward_registers_kernel<T, V, true, true>, ROW_THREADS));
+void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "softmax", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(kernel_facts<softmax_naive_kernel<T>>("softmax.naive", NAIVE_THREADS));
+        facts.push_back(kernel_facts<softmax_online_kernel<T>>("softmax.online", ONLINE_THREADS));
+        // Shared memory grows with the row; these are the facts for rows of 4096.
+        const dim3 block = shared_block<T>(4096);
+        const auto bytes = static_cast<int64_t>(shared_bytes<T>(4096, block, 1));
+        const int threads = static_cast<int>(block.x * block.y);
+        facts.push_back(kernel_facts<softmax_shared_kernel<T>>("softmax.shared", threads, bytes));
+        facts.push_back(kernel_facts<softmax_backward_naive_kernel<T>>("softmax_backward.naive", NAIVE_THREADS));
+        facts.push_back(kernel_facts<softmax_backward_online_kernel<T>>("softmax_backward.online", ONLINE_THREADS));
+        facts.push_back(kernel_facts<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
+        constexpr int V = ROW_VECTORS;
+        facts.push_back(kernel_facts<softmax_registers_kernel<T, V, true, false>>("softmax.registers", MIN_BLOCK));
+        facts.push_back(kernel_facts<softmax_registers_kernel<T, V, true, true>>("softmax.cluster", ROW_THREADS));
+        facts.push_back(kernel_facts<softmax_backward_registers_kernel<T, V, true, false>>("softmax_backward.registers",
+                                                                                           MIN_BLOCK));
+        facts.push_back(
+            kernel_facts<softmax_backward_registers_kernel<T, V, true, true>>("softmax_backward.cluster", ROW_THREADS));
+    });
 }
 
 }  // namespace kl

@@ -74,15 +74,16 @@ def evaluate(run: Implementation, inputs: Inputs, options: Options, grad: Output
     """Output of `run`, and the gradient of every input where `grad`, the gradient of the output, is given."""
     if grad is None:
         with torch.no_grad():
-            return _named(as_tuple(run(*inputs, **options)))
+            return named(as_tuple(run(*inputs, **options)))
     leaves = each(lambda x: x.detach().requires_grad_(), inputs)
     outputs = as_tuple(run(*leaves, **options))
     wanted = {f"grad {i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
     grads = torch.autograd.grad(outputs, list(wanted.values()), as_tuple(grad))
-    return {**_named(tuple(x.detach() for x in outputs)), **dict(zip(wanted, grads, strict=True))}
+    return {**named(tuple(x.detach() for x in outputs)), **dict(zip(wanted, grads, strict=True))}
 
 
-def _named(outputs: tuple[torch.Tensor, ...]) -> Results:
+def named(outputs: tuple[torch.Tensor, ...]) -> Results:
+    """Outputs by name."""
     return {f"output {i}" if i else "output": x for i, x in enumerate(outputs)}
 
 

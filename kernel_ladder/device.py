@@ -1,7 +1,8 @@
-"""Facts about this machine and the versions it runs, for ``python -m kernel_ladder doctor``."""
+"""The processor, and the versions that this machine runs, for ``python -m kernel_ladder doctor``."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -35,26 +36,6 @@ def cpu() -> dict[str, Any]:
     return {"name": name, "cores": cores}
 
 
-def gpus() -> list[dict[str, Any]]:
-    """Every visible GPU: name, compute capability, multiprocessors, memory and L2 in bytes."""
-    if not torch.cuda.is_available():
-        return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "multiprocessors": properties.multi_processor_count,
-                "memory": properties.total_memory,
-                "l2": getattr(properties, "L2_cache_size", None),
-            }
-        )
-    return found
-
-
 def driver() -> str | None:
     """The NVIDIA driver's version."""
     found = _query("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -68,6 +49,15 @@ def nvcc() -> str | None:
     if text is None:
         return None
     return next((line.partition("release ")[2] for line in text.splitlines() if "release " in line), text)
+
+
+def ptxas() -> str | None:
+    """The release of the assembler that Triton brings along."""
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    text = _query(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"), "--version")
+    return next((line.partition("release ")[2] for line in (text or "").splitlines() if "release " in line), None)
 
 
 def version_of(package: str) -> str | None:
@@ -85,6 +75,7 @@ def versions() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": version_of("triton"),
+        "ptxas": ptxas(),
         "nvcc": nvcc(),
         "driver": driver(),
     }

@@ -11,3 +11,7 @@ class UnavailableError(RuntimeError):
 
 class UnsupportedError(NotImplementedError):
     """A variant exists and is available, but does not take these inputs."""
+
+
+class InspectError(ValueError):
+    """What was asked to be looked into does not exist, or cannot be looked into on this machine."""

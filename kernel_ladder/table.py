@@ -211,7 +211,7 @@ def use(backend: str) -> Iterator[None]:
 
 
 def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
-    names = list(dict.fromkeys([*LEVELS, "auto", *known]))
+    names = [name for name in dict.fromkeys([*LEVELS, "auto", *known]) if name != backend]
     near = difflib.get_close_matches(backend, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return f"{op or 'use'}: unknown `backend` {backend!r}; {hint}Known are {', '.join(names)}"
@@ -220,6 +220,23 @@ def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
 @untraced
 def _from_environment(value: Any) -> str | None:
     return None if value is None else os.fsdecode(value)
+
+
+def named(op: str, backend: str) -> list[Variant]:
+    """The variants that a level's or a variant's name stands for, most optimised first, available or not.
+
+    Empty for a level that has none on this machine; :func:`unavailable` says why.
+
+    Raises:
+        BackendError: no such operation or backend.
+    """
+    level, _, step = backend.partition(".")
+    climb = variants(op, level) if level in LEVELS else []
+    found = [v for v in reversed(climb) if not step or v.name == backend]
+    if level not in LEVELS or (climb and not found):
+        _check_op(op)
+        raise BackendError(_unknown_backend(op, backend, _known_to(op)))
+    return found
 
 
 def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> Variant:

@@ -45,9 +45,9 @@ def test_doctor_says_what_is_available_and_why_the_rest_is_not(capsys):
 
 
 def test_no_colour_when_piped():
-    for command in ("list", "doctor"):
+    for command in (["list"], ["doctor"], ["inspect", "gelu", "--backend", "torch", "--source"]):
         result = subprocess.run(
-            [sys.executable, "-m", "kernel_ladder", command], capture_output=True, text=True, check=True
+            [sys.executable, "-m", "kernel_ladder", *command], capture_output=True, text=True, check=True
         )
         assert "\x1b" not in result.stdout
         assert result.stderr == ""
@@ -57,6 +57,7 @@ def test_no_colour_when_piped():
     ("arguments", "message"),
     [
         ([], "the following arguments are required: command"),
+        (["inspect", "gelu"], "the following arguments are required: --backend"),
         (["lst"], "invalid choice: 'lst'"),
         (["list", "gel"], "unknown operation 'gel'; operations are gelu"),
     ],

@@ -18,7 +18,8 @@ from bench import gate, order, peers, pictures, readme, rows
 from bench import table as bench_table
 from bench.__main__ import main
 from bench.rows import Row
-from kernel_ladder import table
+from kernel_ladder import autograd, table
+from kernel_ladder.agreement import evaluate
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case
 
@@ -166,7 +167,7 @@ def test_tables_and_pictures_show_peers(swept, fakes):
     (picture,) = pictures.draw(path)
     assert b"peer.right" in re.sub(rb"<!--(.*?)-->", rb"\1", picture.read_bytes())
     # Peers are no climb: none is paler.
-    both = [pictures._look(backend, ["peer.right", "peer.wrong"]) for backend in ("peer.right", "peer.wrong")]
+    both = [pictures.look(backend, ["peer.right", "peer.wrong"]) for backend in ("peer.right", "peer.wrong")]
     assert both[0][0] == both[1][0]
     assert both[0][1] != both[1][1]
     block = "<!-- results:begin {0} -->\n<!-- results:end {0} -->\n"
@@ -318,5 +319,7 @@ def test_real_peers_agree(name, case, dtype):
         pytest.skip(f"{name} has no {op} in {dtype}")
     variant = peer.variant(op)
     assert variant.unsupported(*make_inputs(case, dtype, DEVICE), **case.options) is None
-    found = gate.Expected.of(kernel_ladder.spec(op), case, dtype, DEVICE, backward=True).check(variant, True)
+    expected = gate.Expected.of(kernel_ladder.spec(op), case, dtype, DEVICE, backward=True)
+    run = lambda *x, **options: autograd.run(variant, x, options)  # noqa: E731
+    found = expected.check(evaluate(run, expected.inputs, case.options, expected.grad))
     assert found.agrees, str(found)

@@ -110,6 +110,25 @@ def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
     assert len(calls) == 1
 
 
+def test_choices_can_be_recorded(monkeypatch):
+    monkeypatch.setattr(matmul, "_launches", tuning.Launches())
+    _matmul()
+    monkeypatch.setattr(matmul, "_launches", tuning.Launches())
+    with tuning.recorded() as choices:
+        _matmul()
+        _matmul()
+    if tuning.TUNING or interpreted():
+        (choice,) = choices
+        assert choice.kernel is matmul._matmul_kernel
+        assert choice.config in matmul._matmul["ieee"].autotuner.configs
+        assert not choice.timings or choice.timings[choice.config] == min(choice.timings.values())
+    else:
+        assert choices == []
+    before = len(choices)
+    _matmul(offset=1)
+    assert len(choices) == before, "nothing is recorded past the block"
+
+
 def test_switching_tf32_is_seen(monkeypatch):
     monkeypatch.setattr(matmul, "_launches", tuning.Launches())
     for allowed in (False, True):

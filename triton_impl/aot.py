@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
 import triton
+
+from triton_impl.tuning import Launches
 
 
 class Entry(NamedTuple):
@@ -54,3 +59,73 @@ def local_memory(cubin: bytes) -> int:
     line = next(line for line in dump.splitlines() if "REG:" in line)
     resources = dict(field.split(":") for field in line.split())
     return int(resources["STACK"]) + int(resources["LOCAL"])
+
+
+class Call(NamedTuple):
+    """A kernel that would have been launched: its function, what it was compiled to, and its grid."""
+
+    kernel: Any
+    compiled: Any
+    grid: tuple[int, ...]
+
+
+class _AbsentDriver:
+    """What Triton asks of a driver to compile for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return -self.capability  # Triton keeps compiled kernels by device: no real one has this number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+class _NotLaunched:
+    """Stands for a compiled kernel where the host code would launch it once more."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: None
+
+
+@contextmanager
+def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
+    """In the block, launches compile for `capability` and are written down, in order, instead of being made.
+
+    So the host code of a variant, called with tensors on the device "meta", tells which kernels it would launch on such
+    a GPU, specialised and configured as there. A kernel that needs more than `shared_limit` bytes of shared memory is
+    refused, as the GPU would.
+    """
+    calls: list[Call] = []
+    compile_or_launch = triton.JITFunction.run
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> _NotLaunched:
+        compiled = compile_or_launch(kernel, *arguments, grid=grid, warmup=True, **named)
+        if compiled.metadata.shared > shared_limit:
+            raise triton.OutOfResources(compiled.metadata.shared, shared_limit, "shared memory")
+        if callable(grid):
+            grid = grid({**dict(zip(kernel.arg_names, arguments, strict=False)), **named})
+        calls.append(Call(kernel, compiled, tuple(grid)))
+        return _NotLaunched()
+
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(_AbsentDriver(capability))
+    try:
+        with (
+            mock.patch.object(triton.JITFunction, "run", run),
+            # A launch remembered here would be taken for one that can be made.
+            mock.patch.object(Launches, "remember"),
+        ):
+            yield calls
+    finally:
+        driver._active = before

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -82,6 +83,28 @@ class Launches(dict[Hashable, Any]):
         self[key] = value
 
 
+class Choice(NamedTuple):
+    """What was chosen for a kernel, and, in ms, the median time of each configuration that was timed for it."""
+
+    kernel: Any
+    config: triton.Config
+    timings: dict[triton.Config, float]
+
+
+_choices: list[Choice] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """Every choice made in the block. What was known before is looked up anew: on disk, where it was tuned there."""
+    global _choices
+    _choices = []
+    try:
+        yield _choices
+    finally:
+        _choices = None
+
+
 class Tuned:
     """A kernel and its configurations. `key` and `prune` are as for :func:`triton.autotune`.
 
@@ -127,7 +150,13 @@ class Tuned:
 
     def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
         if TUNING or interpreted():
+            if _choices is not None:
+                self.autotuner.cache.clear()
+                self.autotuner.configs_timings = {}
             self.autotuner[grid](*arguments, **constants)
+            if _choices is not None:
+                medians = {config: times[0] for config, times in self.autotuner.configs_timings.items()}
+                _choices.append(Choice(self.kernel, self.autotuner.best_config, medians))
             return self.autotuner.best_config
         configs = self.autotuner.configs
         if self.autotuner.early_config_prune is not None:

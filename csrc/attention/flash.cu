@@ -204,14 +204,18 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
     return {output, lse};
 }
 
-void attention_flash_kernel_facts(std::vector<KernelFacts>& facts) {
-    const auto add = [&](const char* name, auto shape) {
-        using S = decltype(shape);
-        facts.push_back(kernel_facts(name, attention_flash_kernel<bfloat16, S, true>, S::THREADS, SHARED<S>));
-    };
-    add("attention.flash.64", Shape64{});
-    add("attention.flash.128", Shape128{});
-    add("attention.flash.256", Shape256{});
+void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    if (dtype == ScalarType::Float) return;
+    dispatch_16bit(dtype, "attention", [&](auto zero) {
+        const auto add = [&](const char* name, auto shape) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            facts.push_back(kernel_facts<attention_flash_kernel<T, S, true>>(name, S::THREADS, SHARED<S>));
+        };
+        add("attention.flash.64", Shape64{});
+        add("attention.flash.128", Shape128{});
+        add("attention.flash.256", Shape256{});
+    });
 }
 
 }  // namespace kl

@@ -292,18 +292,21 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
     return {grad_query, grad_key, grad_value};
 }
 
-void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts) {
-    const auto add = [&](const char* query_name, const char* key_name, auto query_shape, auto key_shape) {
-        using Q = decltype(query_shape);
-        using K = decltype(key_shape);
-        facts.push_back(kernel_facts(query_name, attention_flash_query_kernel<bfloat16, Q>, Q::THREADS, SHARED<Q>));
-        facts.push_back(kernel_facts(key_name, attention_flash_key_kernel<bfloat16, K>, K::THREADS, KEY_SHARED<K>));
-    };
-    facts.push_back(
-        kernel_facts("attention_backward.flash.delta", attention_flash_delta_kernel<bfloat16>, DELTA_THREADS));
-    add("attention_backward.flash.query.64", "attention_backward.flash.key.64", QueryShape64{}, KeyShape64{});
-    add("attention_backward.flash.query.128", "attention_backward.flash.key.128", QueryShape128{}, KeyShape128{});
-    add("attention_backward.flash.query.256", "attention_backward.flash.key.256", QueryShape256{}, KeyShape256{});
+void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    if (dtype == ScalarType::Float) return;
+    dispatch_16bit(dtype, "attention_backward", [&](auto zero) {
+        using T = decltype(zero);
+        const auto add = [&](const char* query_name, const char* key_name, auto query_shape, auto key_shape) {
+            using Q = decltype(query_shape);
+            using K = decltype(key_shape);
+            facts.push_back(kernel_facts<attention_flash_query_kernel<T, Q>>(query_name, Q::THREADS, SHARED<Q>));
+            facts.push_back(kernel_facts<attention_flash_key_kernel<T, K>>(key_name, K::THREADS, KEY_SHARED<K>));
+        };
+        facts.push_back(kernel_facts<attention_flash_delta_kernel<T>>("attention_backward.flash.delta", DELTA_THREADS));
+        add("attention_backward.flash.query.64", "attention_backward.flash.key.64", QueryShape64{}, KeyShape64{});
+        add("attention_backward.flash.query.128", "attention_backward.flash.key.128", QueryShape128{}, KeyShape128{});
+        add("attention_backward.flash.query.256", "attention_backward.flash.key.256", QueryShape256{}, KeyShape256{});
+    });
 }
 
 }  // namespace kl

@@ -166,13 +166,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, 
     return {grad_query, grad_key, grad_value};
 }
 
-void attention_naive_kernel_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(
-        kernel_facts("attention.naive.scores", attention_naive_product_kernel<float, bfloat16, bfloat16>, THREADS));
-    facts.push_back(kernel_facts("attention.naive.softmax", attention_naive_softmax_kernel, THREADS));
-    facts.push_back(
-        kernel_facts("attention.naive.output", attention_naive_product_kernel<bfloat16, float, bfloat16>, THREADS));
-    facts.push_back(kernel_facts("attention_backward.naive.softmax", attention_naive_softmax_backward_kernel, THREADS));
+void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "attention", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(kernel_facts<attention_naive_product_kernel<float, T, T>>("attention.naive.scores", THREADS));
+        facts.push_back(kernel_facts<attention_naive_softmax_kernel>("attention.naive.softmax", THREADS));
+        facts.push_back(kernel_facts<attention_naive_product_kernel<T, float, T>>("attention.naive.output", THREADS));
+        facts.push_back(
+            kernel_facts<attention_naive_softmax_backward_kernel>("attention_backward.naive.softmax", THREADS));
+    });
 }
 
 }  // namespace kl

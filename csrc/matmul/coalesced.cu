@@ -43,8 +43,10 @@ Tensor matmul_coalesced(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_coalesced_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(kernel_facts("matmul.coalesced", matmul_coalesced_kernel<bfloat16>, THREADS));
+void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        facts.push_back(kernel_facts<matmul_coalesced_kernel<decltype(zero)>>("matmul.coalesced", THREADS));
+    });
 }
 
 }  // namespace kl

@@ -338,12 +338,15 @@ Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     return output;
 }
 
-void matmul_mma_facts(std::vector<KernelFacts>& facts) {
+void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     constexpr Layout ALONG_K = Layout::ALONG_K, ALONG_X = Layout::ALONG_X;
-    facts.push_back(kernel_facts("matmul.mma", matmul_mma_kernel<bfloat16, Large, ALONG_K, ALONG_X>, Large::THREADS,
-                                 Large::SHARED));
-    facts.push_back(kernel_facts("matmul.mma small", matmul_mma_kernel<bfloat16, Small, ALONG_K, ALONG_X>,
-                                 Small::THREADS, Small::SHARED));
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(
+            kernel_facts<matmul_mma_kernel<T, Large, ALONG_K, ALONG_X>>("matmul.mma", Large::THREADS, Large::SHARED));
+        facts.push_back(kernel_facts<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>("matmul.mma small", Small::THREADS,
+                                                                                    Small::SHARED));
+    });
 }
 
 }  // namespace kl

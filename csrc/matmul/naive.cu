@@ -43,8 +43,10 @@ Tensor matmul_naive(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_naive_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(kernel_facts("matmul.naive", matmul_naive_kernel<bfloat16>, THREADS));
+void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        facts.push_back(kernel_facts<matmul_naive_kernel<decltype(zero)>>("matmul.naive", THREADS));
+    });
 }
 
 }  // namespace kl

@@ -305,9 +305,12 @@ Tensor matmul_registers(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_registers_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(
-        kernel_facts("matmul.registers", matmul_registers_kernel<float, true, false, true>, THREADS, SHARED));
+void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(
+            kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", THREADS, SHARED));
+    });
 }
 
 }  // namespace kl

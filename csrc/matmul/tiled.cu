@@ -59,8 +59,10 @@ Tensor matmul_tiled(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_tiled_facts(std::vector<KernelFacts>& facts) {
-    facts.push_back(kernel_facts("matmul.tiled", matmul_tiled_kernel<bfloat16>, TILE * TILE));
+void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        facts.push_back(kernel_facts<matmul_tiled_kernel<decltype(zero)>>("matmul.tiled", TILE * TILE));
+    });
 }
 
 }  // namespace kl

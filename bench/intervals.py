@@ -1,0 +1,73 @@
+"""What rounds of times say: quartiles, ratios paired round by round, and how sure their medians are."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+#: From fewer values the bootstrap is not to be trusted.
+FEW = 30
+#: No 95 % interval of a median can be had from fewer: even the range of five values misses it in 1 of 16 cases.
+LEAST_VALUES = 6
+
+#: Times of one variant, round by round; None in the rounds that it sat out.
+Rounds = Sequence[float | None]
+
+
+def quartiles(times: Rounds) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile of the rounds that were run."""
+    q1, median, q3 = np.percentile([t for t in times if t is not None], [25, 50, 75])
+    return float(q1), float(median), float(q3)
+
+
+def paired_ratios(numerator: Rounds, denominator: Rounds) -> list[float]:
+    """The ratio within each round that both ran: drift hits both alike and cancels."""
+    return [a / b for a, b in zip(numerator, denominator, strict=True) if a is not None and b is not None]
+
+
+def paired_ratio(numerator: Rounds, denominator: Rounds) -> float | None:
+    """Median of :func:`paired_ratios`; None where no round ran both."""
+    ratios = paired_ratios(numerator, denominator)
+    return float(np.median(ratios)) if ratios else None
+
+
+def median_interval(values: Rounds) -> tuple[float, float] | tuple[None, None]:
+    """95 % interval of the median of the values that are there; a pair of None from fewer than `LEAST_VALUES`.
+
+    By bootstrap (Efron 1979, percentile method), seeded, so that the same values have the same interval; it holds the
+    median in 93 to 96 of a hundred cases. From fewer than `FEW` values it would be narrower than that (of seven it
+    misses once in eight times), and the values themselves are the ends: the narrowest pair, counted from both sides,
+    that holds the median in at least 95 of a hundred cases, whatever the distribution.
+
+    It says how far another set of rounds *of the same run* may move the median, not what another day's clocks, another
+    GPU or another placement in memory would do.
+    """
+    known = np.sort([v for v in values if v is not None])
+    if len(known) < LEAST_VALUES:
+        return None, None
+    if len(known) < FEW:
+        outside = _outside(len(known))
+        return float(known[outside]), float(known[-1 - outside])
+    lower, upper = _median_places(len(known))
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile((known[lower] + known[upper]) / 2, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _outside(count: int) -> int:
+    """How many of `count` values can be left out on either side: each lies below the median with probability 1/2."""
+    below = np.cumsum([math.comb(count, k) / 2**count for k in range(count)])
+    return int(np.searchsorted(below, (1 - CONFIDENCE) / 2, side="right")) - 1
+
+
+@functools.cache
+def _median_places(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The middle two places, in the sorted values, of every resample: they do not depend on the values."""
+    drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+    drawn.sort(axis=1)
+    return drawn[:, (count - 1) // 2], drawn[:, count // 2]

@@ -1,0 +1,143 @@
+"""``python -m bench report``: rows as one HTML page that needs nothing else, no network and no server.
+
+The page is made of the files beside this one: ``page.html``, ``style.css`` and, in the order of `SCRIPTS`, the scripts.
+Rows go in as JSON, so that no string of theirs is ever read as markup; a policy in the page lets nothing run but the
+scripts, by their hash, and nothing load at all. The same rows make the same page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from bench import rows
+from bench.headline import headline_shape
+from bench.readme import default_results
+from bench.roofs import CAPTION, CEILING, intensity, operations, roofs
+from bench.rows import Row, latest, to_json
+from bench.table import microseconds, rate
+
+HERE = Path(__file__).resolve().parent
+#: What later ones use comes first.
+SCRIPTS = ("format.js", "dom.js", "state.js", "details.js", "chart.js", "rates.js", "roofline.js", "climb.js")
+SCRIPTS += ("table.js", "sections.js", "main.js")
+
+
+def page(found: Iterable[Row]) -> str:
+    """The page over rows, the newest of each key."""
+    found = latest(found)
+    style = (HERE / "style.css").read_text(encoding="utf-8")
+    script = "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'",
+        style=style,
+        script=script,
+        data=_embedded(data(found)),
+        fallback=_fallback(found),
+    )
+
+
+def data(found: Sequence[Row]) -> dict[str, Any]:
+    """What the scripts draw: rows with what follows from them, roofs, and the shapes that stand for operations."""
+    measured = operations(found)
+    gpus = list(dict.fromkeys(row.gpu for row in measured))
+    return {
+        "rows": [_fields(row) for row in measured],
+        "ceilings": [_fields(row) for row in found if row.op == CEILING],
+        "roofs": [
+            {"gpu": gpu, "dtype": dtype, **vars(roof)}
+            for gpu in gpus
+            for dtype in dict.fromkeys(row.dtype for row in measured if row.gpu == gpu)
+            for roof in roofs((row for row in found if row.gpu == gpu), dtype)
+        ],
+        "headlines": _headlines(measured),
+        "caption": CAPTION,
+    }
+
+
+def _fields(row: Row) -> dict[str, Any]:
+    fields = {name: value for name, value in json.loads(to_json(row)).items() if value is not None}
+    return fields | {"least_us": row.least_us, "bytes_bound": row.bytes_bound, "intensity": intensity(row)}
+
+
+def _headlines(measured: Sequence[Row]) -> list[dict[str, str | None]]:
+    groups: dict[tuple[str | None, ...], list[Row]] = {}
+    for row in measured:
+        groups.setdefault((row.gpu, row.op, row.dtype, row.pass_), []).append(row)
+    return [
+        {"gpu": gpu, "op": op, "dtype": dtype, "pass": pass_, "shape": headline_shape(op, members)}
+        for (gpu, op, dtype, pass_), members in groups.items()
+    ]
+
+
+def _embedded(value: Any) -> str:
+    """JSON that stays what it is inside a script element: no ``<`` can end or open anything there."""
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _fallback(found: Sequence[Row]) -> str:
+    """A plain table, for where scripts do not run."""
+    lines = []
+    for row in operations(found):
+        note = f"wrong: {row.wrong}" if row.wrong else row.unsupported or ""
+        timed = [microseconds(row.us), rate(row)] if row.us is not None else ["", ""]
+        speedup = f"{row.speedup:.2f}" if row.speedup is not None else ""
+        cells = [row.op, row.pass_, row.dtype, row.shape, row.backend, *timed, speedup, note, row.gpu or ""]
+        lines.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0.
+
+    Raises:
+        rows.ResultsError: a file is missing, cannot be read or holds other lines than rows; or none can be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m bench report", description="Write the rows as one HTML page that needs no network."
+    )
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="rows (default: bench/results/*.jsonl, the CPU's only where it is the only one); of two rows that measure "
+        "the same on the same machine the newer counts",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
+    )
+    args = parser.parse_args(argv)
+    files = args.files or default_results()
+    if not files:
+        raise rows.ResultsError("no results in bench/results yet; `python -m bench` writes them")
+    text = page([row for path in files for row in _read(path)])
+    try:
+        rows.replace(args.output, text)
+    except OSError as error:
+        raise rows.ResultsError(f"--output: cannot write {args.output}: {error.strerror}") from None
+    print(f"wrote {args.output}")
+    return 0
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        raise rows.ResultsError(f"{path} does not exist; `python -m bench` writes rows")
+    try:
+        return rows.read(path)
+    except OSError as error:
+        raise rows.ResultsError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise rows.ResultsError(f"{path}: not a file of rows: it is not UTF-8 text") from None

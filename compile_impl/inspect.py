@@ -1,0 +1,71 @@
+"""What torch.compile makes of a formula: kernels, in Triton on a GPU and in C++ on the CPU, and calls of them."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+
+import torch
+
+from kernel_ladder.inspect import (
+    Code,
+    Inspection,
+    Kernel,
+    Request,
+    begin,
+    keep_named,
+    one_pass,
+    real_inputs,
+    run_device,
+)
+from kernel_ladder.launches import launched
+
+CODE = ("source",)
+AHEAD_OF_TIME = False
+
+#: How a kernel is defined in the module that Inductor writes: by what, its name, and its text.
+_DEFINITION = re.compile(r"^(\w+) = async_compile\.(triton|cpp\w*|cuda)\(.*?'''\n?(.*?)'''", re.MULTILINE | re.DOTALL)
+_LANGUAGES = {"triton": "python", "cuda": "cuda"}
+#: Calls of kernels that Inductor did not write: a library's, or an operator that stays one.
+_EXTERN = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.([\w.]+)\(")
+
+
+def inspect(request: Request) -> Inspection:
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    device = run_device()
+    case, inputs = real_inputs(request, device)
+    found = begin(request, case)
+    # Without the caches on disk, so that the code is written anew, and its time is that of a first call.
+    with config.patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*force_disable_caches")
+        start = time.perf_counter()
+        _, modules = run_and_get_code(lambda: one_pass(request, inputs, case)())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.compile_s = time.perf_counter() - start
+    # With gradients wanted, the forward's module comes first and the backward's last.
+    module = modules[-1] if request.pass_ == "backward" else modules[0]
+    body = _DEFINITION.sub("", module)
+    names, count = [], 0
+    for name, kind, text in _DEFINITION.findall(module):
+        calls = len(re.findall(rf"\b{name}(?:\.run)?\(", body))
+        if calls == 0:
+            continue
+        count += calls
+        names.append(Kernel(name, note=f"{kind.partition('_')[0]}, called {calls}×"))
+        if "source" in request.code:
+            language = _LANGUAGES.get(kind, "cpp")
+            found.code.append(Code(name, language, text.strip("\n") + "\n"))
+    extern = _EXTERN.findall(body)
+    names += [Kernel(name, note="a library's, or PyTorch's own") for name in extern]
+    found.kernels = keep_named(request, names)
+    found.code = [code for code in found.code if code.title in {k.name for k in found.kernels}]
+    found.kernel_count, found.library_count = count, len(extern)
+    if "source" in request.code and request.kernel is None:
+        found.code.append(Code("how they are called", "python", body))
+    if device.type == "cuda":
+        found.launches = launched(one_pass(request, inputs, case))
+    return found

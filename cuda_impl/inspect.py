@@ -1,0 +1,250 @@
+"""What nvcc made of the kernels of a CUDA variant, read from the extension itself: no GPU is needed.
+
+The extension tells the launch's sizes of one instance of each kernel (:func:`kernel_ladder._C.kernels`); on a GPU, the
+launches that a call makes tell them. Code is shown of these instances; of the others, where ``kernel`` names them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuda_impl import extension, unavailable
+from kernel_ladder import architecture, cubin
+from kernel_ladder.errors import InspectError
+from kernel_ladder.inspect import (
+    ROOT,
+    Code,
+    Inspection,
+    Kernel,
+    Request,
+    begin,
+    keep_named,
+    located,
+    one_pass,
+    real_inputs,
+    this_gpu,
+)
+from kernel_ladder.launches import launched
+
+CODE = ("source", "ptx", "sass")
+AHEAD_OF_TIME = True
+
+_DTYPES = {"__nv_bfloat16": "bfloat16", "__half": "float16", "float": "float32"}
+
+#: In which passes a kernel runs, where its name has no ``_backward``: the gradients of matmul are products themselves,
+#: naive attention makes its weights again, and the backward pass of flash attention is named after what it walks over.
+_PASSES = {
+    "attention_naive_product_kernel": ("forward", "backward"),
+    "attention_naive_softmax_kernel": ("forward", "backward"),
+    "attention_flash_delta_kernel": ("backward",),
+    "attention_flash_query_kernel": ("backward",),
+    "attention_flash_key_kernel": ("backward",),
+}
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance of a kernel's template in the binary."""
+
+    name: str  # "gelu_naive_kernel<bfloat16, Exact>"
+    resources: cubin.Resources
+
+    @property
+    def function(self) -> str:
+        return self.name.partition("<")[0]
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of its operands, None where it takes them all."""
+        types = re.findall(r"[\w]+", self.name.partition("<")[2])
+        return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in types), None)
+
+    @property
+    def launch_key(self) -> tuple[str, ...]:
+        """What decides how it is launched: its function, and the shape of its tiles where that is an argument."""
+        return _launch_key(self.name)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        if self.function.startswith("matmul_"):
+            return ("forward", "backward")
+        return _PASSES.get(self.function, ("backward",) if "_backward_" in self.function else ("forward",))
+
+
+def _launch_key(name: str) -> tuple[str, ...]:
+    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>", name))
+
+
+def readable(symbol: str) -> str:
+    """A kernel's name as the source would have it: ``gelu_naive_kernel<bfloat16, Exact>``, without its arguments."""
+    name = cubin.demangle(symbol)
+    # The extension names a kernel by a type that has it as its argument.
+    name = re.sub(r"^kl::KernelType<&\(?(.*?)\)?>$", r"\1", name)
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("kl::", "")
+    name = re.sub(r"\((\w+)\)(\d+)", r"\1 \2", name)  # a value of an enumeration
+    for theirs, ours in _DTYPES.items():
+        name = re.sub(rf"\b{theirs}\b", ours, name)
+    return re.sub(r"\(.*$", "", name).replace("> >", ">>")
+
+
+@functools.cache
+def _library() -> Path:
+    module = extension()
+    if module is None or module.__file__ is None:
+        raise InspectError(f"the cuda level cannot be looked into: {unavailable()}")
+    return Path(module.__file__)
+
+
+@functools.cache
+def instances() -> tuple[Instance, ...]:
+    """Every kernel in the extension, for every architecture that it was built for."""
+    return tuple(Instance(readable(r.symbol), r) for r in cubin.resources(_library()))
+
+
+def of_variant(op: str, step: str) -> list[Instance]:
+    """The kernels of a variant: ``<op>_<step>…_kernel``, and ``<op>_backward_<step>…_kernel``."""
+    named = re.compile(rf"{op}(_backward)?_{step}(_\w+)?_kernel")
+    return [i for i in instances() if named.fullmatch(i.function)]
+
+
+@functools.cache
+def source_of(function: str) -> str | None:
+    """Where a kernel is defined, None where the package was installed without its sources."""
+    for path in sorted((ROOT / "csrc").rglob("*.cu")):
+        text = path.read_text()
+        found = re.search(rf"__global__[^;{{]*?\b{function}\(", text)
+        if found is not None:
+            return located(path, text.count("\n", 0, found.end()) + 1)
+    return None
+
+
+def _source_text(location: str) -> str:
+    """The definition at a location, from its template line to its closing brace."""
+    path, _, line = location.rpartition(":")
+    lines = (ROOT / path).read_text().splitlines()
+    first = last = int(line) - 1
+    while first > 0 and lines[first - 1] and not lines[first - 1].startswith(("}", "//", "#")):
+        first -= 1
+    while lines[last] != "}":
+        last += 1
+    return "\n".join(lines[first : last + 1]) + "\n"
+
+
+def _number(arch: str) -> int:
+    return int(re.sub(r"\D", "", arch))
+
+
+def _architecture(request: Request, built: list[str]) -> str:
+    """The architecture in the extension that was asked for, of this machine's GPU, or the newest."""
+    numbers = {_number(arch): arch for arch in built}
+    if request.arch is not None:
+        number = architecture.named(request.arch).number
+        if number not in numbers:
+            raise InspectError(
+                f"the extension was not built for `arch` {request.arch!r}; it has {', '.join(numbers.values())} "
+                f"(TORCH_CUDA_ARCH_LIST chooses, when it is installed)"
+            )
+        return numbers[number]
+    return numbers[_that_runs_here(list(numbers)) or max(numbers)]
+
+
+def _that_runs_here(built: list[int]) -> int | None:
+    """The newest that this machine's GPU runs: machine code runs on later minor revisions of its own major one."""
+    here = this_gpu() or 0
+    return max((n for n in built if n // 10 == here // 10 and n <= here), default=None)
+
+
+def inspect(request: Request) -> Inspection:
+    variant = request.variant
+    step = variant.name.partition(".")[2]
+    of_all = of_variant(variant.op, step)
+    dtypes = sorted({i.dtype for i in of_all if i.dtype is not None})
+    if request.dtype_name not in dtypes:
+        raise InspectError(
+            f"{variant.op}: {variant.name} has no kernel for {request.dtype_name}; it has {', '.join(dtypes)}"
+        )
+    arch = _architecture(request, sorted({i.resources.arch for i in of_all}))
+    mine = [
+        i
+        for i in of_all
+        if i.resources.arch == arch and i.dtype in (request.dtype_name, None) and request.pass_ in i.passes
+    ]
+    found = begin(request)
+    found.arch = arch
+    ran = _launches(request, found) if _that_runs_here([_number(arch)]) else {}
+    if request.case is not None and not ran:
+        found.notes.append("which kernels a shape launches, and how large, is known on a GPU that runs them only")
+    facts = {readable(fact.type): fact for fact in _facts(request.dtype_name)}
+    of_launch = {_launch_key(name): fact for name, fact in facts.items()}
+    named = {i.name for i in mine if i.name in (ran or facts)}
+    # The instances that are launched by an ordinary call first: theirs is the code to read.
+    mine.sort(key=lambda i: (i.name not in named, i.name))
+    found.kernels = keep_named(request, [_kernel(i, of_launch.get(i.launch_key), ran.get(i.name)) for i in mine])
+    found.source = next((k.source for k in found.kernels if k.source), None)
+    kept = {k.name for k in found.kernels}
+    for instance in mine:
+        if instance.name in kept and (instance.name in named or request.kernel is not None):
+            found.code += [code for code in _code(request, instance) if code not in found.code]
+    if "ptx" in request.code and not any(c.language == "ptx" for c in found.code):
+        capability = re.sub(r"sm_(\d+)(\d)", r"\1.\2", arch)
+        found.notes.append(
+            f"the extension holds no PTX for {arch}; install it with TORCH_CUDA_ARCH_LIST='{capability}+PTX' to have it"
+        )
+    return found
+
+
+def _facts(dtype: str) -> list[Any]:
+    module = extension()
+    assert module is not None, "instances() has raised before"
+    return module.kernels(dtype)
+
+
+def _launches(request: Request, found: Inspection) -> dict[str, Kernel]:
+    """By name what a call of the variant launches on this machine's GPU; its case goes into what was found."""
+    case, inputs = real_inputs(request, torch.device("cuda"))
+    shown = begin(request, case)
+    found.shape, found.shapes, found.options = shown.shape, shown.shapes, shown.options
+    one_pass(request, inputs, case)()
+    found.launches = launched(one_pass(request, inputs, case))
+    for launch in found.launches:
+        launch.name = readable(launch.name)
+    return {launch.name: launch for launch in found.launches}
+
+
+def _kernel(instance: Instance, fact: Any, launch: Kernel | None) -> Kernel:
+    resources = instance.resources
+    kernel = Kernel(
+        instance.name,
+        source_of(instance.function),
+        registers=resources.registers,
+        local=resources.local,
+        static_shared=resources.shared,
+    )
+    if launch is not None:
+        kernel.threads, kernel.grid = launch.threads, launch.grid
+        kernel.dynamic_shared = max(0, (launch.dynamic_shared or 0) - resources.shared)
+    elif fact is not None:
+        kernel.threads, kernel.dynamic_shared = fact.threads, fact.dynamic_shared
+        if instance.function.startswith("softmax") and fact.dynamic_shared:
+            kernel.note = "launched so for rows of 4096"
+    kernel.fill_occupancy(architecture.named(resources.arch))
+    return kernel
+
+
+def _code(request: Request, instance: Instance) -> list[Code]:
+    symbol, arch = instance.resources.symbol, instance.resources.arch
+    found = []
+    location = source_of(instance.function)
+    if "source" in request.code and location is not None:
+        found.append(Code(location, "cuda", _source_text(location)))
+    if "ptx" in request.code and (text := cubin.ptx(_library(), symbol, arch)) is not None:
+        found.append(Code(instance.name, "ptx", text))
+    if "sass" in request.code:
+        found.append(Code(instance.name, "sass", cubin.sass(_library(), symbol, arch)))
+    return found

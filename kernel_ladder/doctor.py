@@ -1,0 +1,104 @@
+"""``python -m kernel_ladder doctor``: the machine, versions, what is available and why the rest is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kernel_ladder import ceilings, device, survey, table
+from kernel_ladder._version import __version__
+from kernel_ladder.listing import status
+
+ENVIRONMENT = (
+    "KERNEL_LADDER_BACKEND",
+    "KERNEL_LADDER_REQUIRE",
+    "KERNEL_LADDER_AUTOTUNE",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+def kernels() -> list[dict[str, Any]]:
+    """What the compiler made of each CUDA kernel, as the extension tells; empty where it was not built."""
+    if importlib.util.find_spec("kernel_ladder._C") is None:
+        return []
+    from kernel_ladder import _C  # type: ignore[attr-defined]
+
+    names = ("name", "registers", "static_shared", "dynamic_shared", "local", "threads", "blocks_per_sm")
+    return [{name: getattr(kernel, name) for name in names} for kernel in _C.kernels()]
+
+
+def facts() -> dict[str, Any]:
+    """Everything that ``doctor`` shows."""
+    return {
+        "kernel_ladder": __version__,
+        "gpus": gpus(),
+        "cpu": device.cpu(),
+        "versions": device.versions(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "levels": {op: {level: table.unavailable(op, level) for level in table.LEVELS} for op in table.OPS},
+        "kernels": kernels(),
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The survey of each GPU, with its measured ceilings where they are known."""
+    return [{**gpu, "ceilings": ceilings.known(gpu["index"])} for gpu in survey.gpus()]
+
+
+def print_facts(console: Console, found: dict[str, Any]) -> None:
+    def section(title: str) -> Table:
+        console.print(f"\n[bold]{title}[/]")
+        return Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+
+    machine = section("machine")
+    for gpu in found["gpus"]:
+        machine.add_row(f"GPU {gpu['index']}", f"{escape(gpu['name'])}, compute capability {gpu['capability']}")
+        for name, text in survey.in_words(gpu):
+            machine.add_row("", f"[dim]{name}[/] {escape(text)}")
+        machine.add_row("", f"[dim]measured[/] {escape(ceilings.in_words(gpu['ceilings']))}")
+    if not found["gpus"]:
+        machine.add_row("GPU", "none is visible")
+    machine.add_row("CPU", f"{escape(found['cpu']['name'])}, {found['cpu']['cores']} cores")
+    console.print(machine)
+
+    versions = section("versions")
+    versions.add_row("kernel_ladder", found["kernel_ladder"])
+    missing = dict.fromkeys(("nvcc", "driver", "ptxas"), "not found")
+    missing["cuda"] = "none: torch is built for the CPU only"
+    labels = {"cuda": "torch's CUDA", "ptxas": "Triton's ptxas"}
+    for name, value in found["versions"].items():
+        versions.add_row(labels.get(name, name), escape(value or missing.get(name, "not installed")))
+    for name, value in found["environment"].items():
+        versions.add_row(name, escape(value))
+    console.print(versions)
+
+    levels = section("levels")
+    for level in table.LEVELS:
+        # Most often a reason holds for every operation: say it once.
+        reasons: dict[str | None, list[str]] = {}
+        for op, by_level in found["levels"].items():
+            reasons.setdefault(by_level[level], []).append(op)
+        for reason, ops in reasons.items():
+            which = "every operation" if len(reasons) == 1 else ", ".join(ops)
+            levels.add_row(level, which, status(level, reason))
+    console.print(levels)
+
+    if found["kernels"]:
+        console.print("\n[bold]CUDA kernels[/] (bfloat16 where there is a choice; memory in bytes)")
+        grid = Table(box=None, pad_edge=False, header_style="dim")
+        grid.add_column("kernel", no_wrap=True)
+        for name in ("registers", "static shared", "dynamic shared", "local", "threads", "blocks per SM"):
+            grid.add_column(name, justify="right")
+        for kernel in found["kernels"]:
+            name, *numbers = kernel.values()
+            # The driver alone knows; without a GPU the extension answers −1.
+            grid.add_row(name, *("?" if n < 0 else str(n) for n in numbers))
+        console.print(grid)
+        if not found["gpus"]:
+            console.print("What stands as ? the driver tells where there is a GPU; `inspect` reads it from the code.")

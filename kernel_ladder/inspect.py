@@ -1,0 +1,233 @@
+"""Look into a variant: what the compiler made of its kernels, how many run at once, and the code itself.
+
+What is common to all levels stands here. Each level's package has a module ``inspect`` with a function of that name,
+which knows how its kernels come about: ``inspect(request) -> Inspection``. Beside it, ``CODE`` are the kinds of code
+that the level can show, and ``AHEAD_OF_TIME`` says whether it can tell of other GPUs than this machine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_ladder import autograd, table
+from kernel_ladder.architecture import Architecture, occupancy
+from kernel_ladder.errors import InspectError
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import Case, Inputs, each
+
+PASSES = ("forward", "backward")
+#: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.
+CODE = ("source", "ttgir", "ptx", "sass")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to look into.
+
+    Attributes:
+        case: one of the operation's, or None for the first that the variant supports.
+        arch: "sm_90a" and the like, or None for this machine's GPU, else the newest that the kernels were built for.
+        code: which of :data:`CODE` to return the text of.
+        kernel: part of the names of the kernels to return, or None for all.
+    """
+
+    variant: table.Variant
+    case: Case | None = None
+    dtype: torch.dtype = torch.bfloat16
+    pass_: str = "forward"
+    arch: str | None = None
+    code: frozenset[str] = frozenset()
+    kernel: str | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass
+class Code:
+    """A text in a language that highlighters know: "sass", "ptx", "ttgir", "python", "cpp" or "cuda"."""
+
+    title: str
+    language: str
+    text: str
+
+
+@dataclass
+class Kernel:
+    """One compiled kernel. Memory in bytes, ``local`` and ``registers`` a thread, the rest a block; None: not known.
+
+    Where ``static_shared`` is not known apart, ``dynamic_shared`` is all of the shared memory.
+    """
+
+    name: str
+    source: str | None = None  # file:line
+    registers: int | None = None
+    local: int | None = None  # spills, and arrays that did not fit in registers
+    static_shared: int | None = None
+    dynamic_shared: int | None = None
+    threads: int | None = None
+    grid: list[int] | None = None
+    blocks_per_sm: int | None = None
+    occupancy: float | None = None  # share of an SM's warps
+    limited_by: list[str] = field(default_factory=list)
+    note: str | None = None
+
+    def fill_occupancy(self, arch: Architecture) -> None:
+        """Compute occupancy on an architecture, where all that it follows from is known."""
+        if self.threads is None or self.registers is None or self.dynamic_shared is None:
+            return
+        found = occupancy(arch, self.threads, self.registers, (self.static_shared or 0) + self.dynamic_shared)
+        self.blocks_per_sm, self.occupancy, self.limited_by = found.blocks, found.share, list(found.limited_by)
+
+
+@dataclass
+class Timed:
+    """A configuration that an autotuner has timed, in microseconds; None where it did not fit."""
+
+    config: str
+    us: float | None
+
+
+@dataclass
+class Choice:
+    """What an autotuner chose for a kernel, and every configuration that it timed, fastest first."""
+
+    kernel: str
+    config: str
+    timed: list[Timed] = field(default_factory=list)
+
+
+@dataclass
+class Inspection:
+    """What was found."""
+
+    op: str
+    backend: str
+    pass_: str
+    dtype: str
+    arch: str | None = None
+    shape: str | None = None
+    shapes: list[list[int]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    source: str | None = None  # file:line of the variant
+    kernels: list[Kernel] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    operators: list[str] = field(default_factory=list)  # PyTorch operators, in the order of their calls
+    launches: list[Kernel] = field(default_factory=list)  # what one call launched on this machine's GPU
+    kernel_count: int | None = None  # generated kernels that one call launches
+    library_count: int | None = None  # and those that come from a library
+    compile_s: float | None = None
+    code: list[Code] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        found = dataclasses.asdict(self)
+        return {("pass" if name == "pass_" else name): value for name, value in found.items()}
+
+
+def begin(request: Request, case: Case | None = None) -> Inspection:
+    """An empty answer to a request, for a case where there is one."""
+    variant = request.variant
+    found = Inspection(variant.op, variant.name, request.pass_, request.dtype_name)
+    if case is not None:
+        found.shape, found.shapes, found.options = case.id, list(each(list, case.shapes)), dict(case.options)
+    return found
+
+
+def inspect(request: Request) -> Inspection:
+    """Look into a variant.
+
+    Raises:
+        InspectError: the request names what is not there, or what cannot be looked into on this machine.
+    """
+    name = request.variant.level
+    level = importlib.import_module(f"{table.LEVELS[name]}.inspect")
+    if foreign := sorted(request.code - set(level.CODE)):
+        raise InspectError(f"the {name} level has no {', '.join(foreign)} to show; it has {', '.join(level.CODE)}")
+    if request.arch is not None and not level.AHEAD_OF_TIME:
+        raise InspectError(f"the {name} level compiles for this machine alone; `arch` is for cuda and triton")
+    return level.inspect(request)
+
+
+def keep_named(request: Request, kernels: list[Kernel]) -> list[Kernel]:
+    """The kernels whose names have the part that was asked for."""
+    if request.kernel is None:
+        return kernels
+    kept = [k for k in kernels if request.kernel in k.name]
+    if not kept:
+        names = ", ".join(dict.fromkeys(k.name for k in kernels))
+        raise InspectError(f"no kernel of {request.variant.name} has {request.kernel!r} in its name; there are {names}")
+    return kept
+
+
+def located(path: str | Path, line: int) -> str:
+    """``file:line``, the file as seen from the project's root where it lies there."""
+    path = Path(path).resolve()
+    return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
+
+
+def this_gpu() -> int | None:
+    """The compute capability of this machine's current GPU, 90 for 9.0, or None."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def run_device() -> torch.device:
+    """Where variants that need no GPU are run to be looked into: the GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
+    """The case to run on a device and its tensors, which ask for gradients in the backward pass.
+
+    Where no case was asked for: on a GPU the first of the sweep, its quick cases first, that the variant supports;
+    on the CPU, which takes minutes for those, the largest small sample.
+    """
+    variant, spec = request.variant, table.spec(request.variant.op)
+    candidates = [request.case] if request.case is not None else default_cases(spec, device)
+    reasons = []
+    for case in candidates:
+        inputs = make_inputs(case, request.dtype, device)
+        reason = variant.unsupported(*inputs, **case.options)
+        if reason is None:
+            return case, tuple(x.requires_grad_(request.pass_ == "backward") for x in inputs)
+        reasons.append(reason)
+    raise InspectError(f"{variant.op}: {variant.name} does not support this call: {reasons[0]}")
+
+
+def default_cases(spec: Any, device: torch.device) -> list[Case]:
+    """Cases to choose from where none is named, in order of preference."""
+    if device.type == "cuda":
+        return sorted(spec.sweep, key=lambda case: not case.quick)
+    plain = [case for case in spec.samples if case.values == "normal" and case.layout == "contiguous"]
+    small = [case for case in plain if 0 < max(_elements(case)) <= 20_000 and min(_elements(case)) > 0]
+    return sorted(small, key=lambda case: -sum(_elements(case)))
+
+
+def _elements(case: Case) -> list[int]:
+    return [torch.Size(shape).numel() for shape in case.shapes if shape is not None]
+
+
+def one_pass(request: Request, inputs: Inputs, case: Case) -> Callable[[], object]:
+    """The pass that was asked for, ready to be run once: before a backward pass, the forward has run already."""
+
+    def forward() -> torch.Tensor:
+        return autograd.run(request.variant, inputs, case.options)
+
+    if request.pass_ == "forward":
+        return forward
+    output = forward()
+    grad = torch.ones_like(output)
+    return lambda: torch.autograd.grad(output, inputs, grad)

@@ -1,0 +1,210 @@
+"""``python -m kernel_ladder inspect``: ask, print, write to a folder."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from kernel_ladder import table
+from kernel_ladder.errors import BackendError, InspectError
+from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect
+from kernel_ladder.shapes import case_named
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+#: What Pygments calls these languages, and the endings of their files.
+LEXERS = {"sass": "gas", "ptx": "gas", "ttgir": "llvm", "cuda": "cuda", "cpp": "cpp", "python": "python"}
+SUFFIXES = {"sass": "sass", "ptx": "ptx", "ttgir": "ttgir", "cuda": "cu", "cpp": "cpp", "python": "py"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="OP", help=f"operation: {', '.join(table.OPS)}")
+    parser.add_argument(
+        "--backend", required=True, metavar="NAME", help="a variant, or a level for its most optimised variant"
+    )
+    parser.add_argument(
+        "--shape", metavar="CASE", help="a case of the sweep, or the like in other sizes (default: the first that fits)"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: bfloat16)")
+    parser.add_argument("--pass", dest="pass_", default="forward", metavar="PASS", help="forward or backward")
+    parser.add_argument(
+        "--arch", metavar="SM", help="sm_90a and the like (default: this machine's GPU, else the newest that is built)"
+    )
+    parser.add_argument("--kernel", metavar="PART", help="only kernels with this in their names")
+    for kind in CODE:
+        text = "the code as written, or as torch.compile wrote it" if kind == "source" else f"the {kind.upper()}"
+        parser.add_argument(f"--{kind}", action="store_true", help=f"show {text}")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write each code and inspection.json there")
+
+
+def _known(kind: str, given: str, known: list[str]) -> str:
+    if given in known:
+        return given
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise InspectError(f"unknown `{kind}` {given!r}; {hint}Known are {', '.join(known)}")
+
+
+def request_of(chosen: argparse.Namespace) -> Request:
+    """What the command line asks for.
+
+    Raises:
+        InspectError, BackendError: it names what is not there.
+    """
+    named = table.named(chosen.op, chosen.backend)
+    if not named:
+        level = chosen.backend.partition(".")[0]
+        reason = table.unavailable(chosen.op, level) or "it has no variant"
+        raise InspectError(f"{chosen.op}: backend {chosen.backend!r} cannot be looked into: {reason}")
+    dtype = DTYPES[_known("dtype", chosen.dtype, list(DTYPES))]
+    case = None if chosen.shape is None else case_named(table.spec(chosen.op), chosen.shape)
+    code = frozenset(kind for kind in CODE if getattr(chosen, kind))
+    pass_ = _known("pass", chosen.pass_, list(PASSES))
+    return Request(named[0], case, dtype, pass_, chosen.arch, code, chosen.kernel)
+
+
+def run(chosen: argparse.Namespace, console: Console) -> int:
+    """Returns the exit code: 0, or 2 where what was asked for is not there."""
+    try:
+        request = request_of(chosen)
+        folder = chosen.output
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise InspectError(f"`output` {folder} is a file; name a folder")
+        found = inspect(request)
+        written = write(folder, found) if folder is not None else []
+    except (InspectError, BackendError) as error:
+        print(f"python -m kernel_ladder inspect: {error}", file=sys.stderr)
+        return 2
+    if chosen.json:
+        print(json.dumps(found.to_json(), indent=1))
+        return 0
+    show(console, found)
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    if not written:
+        for code in found.code:
+            show_code(console, code)
+    return 0
+
+
+def write(folder: Path, found: Inspection) -> list[Path]:
+    """Each code in a file of its own, numbered in the order of the report, and all that was found as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for number, code in enumerate(found.code, 1):
+        name = re.sub(r"\W+", "-", code.title).strip("-")[:80]
+        path = folder / f"{number:02}-{name}.{SUFFIXES[code.language]}"
+        path.write_text(code.text)
+        written.append(path)
+    path = folder / "inspection.json"
+    path.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    return [*written, path]
+
+
+def show(console: Console, found: Inspection) -> None:
+    what = [f"[bold]{found.op} {escape(found.backend)}[/]", found.pass_, found.dtype]
+    what += [escape(part) for part in (found.shape, found.arch) if part]
+    console.print(", ".join(what), soft_wrap=True)
+    facts = _grid("")
+    if found.source is not None:
+        facts.add_row("source", escape(found.source))
+    if found.kernel_count is not None:
+        library = f", {found.library_count} of a library" if found.library_count else ""
+        facts.add_row("kernels", f"{found.kernel_count} generated{library}")
+    if found.compile_s is not None:
+        facts.add_row("first call", f"{found.compile_s:.2f} s, compilation included")
+    if facts.row_count:
+        console.print(facts)
+    if found.kernels:
+        console.print("\n[bold]kernels[/] (memory in bytes: local a thread, shared a block)")
+        _show_kernels(console, found.kernels)
+    if found.launches:
+        console.print("\n[bold]launched by one call[/]")
+        _show_kernels(console, found.launches)
+    for choice in found.choices:
+        _show_choice(console, choice)
+    if found.operators:
+        console.print("\n[bold]operators[/], in the order of their calls")
+        for operator in found.operators:
+            console.print(f"  {operator}", markup=False, soft_wrap=True)
+    for note in found.notes:
+        console.print(f"\n{note}", markup=False, soft_wrap=True)
+
+
+def _grid(header: str) -> Table:
+    return Table(box=None, pad_edge=False, header_style="dim", show_header=bool(header), padding=(0, 2, 0, 0))
+
+
+#: Column and how a kernel's value in it is written.
+COLUMNS: dict[str, Any] = {
+    "registers": lambda k: k.registers,
+    "local": lambda k: k.local,
+    "static shared": lambda k: k.static_shared,
+    "dynamic shared": lambda k: k.dynamic_shared,
+    "threads": lambda k: k.threads,
+    "grid": lambda k: None if k.grid is None else "×".join(str(n) for n in k.grid),
+    "blocks per SM": lambda k: k.blocks_per_sm,
+    "occupancy": lambda k: None if k.occupancy is None else f"{100 * k.occupancy:.3g} %",
+    "limited by": lambda k: ", ".join(k.limited_by) or None,
+}
+
+
+def _show_kernels(console: Console, kernels: list[Kernel]) -> None:
+    """A row a kernel, without the columns of which nothing is known; below, where they stand and what else there is."""
+    columns = [name for name, value in COLUMNS.items() if any(value(k) is not None for k in kernels)]
+    if columns:
+        grid = _grid("kernels")
+        grid.add_column("kernel", overflow="fold")
+        apart = any(k.static_shared is not None for k in kernels)
+        for name in columns:
+            name = "shared" if name == "dynamic shared" and not apart else name
+            grid.add_column(name, justify="left" if name == "limited by" else "right")
+        for kernel in kernels:
+            values = [COLUMNS[name](kernel) for name in columns]
+            grid.add_row(escape(kernel.name), *("?" if value is None else escape(str(value)) for value in values))
+        console.print(grid)
+    remarks = [(k.name.partition("<")[0] if columns else k.name, k.source, k.note) for k in kernels]
+    for name, source, note in dict.fromkeys(remarks) if columns else remarks:
+        more = ", ".join(part for part in (source, note) if part)
+        if more or not columns:
+            console.print(f"  {name}" + (f": {more}" if more else ""), markup=False, soft_wrap=True)
+
+
+def _show_choice(console: Console, choice: Any) -> None:
+    console.print(f"\n[bold]autotuner of {escape(choice.kernel)}[/]")
+    grid = _grid("configurations")
+    grid.add_column("configuration", overflow="fold")
+    grid.add_column("time", justify="right")
+    for timed in choice.timed:
+        chosen = timed.config == choice.config
+        time = "does not fit" if timed.us is None else f"{timed.us:.1f} µs"
+        grid.add_row(("→ " if chosen else "  ") + escape(timed.config), time, style="green" if chosen else None)
+    if not choice.timed:
+        grid.add_row("→ " + escape(choice.config), "the only one")
+    console.print(grid)
+
+
+def show_code(console: Console, code: Code) -> None:
+    """Highlighted in a terminal, as it is in a pipe."""
+    console.print(f"\n[bold]{escape(code.title)}[/] ({code.language})", soft_wrap=True)
+    if console.is_terminal:
+        console.print(Syntax(code.text, LEXERS[code.language], background_color="default", word_wrap=True))
+    else:
+        print(code.text, end="", file=console.file)

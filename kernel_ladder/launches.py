@@ -1,0 +1,50 @@
+"""The kernels that a call launches on the GPU, as PyTorch's profiler saw them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_ladder.architecture import ARCHITECTURES
+from kernel_ladder.inspect import Kernel, this_gpu
+
+
+def launched(call: Callable[[], object]) -> list[Kernel]:
+    """Run `call` once and return what it launched, in order, each with its launch's sizes and occupancy.
+
+    Call it once before, so that what is compiled or tuned at first is not among it.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    arch = ARCHITECTURES.get(this_gpu() or 0)
+    found = [_kernel(e) for e in sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])]
+    for kernel in found:
+        if arch is not None:
+            kernel.fill_occupancy(arch)
+    return found
+
+
+def _kernel(event: dict[str, Any]) -> Kernel:
+    args = event.get("args", {})
+    block = args.get("block")
+    # Static and dynamic shared memory, which the profiler does not tell apart.
+    return Kernel(
+        name=event["name"],
+        registers=args.get("registers per thread"),
+        dynamic_shared=args.get("shared memory"),
+        threads=block[0] * block[1] * block[2] if block else None,
+        grid=args.get("grid"),
+    )

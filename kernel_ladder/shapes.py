@@ -1,0 +1,47 @@
+"""Find or make the case of an operation that a short text names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+
+from kernel_ladder.errors import InspectError
+from kernel_ladder.spec import Case, Spec, each
+
+
+def _form(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
+
+
+def case_named(spec: Spec, text: str) -> Case:
+    """A case of the sweep or of the samples by its id, or one like a case of the sweep with other sizes.
+
+    ``"4096x4096x14336"`` is a case of matmul's sweep; ``"1000x2000x3000"`` is made from the first case of the sweep
+    that has the same form and all its sizes different, so that each is known by its number. What is left away at the
+    end of an id is that of the first such case.
+    """
+    text = text.strip()
+    cases = [*spec.sweep, *spec.samples]
+    for case in cases:
+        if case.id == text:
+            return case
+    sizes = [int(digits) for digits in re.findall(r"\d+", text)]
+    if sizes and min(sizes) > 0:
+        for case in (*(c for c in spec.sweep if _form(c.id) == _form(text)), *spec.sweep):
+            numbers = [int(digits) for digits in re.findall(r"\d+", case.id)]
+            starts = _form(case.id) == _form(text) or _form(case.id).startswith(_form(text) + " ")
+            if starts and len(numbers) == len(sizes) == len(set(numbers)):
+                return _resized(case, text, dict(zip(numbers, sizes, strict=True)))
+    ids = [case.id for case in cases]
+    near = difflib.get_close_matches(text, ids, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    known = ", ".join(repr(case.id) for case in spec.sweep)
+    raise InspectError(f"{spec.name}: unknown `shape` {text!r}; {hint}Give one of {known}, or the like in other sizes")
+
+
+def _resized(case: Case, text: str, sizes: dict[int, int]) -> Case:
+    given = re.match(r"\d+".join(re.escape(part) for part in re.split(r"\d+", text)), case.id)
+    ending = case.id[given.end() :] if given else ""
+    shapes = each(lambda shape: tuple(sizes.get(n, n) for n in shape), case.shapes)
+    return dataclasses.replace(case, id=text + ending, shapes=shapes, quick=False)

@@ -1,0 +1,145 @@
+"""A headless Chromium, driven over its DevTools protocol on two pipes: what a test of a page needs, and no more."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+TIMEOUT_S = 60
+
+
+def executable() -> str | None:
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Page:
+    """One page. `errors` and `requests` gather what its scripts raised and what it asked the network for."""
+
+    def __init__(self, pipe: subprocess.Popen[bytes]) -> None:
+        self._pipe, self._buffer, self._last, self._session = pipe, b"", 0, None
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command of the protocol; returns its result."""
+        self._last += 1
+        message = {"id": self._last, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        self._pipe.stdin.write(json.dumps(message).encode() + b"\0")
+        self._pipe.stdin.flush()
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._last:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']['message']}")
+                return answer["result"]
+
+    def _receive(self) -> dict[str, Any]:
+        until = time.monotonic() + TIMEOUT_S
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._pipe.stdout], [], [], until - time.monotonic())
+            more = self._pipe.stdout.read1(1 << 20) if ready else b""
+            if not more:
+                raise RuntimeError("the browser does not answer")
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        message = json.loads(line)
+        self._note(message.get("method"), message.get("params", {}))
+        return message
+
+    def _note(self, event: str | None, given: dict[str, Any]) -> None:
+        if event == "Runtime.exceptionThrown":
+            details = given["exceptionDetails"]
+            self.errors.append(details.get("exception", {}).get("description", details["text"]))
+        elif event == "Log.entryAdded" and given["entry"]["level"] == "error":
+            self.errors.append(given["entry"]["text"])
+        elif event == "Network.requestWillBeSent":
+            self.requests.append(given["request"]["url"])
+
+    def open(self, path: Path, fragment: str = "", width: int = 1280, height: int = 900, scripts: bool = True) -> None:
+        """Load a file, in a window of the given size in CSS pixels."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        self.send("Emulation.setScriptExecutionDisabled", value=not scripts)
+        self.send("Page.navigate", url="about:blank")  # else another fragment of the same file would not load it anew
+        self.errors.clear()
+        self.requests.clear()
+        self.send("Page.navigate", url=f"{path.resolve().as_uri()}{'#' if fragment else ''}{fragment}")
+        while self._receive().get("method") != "Page.loadEventFired":
+            pass
+
+    def run(self, expression: str) -> Any:
+        """The value of a JavaScript expression."""
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(answer["exceptionDetails"]["exception"]["description"])
+        return answer["result"].get("value")
+
+    def hover(self, selector: str) -> None:
+        x, y = self._middle(selector)
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def click(self, selector: str) -> None:
+        x, y = self._middle(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def _middle(self, selector: str) -> tuple[float, float]:
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{element}.scrollIntoView({{block: 'center'}})")
+        left, top, width, height = self.run(
+            f"(({{left, top, width, height}}) => [left, top, width, height])({element}.getBoundingClientRect())"
+        )
+        return left + width / 2, top + height / 2
+
+    def press(self, key: str) -> None:
+        code = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39, "ArrowDown": 40}[key]
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    def emulate(self, media: str = "", **features: str) -> None:
+        """Media type and features, such as ``prefers_color_scheme="dark"``."""
+        pairs = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.send("Emulation.setEmulatedMedia", media=media, features=pairs)
+
+    def screenshot(self, whole: bool = True) -> bytes:
+        return base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
+
+    def pdf(self) -> bytes:
+        return base64.b64decode(self.send("Page.printToPDF", preferCSSPageSize=True, printBackground=True)["data"])
+
+
+@contextlib.contextmanager
+def page(profile: Path) -> Iterator[Page]:
+    """A page of a browser of its own, which keeps its files in `profile`."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+    options += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "--no-first-run"]
+    # The protocol's pipes are the browser's files 3 and 4.
+    command = ["sh", "-c", 'exec "$@" 3<&0 4>&1 0</dev/null 1>/dev/null', "sh", executable(), *options]
+    pipe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        yield Page(pipe)
+    finally:
+        pipe.stdin.close()  # the browser ends when nobody drives it any more
+        try:
+            pipe.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pipe.kill()
+            pipe.wait()
+        pipe.stdout.close()

@@ -1,0 +1,161 @@
+"""An interrupted sweep keeps its rows, and ``--resume`` goes on from there; what a file cut short comes to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import clocks, environment, intervals, resume, rows, sweep
+from bench.__main__ import main
+from bench.rows import Row
+
+from .conftest import DEVICE, needs_gpu
+
+
+def a_row(**fields) -> Row:
+    base = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": "float32"}
+    return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
+
+
+QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings"]
+
+
+def run_sweep(path: Path, *argv: str) -> int:
+    return main(["--op", "gelu,softmax", "--backend", "torch", *QUICK, "--output", str(path), *argv])
+
+
+@pytest.fixture
+def known_source(monkeypatch):
+    """A commit without changes, whatever the state of the files here."""
+    facts = {**environment.facts(), "commit": "c0ffee", "dirty": False}
+    monkeypatch.setattr(environment, "facts", lambda: facts)
+    return facts
+
+
+@pytest.fixture
+def interrupted(monkeypatch, tmp_path, known_source):
+    """The rows of a sweep that was interrupted after gelu's."""
+    path = tmp_path / "rows.jsonl"
+    measure = sweep.Sweep.measure
+
+    def stop_at_softmax(self, group):
+        if group.op == "softmax":
+            raise KeyboardInterrupt
+        measure(self, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep.Sweep, "measure", stop_at_softmax)
+        assert run_sweep(path) == 130
+    return path
+
+
+def test_resume_goes_on_where_the_sweep_was_interrupted(interrupted, capsys):
+    before = rows.read(interrupted)
+    assert {row.op for row in before} == {"gelu"}
+    assert run_sweep(interrupted, "--resume") == 0
+    out = capsys.readouterr().out
+    assert f"--resume: {len(before)} rows and 0 ceilings in {interrupted} stand and are skipped" in out
+    after = rows.read(interrupted)
+    assert {row.op for row in after} == {"gelu", "softmax"}
+    assert [row for row in after if row.op == "gelu"] == before
+    assert run_sweep(interrupted, "--resume") == 0
+    assert rows.read(interrupted) == after, "nothing is left to do"
+
+
+def test_resume_measures_a_missing_variant_beside_the_baseline(interrupted):
+    lines = [row for row in rows.read(interrupted) if (row.backend, row.pass_) != ("torch.naive", "backward")]
+    rows.write(interrupted, lines)
+    before = {row.key: row.when for row in lines}
+    assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(interrupted), "--resume"]) == 0
+    changed = {(row.backend, row.pass_) for row in rows.read(interrupted) if before.get(row.key) != row.when}
+    assert changed == {("torch.naive", "backward"), ("torch.builtin", "backward")}
+
+
+@pytest.mark.parametrize("changed", [{"commit": "decaf"}, {"torch": "1.0"}, {"dirty": True}])
+def test_resume_takes_no_row_of_another_source_or_software(interrupted, known_source, changed, capsys):
+    known_source.update(changed)
+    when = {row.key: row.when for row in rows.read(interrupted)}
+    assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(interrupted), "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "--resume: 0 rows" in out
+    assert ("nobody knows" in out) == (changed == {"dirty": True})
+    assert all(row.when > when[row.key] for row in rows.read(interrupted))
+
+
+def test_resume_reports_what_was_wrong_before(interrupted, capsys):
+    found = rows.read(interrupted)
+    found[0].wrong, found[0].us = "largest deviation 1", None
+    rows.write(interrupted, found)
+    assert run_sweep(interrupted, "--resume") == 1
+    assert "WRONG: gelu" in capsys.readouterr().err
+
+
+def test_what_resume_says_of_an_unknown_source():
+    facts = dict.fromkeys(resume.SAME)
+    assert "the commit is unknown here" in resume.report({}, facts, "rows.jsonl")
+    assert "whether files differ" in resume.report({}, {**facts, "commit": "c0ffee"}, "rows.jsonl")
+    clean = resume.report({}, {**facts, "commit": "c0ffee", "dirty": False}, "rows.jsonl")
+    assert clean == "--resume: 0 rows and 0 ceilings in rows.jsonl stand and are skipped"
+
+
+def test_resume_drops_a_line_that_was_cut_short(interrupted, capsys):
+    whole = interrupted.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    interrupted.write_bytes(whole[:-20])
+    assert run_sweep(interrupted) == 2
+    assert "a sweep with --resume drops a last line that was cut short" in capsys.readouterr().err
+    assert interrupted.read_bytes() == whole[:-20]
+    assert run_sweep(interrupted, "--resume") == 0
+    assert f"dropped the last line, a row whose writing was cut short after {len(last) - 20} bytes" in (
+        capsys.readouterr().out.replace("\n", " ")
+    )
+    measured = {row.key for row in rows.read(interrupted)}
+    assert {rows.from_json(line, "").key for line in whole.decode().splitlines()} <= measured
+
+
+def test_only_an_unfinished_last_row_is_repaired(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert rows.drop_unfinished(path) is None
+    for row in (a_row(us=1.0, unsupported="µ"), a_row(us=2.0, backend="torch.builtin")):
+        rows.append(path, row)
+    whole = path.read_bytes()
+    assert rows.drop_unfinished(path) is None
+    path.write_bytes(whole[:-1])
+    assert "gave it one" in rows.drop_unfinished(path)
+    assert path.read_bytes() == whole
+    first = whole.splitlines(keepends=True)[0]
+    path.write_bytes(first + first[: first.index("µ".encode()) + 1])  # cut within a character
+    with pytest.raises(rows.ResultsError, match=r"rows\.jsonl:2: not UTF-8"):
+        rows.read(path)
+    assert "dropped" in rows.drop_unfinished(path)
+    assert path.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    "content", ["a diary\nof mine", 'a diary\n{"op": "ge', '{"kernel": "sax', '{"op": "gelu"}\n{"op']
+)
+def test_a_foreign_file_is_not_repaired(content, tmp_path, capsys):
+    path = tmp_path / "diary.txt"
+    path.write_text(content)
+    with pytest.raises(rows.ResultsError, match=r"diary\.txt:\d"):
+        rows.drop_unfinished(path)
+    assert run_sweep(path, "--resume") == 2
+    assert path.read_text() == content
+
+
+def test_rows_have_intervals(interrupted):
+    for line in map(json.loads, interrupted.read_text().splitlines()):
+        if line["rounds"] is not None and line["rounds"] >= intervals.LEAST_VALUES:
+            assert line["us_low"] <= line["us"] <= line["us_high"]
+            assert line["speedup_low"] <= line["speedup"] <= line["speedup_high"]
+        assert DEVICE.type == "cuda" or line["clock_mhz"] is None
+
+
+@needs_gpu
+def test_rows_of_a_gpu_have_clocks_and_graphs(interrupted):
+    source, reason = clocks.gpu(DEVICE)
+    found = rows.read(interrupted)
+    assert all(row.graph for row in found)
+    assert source is None or any((row.clock_mhz or 0) > 100 for row in found), reason

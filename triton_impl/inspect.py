@@ -1,0 +1,219 @@
+"""What Triton makes of a variant's kernels, and what its autotuner chose.
+
+The variant's own host code is called with tensors that have no memory, so what is compiled is what a call would launch.
+For another GPU than this machine's, or without one, that happens in a process of its own, where kernels are compiled
+and not interpreted; nothing can be timed there, so the first guess of each kernel's configurations is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect as python
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_ladder import architecture, cubin, table
+from kernel_ladder.errors import InspectError
+from kernel_ladder.inspect import (
+    ROOT,
+    Choice,
+    Code,
+    Inspection,
+    Kernel,
+    Request,
+    Timed,
+    begin,
+    default_cases,
+    keep_named,
+    located,
+    one_pass,
+    real_inputs,
+    this_gpu,
+)
+from kernel_ladder.samples import empty_inputs
+from kernel_ladder.spec import Case
+from triton_impl import interpreted, tuning
+from triton_impl.aot import Call, traced
+
+CODE = ("source", "ttgir", "ptx", "sass")
+AHEAD_OF_TIME = True
+
+#: The architecture to compile for where none is named and there is no GPU.
+DEFAULT_ARCH = "sm_90"
+
+
+def inspect(request: Request) -> Inspection:
+    here = this_gpu()
+    arch = architecture.named(request.arch or (f"sm_{here}" if here else DEFAULT_ARCH))
+    if interpreted() or arch.number != here:
+        return _in_a_process(request, arch)
+    case, inputs = real_inputs(request, torch.device("cuda"))
+    call = one_pass(request, inputs, case)
+    with tuning.recorded() as choices:
+        call()
+    found = _trace(request, case, arch)
+    shown = {kernel.name for kernel in found.kernels}
+    found.choices = [_choice(choice) for choice in choices if choice.kernel.fn.__name__ in shown]
+    if not tuning.TUNING:
+        found.notes.append(f"{tuning.ENV_AUTOTUNE}=0: nothing is timed, the first guess is taken")
+    return found
+
+
+def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Inspection:
+    """Compile what one call would launch."""
+    variant = request.variant
+    found = begin(request, case)
+    found.arch = arch.name
+    inputs = empty_inputs(case, request.dtype, "meta")
+    with traced(arch.number, arch.shared_per_block) as calls:
+        output, saved = variant.forward(*inputs, **case.options)
+        if request.pass_ == "backward":
+            assert variant.backward is not None, "every Triton variant has a backward of its own"
+            calls.clear()
+            variant.backward(saved, torch.empty_like(output), (True,) * len(inputs))
+    with tempfile.TemporaryDirectory() as folder:
+        made = [(call, _kernel(call, arch, Path(folder, f"{i}.cubin"))) for i, call in enumerate(calls)]
+        found.kernels = keep_named(request, [kernel for _, kernel in made])
+        for i, (call, kernel) in enumerate(made):
+            if kernel in found.kernels:
+                found.code += [c for c in _code(request, call, Path(folder, f"{i}.cubin")) if c not in found.code]
+    found.source = found.kernels[0].source if found.kernels else None
+    return found
+
+
+def _kernel(call: Call, arch: architecture.Architecture, path: Path) -> Kernel:
+    metadata = call.compiled.metadata
+    kernel = Kernel(
+        call.kernel.fn.__name__,
+        _location(call.kernel),
+        dynamic_shared=metadata.shared,
+        threads=metadata.num_warps * architecture.WARP,
+        grid=list(call.grid),
+        note=_constants(call),
+    )
+    path.write_bytes(call.compiled.asm["cubin"])
+    (resources,) = (r for r in cubin.resources(path, arch.name) if r.symbol == metadata.name)
+    kernel.registers, kernel.local, kernel.static_shared = resources.registers, resources.local, resources.shared
+    kernel.fill_occupancy(arch)
+    return kernel
+
+
+def _constants(call: Call) -> str:
+    """What the kernel was specialised to: its constants in capitals, warps and stages."""
+    values = {call.kernel.arg_names[path[0]]: value for path, value in call.compiled.src.constants.items()}
+    shown = [f"{name}={value}" for name, value in values.items() if name.isupper()]
+    metadata = call.compiled.metadata
+    return ", ".join([*shown, f"num_warps={metadata.num_warps}", f"num_stages={metadata.num_stages}"])
+
+
+def _location(kernel: Any) -> str:
+    lines, first = python.getsourcelines(kernel.fn)
+    offset = next(i for i, line in enumerate(lines) if line.startswith("def "))
+    return located(python.getsourcefile(kernel.fn) or "", first + offset)
+
+
+def _code(request: Request, call: Call, path: Path) -> list[Code]:
+    name = call.kernel.fn.__name__
+    found = []
+    if "source" in request.code:
+        found.append(Code(_location(call.kernel), "python", python.getsource(call.kernel.fn)))
+    found += [Code(name, kind, call.compiled.asm[kind]) for kind in ("ttgir", "ptx") if kind in request.code]
+    if "sass" in request.code:
+        found.append(Code(name, "sass", cubin.sass(path, call.compiled.metadata.name)))
+    return found
+
+
+def _choice(choice: tuning.Choice) -> Choice:
+    # Triton notes infinity for a configuration that did not fit.
+    timed = [Timed(str(config), None if ms == float("inf") else ms * 1e3) for config, ms in choice.timings.items()]
+    timed.sort(key=lambda t: (t.us is None, t.us))
+    return Choice(choice.kernel.fn.__name__, str(choice.config), timed)
+
+
+# ---- in a process of its own ---------------------------------------------------------------------------------------
+
+
+def _in_a_process(request: Request, arch: architecture.Architecture) -> Inspection:
+    case = _supported(request)
+    asked = {
+        "op": request.variant.op,
+        "variant": request.variant.name,
+        "case": dataclasses.asdict(case),
+        "dtype": request.dtype_name,
+        "pass": request.pass_,
+        "arch": arch.name,
+        "code": sorted(request.code),
+        "kernel": request.kernel,
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "triton_impl.inspect"],
+        input=json.dumps(asked),
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "0",
+            tuning.ENV_AUTOTUNE: "0",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONWARNINGS": "ignore",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode != 0:
+        raise InspectError(run.stderr.strip().splitlines()[-1] if run.returncode == 2 else run.stderr)
+    answer = json.loads(run.stdout.splitlines()[-1])
+    kernels = [Kernel(**each) for each in answer.pop("kernels")]
+    code = [Code(**each) for each in answer.pop("code")]
+    found = Inspection(**answer, kernels=kernels, code=code)
+    found.notes.append("compiled ahead of time, in the first configuration of each kernel: timing needs such a GPU")
+    return found
+
+
+def _supported(request: Request) -> Case:
+    """The case that was asked for, or the first of the sweep, if the variant takes it; no tensor is made."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    variant, spec = request.variant, table.spec(request.variant.op)
+    gpu = torch.device("cuda")
+    reasons = []
+    for case in [request.case] if request.case is not None else default_cases(spec, gpu):
+        with FakeTensorMode():
+            shaped = empty_inputs(case, request.dtype, "meta")
+            inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu) for x in shaped]
+            reason = variant.unsupported(*inputs, **case.options)
+        if reason is None:
+            return case
+        reasons.append(reason)
+    raise InspectError(f"{variant.op}: {variant.name} does not support this call: {reasons[0]}")
+
+
+def _answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`_in_a_process` asks of its process."""
+    asked_case = asked["case"]
+    case = Case(**{**asked_case, "shapes": tuple(tuple(shape) for shape in asked_case["shapes"])})
+    (variant,) = table.named(asked["op"], asked["variant"])
+    request = Request(
+        variant,
+        case,
+        getattr(torch, asked["dtype"]),
+        asked["pass"],
+        asked["arch"],
+        frozenset(asked["code"]),
+        asked["kernel"],
+    )
+    return dataclasses.asdict(_trace(request, case, architecture.named(asked["arch"])))
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(_answer(json.load(sys.stdin))))
+    except InspectError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
