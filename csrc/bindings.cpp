@@ -31,6 +31,9 @@ struct Schema {
 #define KL_OP(signature, function) \
     Schema { signature, TORCH_BOX(&function) }
 
+// The step of the climb is the overload and the function's template argument alike.
+#define KL_NORM(op, step, arguments) KL_OP(#op "." #step arguments, op<NormStep::step>)
+
 const std::vector<Schema>& schemas() {
     static const std::vector<Schema> list = {
         KL_OP("gelu.naive(Tensor input, str approximate) -> Tensor", gelu_naive),
@@ -65,6 +68,58 @@ const std::vector<Schema>& schemas() {
         KL_OP("attention_backward.flash(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
               " bool is_causal, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
               attention_backward_flash),
+        KL_NORM(layer_norm, naive, "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(layer_norm, block, "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(layer_norm, registers, "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(layer_norm, cluster, "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(layer_norm_backward, naive,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
+                "needs_bias) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(layer_norm_backward, block,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
+                "needs_bias) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(layer_norm_backward, registers,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
+                "needs_bias) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(layer_norm_backward, cluster,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
+                "needs_bias) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(rms_norm, naive, "(Tensor input, Tensor? weight, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(rms_norm, block, "(Tensor input, Tensor? weight, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(rms_norm, registers, "(Tensor input, Tensor? weight, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(rms_norm, cluster, "(Tensor input, Tensor? weight, float eps) -> (Tensor, Tensor)"),
+        KL_NORM(rms_norm_backward, naive,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
+                "(Tensor, Tensor)"),
+        KL_NORM(rms_norm_backward, block,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
+                "(Tensor, Tensor)"),
+        KL_NORM(rms_norm_backward, registers,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
+                "(Tensor, Tensor)"),
+        KL_NORM(rms_norm_backward, cluster,
+                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
+                "(Tensor, Tensor)"),
+        KL_NORM(add_rms_norm, naive,
+                "(Tensor input, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(add_rms_norm, block,
+                "(Tensor input, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(add_rms_norm, registers,
+                "(Tensor input, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(add_rms_norm, cluster,
+                "(Tensor input, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(add_rms_norm_backward, naive,
+                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
+                "needs_weight) -> (Tensor, Tensor)"),
+        KL_NORM(add_rms_norm_backward, block,
+                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
+                "needs_weight) -> (Tensor, Tensor)"),
+        KL_NORM(add_rms_norm_backward, registers,
+                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
+                "needs_weight) -> (Tensor, Tensor)"),
+        KL_NORM(add_rms_norm_backward, cluster,
+                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
+                "needs_weight) -> (Tensor, Tensor)"),
     };
     return list;
 }
@@ -101,6 +156,9 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
+    layer_norm_kernel_facts(facts, dtype);
+    rms_norm_kernel_facts(facts, dtype);
+    add_rms_norm_kernel_facts(facts, dtype);
     return facts;
 }
 

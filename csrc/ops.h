@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <typeinfo>
@@ -71,6 +72,38 @@ Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t
 Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
 void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// The climb that the normalisations share: norm.cuh.
+enum class NormStep { naive, block, registers, cluster };
+
+// layer_norm.cu: over the last dimension. Forward gives output and what the backward pass needs of the rows.
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                      const std::optional<Tensor>& bias, double eps);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& input,
+                                                       const std::optional<Tensor>& weight, const Tensor& stats,
+                                                       bool needs_input, bool needs_weight, bool needs_bias);
+void layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// rms_norm.cu
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input,
+                                             const std::optional<Tensor>& weight, const Tensor& stats, bool needs_input,
+                                             bool needs_weight);
+void rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// add_rms_norm.cu
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
+                                                const std::optional<Tensor>& weight, double eps);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tensor& grad_sum, const Tensor& sum,
+                                                 const std::optional<Tensor>& weight, const Tensor& stats,
+                                                 bool needs_input, bool needs_weight);
+void add_rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // matmul/*.cu
 Tensor matmul_naive(const Tensor& input, const Tensor& other);

@@ -44,34 +44,63 @@ __device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t f
     }
 }
 
+// Kahan's sum: one thread adds up a whole row or column, whose rounding errors would pile up.
+struct CompensatedSum {
+    float sum = 0.0f, lost = 0.0f;
+    __device__ void add(float x) {
+        const float y = x - lost, t = sum + y;
+        lost = (t - sum) - y;
+        sum = t;
+    }
+};
+
 // ---- a row in registers --------------------------------------------------------------------------------------------
 
 constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs
 constexpr int MAX_CLUSTER = 16;      // that Hopper runs, when asked to
+constexpr int ROW_THREADS = 512;     // of a block at most: an SM holds several, of which one loads while another stores
 
 // Which row this thread works on, and which of its vectors: `first`, and from there every `step`-th.
 // Without clusters blockDim.x threads share a row and blockDim.y rows a block; blockDim.x may be a part of a warp.
 // With clusters a row is shared by all the blocks of one.
 template <bool CLUSTER>
 struct RowShare {
-    int64_t row;
+    int64_t row, rows_at_once;  // the whole grid takes so many rows at once: a loop over rows goes on by as many
     int first, step;
 
     __device__ RowShare() {
         row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+        rows_at_once = int64_t{gridDim.x} * blockDim.y;
         first = threadIdx.x;
         step = blockDim.x;
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
             const auto cluster = cooperative_groups::this_cluster();
             row = blockIdx.x / cluster.num_blocks();
+            rows_at_once = gridDim.x / cluster.num_blocks();
             first += cluster.block_rank() * blockDim.x;
             step *= cluster.num_blocks();
-            cluster.barrier_arrive();  // waited for by the first reduction: no mailbox before its block has started
+            cluster.barrier_arrive();
         }
 #endif
     }
+
+    // To be called once, before the first reduction: no mailbox is there before its block has started. Best with loads
+    // under way.
+    __device__ void meet() const {
+#if __CUDA_ARCH__ >= 900
+        if constexpr (CLUSTER) cooperative_groups::this_cluster().barrier_wait();
+#endif
+    }
 };
+
+template <typename T>
+__device__ uint4 filled(float value) {
+    Vec<T> v;
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) v[e] = from_float<T>(value);
+    return reinterpret_cast<const uint4&>(v);
+}
 
 // This thread's vectors of a row, all of them under way at once. `fill` stands past the row's end, and everywhere for a
 // thread without a row. WHOLE: rows consist of whole vectors, each on 16 bytes.
@@ -82,9 +111,11 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
     for (int v = 0; v < VECTORS; ++v) {
         const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
         if constexpr (WHOLE) {
-#pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) tile[v][e] = from_float<T>(fill);
-            if (live && first < length) tile[v] = load_vec(row + first);  // a predicate, not a branch between the loads
+            // As one word of 16 bytes, whose loads ptxas issues one after the other: of a vector's elements it makes
+            // choices one by one, and waits for each load in between.
+            uint4 word = filled<T>(fill);
+            if (live && first < length) word = *reinterpret_cast<const uint4*>(row + first);
+            reinterpret_cast<uint4&>(tile[v]) = word;
         } else {
             tile[v] = load_chunk(row, rows, first, live ? length : 0, fill);
         }
@@ -101,55 +132,72 @@ __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
     }
 }
 
+// One of this thread's vectors, the v-th.
+template <bool WHOLE, typename T, typename Share>
+__device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
+                           int64_t length) {
+    const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
+    if constexpr (WHOLE) {
+        if (live && first < length) store_vec(row + first, part);
+    } else if (live) {
+        store_chunk(row, rows, part, first, length);
+    }
+}
+
 template <bool WHOLE, typename T, int VECTORS, typename Share>
 __device__ void store_row(T* row, const Rows& rows, const Vec<T> (&tile)[VECTORS], const Share& share, bool live,
                           int64_t length) {
-    if (!live) return;
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
-        if constexpr (WHOLE) {
-            if (first < length) store_vec(row + first, tile[v]);
-        } else {
-            store_chunk(row, rows, tile[v], first, length);
-        }
-    }
+    for (int v = 0; v < VECTORS; ++v) store_part<WHOLE>(row, rows, tile[v], v, share, live, length);
 }
 
-// The result of `op` over the values of all threads that share a row; each of them gets it. `op` is associative and
-// commutative, with an identity; V is a float or a small struct of floats. `mailbox` is the block's, for this call alone.
+__device__ inline float shuffle_xor(float x, int lane) { return __shfl_xor_sync(FULL_MASK, x, lane); }
+
+// Two sums that travel together.
+struct Pair {
+    float first, second;
+};
+struct PairSum {
+    __device__ Pair operator()(Pair a, Pair b) const { return {a.first + b.first, a.second + b.second}; }
+};
+__device__ inline Pair shuffle_xor(Pair x, int lane) {
+    return {shuffle_xor(x.first, lane), shuffle_xor(x.second, lane)};
+}
+
+// Where the warps that share a row leave their values for each other. In shared memory.
+template <bool CLUSTER, typename V>
+struct Mailbox {
+    V slots[(CLUSTER ? MAX_CLUSTER : 1) * ROW_THREADS / WARP];
+};
+
+// The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
+// it. V is a float or a Pair. A mailbox may serve again after a call with another one: by then all have read it.
 template <bool CLUSTER, typename V, typename Op>
-__device__ V reduce_over_row(V value, Op op, V (&mailbox)[WARP + MAX_CLUSTER]) {
-    const int lanes = min(static_cast<int>(blockDim.x), WARP);
-    for (int lane = lanes / 2; lane > 0; lane /= 2) value = op(value, op.shuffle_xor(value, lane));
-    if (blockDim.x > WARP) {
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-        if (lane == 0) mailbox[warp] = value;
-        __syncthreads();
-        value = lane < warps ? mailbox[lane] : Op::identity();
-#pragma unroll
-        for (int l = WARP / 2; l > 0; l /= 2) value = op(value, op.shuffle_xor(value, l));
-    }
-#if __CUDA_ARCH__ >= 900
+__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
+    const int lanes = min(static_cast<int>(blockDim.x), WARP), warps = blockDim.x / WARP;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    for (int l = lanes / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
     if constexpr (CLUSTER) {
+#if __CUDA_ARCH__ >= 900
+        // Every warp writes to every block, so that the cluster's barrier is the only one.
         auto cluster = cooperative_groups::this_cluster();
         const int blocks = cluster.num_blocks();
-        V* const arrived = mailbox + WARP;
-        cluster.barrier_wait();
-        if (threadIdx.x < blocks) *cluster.map_shared_rank(arrived + cluster.block_rank(), threadIdx.x) = value;
+        if (lane < blocks) *cluster.map_shared_rank(&mailbox.slots[cluster.block_rank() * warps + warp], lane) = value;
         cluster.sync();
-        value = arrived[0];
-        for (int block = 1; block < blocks; ++block) value = op(value, arrived[block]);
-    }
+        value = mailbox.slots[lane];  // a cluster has at least as many warps as a warp has lanes, in powers of two
+        for (int slot = WARP + lane; slot < blocks * warps; slot += WARP) value = op(value, mailbox.slots[slot]);
+        for (int l = WARP / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
 #endif
+    } else if (warps > 1) {
+        V* const slots = mailbox.slots + threadIdx.y * warps;
+        if (lane == 0) slots[warp] = value;
+        // A barrier of those who share the row: the block's other rows need not wait.
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
+        value = slots[lane % warps];
+        for (int l = warps / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
+    }
     return value;
 }
-
-struct RowSum {
-    static __device__ float identity() { return 0.0f; }
-    __device__ float operator()(float a, float b) const { return a + b; }
-    static __device__ float shuffle_xor(float x, int lane) { return __shfl_xor_sync(FULL_MASK, x, lane); }
-};
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
@@ -194,6 +242,7 @@ struct RowLayout {
 };
 
 // How a row of `chunks` vectors is shared: threads of a block, rows of a block, blocks of a cluster, vectors a thread.
+// Blocks of a cluster are a power of two: more of those fit in the 16 or 18 SMs that one must lie in.
 struct RowLaunch {
     unsigned threads, rows, cluster;
     int vectors;
@@ -204,7 +253,6 @@ struct RowLaunch {
 
 constexpr int ROW_VECTORS = 4;       // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
 constexpr int LONG_ROW_VECTORS = 8;  // where a cluster is as large as it can be
-constexpr int ROW_THREADS = 512;     // of a block at most: an SM holds several, of which one loads while another stores
 constexpr int MIN_BLOCK = 128;
 
 // Vectors of the longest row that one block, or one cluster, can hold.
@@ -218,30 +266,71 @@ inline RowLaunch row_launch(int64_t chunks, bool clusters) {
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     STD_TORCH_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
     const int vectors = chunks <= MAX_CLUSTER * MAX_BLOCK_CHUNKS ? ROW_VECTORS : LONG_ROW_VECTORS;
-    return {threads, 1, static_cast<unsigned>(ceil_div(chunks, int64_t{threads} * vectors)), vectors};
+    unsigned cluster = 1;
+    while (int64_t{cluster} * threads * vectors < chunks) cluster *= 2;
+    return {threads, 1, cluster, vectors};
 }
 
-// Launches `kernel(arguments…)`, one of those that share rows as `shape` says.
+// What launches `grid` blocks in clusters.
+struct ClusterConfig {
+    cudaLaunchAttribute cluster{};
+    cudaLaunchConfig_t config{};
+
+    template <typename Kernel>
+    ClusterConfig(Kernel* kernel, const RowLaunch& shape, unsigned grid, int shared_bytes, const Launch& launch) {
+        if (shape.cluster > PORTABLE_CLUSTER) {
+            KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+        }
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {shape.cluster, 1, 1};
+        config.gridDim = dim3(grid);
+        config.blockDim = shape.block();
+        config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+        config.stream = launch.stream;
+        config.attrs = &cluster;
+        config.numAttrs = 1;
+    }
+    ClusterConfig(const ClusterConfig&) = delete;  // it points into itself
+};
+
+// Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks.
 template <typename... Parameters, typename... Arguments>
-void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, int64_t count, const Launch& launch,
-                 Arguments... arguments) {
+void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned grid, int shared_bytes,
+                 const Launch& launch, Arguments... arguments) {
     if (shape.cluster == 1) {
-        kernel<<<shape.grid(count), shape.block(), 0, launch.stream>>>(arguments...);
+        kernel<<<grid, shape.block(), shared_bytes, launch.stream>>>(arguments...);
         return;
     }
-    if (shape.cluster > PORTABLE_CLUSTER) {
-        KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    }
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {shape.cluster, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(shape.grid(count));
-    config.blockDim = shape.block();
-    config.stream = launch.stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+    ClusterConfig config(kernel, shape, grid, shared_bytes, launch);
+    KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, static_cast<Parameters>(arguments)...));
 }
+
+// How many clusters of a kernel (or blocks, where rows need no cluster) the GPU holds at once. The driver is asked once
+// for each device and size of cluster. Every kernel has its own.
+struct Resident {
+    static constexpr int DEVICES = 16, SIZES = 5;
+    std::atomic<int> known[DEVICES][SIZES]{};
+
+    template <typename Kernel>
+    int clusters(Kernel* kernel, const RowLaunch& shape, int shared_bytes, const Launch& launch) {
+        int size = 0, found = 0;
+        while (1u << size < shape.cluster) ++size;
+        std::atomic<int>* const slot = launch.device < DEVICES ? &known[launch.device][size] : nullptr;
+        if (slot != nullptr && (found = slot->load(std::memory_order_relaxed)) > 0) return found;
+        if (shape.cluster == 1) {
+            int blocks = 0;
+            KL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                &blocks, kernel, static_cast<int>(shape.threads * shape.rows), shared_bytes));
+            KL_CUDA_CHECK(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, launch.device));
+            found *= blocks;
+        } else {
+            ClusterConfig config(kernel, shape, shape.cluster, shared_bytes, launch);
+            KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config.config));
+        }
+        STD_TORCH_CHECK(found > 0, "a cluster of ", shape.cluster, " blocks does not fit on this GPU");
+        if (slot != nullptr) slot->store(found, std::memory_order_relaxed);
+        return found;
+    }
+};
 
 }  // namespace kl

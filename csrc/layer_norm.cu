@@ -1,0 +1,172 @@
+// LayerNorm: (x − mean x) / √(var x + eps) · weight + bias over the last dimension (Ba, Kiros and Hinton, arXiv:1607.06450).
+//
+//   variant    the one idea it adds                                         what limits it now
+//   naive      one thread a row; backward, one thread a column as well      uncoalesced reads; few columns, few threads
+//   block      one block a row, 16-byte loads; the weights' gradients by    rows read three times; backward five
+//              blocks of columns, in two stages that keep an order
+//   registers  rows in registers of as many threads as suit their length,   rows that fill an SM's registers
+//              mean and deviations in two passes there; backward, a block
+//              keeps the sums of its columns over all its rows, and the
+//              next row is under way while one is worked on
+//   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
+//
+// Any strides of rows. The steps themselves are in norm.cuh, which the normalisations share.
+
+#include "norm.cuh"
+
+namespace kl {
+namespace {
+
+constexpr bool CENTRED = true, RESIDUAL = false;
+
+// ---- naive ---------------------------------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void layer_norm_naive_kernel(__grid_constant__ const NormForward<T> p) {
+    norm_naive<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void layer_norm_backward_naive_kernel(__grid_constant__ const NormBackward<T> p) {
+    norm_backward_naive<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void layer_norm_backward_naive_weights_kernel(const NormWeights<T> w,
+                                                         __grid_constant__ const NormBackward<T> p) {
+    norm_weights_naive<T, CENTRED>(w, p);
+}
+
+// ---- block ---------------------------------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void __launch_bounds__(NORM_THREADS) layer_norm_block_kernel(__grid_constant__ const NormForward<T> p) {
+    norm_block<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(NORM_THREADS)
+    layer_norm_backward_block_kernel(__grid_constant__ const NormBackward<T> p) {
+    norm_backward_block<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void layer_norm_backward_block_weights_kernel(const NormWeights<T> w,
+                                                         __grid_constant__ const NormBackward<T> p) {
+    norm_weights_block<T, CENTRED>(w, p);
+}
+
+template <typename T>
+__global__ void layer_norm_backward_block_sum_kernel(const NormWeights<T> w, int64_t length) {
+    norm_weights_sum(w, length);
+}
+
+// ---- registers, cluster --------------------------------------------------------------------------------------------
+
+template <typename T, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS, 2)
+    layer_norm_registers_kernel(__grid_constant__ const NormForward<T> p) {
+    norm_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(p);
+}
+
+template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS, 1)
+    layer_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
+    norm_backward_registers<T, CENTRED, RESIDUAL, WEIGHTS, WHOLE, CLUSTER>(w, p);
+}
+
+template <typename T>
+__global__ void layer_norm_backward_registers_sum_kernel(const NormWeights<T> w, int64_t length) {
+    norm_weights_sum(w, length);
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+struct LayerNorm {
+    static constexpr const char *NAME = "layer_norm", *BACKWARD_NAME = "layer_norm_backward";
+    static constexpr bool CENTRED = kl::CENTRED;
+    template <typename T>
+    static constexpr auto naive() {
+        return layer_norm_naive_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto block() {
+        return layer_norm_block_kernel<T>;
+    }
+    template <typename T, bool WHOLE, bool CLUSTER>
+    static constexpr auto registers() {
+        return layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
+    }
+    template <typename T>
+    static constexpr auto backward_naive() {
+        return layer_norm_backward_naive_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_naive_weights() {
+        return layer_norm_backward_naive_weights_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_block() {
+        return layer_norm_backward_block_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_block_weights() {
+        return layer_norm_backward_block_weights_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_block_sum() {
+        return layer_norm_backward_block_sum_kernel<T>;
+    }
+    template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+    static constexpr auto backward_registers() {
+        return layer_norm_backward_registers_kernel<T, WEIGHTS, WHOLE, CLUSTER>;
+    }
+    template <typename T>
+    static constexpr auto backward_registers_sum() {
+        return layer_norm_backward_registers_sum_kernel<T>;
+    }
+};
+
+}  // namespace
+
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                      const std::optional<Tensor>& bias, double eps) {
+    auto [output, sum, stats] = norm_forward<LayerNorm>(input, std::nullopt, weight, bias, eps, STEP);
+    return {output, stats};
+}
+
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& input,
+                                                       const std::optional<Tensor>& weight, const Tensor& stats,
+                                                       bool needs_input, bool needs_weight, bool needs_bias) {
+    const NormNeeds needs{needs_input, needs_weight, needs_bias};
+    return norm_backward<LayerNorm>(grad, std::nullopt, input, weight, stats, needs, STEP);
+}
+
+template std::tuple<Tensor, Tensor> layer_norm<NormStep::naive>(const Tensor&, const std::optional<Tensor>&,
+                                                                const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> layer_norm<NormStep::block>(const Tensor&, const std::optional<Tensor>&,
+                                                                const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> layer_norm<NormStep::registers>(const Tensor&, const std::optional<Tensor>&,
+                                                                    const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> layer_norm<NormStep::cluster>(const Tensor&, const std::optional<Tensor>&,
+                                                                  const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor, Tensor> layer_norm_backward<NormStep::naive>(const Tensor&, const Tensor&,
+                                                                                 const std::optional<Tensor>&,
+                                                                                 const Tensor&, bool, bool, bool);
+template std::tuple<Tensor, Tensor, Tensor> layer_norm_backward<NormStep::block>(const Tensor&, const Tensor&,
+                                                                                 const std::optional<Tensor>&,
+                                                                                 const Tensor&, bool, bool, bool);
+template std::tuple<Tensor, Tensor, Tensor> layer_norm_backward<NormStep::registers>(const Tensor&, const Tensor&,
+                                                                                     const std::optional<Tensor>&,
+                                                                                     const Tensor&, bool, bool, bool);
+template std::tuple<Tensor, Tensor, Tensor> layer_norm_backward<NormStep::cluster>(const Tensor&, const Tensor&,
+                                                                                   const std::optional<Tensor>&,
+                                                                                   const Tensor&, bool, bool, bool);
+
+void layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    norm_kernel_facts<LayerNorm>(facts, dtype);
+}
+
+}  // namespace kl

@@ -1,0 +1,168 @@
+// RMSNorm: x / √(mean x² + eps) · weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
+//
+//   variant    the one idea it adds                                         what limits it now
+//   naive      one thread a row; backward, one thread a column as well      uncoalesced reads; few columns, few threads
+//   block      one block a row, 16-byte loads; the weight's gradient by     rows read twice; backward four times
+//              blocks of columns, in two stages that keep an order
+//   registers  rows in registers of as many threads as suit their length;   rows that fill an SM's registers
+//              backward, a block keeps the sums of its columns over all
+//              its rows, and the next row is under way while one is
+//              worked on
+//   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
+//
+// Any strides of rows. The steps themselves are in norm.cuh, which the normalisations share.
+
+#include "norm.cuh"
+
+namespace kl {
+namespace {
+
+constexpr bool CENTRED = false, RESIDUAL = false;
+
+// ---- naive ---------------------------------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void rms_norm_naive_kernel(__grid_constant__ const NormForward<T> p) {
+    norm_naive<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void rms_norm_backward_naive_kernel(__grid_constant__ const NormBackward<T> p) {
+    norm_backward_naive<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void rms_norm_backward_naive_weights_kernel(const NormWeights<T> w,
+                                                       __grid_constant__ const NormBackward<T> p) {
+    norm_weights_naive<T, CENTRED>(w, p);
+}
+
+// ---- block ---------------------------------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void __launch_bounds__(NORM_THREADS) rms_norm_block_kernel(__grid_constant__ const NormForward<T> p) {
+    norm_block<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(NORM_THREADS)
+    rms_norm_backward_block_kernel(__grid_constant__ const NormBackward<T> p) {
+    norm_backward_block<T, CENTRED, RESIDUAL>(p);
+}
+
+template <typename T>
+__global__ void rms_norm_backward_block_weights_kernel(const NormWeights<T> w,
+                                                       __grid_constant__ const NormBackward<T> p) {
+    norm_weights_block<T, CENTRED>(w, p);
+}
+
+template <typename T>
+__global__ void rms_norm_backward_block_sum_kernel(const NormWeights<T> w, int64_t length) {
+    norm_weights_sum(w, length);
+}
+
+// ---- registers, cluster --------------------------------------------------------------------------------------------
+
+template <typename T, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS, 2) rms_norm_registers_kernel(__grid_constant__ const NormForward<T> p) {
+    norm_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(p);
+}
+
+template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS, 1)
+    rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
+    norm_backward_registers<T, CENTRED, RESIDUAL, WEIGHTS, WHOLE, CLUSTER>(w, p);
+}
+
+template <typename T>
+__global__ void rms_norm_backward_registers_sum_kernel(const NormWeights<T> w, int64_t length) {
+    norm_weights_sum(w, length);
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+struct RmsNorm {
+    static constexpr const char *NAME = "rms_norm", *BACKWARD_NAME = "rms_norm_backward";
+    static constexpr bool CENTRED = kl::CENTRED;
+    template <typename T>
+    static constexpr auto naive() {
+        return rms_norm_naive_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto block() {
+        return rms_norm_block_kernel<T>;
+    }
+    template <typename T, bool WHOLE, bool CLUSTER>
+    static constexpr auto registers() {
+        return rms_norm_registers_kernel<T, WHOLE, CLUSTER>;
+    }
+    template <typename T>
+    static constexpr auto backward_naive() {
+        return rms_norm_backward_naive_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_naive_weights() {
+        return rms_norm_backward_naive_weights_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_block() {
+        return rms_norm_backward_block_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_block_weights() {
+        return rms_norm_backward_block_weights_kernel<T>;
+    }
+    template <typename T>
+    static constexpr auto backward_block_sum() {
+        return rms_norm_backward_block_sum_kernel<T>;
+    }
+    template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+    static constexpr auto backward_registers() {
+        return rms_norm_backward_registers_kernel<T, WEIGHTS, WHOLE, CLUSTER>;
+    }
+    template <typename T>
+    static constexpr auto backward_registers_sum() {
+        return rms_norm_backward_registers_sum_kernel<T>;
+    }
+};
+
+}  // namespace
+
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps) {
+    auto [output, sum, stats] = norm_forward<RmsNorm>(input, std::nullopt, weight, std::nullopt, eps, STEP);
+    return {output, stats};
+}
+
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input,
+                                             const std::optional<Tensor>& weight, const Tensor& stats, bool needs_input,
+                                             bool needs_weight) {
+    const NormNeeds needs{needs_input, needs_weight, false};
+    auto [grad_input, grad_weight, no_bias] =
+        norm_backward<RmsNorm>(grad, std::nullopt, input, weight, stats, needs, STEP);
+    return {grad_input, grad_weight};
+}
+
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::naive>(const Tensor&, const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::block>(const Tensor&, const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::registers>(const Tensor&, const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::cluster>(const Tensor&, const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::naive>(const Tensor&, const Tensor&,
+                                                                       const std::optional<Tensor>&, const Tensor&,
+                                                                       bool, bool);
+template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::block>(const Tensor&, const Tensor&,
+                                                                       const std::optional<Tensor>&, const Tensor&,
+                                                                       bool, bool);
+template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::registers>(const Tensor&, const Tensor&,
+                                                                           const std::optional<Tensor>&, const Tensor&,
+                                                                           bool, bool);
+template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::cluster>(const Tensor&, const Tensor&,
+                                                                         const std::optional<Tensor>&, const Tensor&,
+                                                                         bool, bool);
+
+void rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    norm_kernel_facts<RmsNorm>(facts, dtype);
+}
+
+}  // namespace kl

@@ -1,0 +1,49 @@
+"""Residual sum and RMSNorm in CUDA C++: ``csrc/add_rms_norm.cu``."""
+
+from __future__ import annotations
+
+import torch
+
+from cuda_impl import climb
+from cuda_impl.norms import as_parameter, empty_if, empty_stats, too_long
+from kernel_ladder.norms import eps_or_default
+from kernel_ladder.table import register
+
+
+def _register(name: str) -> None:
+    ops = torch.ops.kernel_ladder
+    run, run_backward = getattr(ops.add_rms_norm, name), getattr(ops.add_rms_norm_backward, name)
+
+    def forward(
+        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
+        weight = as_parameter(weight)
+        output, total, stats = run(input, residual, weight, eps_or_default(eps, input.dtype))
+        return (output, total), (total, weight, stats)
+
+    def backward(
+        saved: tuple, grads: tuple[torch.Tensor, torch.Tensor], needs: tuple[bool, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        total, weight, stats = saved
+        of_sum, of_weight = run_backward(*grads, total, weight, stats, needs[0] or needs[1], needs[2])
+        return of_sum if needs[0] else None, of_sum if needs[1] else None, of_weight if needs[2] else None
+
+    def unsupported(
+        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
+    ) -> str | None:
+        return too_long(input, input.shape[-1], name)
+
+    @torch.library.register_fake(f"kernel_ladder::add_rms_norm.{name}")
+    def _(input, residual, weight, eps):
+        return torch.empty_like(input), torch.empty_like(input), empty_stats(input, 1)
+
+    @torch.library.register_fake(f"kernel_ladder::add_rms_norm_backward.{name}")
+    def _(grad, grad_sum, sum, weight, stats, needs_input, needs_weight):
+        of_sum = torch.empty_like(sum) if needs_input else sum.new_empty((0,))
+        return of_sum, empty_if(needs_weight, sum, sum.shape[-1])
+
+    register("add_rms_norm", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
+
+
+for _name in climb("add_rms_norm"):
+    _register(_name)

@@ -1,0 +1,63 @@
+"""LayerNorm in CUDA C++: ``csrc/layer_norm.cu``."""
+
+from __future__ import annotations
+
+import torch
+
+from cuda_impl import climb
+from cuda_impl.norms import as_parameter, empty_if, empty_stats, row_length, too_long
+from kernel_ladder.norms import as_rows
+from kernel_ladder.table import register
+
+
+def _register(name: str) -> None:
+    ops = torch.ops.kernel_ladder
+    run, run_backward = getattr(ops.layer_norm, name), getattr(ops.layer_norm_backward, name)
+
+    def forward(
+        input: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        normalized_shape,
+        eps,
+    ) -> tuple[torch.Tensor, tuple]:
+        dims = len(normalized_shape)
+        rows, weight = as_rows(input, dims), as_parameter(weight)
+        output, stats = run(rows, weight, as_parameter(bias), eps)
+        return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, stats, shape = saved
+        shape_of_grad, dims = grad.shape, len(shape)
+        of_input, of_weight, of_bias = run_backward(as_rows(grad, dims), rows, weight, stats, *needs)
+        return (
+            of_input.view(shape_of_grad) if needs[0] else None,
+            of_weight.view(shape) if needs[1] else None,
+            of_bias.view(shape) if needs[2] else None,
+        )
+
+    def unsupported(
+        input: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        normalized_shape,
+        eps,
+    ) -> str | None:
+        return too_long(input, row_length(input, len(normalized_shape)), name)
+
+    @torch.library.register_fake(f"kernel_ladder::layer_norm.{name}")
+    def _(input, weight, bias, eps):
+        return torch.empty_like(input), empty_stats(input, 3)
+
+    @torch.library.register_fake(f"kernel_ladder::layer_norm_backward.{name}")
+    def _(grad, input, weight, stats, needs_input, needs_weight, needs_bias):
+        of_input = torch.empty_like(input) if needs_input else input.new_empty((0,))
+        return of_input, *(empty_if(needed, input, input.shape[-1]) for needed in (needs_weight, needs_bias))
+
+    register("layer_norm", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
+
+
+for _name in climb("layer_norm"):
+    _register(_name)

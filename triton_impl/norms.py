@@ -1,0 +1,574 @@
+"""Normalised rows in Triton, for layer_norm, rms_norm and add_rms_norm: kernels, and how they are launched.
+
+fused    whole rows in registers, one or several a program: one read, one write. Backward, each program goes through
+         many rows and keeps the sums of the weights' gradients over them; a second kernel adds those up.
+online   rows too long for that, a block of them at a time: statistics in one pass, the result in a second one, which
+         finds the row in L2. Backward, sums of rows first, then columns: input and gradient are read twice.
+
+CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of two operands. What is kept of a row is
+``mean``, ``rstd`` and ``shift`` with x̂ = (x − mean) · rstd + shift: the shift puts right what rounding the mean loses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_ladder.norms import as_rows
+from triton_impl import interpreted
+from triton_impl.aot import Entry, entry
+from triton_impl.tuning import Launch, Launches, Tuned, to_time
+
+#: The longest rows that `fused` keeps in registers, forward and backward.
+MAX_FUSED = 32768
+MAX_FUSED_BACKWARD = 8192
+#: SMs to make programs for where there is no GPU: a few, which the interpreter goes through one by one.
+PROGRAMS_INTERPRETED = 3
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_stats(stats_ptr, row, count, live, CENTRED: tl.constexpr):
+    rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
+    if CENTRED:
+        mean = tl.load(stats_ptr + count + row, mask=live, other=0.0)
+        shift = tl.load(stats_ptr + 2 * count + row, mask=live, other=0.0)
+        return mean, rstd, shift
+    return rstd * 0, rstd, rstd * 0
+
+
+@triton.jit
+def _store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED: tl.constexpr):
+    tl.store(stats_ptr + row, rstd, mask=live)
+    if CENTRED:
+        tl.store(stats_ptr + count + row, mean, mask=live)
+        tl.store(stats_ptr + 2 * count + row, shift, mask=live)
+
+
+@triton.jit
+def _normalized(x, mean, rstd, shift, CENTRED: tl.constexpr):
+    if CENTRED:
+        return (x - mean) * rstd + shift
+    return x * rstd
+
+
+@triton.jit
+def _rstd(variance, eps):
+    # Rounding may leave a variance a little below zero; NaN stays what it is.
+    return tl.math.rsqrt(tl.where(variance < 0, 0.0, variance) + tl.cast(eps, tl.float32))
+
+
+@triton.jit
+def _norm_kernel(
+    out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
+    in_stride, residual_stride, count, length, eps,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    live = row < count
+    inside = column < length
+    mask = live[:, None] & inside[None, :]
+    dense = row[:, None] * length + column[None, :]
+    x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + dense, x, mask=mask)
+    x = x.to(tl.float32)
+    mean = tl.sum(x, axis=1) / length if CENTRED else tl.zeros([ROWS], tl.float32)
+    deviation = tl.where(mask, x - mean[:, None], 0.0) if CENTRED else x
+    lost = tl.sum(deviation, axis=1) / length if CENTRED else mean
+    rstd = _rstd(tl.sum(deviation * deviation, axis=1) / length - lost * lost, eps)
+    shift = -lost * rstd
+    _store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
+    y = deviation * rstd[:, None] + shift[:, None] if CENTRED else deviation * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + dense, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_online_kernel(
+    out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
+    in_stride, residual_stride, count, length, eps,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    input_ptr += row * in_stride
+    out_ptr += row * length
+    if RESIDUAL:
+        residual_ptr += row * residual_stride
+        sum_ptr += row * length
+    # Deviations from the mean of the first block: close to those from the mean of all, and known in advance.
+    mean = 0.0
+    if CENTRED:
+        first = tl.load(input_ptr + lane, mask=lane < length, other=0.0).to(tl.float32)
+        mean = tl.sum(first, axis=0) / tl.minimum(length, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        i = start + lane
+        x = tl.load(input_ptr + i, mask=i < length, other=0.0, eviction_policy="evict_last")
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + i, mask=i < length, other=0.0)
+            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+            tl.store(sum_ptr + i, x, mask=i < length)
+        deviation = tl.where(i < length, x.to(tl.float32) - mean, 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    lost = tl.sum(sums, axis=0) / length if CENTRED else 0.0
+    rstd = _rstd(tl.sum(squares, axis=0) / length - lost * lost, eps)
+    shift = -lost * rstd
+    _store_stats(stats_ptr, row, count, True, mean, rstd, shift, CENTRED)
+    x_ptr = input_ptr
+    if RESIDUAL:
+        tl.debug_barrier()  # the sum is read by threads that may not have written it
+        x_ptr = sum_ptr
+    for start in range(0, length, BLOCK):
+        i = start + lane
+        x = tl.load(x_ptr + i, mask=i < length, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = _normalized(x, mean, rstd, shift, CENTRED)
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + i, mask=i < length, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + i, mask=i < length, other=0.0).to(tl.float32)
+        tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < length)
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+# d x = rstd · (w·dy − mean(w·dy) − x̂ · mean(w·dy·x̂)), the first of the means only of what was centred.
+
+
+@triton.jit
+def _norm_backward_kernel(
+    grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
+    grad_stride, grad_sum_stride, in_stride, count, length,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < length
+    programs = tl.num_programs(0)
+    weight = tl.zeros([1, BLOCK], tl.float32) + 1.0
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    grad_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, count, programs * ROWS, num_stages=STAGES):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        live = row < count
+        mask = live[:, None] & inside[None, :]
+        x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean, rstd, shift = _load_stats(stats_ptr, row, count, live, CENTRED)
+        x_hat = _normalized(x, mean[:, None], rstd[:, None], shift[:, None], CENTRED)
+        if NEEDS_WEIGHTS:
+            grad_weight += grad * x_hat
+            if CENTRED:
+                grad_bias += grad
+        if NEEDS_INPUT:
+            weighted = grad * weight
+            dot = tl.sum(weighted * x_hat, axis=1) / length
+            value = weighted - x_hat * dot[:, None]
+            if CENTRED:
+                value -= (tl.sum(weighted, axis=1) / length)[:, None]
+            value *= rstd[:, None]
+            if RESIDUAL:
+                at = row[:, None] * grad_sum_stride + column[None, :]
+                value += tl.load(grad_sum_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dense = row[:, None] * length + column[None, :]
+            tl.store(grad_input_ptr + dense, value.to(grad_input_ptr.dtype.element_ty), mask=mask)
+    if NEEDS_WEIGHTS:
+        partials_ptr += tl.program_id(0).to(tl.int64) * length
+        tl.store(partials_ptr + column, tl.sum(grad_weight, axis=0), mask=inside)
+        if CENTRED:
+            partials_ptr += programs.to(tl.int64) * length
+            tl.store(partials_ptr + column, tl.sum(grad_bias, axis=0), mask=inside)
+
+
+@triton.jit
+def _norm_backward_rows_kernel(
+    means_ptr, grad_ptr, input_ptr, stats_ptr, weight_ptr, grad_stride, in_stride, count, length,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The means of one row that its gradient needs, for rows of any length."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    mean, rstd, shift = _load_stats(stats_ptr, row, count, True, CENTRED)
+    plain = tl.zeros([BLOCK], tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        i = start + lane
+        x = tl.load(input_ptr + row * in_stride + i, mask=i < length, other=0.0).to(tl.float32)
+        weighted = tl.load(grad_ptr + row * grad_stride + i, mask=i < length, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            weighted *= tl.load(weight_ptr + i, mask=i < length, other=0.0).to(tl.float32)
+        plain += weighted
+        dot += weighted * _normalized(x, mean, rstd, shift, CENTRED)
+    tl.store(means_ptr + 2 * row, tl.sum(plain, axis=0) / length)
+    tl.store(means_ptr + 2 * row + 1, tl.sum(dot, axis=0) / length)
+
+
+@triton.jit
+def _norm_backward_columns_kernel(
+    grad_input_ptr, partials_ptr, means_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
+    grad_stride, grad_sum_stride, in_stride, count, length,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of columns, over one group of rows."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < length
+    groups = tl.num_programs(1)
+    weight = tl.zeros([BLOCK], tl.float32) + 1.0
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros([BLOCK], tl.float32)
+    grad_bias = tl.zeros([BLOCK], tl.float32)
+    for row_of_32_bits in tl.range(tl.program_id(1), count, groups, num_stages=STAGES):
+        row = tl.cast(row_of_32_bits, tl.int64)
+        x = tl.load(input_ptr + row * in_stride + column, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        mean, rstd, shift = _load_stats(stats_ptr, row, count, True, CENTRED)
+        x_hat = _normalized(x, mean, rstd, shift, CENTRED)
+        if NEEDS_WEIGHTS:
+            grad_weight += grad * x_hat
+            if CENTRED:
+                grad_bias += grad
+        if NEEDS_INPUT:
+            value = grad * weight - x_hat * tl.load(means_ptr + 2 * row + 1)
+            if CENTRED:
+                value -= tl.load(means_ptr + 2 * row)
+            value *= rstd
+            if RESIDUAL:
+                more = tl.load(grad_sum_ptr + row * grad_sum_stride + column, mask=inside, other=0.0)
+                value += more.to(tl.float32)
+            tl.store(grad_input_ptr + row * length + column, value.to(grad_input_ptr.dtype.element_ty), mask=inside)
+    if NEEDS_WEIGHTS:
+        partials_ptr += tl.program_id(1).to(tl.int64) * length
+        tl.store(partials_ptr + column, grad_weight, mask=inside)
+        if CENTRED:
+            partials_ptr += groups.to(tl.int64) * length
+            tl.store(partials_ptr + column, grad_bias, mask=inside)
+
+
+@triton.jit
+def _norm_sum_kernel(
+    grad_weight_ptr, grad_bias_ptr, partials_ptr, groups, length,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of weight (programs of the first kind) and bias (of the second) from the sums over groups of rows."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < length
+    which = tl.program_id(1)
+    partials_ptr += which.to(tl.int64) * groups * length
+    total = tl.zeros([GROUPS, COLUMNS], tl.float32)
+    for start in range(0, groups, GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        at = group.to(tl.int64)[:, None] * length + column[None, :]
+        total += tl.load(partials_ptr + at, mask=(group < groups)[:, None] & inside[None, :], other=0.0)
+    value = tl.sum(total, axis=0)
+    if which == 0:
+        if HAS_WEIGHT:
+            tl.store(grad_weight_ptr + column, value.to(grad_weight_ptr.dtype.element_ty), mask=inside)
+    else:
+        if HAS_BIAS:
+            tl.store(grad_bias_ptr + column, value.to(grad_bias_ptr.dtype.element_ty), mask=inside)
+
+
+# ---- configurations ------------------------------------------------------------------------------------------------
+
+WARPS = (1, 2, 4, 8, 16, 32)
+MAX_ROWS = 64
+
+
+def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], most_warps: int) -> list[tuple[int, int]]:
+    """(rows, warps) of a program: enough rows for some of `totals` elements, some of `per_thread` each, best first."""
+    shapes = []
+    for total in totals:
+        rows = min(MAX_ROWS, max(1, total // block))
+        for each in per_thread:
+            warps = max(1, min(most_warps, rows * block // (32 * each)))
+            shapes.append((rows, warps))
+    return list(dict.fromkeys(shapes))
+
+
+def _forward_shapes(block: int) -> list[tuple[int, int]]:
+    return _shapes(block, (16, 32, 8), (2048, 4096, 1024), 32 if block > 16384 else 16)
+
+
+def _backward_shapes(block: int) -> list[tuple[int, int]]:
+    return _shapes(block, (8, 16), (2048, 4096), 16)
+
+
+def _configs(stages: tuple[int, ...]) -> list[triton.Config]:
+    """Every choice that may suit some row; the interpreter, to which all are the same, gets one."""
+    rows = [2**i for i in range(MAX_ROWS.bit_length())]
+    constants = [{"STAGES": s} if s else {} for s in stages]
+    every = [
+        triton.Config({"ROWS": r, **more}, num_warps=w, num_stages=1) for more in constants for r in rows for w in WARPS
+    ]
+    return every[2:3] if interpreted() else every
+
+
+def _chosen(configs: list[triton.Config], shapes: list[tuple[int, int]]) -> list[triton.Config]:
+    if len(configs) == 1:
+        return configs
+    of = {}
+    for c in configs:
+        of.setdefault((c.kwargs["ROWS"], c.num_warps), []).append(c)
+    return to_time([c for shape in shapes for c in of[shape]])
+
+
+def _suitable_forward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, _forward_shapes(constants["BLOCK"]))
+
+
+def _suitable_backward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, _backward_shapes(constants["BLOCK"]))
+
+
+def _blocks(*choices: tuple[int, int], **more: int) -> list[triton.Config]:
+    every = [triton.Config({"BLOCK": block, **more}, num_warps=warps, num_stages=1) for block, warps in choices]
+    return every[:1] if interpreted() else every
+
+
+KEY = ("length", "CENTRED", "RESIDUAL")
+_fused = Tuned(_norm_kernel, _configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL"), _suitable_forward)
+_online = Tuned(_norm_online_kernel, _blocks((8192, 16), (16384, 32), (8192, 32), (4096, 8)), KEY)
+_fused_backward = Tuned(
+    _norm_backward_kernel, _configs((2, 1)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), _suitable_backward
+)
+_backward_rows = Tuned(_norm_backward_rows_kernel, _blocks((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
+_backward_columns = Tuned(
+    _norm_backward_columns_kernel,
+    [c for stages in (3, 1) for c in _blocks((2048, 4), (1024, 4), (4096, 8), STAGES=stages)][
+        : 1 if interpreted() else 6
+    ],
+    (*KEY, "NEEDS_WEIGHTS"),
+)
+
+#: Launches by all that decides them.
+_launches: Launches = Launches()
+
+
+def _launch(key: tuple, make: Callable[[], Launch | None], tensors: tuple[torch.Tensor, ...]) -> None:
+    """Run the launch that goes by `key`; the first time `make` runs it, and gives it for the next time."""
+    if torch.compiler.is_compiling():
+        make()
+        return
+    known = _launches.get(key)
+    if known is None:
+        _launches.remember(key, make())
+    else:
+        known(*tensors)
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """Which normalisation."""
+
+    centred: bool
+    residual: bool
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return PROGRAMS_INTERPRETED
+
+
+def as_matrix(x: torch.Tensor, dims: int = 1) -> torch.Tensor:
+    """(count, length) with dense rows: a view where the strides allow one, else a copy."""
+    x = as_rows(x, dims)
+    if x.dim() != 2:
+        x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Weight or bias as one dense row."""
+    if x is None or (x.dim() == 1 and x.is_contiguous()):
+        return x
+    return x.reshape(-1).contiguous()
+
+
+def forward(
+    kind: Kind,
+    fused: bool,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and sum (the output again where there is no residual), (count, length) both, and what is kept of rows."""
+    count, length = x.shape
+    output = x.new_empty((count, length))
+    total = x.new_empty((count, length)) if kind.residual else output
+    stats = x.new_empty((3 if kind.centred else 1, count), dtype=torch.float32)
+    if output.numel() == 0:
+        return output, total, stats
+    # What is absent is stood for by what is there: its pointer is not looked at.
+    r = x if residual is None else residual
+    tensors = (output, total, stats, x, r, output if weight is None else weight, output if bias is None else bias)
+    strides = (x.stride(0), r.stride(0))
+    absent = (weight is None, bias is None)
+    key = ("forward", kind, fused, count, length, strides, absent, x.dtype, x.device, eps)
+
+    def make() -> Launch | None:
+        arguments = (*strides, count, length, eps)
+        constants = {
+            "CENTRED": kind.centred, "RESIDUAL": kind.residual,
+            "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+        }  # fmt: skip
+        if not fused:
+            return _online(lambda meta: (count,), tensors, arguments, constants)
+        constants["BLOCK"] = triton.next_power_of_2(length)
+        return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)
+
+    _launch(key, make, tensors)
+    return output, total, stats
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+def backward(
+    kind: Kind,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    needs: Needs,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the rows (count, length), of weight and of bias (length,); None where not wanted."""
+    count, length = x.shape
+    grad_input = x.new_empty((count, length)) if needs.input else None
+    grad_weight = x.new_empty((length,)) if needs.weight else None
+    grad_bias = x.new_empty((length,)) if needs.bias else None
+    weights = needs.weight or needs.bias
+    if x.numel() == 0:
+        for of_parameter in (grad_weight, grad_bias):
+            if of_parameter is not None:
+                of_parameter.zero_()
+        return grad_input, grad_weight, grad_bias
+    fused = length <= MAX_FUSED_BACKWARD
+    block = triton.next_power_of_2(length)
+    sms = _multiprocessors(x.device)
+    # Groups of rows, each with its own sums: as many programs, or programs a block of columns, as the GPU is busy with.
+    groups = min(count, sms * min(8, max(1, 8192 // block)) if fused else max(1, 8 * sms // triton.cdiv(length, 2048)))
+    partials = x.new_empty((2 if kind.centred else 1, groups, length), dtype=torch.float32) if weights else stats
+    given = x if grad_input is None else grad_input
+    s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
+    strides = (grad.stride(0), s.stride(0), x.stride(0))
+    key = ("backward", kind, count, length, strides, weight is None, needs, x.dtype, x.device)
+    constants = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": weight is not None}
+    wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights}
+    if fused:
+        tensors = (given, partials, grad, s, x, stats, w)
+        _launch(
+            key,
+            lambda: _fused_backward(
+                lambda meta: (groups,), tensors, (*strides, count, length), {**constants, **wanted, "BLOCK": block}
+            ),
+            tensors,
+        )
+    else:
+        means = x.new_empty((count, 2), dtype=torch.float32)
+        if needs.input:
+            of_rows = (means, grad, x, stats, w)
+            of_row = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
+            arguments = (strides[0], strides[2], count, length)
+            _launch(
+                (*key, "rows"),
+                lambda: _backward_rows(lambda meta: (count,), of_rows, arguments, of_row),
+                of_rows,
+            )
+        tensors = (given, partials, means, grad, s, x, stats, w)
+
+        def grid(meta: dict[str, Any]) -> tuple[int, int]:
+            return triton.cdiv(length, meta["BLOCK"]), groups
+
+        _launch(
+            key,
+            lambda: _backward_columns(grid, tensors, (*strides, count, length), {**constants, **wanted}),
+            tensors,
+        )
+    if weights:
+        _sum(x, partials, grad_weight, grad_bias)
+    return grad_input, grad_weight, grad_bias
+
+
+def _sum(
+    x: torch.Tensor, partials: torch.Tensor, grad_weight: torch.Tensor | None, grad_bias: torch.Tensor | None
+) -> None:
+    _, groups, length = partials.shape
+    tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
+    columns = 32
+    grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
+    arguments = (groups, length, grad_weight is not None, grad_bias is not None, 64, columns)
+    key = ("sum", arguments, x.dtype, x.device)
+
+    def make() -> Launch | None:
+        _norm_sum_kernel[grid](*tensors, *arguments, num_warps=8)
+        compiling = torch.compiler.is_compiling()
+        return None if compiling else Launch(_norm_sum_kernel, grid, arguments, {"num_warps": 8})
+
+    _launch(key, make, tensors)
+
+
+def too_long(length: int, fused: bool) -> str | None:
+    if fused and length > MAX_FUSED:
+        return f"rows of {length} elements are too long for registers; at most {MAX_FUSED}"
+    return None
+
+
+def ahead_of_time(kind: Kind) -> list[Entry]:
+    """Specialisations that stand for a normalisation's calls: short and long rows, both passes."""
+    flags = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True}
+    forward_flags = {**flags, "HAS_BIAS": kind.centred}
+    backward_flags = {**flags, "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True}
+    rows_flags = {"CENTRED": kind.centred, "HAS_WEIGHT": True}
+    made = []
+    for block in (256, 4096, 16384):
+        rows, warps = _forward_shapes(block)[0]
+        config = triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1)
+        made.append(entry(_norm_kernel, "bf16", {**forward_flags, "BLOCK": block}, config))
+    for block in (256, 4096, MAX_FUSED_BACKWARD):
+        rows, warps = _backward_shapes(block)[0]
+        config = triton.Config({"ROWS": rows, "STAGES": 2}, num_warps=warps, num_stages=1)
+        made.append(entry(_norm_backward_kernel, "bf16", {**backward_flags, "BLOCK": block}, config))
+    for kernel, constants, block, warps in (
+        (_norm_online_kernel, forward_flags, {"BLOCK": 8192}, 16),
+        (_norm_backward_rows_kernel, rows_flags, {"BLOCK": 4096}, 8),
+        (_norm_backward_columns_kernel, backward_flags, {"BLOCK": 2048, "STAGES": 3}, 4),
+        (_norm_sum_kernel, {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred}, {"GROUPS": 64, "COLUMNS": 32}, 8),
+    ):
+        made.append(entry(kernel, "bf16", constants, triton.Config(block, num_warps=warps, num_stages=1)))
+    of_float32 = dict.fromkeys(("stats_ptr", "partials_ptr", "means_ptr"), "*fp32") | {"eps": "fp32"}
+    return [e._replace(signature={n: of_float32.get(n, type) for n, type in e.signature.items()}) for e in made]

@@ -1,0 +1,40 @@
+"""RMSNorm in Triton: the kernels of :mod:`triton_impl.norms`, without a mean."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernel_ladder.norms import eps_or_default
+from triton_impl import norms, register, unsupported
+from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
+
+KIND = Kind(centred=False, residual=False)
+
+
+def _variant(name: str, fused: bool) -> None:
+    def forward(
+        input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
+    ) -> tuple[torch.Tensor, tuple]:
+        x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
+        output, _, stats = norms.forward(KIND, fused, x, None, w, None, eps_or_default(eps, input.dtype))
+        return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        x, w, stats, shape, row = saved
+        of_input, of_weight, _ = norms.backward(
+            KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs, bias=False)
+        )
+        return None if of_input is None else of_input.view(shape), None if of_weight is None else of_weight.view(row)
+
+    def refused(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
+        return unsupported(input) or norms.too_long(math.prod(normalized_shape), fused)
+
+    register("rms_norm", name, forward=forward, backward=backward, unsupported=refused)
+
+
+_variant("triton.online", fused=False)
+_variant("triton.fused", fused=True)
+
+AOT = norms.ahead_of_time(KIND)
