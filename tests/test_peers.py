@@ -17,6 +17,7 @@ from bench import __main__ as command_line
 from bench import gate, order, peers, pictures, readme, rows
 from bench import table as bench_table
 from bench.__main__ import main
+from bench.roofs import operations
 from bench.rows import Row
 from kernel_ladder import autograd, table
 from kernel_ladder.agreement import evaluate
@@ -156,7 +157,7 @@ def test_failures_of_peers_cost_ours_nothing(swept):
 
 def test_tables_and_pictures_show_peers(swept, fakes):
     path = swept[0]
-    found = rows.latest(rows.read(path))
+    found = operations(rows.latest(rows.read(path)))
     console = Console(record=True, width=300)
     bench_table.show(found, console)
     text = console.export_text()
