@@ -212,7 +212,7 @@ def test_the_listing(monkeypatch, fakes, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--peers", "ligre"], "unknown peer 'ligre'; did you mean 'liger'? Known are liger, quack"),
+        (["--peers", "ligre"], "unknown peer 'ligre'; did you mean 'liger'? Known are liger, quack, quack-gemm"),
         (["--op", "gelu", "--peers", "flash-attn-4"], "peer 'flash-attn-4' covers attention, not gelu"),
         (["--op", "gelu", "--peers", "max-autotune,cudnn"], "peer 'cudnn' covers attention, not gelu"),
         (["--peers", ""], "--peers: no name in ''"),
@@ -296,7 +296,7 @@ REAL = [
     ("liger", ROWS),
     ("quack", ROWS),
     ("quack", Case("long-rows", ((9, 40_000),), {"dim": -1})),
-    ("quack", Case("product", ((264, 512), (512, 392)))),
+    ("quack-gemm", Case("product", ((264, 512), (512, 392)))),
     ("flash-attn-4", _attention("full", (2, 3, 200, 64), (2, 3, 200, 64), False)),
     ("flash-attn-4", _attention("causal", (2, 3, 257, 128), (2, 3, 257, 128), True)),
     ("flash-attn-4", _attention("grouped-causal", (1, 8, 384, 128), (1, 2, 384, 128), True)),
