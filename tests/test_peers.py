@@ -255,10 +255,10 @@ def test_reasons_of_row_kernels():
 
 
 def test_reasons_of_products():
-    assert _reason(peers.QUACK, "matmul", (8, 16), (16, 24)) is None
-    assert "multiples of 8" in _reason(peers.QUACK, "matmul", (7, 16), (16, 24))
-    assert "multiples of 8" in _reason(peers.QUACK, "matmul", (8, 16), (16, 23))
-    assert "3 and 2 dimensions" in _reason(peers.QUACK, "matmul", (2, 8, 16), (16, 24))
+    assert _reason(peers.QUACK_GEMM, "matmul", (8, 16), (16, 24)) is None
+    assert "multiples of 8" in _reason(peers.QUACK_GEMM, "matmul", (7, 16), (16, 24))
+    assert "multiples of 8" in _reason(peers.QUACK_GEMM, "matmul", (8, 16), (16, 23))
+    assert "3 and 2 dimensions" in _reason(peers.QUACK_GEMM, "matmul", (2, 8, 16), (16, 24))
 
 
 @pytest.mark.parametrize(("capability", "largest"), [((9, 0), 256), ((10, 0), 128)], ids=["hopper", "blackwell"])
