@@ -658,8 +658,8 @@ inline void check_parameter(const std::optional<Tensor>& parameter, const Tensor
                             const char* name) {
     if (!parameter.has_value()) return;
     check_like(*parameter, input, op, name);
-    STD_TORCH_CHECK(parameter->dim() == 1 && parameter->size(0) == input.size(-1) && parameter->is_contiguous(), op,
-                    ": argument `", name, "` must be dense and as long as a row");
+    KL_CHECK(parameter->dim() == 1 && parameter->size(0) == input.size(-1) && parameter->is_contiguous(), op,
+             ": argument `", name, "` must be dense and as long as a row");
 }
 
 // The row of the parameters that are there.
@@ -677,7 +677,7 @@ inline int multiprocessors(const Launch& launch) {
 
 inline RowLaunch norm_launch(int64_t chunks, NormStep step) {
     const RowLaunch shape = row_launch(chunks, step == NormStep::cluster);
-    STD_TORCH_CHECK(shape.vectors == ROW_VECTORS, "a row of ", chunks, " vectors of 16 bytes is longer than fits");
+    KL_CHECK(shape.vectors == ROW_VECTORS, "a row of ", chunks, " vectors of 16 bytes is longer than fits");
     return shape;
 }
 
@@ -700,7 +700,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
                                                 double eps, NormStep step) {
     constexpr bool CENTRED = Op::CENTRED;
     check_cuda(input, Op::NAME, "input");
-    STD_TORCH_CHECK(input.dim() > 0, Op::NAME, ": argument `input` must have at least one dimension");
+    KL_CHECK(input.dim() > 0, Op::NAME, ": argument `input` must have at least one dimension");
     if (residual.has_value()) check_like(*residual, input, Op::NAME, "residual");
     if (residual.has_value()) check_same_shape(*residual, input, Op::NAME, "residual");
     check_parameter(weight, input, Op::NAME, "weight");
@@ -822,9 +822,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
     check_parameter(weight, input, NAME, "weight");
     const Launch launch(input);
     const RowLayout layout(input, -1, NAME);
-    STD_TORCH_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous() &&
-                        stats.numel() == layout.count * STATS<Op::CENTRED>,
-                    NAME, ": argument `stats` must be what the forward pass gave");
+    KL_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous() &&
+                 stats.numel() == layout.count * STATS<Op::CENTRED>,
+             NAME, ": argument `stats` must be what the forward pass gave");
     const ScalarType dtype = input.scalar_type();
     Tensor grad_input = needs.input ? layout.dense.allocate(input) : empty(input, dtype, {0});
     Tensor grad_weight = empty(input, dtype, {needs.weight ? layout.length : 0});
@@ -885,23 +885,26 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     };
     dispatch(dtype, "kernels", [&](auto zero) {
         using T = decltype(zero);
-        constexpr int COLUMNS = WARP * COLUMN_LANES, LANES = WARP * GROUP_LANES,
-                      BYTES = BACKWARD_OPERANDS * ROW_VECTORS * ROW_THREADS * 16;
+        constexpr int COLUMNS = WARP * COLUMN_LANES, LANES = WARP * GROUP_LANES;
         add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
-        add(forward + "registers", kernel_facts<Op::template registers<T, true, false>()>("", MIN_BLOCK));
-        add(forward + "cluster", kernel_facts<Op::template registers<T, true, true>()>("", ROW_THREADS));
+        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1, ROW_VECTORS}, large{ROW_THREADS, 1, 1, ROW_VECTORS};
+        constexpr int PARAMETERS = Op::CENTRED ? 2 : 1;
+        add(forward + "registers",
+            kernel_facts<Op::template registers<T, true, false>()>("", MIN_BLOCK, slot_bytes(small, PARAMETERS)));
+        add(forward + "cluster",
+            kernel_facts<Op::template registers<T, true, true>()>("", ROW_THREADS, slot_bytes(large, PARAMETERS)));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "naive (weights)",
             kernel_facts<Op::template backward_naive_weights<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "block", kernel_facts<Op::template backward_block<T>()>("", NORM_THREADS));
         add(backward + "block (weights)", kernel_facts<Op::template backward_block_weights<T>()>("", COLUMNS));
         add(backward + "block (sum)", kernel_facts<Op::template backward_block_sum<T>()>("", LANES));
-        add(backward + "registers",
-            kernel_facts<Op::template backward_registers<T, true, true, false>()>("", ROW_THREADS, BYTES));
+        add(backward + "registers", kernel_facts<Op::template backward_registers<T, true, true, false>()>(
+                                        "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
         add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", LANES));
-        add(backward + "cluster",
-            kernel_facts<Op::template backward_registers<T, true, true, true>()>("", ROW_THREADS, BYTES));
+        add(backward + "cluster", kernel_facts<Op::template backward_registers<T, true, true, true>()>(
+                                      "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
     });
 }
 

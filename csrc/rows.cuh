@@ -214,7 +214,7 @@ struct RowLayout {
 
     RowLayout(const Tensor& like, int64_t dim_in, const char* op) : dense(like), dim(dim_in) {
         const int64_t dims = std::max<int64_t>(like.dim(), 1);
-        STD_TORCH_CHECK(-dims <= dim && dim < dims, op, ": argument `dim` is out of range");
+        KL_CHECK(-dims <= dim && dim < dims, op, ": argument `dim` is out of range");
         if (dim < 0) dim += dims;
         if (like.dim() > 0) length = like.size(dim);
         for (const int64_t d : dense.order) {
@@ -264,7 +264,7 @@ inline RowLaunch row_launch(int64_t chunks, bool clusters) {
     while (threads < ROW_THREADS && threads * ROW_VECTORS < chunks) threads *= 2;
     if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1, ROW_VECTORS};
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
-    STD_TORCH_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
+    KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
     const int vectors = chunks <= MAX_CLUSTER * MAX_BLOCK_CHUNKS ? ROW_VECTORS : LONG_ROW_VECTORS;
     unsigned cluster = 1;
     while (int64_t{cluster} * threads * vectors < chunks) cluster *= 2;
@@ -327,7 +327,7 @@ struct Resident {
             ClusterConfig config(kernel, shape, shape.cluster, shared_bytes, launch);
             KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config.config));
         }
-        STD_TORCH_CHECK(found > 0, "a cluster of ", shape.cluster, " blocks does not fit on this GPU");
+        KL_CHECK(found > 0, "a cluster of ", shape.cluster, " blocks does not fit on this GPU");
         if (slot != nullptr) slot->store(found, std::memory_order_relaxed);
         return found;
     }

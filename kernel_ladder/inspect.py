@@ -20,7 +20,7 @@ from kernel_ladder import autograd, table
 from kernel_ladder.architecture import Architecture, occupancy
 from kernel_ladder.errors import InspectError
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs, each
+from kernel_ladder.spec import Case, Inputs, Output, as_tuple, each
 
 PASSES = ("forward", "backward")
 #: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.
@@ -202,7 +202,7 @@ def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
         inputs = make_inputs(case, request.dtype, device)
         reason = variant.unsupported(*inputs, **case.options)
         if reason is None:
-            return case, tuple(x.requires_grad_(request.pass_ == "backward") for x in inputs)
+            return case, each(lambda x: x.requires_grad_(request.pass_ == "backward"), inputs)
         reasons.append(reason)
     raise InspectError(f"{variant.op}: {variant.name} does not support this call: {reasons[0]}")
 
@@ -223,11 +223,12 @@ def _elements(case: Case) -> list[int]:
 def one_pass(request: Request, inputs: Inputs, case: Case) -> Callable[[], object]:
     """The pass that was asked for, ready to be run once: before a backward pass, the forward has run already."""
 
-    def forward() -> torch.Tensor:
+    def forward() -> Output:
         return autograd.run(request.variant, inputs, case.options)
 
     if request.pass_ == "forward":
         return forward
-    output = forward()
-    grad = torch.ones_like(output)
-    return lambda: torch.autograd.grad(output, inputs, grad)
+    outputs = as_tuple(forward())
+    grads = each(torch.ones_like, outputs)
+    wanted = [x for x in inputs if x is not None]
+    return lambda: torch.autograd.grad(outputs, wanted, grads)

@@ -38,7 +38,7 @@ from kernel_ladder.inspect import (
     this_gpu,
 )
 from kernel_ladder.samples import empty_inputs
-from kernel_ladder.spec import Case
+from kernel_ladder.spec import Case, each
 from triton_impl import interpreted, tuning
 from triton_impl.aot import Call, traced
 
@@ -77,7 +77,8 @@ def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Ins
         if request.pass_ == "backward":
             assert variant.backward is not None, "every Triton variant has a backward of its own"
             calls.clear()
-            variant.backward(saved, torch.empty_like(output), (True,) * len(inputs))
+            grad = each(torch.empty_like, output) if isinstance(output, tuple) else torch.empty_like(output)
+            variant.backward(saved, grad, tuple(x is not None for x in inputs))
     with tempfile.TemporaryDirectory() as folder:
         made = [(call, _kernel(call, arch, Path(folder, f"{i}.cubin"))) for i, call in enumerate(calls)]
         found.kernels = keep_named(request, [kernel for _, kernel in made])
@@ -186,7 +187,7 @@ def _supported(request: Request) -> Case:
     for case in [request.case] if request.case is not None else default_cases(spec, gpu):
         with FakeTensorMode():
             shaped = empty_inputs(case, request.dtype, "meta")
-            inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu) for x in shaped]
+            inputs = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu), shaped)
             reason = variant.unsupported(*inputs, **case.options)
         if reason is None:
             return case
@@ -197,7 +198,10 @@ def _supported(request: Request) -> Case:
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     """What :func:`_in_a_process` asks of its process."""
     asked_case = asked["case"]
-    case = Case(**{**asked_case, "shapes": tuple(tuple(shape) for shape in asked_case["shapes"])})
+    shapes = each(tuple, asked_case["shapes"])
+    # JSON knows no tuples, and options are keys.
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in asked_case["options"].items()}
+    case = Case(**{**asked_case, "shapes": shapes, "options": options})
     (variant,) = table.named(asked["op"], asked["variant"])
     request = Request(
         variant,
