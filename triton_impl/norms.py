@@ -530,9 +530,10 @@ def _sum(
 ) -> None:
     _, groups, length = partials.shape
     tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
-    columns = 32
+    together = min(64, triton.next_power_of_2(groups))
+    columns = 2048 // together
     grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
-    arguments = (groups, length, grad_weight is not None, grad_bias is not None, 64, columns)
+    arguments = (groups, length, grad_weight is not None, grad_bias is not None, together, columns)
     key = ("sum", arguments, x.dtype, x.device)
 
     def make() -> Launch | None:
