@@ -54,6 +54,7 @@ KNOWN_ON_CPU = {
         "torch.builtin",
         ("one", "column", "offset", "offset-long"),
     ): "PyTorch's CPU kernel has x * rstd - mean * rstd in the gradients, which cancels for a large mean",
+    ("layer_norm", "torch.builtin", ("many-rows",)): "PyTorch's CPU kernel adds up weight gradients in 16 bits",
     ("layer_norm", "compile.default", ("offset-long",)): "Inductor's running mean of a long row rounds at every step",
 }
 
