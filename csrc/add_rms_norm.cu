@@ -9,9 +9,10 @@
 //              over all its rows, and the next row is under way
 //   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
 //
-// Any strides of rows. The steps themselves are in norm.cuh, which the normalisations share.
+// Any strides of rows. The steps themselves are in norm.cuh and norm_registers.cuh, which the normalisations
+// share.
 
-#include "norm.cuh"
+#include "norm_launch.cuh"
 
 namespace kl {
 namespace {

@@ -73,7 +73,7 @@ Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int6
 Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
 void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// The climb that the normalisations share: norm.cuh.
+// The climb that the normalisations share: norm.cuh, norm_registers.cuh.
 enum class NormStep { naive, block, registers, cluster };
 
 // layer_norm.cu: over the last dimension. Forward gives output and what the backward pass needs of the rows.

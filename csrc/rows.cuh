@@ -193,7 +193,7 @@ __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
         if (lane == 0) slots[warp] = value;
         // A barrier of those who share the row: the block's other rows need not wait.
         asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
-        value = slots[lane % warps];
+        value = slots[lane & (warps - 1)];  // a power of two
         for (int l = warps / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
     }
     return value;

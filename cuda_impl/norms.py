@@ -12,7 +12,7 @@ from cuda_impl import unsupported
 #: Vectors of 16 bytes in the longest row that a block, and a cluster of them, holds: csrc/rows.cuh, four a thread.
 MAX_BLOCK_CHUNKS = 512 * 4
 MAX_CLUSTER_CHUNKS = 16 * MAX_BLOCK_CHUNKS
-#: Shared memory of a block in the backward pass, as csrc/norm.cuh sizes it, with its mailboxes.
+#: Shared memory of a block in the backward pass, as csrc/norm_launch.cuh sizes it, with its mailboxes.
 BACKWARD_SHARED_BYTES = 5 * MAX_BLOCK_CHUNKS * 16 + 1024
 
 

@@ -1,0 +1,279 @@
+// How the normalisations are launched: checks, allocation, and the choice of a kernel for a row's length and layout.
+// `Op` names an operation's kernels, step by step.
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <type_traits>
+
+#include "norm_registers.cuh"
+#include "ops.h"
+
+namespace kl {
+
+// Calls f with std::true_type or std::false_type, so that a choice made here is a constant there.
+template <typename F>
+void with_constant(bool value, F&& f) {
+    value ? f(std::true_type{}) : f(std::false_type{});
+}
+
+template <typename T>
+const T* optional_pointer(const std::optional<Tensor>& tensor) {
+    return tensor.has_value() ? pointer<T>(*tensor) : nullptr;
+}
+
+inline void check_parameter(const std::optional<Tensor>& parameter, const Tensor& input, const char* op,
+                            const char* name) {
+    if (!parameter.has_value()) return;
+    check_like(*parameter, input, op, name);
+    KL_CHECK(parameter->dim() == 1 && parameter->size(0) == input.size(-1) && parameter->is_contiguous(), op,
+             ": argument `", name, "` must be dense and as long as a row");
+}
+
+// The row of the parameters that are there.
+inline Rows parameter_rows(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
+    const bool whole = (!weight.has_value() || is_aligned16(weight->data_ptr())) &&
+                       (!bias.has_value() || is_aligned16(bias->data_ptr()));
+    return Rows{Strided{}, 1, whole};
+}
+
+inline int multiprocessors(const Launch& launch) {
+    int count = 0;
+    KL_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, launch.device));
+    return count;
+}
+
+inline RowLaunch norm_launch(int64_t chunks, NormStep step) {
+    const RowLaunch shape = row_launch(chunks, step == NormStep::cluster);
+    KL_CHECK(shape.vectors == ROW_VECTORS, "a row of ", chunks, " vectors of 16 bytes is longer than fits");
+    return shape;
+}
+
+// Blocks for the forward pass. Where there are rows for many waves of blocks, a block goes through several, for the sake
+// of weight and bias; not where that would leave SMs idle at the end.
+inline unsigned forward_grid(const RowLaunch& shape, int64_t count, const Launch& launch) {
+    constexpr int64_t WAVES = 8, MAX_TURNS = 8, THREADS_PER_SM = 1024;
+    const int64_t at_once = multiprocessors(launch) * THREADS_PER_SM / (shape.threads * shape.rows);
+    const int64_t turns = std::clamp<int64_t>(shape.grid(count) / (WAVES * at_once), 1, MAX_TURNS);
+    return grid_size(ceil_div(ceil_div(count, shape.rows), turns) * shape.cluster);
+}
+
+constexpr int NORM_NAIVE_THREADS = 128;
+constexpr int BACKWARD_OPERANDS = 5;  // input and gradient of two rows, and the weight
+
+// Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows.
+template <typename Op>
+std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
+                                                const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                                double eps, NormStep step) {
+    constexpr bool CENTRED = Op::CENTRED;
+    check_cuda(input, Op::NAME, "input");
+    KL_CHECK(input.dim() > 0, Op::NAME, ": argument `input` must have at least one dimension");
+    if (residual.has_value()) check_like(*residual, input, Op::NAME, "residual");
+    if (residual.has_value()) check_same_shape(*residual, input, Op::NAME, "residual");
+    check_parameter(weight, input, Op::NAME, "weight");
+    check_parameter(bias, input, Op::NAME, "bias");
+    const Launch launch(input);
+    const RowLayout layout(input, -1, Op::NAME);
+    Tensor output = layout.dense.allocate(input);
+    Tensor sum = residual.has_value() ? layout.dense.allocate(input) : output;
+    Tensor stats = empty(input, ScalarType::Float, {layout.count, STATS<CENTRED>});
+    if (input.numel() == 0) return {output, sum, stats};
+    dispatch(input.scalar_type(), Op::NAME, [&](auto zero) {
+        using T = decltype(zero);
+        NormForward<T> p{};
+        p.output = pointer<T>(output);
+        p.sum = pointer<T>(sum);
+        p.out = layout.rows(output, Op::NAME);
+        p.stats = pointer<float>(stats);
+        p.input = pointer<T>(input);
+        p.in = layout.rows(input, Op::NAME);
+        p.residual = optional_pointer<T>(residual);
+        p.res = residual.has_value() ? layout.rows(*residual, Op::NAME) : p.in;
+        p.weight = optional_pointer<T>(weight);
+        p.bias = optional_pointer<T>(bias);
+        p.parameter = parameter_rows(weight, bias);
+        p.count = layout.count;
+        p.length = layout.length;
+        p.eps = static_cast<float>(eps);
+        if (step == NormStep::naive) {
+            const auto grid = grid_size(ceil_div(p.count, NORM_NAIVE_THREADS));
+            Op::template naive<T>()<<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(p);
+        } else if (step == NormStep::block) {
+            Op::template block<T>()<<<grid_size(p.count), NORM_THREADS, 0, launch.stream>>>(p);
+        } else {
+            const RowLaunch shape = norm_launch(layout.chunks<T>(), step);
+            const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
+                               p.out.template vectors<T>(p.length) && p.parameter.whole;
+            with_constant(whole, [&](auto w) {
+                with_constant(shape.cluster > 1, [&](auto c) {
+                    constexpr auto kernel = Op::template registers<T, decltype(w)::value, decltype(c)::value>();
+                    static DeviceSet asked;
+                    constexpr int PARAMETERS = CENTRED ? 2 : 1;
+                    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1, ROW_VECTORS}, PARAMETERS), launch.device,
+                                 asked);
+                    launch_rows(kernel, shape, forward_grid(shape, p.count, launch), slot_bytes(shape, PARAMETERS),
+                                launch, p);
+                });
+            });
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return {output, sum, stats};
+}
+
+struct NormNeeds {
+    bool input, weight, bias;
+};
+
+// Stage two, of what stage one left of `groups` groups of rows.
+template <auto* KERNEL, typename T>
+void sum_partials(const NormWeights<T>& w, int64_t length, const Launch& launch) {
+    const dim3 grid(grid_size(ceil_div(length, WARP)), w.grad_bias == nullptr ? 1 : 2);
+    KERNEL<<<grid, dim3(WARP, GROUP_LANES), 0, launch.stream>>>(w, length);
+}
+
+template <typename Op, typename T>
+void norm_backward_block(NormWeights<T> w, const NormBackward<T>& p, bool weights, int64_t chunks, const Tensor& like,
+                         const Launch& launch) {
+    if (p.grad_input != nullptr) {
+        Op::template backward_block<T>()<<<grid_size(p.count), NORM_THREADS, 0, launch.stream>>>(p);
+    }
+    if (!weights) return;
+    const int64_t columns = ceil_div(chunks, WARP), wanted = 4 * multiprocessors(launch) / columns;
+    w.groups = static_cast<int>(std::clamp<int64_t>(wanted, 1, ceil_div(p.count, COLUMN_LANES)));
+    const Tensor partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
+    w.partials = pointer<float>(partials);
+    const dim3 grid(grid_size(columns), static_cast<unsigned>(w.groups));
+    Op::template backward_block_weights<T>()<<<grid, dim3(WARP, COLUMN_LANES), 0, launch.stream>>>(w, p);
+    sum_partials<Op::template backward_block_sum<T>()>(w, p.length, launch);
+}
+
+template <typename Op, typename T>
+void norm_backward_registers(NormWeights<T> w, const NormBackward<T>& p, bool weights, bool whole, RowLaunch shape,
+                             const Tensor& like, const Launch& launch) {
+    shape.rows = ROW_THREADS / shape.threads;  // a block fills an SM, for the sake of few partials
+    with_constant(whole, [&](auto a) {
+        with_constant(shape.cluster > 1, [&](auto b) {
+            with_constant(weights, [&](auto c) {
+                constexpr bool WHOLE = decltype(a)::value, CLUSTER = decltype(b)::value, WEIGHTS = decltype(c)::value;
+                constexpr auto kernel = Op::template backward_registers<T, WEIGHTS, WHOLE, CLUSTER>();
+                static DeviceSet asked;
+                static Resident resident;
+                const int bytes = slot_bytes(shape, BACKWARD_OPERANDS);
+                allow_shared(kernel, bytes, launch.device, asked);
+                const int64_t most = resident.clusters(kernel, shape, bytes, launch);
+                w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
+                std::optional<Tensor> partials;
+                if (WEIGHTS) {
+                    partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
+                    w.partials = pointer<float>(*partials);
+                }
+                launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
+                if (WEIGHTS) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
+            });
+        });
+    });
+}
+
+// Gradients of input, weight and bias; what is not wanted comes back empty.
+template <typename Op>
+std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_sum,
+                                                 const Tensor& input, const std::optional<Tensor>& weight,
+                                                 const Tensor& stats, NormNeeds needs, NormStep step) {
+    constexpr const char* NAME = Op::BACKWARD_NAME;
+    check_cuda(grad, NAME, "grad");
+    check_like(input, grad, NAME, "input");
+    check_same_shape(input, grad, NAME, "input");
+    if (grad_sum.has_value()) check_like(*grad_sum, grad, NAME, "grad_sum");
+    if (grad_sum.has_value()) check_same_shape(*grad_sum, grad, NAME, "grad_sum");
+    check_parameter(weight, input, NAME, "weight");
+    const Launch launch(input);
+    const RowLayout layout(input, -1, NAME);
+    KL_CHECK(stats.scalar_type() == ScalarType::Float && stats.is_contiguous() &&
+                 stats.numel() == layout.count * STATS<Op::CENTRED>,
+             NAME, ": argument `stats` must be what the forward pass gave");
+    const ScalarType dtype = input.scalar_type();
+    Tensor grad_input = needs.input ? layout.dense.allocate(input) : empty(input, dtype, {0});
+    Tensor grad_weight = empty(input, dtype, {needs.weight ? layout.length : 0});
+    Tensor grad_bias = empty(input, dtype, {needs.bias ? layout.length : 0});
+    const bool weights = needs.weight || needs.bias;
+    dispatch(dtype, NAME, [&](auto zero) {
+        using T = decltype(zero);
+        NormWeights<T> w{};
+        if (needs.weight) w.grad_weight = pointer<T>(grad_weight);
+        if (needs.bias) w.grad_bias = pointer<T>(grad_bias);
+        if (input.numel() == 0) {  // no rows: sums of nothing
+            if (weights && layout.length > 0) {
+                sum_partials<Op::template backward_block_sum<T>()>(w, layout.length, launch);
+            }
+            return;
+        }
+        NormBackward<T> p{};
+        if (needs.input) p.grad_input = pointer<T>(grad_input);
+        p.in = layout.rows(input, NAME);
+        p.gi = needs.input ? layout.rows(grad_input, NAME) : p.in;
+        p.grad = pointer<T>(grad);
+        p.g = layout.rows(grad, NAME);
+        p.grad_sum = optional_pointer<T>(grad_sum);
+        p.gs = grad_sum.has_value() ? layout.rows(*grad_sum, NAME) : p.g;
+        p.input = pointer<T>(input);
+        p.stats = pointer<float>(stats);
+        p.weight = optional_pointer<T>(weight);
+        p.parameter = parameter_rows(weight, std::nullopt);
+        p.count = layout.count;
+        p.length = layout.length;
+        if (step == NormStep::naive) {
+            const auto rows = grid_size(ceil_div(p.count, NORM_NAIVE_THREADS));
+            const auto columns = grid_size(ceil_div(p.length, NORM_NAIVE_THREADS));
+            if (needs.input) Op::template backward_naive<T>()<<<rows, NORM_NAIVE_THREADS, 0, launch.stream>>>(p);
+            if (weights) {
+                Op::template backward_naive_weights<T>()<<<columns, NORM_NAIVE_THREADS, 0, launch.stream>>>(w, p);
+            }
+        } else if (step == NormStep::block) {
+            norm_backward_block<Op>(w, p, weights, layout.chunks<T>(), input, launch);
+        } else if (needs.input || weights) {
+            const bool whole = p.in.template vectors<T>(p.length) && p.g.template vectors<T>(p.length) &&
+                               p.gs.template vectors<T>(p.length) && p.gi.template vectors<T>(p.length) &&
+                               p.parameter.whole;
+            norm_backward_registers<Op>(w, p, weights, whole, norm_launch(layout.chunks<T>(), step), input, launch);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return {grad_input, grad_weight, grad_bias};
+}
+
+// What the compiler made of an operation's kernels, with a residual or without, for operands of one dtype.
+template <typename Op>
+void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    const std::string forward = std::string(Op::NAME) + ".", backward = std::string(Op::BACKWARD_NAME) + ".";
+    const auto add = [&](const std::string& name, KernelFacts fact) {
+        fact.name = name;
+        facts.push_back(fact);
+    };
+    dispatch(dtype, "kernels", [&](auto zero) {
+        using T = decltype(zero);
+        constexpr int COLUMNS = WARP * COLUMN_LANES, LANES = WARP * GROUP_LANES;
+        add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
+        add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
+        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1, ROW_VECTORS}, large{ROW_THREADS, 1, 1, ROW_VECTORS};
+        constexpr int PARAMETERS = Op::CENTRED ? 2 : 1;
+        add(forward + "registers",
+            kernel_facts<Op::template registers<T, true, false>()>("", MIN_BLOCK, slot_bytes(small, PARAMETERS)));
+        add(forward + "cluster",
+            kernel_facts<Op::template registers<T, true, true>()>("", ROW_THREADS, slot_bytes(large, PARAMETERS)));
+        add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
+        add(backward + "naive (weights)",
+            kernel_facts<Op::template backward_naive_weights<T>()>("", NORM_NAIVE_THREADS));
+        add(backward + "block", kernel_facts<Op::template backward_block<T>()>("", NORM_THREADS));
+        add(backward + "block (weights)", kernel_facts<Op::template backward_block_weights<T>()>("", COLUMNS));
+        add(backward + "block (sum)", kernel_facts<Op::template backward_block_sum<T>()>("", LANES));
+        add(backward + "registers", kernel_facts<Op::template backward_registers<T, true, true, false>()>(
+                                        "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
+        add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", LANES));
+        add(backward + "cluster", kernel_facts<Op::template backward_registers<T, true, true, true>()>(
+                                      "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
+    });
+}
+
+}  // namespace kl
