@@ -593,7 +593,7 @@ def test_the_table_of_counters(capsys):
 def test_one_kernel_of_the_vectorized_variant(capsys):
     (found,) = profiled(capsys, "gelu", "--backend", "cuda.vectorized", "--shape", "4096x4096", "--dtype", "bf16")
     (kernel,) = found["kernels"]
-    assert "gelu" in kernel["short"]
+    assert "gelu" in kernel["short"], kernel["name"]
     assert math.prod(kernel["grid"]) > 1
     assert math.prod(kernel["block"]) >= 32
     assert kernel["operator"] == "kernel_ladder.gelu.vectorized"
@@ -647,7 +647,7 @@ def test_counters_of_the_gpu(capsys, tmp_path, monkeypatch):
     (found,) = json.loads(captured.out)
     (kernel,) = found["kernels"]
     counted = found["counters"]
-    assert "gelu" in kernel["short"]
+    assert "gelu" in kernel["short"], kernel["name"]
     # Cold caches: all of the input comes from memory, and at most an L2 of the output stays behind.
     least = counted["least_bytes"]
     assert least - timing.l2_bytes(DEVICE) <= counted["dram_bytes"] <= 1.1 * least
