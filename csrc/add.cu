@@ -27,8 +27,8 @@ __global__ void add_naive_kernel(T* output, const T* input, __grid_constant__ co
 
 // ---- vectorized: 16 bytes a load and a store -----------------------------------------------------------------------
 
-// How an operand lies beside the output: element by element, as one dense run of whole vectors that starts over (a row),
-// or in any other way.
+// How an operand lies beside the output: element by element, as a dense row of whole vectors that starts over and over, or
+// in any other way.
 enum class Lies { along, in_turns, anyhow };
 
 // 16 bytes of an operand, from element `first` of the walk on.

@@ -21,6 +21,9 @@ namespace {
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 4;  // in flight a thread
+// Enough to cover the memory's latency. Unless told so, the compiler spends fewer registers, at the price of a thread
+// that waits for each load before it issues the next.
+constexpr int BLOCKS_PER_SM = 4;
 
 // Where each output lies, and each of its summands.
 struct Reduction {
@@ -77,6 +80,32 @@ __device__ void widen(const Vec<T>& vec, Acc (&x)[Vec<T>::size]) {
     }
 }
 
+// Units base, base + step, …, and zeros from `end` on. Every offset is known before the first load, so that no division
+// stands between two.
+template <typename Unit, typename In, typename Offset>
+__device__ void load_units(Unit (&tile)[LOADS], const In* first, int64_t base, int64_t step, int64_t end,
+                           Offset offset_of) {
+    int64_t offset[LOADS];
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) offset[l] = offset_of(base + l * step);
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        tile[l] = Unit{};
+        if (base + l * step < end) tile[l] = *reinterpret_cast<const Unit*>(first + offset[l]);
+    }
+}
+
+template <typename Acc, typename Unit, typename In>
+__device__ Acc sum_of_units(const Unit (&tile)[LOADS], const In*) {
+    Acc of_load[LOADS], x[sizeof(Unit) / sizeof(In)];
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        widen(tile[l], x);
+        of_load[l] = tree_sum(x);
+    }
+    return tree_sum(of_load);
+}
+
 // The sum over the blockDim.x threads of a row, a power of two; the first of them gets it.
 template <typename Acc>
 __device__ Acc sum_over_row(Acc value, Acc (&scratch)[THREADS / WARP]) {
@@ -121,11 +150,12 @@ __global__ void __launch_bounds__(THREADS)
 // ---- two_stage: as the memory lies, long sums in parts -------------------------------------------------------------
 
 // Block (x, y) of the grid adds part y of the summands of its outputs. blockDim is (threads a row, rows), or (threads
-// across columns, threads down a column). The parts of a row's sum lie side by side, those of a column's below each other.
+// across columns, threads down a column). The parts of a row's sum lie side by side, those of a column's one below the
+// other.
 
 // The dense part of a row, wherever it starts and ends: 16-byte loads, but for a few elements at both ends.
 template <typename In, typename Out>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_two_stage_rows_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
     using Acc = Accumulator<In>;
     constexpr int N = Vec<In>::size;
@@ -141,19 +171,8 @@ __global__ void __launch_bounds__(THREADS)
     Acc sum = 0;
     for (int64_t base = threadIdx.x; base < vectors; base += LOADS * blockDim.x) {
         Vec<In> tile[LOADS];
-        Acc of_load[LOADS], x[N];
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const int64_t v = base + l * blockDim.x;
-            tile[l] = Vec<In>{};
-            if (v < vectors) tile[l] = load_vec(body + v * N);  // a predicate, not a branch between the loads
-        }
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            widen(tile[l], x);
-            of_load[l] = tree_sum(x);
-        }
-        sum += tree_sum(of_load);
+        load_units(tile, body, base, blockDim.x, vectors, [](int64_t v) { return v * N; });
+        sum += sum_of_units<Acc>(tile, body);
     }
     for (int64_t i = threadIdx.x; i < head; i += blockDim.x) sum += widened<Acc>(first[i]);
     for (int64_t i = head + vectors * N + threadIdx.x; i < length; i += blockDim.x) sum += widened<Acc>(first[i]);
@@ -165,7 +184,7 @@ __global__ void __launch_bounds__(THREADS)
 // Rows of any strides. Unit is what one load brings: a vector, or where the strides allow none, an element; `r` counts
 // summands in units.
 template <typename In, typename Out, typename Unit>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_two_stage_strided_rows_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
     using Acc = Accumulator<In>;
     __shared__ Acc scratch[THREADS / WARP];
@@ -176,22 +195,9 @@ __global__ void __launch_bounds__(THREADS)
 
     Acc sum = 0;
     for (int64_t base = begin + threadIdx.x; base < end; base += LOADS * blockDim.x) {
-        int64_t offset[LOADS];  // all of them before the first load, so that no division stands between loads
         Unit tile[LOADS];
-        Acc of_load[LOADS], x[sizeof(Unit) / sizeof(In)];
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) offset[l] = r.reduced.offset(base + l * blockDim.x);
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            tile[l] = Unit{};
-            if (base + l * blockDim.x < end) tile[l] = *reinterpret_cast<const Unit*>(first + offset[l]);
-        }
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            widen(tile[l], x);
-            of_load[l] = tree_sum(x);
-        }
-        sum += tree_sum(of_load);
+        load_units(tile, first, base, blockDim.x, end, [&](int64_t i) { return r.reduced.offset(i); });
+        sum += sum_of_units<Acc>(tile, first);
     }
     sum = sum_over_row(sum, scratch);
     if (live && threadIdx.x == 0) output[r.output.offset(row) * gridDim.y + blockIdx.y] = round_to<Out>(sum);
@@ -199,7 +205,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // Columns: a thread adds those of one Unit, and the threads down them meet in shared memory.
 template <typename In, typename Out, typename Unit>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_two_stage_columns_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
     using Acc = Accumulator<In>;
     constexpr int N = sizeof(Unit) / sizeof(In);
@@ -211,22 +217,14 @@ __global__ void __launch_bounds__(THREADS)
 
     Acc sum[N] = {};
     for (int64_t base = begin + threadIdx.y; base < end; base += LOADS * blockDim.y) {
-        int64_t offset[LOADS];
         Unit tile[LOADS];
         Acc x[LOADS][N];
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) offset[l] = r.reduced.offset(base + l * blockDim.y);
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            tile[l] = Unit{};
-            if (base + l * blockDim.y < end) tile[l] = *reinterpret_cast<const Unit*>(first + offset[l]);
-        }
+        load_units(tile, first, base, blockDim.y, end, [&](int64_t i) { return r.reduced.offset(i); });
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) widen(tile[l], x[l]);
 #pragma unroll
         for (int e = 0; e < N; ++e) sum[e] += (x[0][e] + x[1][e]) + (x[2][e] + x[3][e]);
     }
-    static_assert(LOADS == 4);
 
     const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
 #pragma unroll
@@ -339,8 +337,8 @@ Shape shape_of_rows(int64_t count, int64_t length, bool split) {
     return shape_of(ceil_div(count, rows), dim3(threads, rows), threads, length, split);
 }
 
-// `down`: threads a column at most, if there are columns enough. Few for coalesced reads; many where the columns are few
-// and the rows are in the L2 already, for the second stage.
+// `down`: threads a column at most, if there are columns enough. Few, so that reads are wide; many for the second stage,
+// where columns may be few and the L2 holds them.
 Shape shape_of_columns(int64_t units, int64_t length, unsigned down, bool split) {
     unsigned rows = 1;
     while (rows < down && rows * LOADS < length) rows *= 2;
@@ -351,7 +349,7 @@ Shape shape_of_columns(int64_t units, int64_t length, unsigned down, bool split)
 
 constexpr unsigned DOWN = 8, DOWN_PARTS = 32;
 
-// One of the two kernels that make a sum, or the only one: which, how launched, and in how many parts it leaves the sums.
+// One of the two kernels that make a sum, or the only one: which it is, and how it is launched.
 template <typename In, typename Out>
 struct Stage {
     Shape shape;
@@ -382,7 +380,6 @@ struct Stage {
                              : sum_two_stage_strided_rows_kernel<In, Out, In>;
         }
     }
-    int64_t parts() const { return shape.grid.y; }
     void launch(Out* output, const In* input, cudaStream_t stream) const {
         kernel<<<shape.grid, shape.block, 0, stream>>>(output, input, r, shape.part);
     }
