@@ -41,9 +41,13 @@ const std::vector<Schema>& schemas() {
         KL_OP("softmax.naive(Tensor input, int dim) -> Tensor", softmax_naive),
         KL_OP("softmax.online(Tensor input, int dim) -> Tensor", softmax_online),
         KL_OP("softmax.shared(Tensor input, int dim) -> Tensor", softmax_shared),
+        KL_OP("softmax.registers(Tensor input, int dim) -> Tensor", softmax_registers),
+        KL_OP("softmax.cluster(Tensor input, int dim) -> Tensor", softmax_cluster),
         KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
         KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
         KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
+        KL_OP("softmax_backward.registers(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_registers),
+        KL_OP("softmax_backward.cluster(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_cluster),
         KL_OP("matmul.naive(Tensor input, Tensor other) -> Tensor", matmul_naive),
         KL_OP("matmul.coalesced(Tensor input, Tensor other) -> Tensor", matmul_coalesced),
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
@@ -85,7 +89,11 @@ ScalarType dtype_named(const std::string& name) {
     static const std::map<std::string, ScalarType> dtypes = {
         {"float32", ScalarType::Float}, {"float16", ScalarType::Half}, {"bfloat16", ScalarType::BFloat16}};
     const auto found = dtypes.find(name);
-    STD_TORCH_CHECK(found != dtypes.end(), "argument `dtype` must be float32, float16 or bfloat16, got ", name);
+    if (found == dtypes.end()) {
+        const auto message = "argument `dtype` must be float32, float16 or bfloat16, got " + name;
+        pybind11::set_error(PyExc_ValueError, message.c_str());
+        throw pybind11::error_already_set();
+    }
     return found->second;
 }
 
