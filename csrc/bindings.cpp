@@ -69,6 +69,7 @@ const std::vector<Schema>& schemas() {
         KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),
         KL_OP("sum.naive(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_naive),
         KL_OP("sum.block(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_block),
+        KL_OP("sum.coalesced(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_coalesced),
         KL_OP("sum.two_stage(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_two_stage),
     };
     return list;

@@ -108,6 +108,7 @@ void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 // sum.cu: `dim` holds each dimension once, counted from the first
 Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
 Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
 Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
 void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 

@@ -3,11 +3,12 @@
 //   variant    the one idea it adds                                         what limits it now
 //   naive      one thread an output                                         neighbouring threads read rows apart; few
 //                                                                           outputs leave most of the GPU idle
-//   block      one block an output: its threads read side by side, and      2-byte loads; columns are read in pieces of
-//              meet in shuffles                                             2 bytes; still one block for one output
-//   two_stage  threads lie as the memory does, 16 bytes each: along a row,  memory bandwidth
-//              several rows a block where they are short, or across columns;
-//              a long sum is split over blocks, a second kernel adds its parts
+//   block      one block an output: its threads read side by side, and      2-byte loads; columns in pieces of 2 bytes;
+//              meet in shuffles                                             few outputs
+//   coalesced  threads lie as the memory does, 16 bytes each: along a row,  few outputs are few blocks
+//              several rows a block where they are short, or across columns
+//   two_stage  a long sum is split over blocks; a second kernel adds up     memory bandwidth
+//              its parts
 //
 // Any strides and dimensions. No atomics: the order of addition is fixed.
 
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) output[r.output.offset(blockIdx.x)] = round_to<T>(sum);
 }
 
-// ---- two_stage: as the memory lies, long sums in parts -------------------------------------------------------------
+// ---- coalesced, two_stage: as the memory lies, and long sums in parts ----------------------------------------------
 
 // Block (x, y) of the grid adds part y of the summands of its outputs. blockDim is (threads a row, rows), or (threads
 // across columns, threads down a column). The parts of a row's sum lie side by side, those of a column's one below the
@@ -388,12 +389,13 @@ struct Stage {
 Strided walk_of(int64_t size, int64_t stride) { return collapse(&size, &stride, 1, "sum"); }
 
 template <typename T>
-void two_stage(T* output, const T* input, const Layout& layout, const Tensor& like, cudaStream_t stream) {
+void coalesced(T* output, const T* input, const Layout& layout, bool in_parts, const Tensor& like,
+               cudaStream_t stream) {
     using Part = Accumulator<T>;
     const bool columns = layout.columns;
     Reduction first = layout.r;
     first.output = walk_of(first.count, 1);
-    const Stage<T, Part> split(input, first, columns, DOWN, true);
+    const Stage<T, Part> split(input, first, columns, DOWN, in_parts);
     const int64_t parts = split.shape.grid.y;
     if (parts == 1) return Stage<T, T>(input, layout.r, columns, DOWN, false).launch(output, input, stream);
 
@@ -408,7 +410,7 @@ void two_stage(T* output, const T* input, const Layout& layout, const Tensor& li
     Stage<Part, T>(part_sums, second, columns, DOWN_PARTS, false).launch(output, part_sums, stream);
 }
 
-enum class Step { naive, block, two_stage };
+enum class Step { naive, block, coalesced, two_stage };
 
 Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, Step step) {
     check_cuda(input, "sum", "input");
@@ -426,7 +428,7 @@ Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, S
         } else if (step == Step::block) {
             sum_block_kernel<<<grid_size(r.count), THREADS, 0, launch.stream>>>(out, in, r);
         } else {
-            two_stage(out, in, layout, input, launch.stream);
+            coalesced(out, in, layout, step == Step::two_stage, input, launch.stream);
         }
     });
     KL_LAUNCH_CHECK();
@@ -440,6 +442,9 @@ Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keep
 }
 Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
     return sum(input, dim, keepdim, Step::block);
+}
+Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
+    return sum(input, dim, keepdim, Step::coalesced);
 }
 Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
     return sum(input, dim, keepdim, Step::two_stage);

@@ -120,7 +120,7 @@ def sum(
 
     Returns:
         A tensor of the other dimensions and of the same dtype, added up in float32 or wider and rounded once. A sum of
-        nothing is 0. The order of addition depends on shape and strides alone, so results repeat bit for bit.
-        Differentiable once; the gradient is a broadcast view, not a copy.
+        nothing is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton levels add
+        in a fixed order: the same tensor gives the same bits.
     """
     return _call("sum", backend, (input,), {"dim": tuple(dim) if isinstance(dim, list) else dim, "keepdim": keepdim})
