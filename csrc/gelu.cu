@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(THREADS)
 
 template <typename F>
 void dispatch_form(ScalarType dtype, const std::string& approximate, F&& f) {
-    STD_TORCH_CHECK(approximate == "none" || approximate == "tanh",
-                    "gelu: argument `approximate` must be 'none' or 'tanh', got '", approximate, "'");
+    KL_CHECK(approximate == "none" || approximate == "tanh",
+             "gelu: argument `approximate` must be 'none' or 'tanh', got '", approximate, "'");
     dispatch(dtype, "gelu", [&](auto zero) { approximate == "none" ? f(zero, Exact{}) : f(zero, Tanh{}); });
 }
 
