@@ -74,8 +74,7 @@ std::vector<int64_t> broadcast_sizes(const Tensor& a, const Tensor& b) {
         const auto back = static_cast<int64_t>(i);
         const int64_t of_a = back <= a.dim() ? a.size(a.dim() - back) : 1;
         const int64_t of_b = back <= b.dim() ? b.size(b.dim() - back) : 1;
-        STD_TORCH_CHECK(of_a == of_b || of_a == 1 || of_b == 1, "add: sizes ", of_a, " and ", of_b,
-                        " do not broadcast");
+        KL_CHECK(of_a == of_b || of_a == 1 || of_b == 1, "add: sizes ", of_a, " and ", of_b, " do not broadcast");
         sizes[sizes.size() - i] = of_a == 1 ? of_b : of_a;
     }
     return sizes;

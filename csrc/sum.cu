@@ -256,9 +256,8 @@ struct Layout {
     Layout(const Tensor& input, const std::vector<int64_t>& dims, bool keepdim) {
         std::vector<bool> summed(input.dim(), false);
         for (const int64_t d : dims) {
-            STD_TORCH_CHECK(0 <= d && d < input.dim() && !summed[d],
-                            "sum: argument `dim` must hold each dimension once,", " counted from the first of ",
-                            input.dim(), ", got ", d);
+            KL_CHECK(0 <= d && d < input.dim() && !summed[d], "sum: argument `dim` must hold each dimension once,",
+                     " counted from the first of ", input.dim(), ", got ", d);
             summed[d] = true;
         }
         std::vector<int64_t> order[2], stride(input.dim());  // of the output
