@@ -78,12 +78,18 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def groups(choice: Choice, device: torch.device) -> list[Group]:
-    return [
-        Group(op, case, dtype, choice.passes)
+    found = [
+        Group(op, case, dtype, _with_kernels(choice.passes, op, case))
         for op in choice.ops
         for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)
         for dtype in choice.dtypes or default_dtypes(case, device)
     ]
+    return [group for group in found if group.passes]
+
+
+def _with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
+    """Without the backward pass that moves nothing: its gradients are views, and there is no kernel to time."""
+    return [pass_ for pass_ in passes if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]
 
 
 class Sweep:

@@ -64,6 +64,12 @@ const std::vector<Schema>& schemas() {
         KL_OP("attention_backward.flash(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
               " bool is_causal, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
               attention_backward_flash),
+        KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),
+        KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),
+        KL_OP("sum.naive(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_naive),
+        KL_OP("sum.block(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_block),
+        KL_OP("sum.coalesced(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_coalesced),
+        KL_OP("sum.two_stage(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_two_stage),
     };
     return list;
 }
@@ -104,6 +110,8 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
+    add_kernel_facts(facts, dtype);
+    sum_kernel_facts(facts, dtype);
     return facts;
 }
 

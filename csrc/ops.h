@@ -100,4 +100,16 @@ void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dt
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
+// add.cu
+Tensor add_naive(const Tensor& input, const Tensor& other);
+Tensor add_vectorized(const Tensor& input, const Tensor& other);
+void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// sum.cu: `dim` holds each dimension once, counted from the first
+Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
 }  // namespace kl

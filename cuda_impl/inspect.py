@@ -48,8 +48,9 @@ _PASSES = {
 }
 
 
-#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block.
-_KERNELS_OF = {("softmax", "cluster"): "registers"}
+#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
+#: stage the first of two.
+_KERNELS_OF = {("softmax", "cluster"): "registers", ("sum", "coalesced"): "two_stage"}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from kernel_ladder._version import __version__
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
-from kernel_ladder.ops import attention, gelu, matmul, softmax
+from kernel_ladder.ops import add, attention, gelu, matmul, softmax, sum
 from kernel_ladder.table import LEVELS, OPS, backends, register, resolve, spec, use, variants
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "__version__",
+    "add",
     "attention",
     "backends",
     "gelu",
@@ -20,6 +21,7 @@ __all__ = [
     "resolve",
     "softmax",
     "spec",
+    "sum",
     "use",
     "variants",
 ]

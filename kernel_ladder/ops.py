@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernel_ladder import autograd, table
+from kernel_ladder.reduction import Dim
 from kernel_ladder.spec import Inputs
 
 
@@ -89,3 +90,37 @@ def attention(
     """
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return _call("attention", backend, (query, key, value), options)
+
+
+def add(input: torch.Tensor, other: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """Sum of two tensors, element by element, as :func:`torch.add` without `alpha`.
+
+    Args:
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        other: of the same dtype on the same device, of a shape that broadcasts with that of `input`.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the broadcast shape and of the same dtype. Differentiable once; the gradient of an operand of that
+        shape is the output's own, not a copy.
+    """
+    return _call("add", backend, (input, other), {})
+
+
+def sum(
+    input: torch.Tensor, dim: Dim | list[int] = None, keepdim: bool = False, *, backend: str | None = None
+) -> torch.Tensor:
+    """Sum over one dimension, several or all, as :func:`torch.sum`.
+
+    Args:
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        dim: the dimensions to sum over, each from ``-input.dim()`` to ``input.dim() - 1``; None or none for all.
+        keepdim: keep them, with size 1.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the other dimensions and of the same dtype, added up in float32 or wider and rounded once. A sum of
+        nothing is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton levels add
+        in a fixed order: the same tensor gives the same bits.
+    """
+    return _call("sum", backend, (input,), {"dim": tuple(dim) if isinstance(dim, list) else dim, "keepdim": keepdim})

@@ -17,7 +17,7 @@ from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedErro
 from kernel_ladder.spec import Inputs, Options, Output, Spec
 
 #: Operations, each a module of this name in every level's package.
-OPS: tuple[str, ...] = ("gelu", "softmax", "matmul", "attention")
+OPS: tuple[str, ...] = ("gelu", "softmax", "matmul", "attention", "add", "sum")
 
 #: Levels in the order of the climb, each with the package that holds it.
 LEVELS: dict[str, str] = {

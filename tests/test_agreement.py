@@ -49,6 +49,7 @@ KNOWN_ON_CPU = {
         "torch.builtin",
         ("million", "long", "neg-inf-long-rows", "medium"),
     ): "PyTorch's CPU kernel adds up a long row in fewer partial sums than a plain sum does",
+    ("sum", "compile.default", ("long-columns",)): "Inductor's CPU code adds up a column in one chain",
 }
 
 

@@ -123,6 +123,15 @@ def test_table_and_pictures(swept):
     assert picture.read_bytes() == first, "the same rows must draw the same picture"
 
 
+def test_a_backward_that_moves_nothing_is_not_timed():
+    choice = sweep.Choice(["add", "sum"], quick=True)
+    passes = {(g.op, g.case.id): [*g.passes] for g in sweep.groups(choice, torch.device("cuda"))}
+    assert passes["add", "16384x4096"] == passes["sum", "16384x4096 dim=0"] == ["forward"]
+    assert passes["add", "16384x4096 row"] == ["forward", "backward"]
+    backward_alone = sweep.Choice(["add", "sum"], passes=("backward",))
+    assert {g.op for g in sweep.groups(backward_alone, torch.device("cuda"))} == {"add"}
+
+
 def _wrong(monkeypatch, **changes):
     """Put a changed `torch.naive` in the table."""
     climb = table._variants["gelu", "torch"]

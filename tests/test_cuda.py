@@ -123,7 +123,7 @@ def test_more_elements_than_a_32_bit_index_holds(variant, backward):
         output, saved = variant.forward(input, **options)
         results = {"output": output}
         if backward:
-            grad = torch.empty_like(input).normal_()
+            grad = torch.empty_like(output).normal_()
             results["grad 0"] = variant.backward(saved, grad, (True,))[0]
     # Rows are independent in an elementwise or a row operation: the first, those astride 2³¹, and the last.
     for rows in (slice(0, 2), slice(HUGE[0] // 2 - 1, HUGE[0] // 2 + 1), slice(HUGE[0] - 2, HUGE[0])):

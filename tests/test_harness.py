@@ -75,8 +75,9 @@ def shifted(builtin, *inputs, **options):
 def test_rejects(op, wrong):
     builtin = kernel_ladder.spec(op).builtin
     # An output whose last dimension is no multiple of a tile, else there is no tail to drop.
-    shapes = {"matmul": ((37, 64), (64, 53)), "attention": ((1, 2, 33, 40),) * 3}.get(op, ((37, 53),))
-    case = Case("tail", shapes, typical_case(op).options)
+    typical = typical_case(op)
+    shapes = {"matmul": ((37, 64), (64, 53)), "attention": ((1, 2, 33, 40),) * 3}
+    case = Case("tail", shapes.get(op, ((37, 53),) * len(typical.shapes)), typical.options)
     assert not judge(op, lambda *x, **options: wrong(builtin, *x, **options), case, torch.bfloat16).agrees
 
 
@@ -193,7 +194,40 @@ def gelu_by_sigmoid(input, *, approximate):
     return input * torch.sigmoid(1.702 * input)
 
 
+def sum_accumulated_in_16_bits(input, *, dim, keepdim):
+    total = torch.zeros_like(input[..., 0])
+    for column in input.unbind(-1):
+        total += column
+    return total
+
+
+def sum_without_the_last_element(input, *, dim, keepdim):
+    return input[..., :-1].sum(dim, keepdim)
+
+
+def sum_of_another_dim(input, *, dim, keepdim):
+    return input.sum(0, keepdim)
+
+
+def sum_in_one_float32_chain(input, *, dim, keepdim):
+    return torch.from_numpy(input.numpy().cumsum(-1)[..., -1])
+
+
+def add_of_a_column(input, other):
+    return input + other[:, None]
+
+
+def add_without_the_other(input, other):
+    return input.clone()
+
+
 WRONG = [
+    ("sum", sum_accumulated_in_16_bits, Case("", ((8, 4096),), {"dim": -1, "keepdim": False}), torch.bfloat16),
+    ("sum", sum_without_the_last_element, Case("", ((8, 4097),), {"dim": -1, "keepdim": False}), torch.float32),
+    ("sum", sum_of_another_dim, Case("", ((33, 33),), {"dim": -1, "keepdim": False}), torch.bfloat16),
+    ("sum", sum_in_one_float32_chain, Case("", ((4, 500_000),), {"dim": -1, "keepdim": False}), torch.float32),
+    ("add", add_of_a_column, Case("", ((33, 33), (33,))), torch.bfloat16),
+    ("add", add_without_the_other, Case("", ((33, 33), (33,))), torch.bfloat16),
     ("gelu", gelu_of_the_other_form, Case("", ((64, 65),), {"approximate": "none"}), torch.float32),
     ("gelu", gelu_by_sigmoid, Case("", ((64, 65),), {"approximate": "tanh"}), torch.float16),
     ("softmax", softmax_without_max, Case("", ((8, 257),), {"dim": -1}, values="large"), torch.float32),

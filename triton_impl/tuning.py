@@ -74,6 +74,22 @@ class Launch:
             run(*addresses, *self._arguments)
 
 
+class Step(NamedTuple):
+    """A launch that is worked out, of a kernel without configurations to choose from: of it all but the tensors."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]  # the kernel's, after its tensors and in order
+
+    def run(self, *tensors: torch.Tensor) -> None:
+        """Launch it as torch.compile can trace it."""
+        self.kernel[self.grid](*tensors, *self.arguments)
+
+    def launch(self) -> Launch:
+        """What repeats it at little cost."""
+        return Launch(self.kernel, self.grid, self.arguments, {})
+
+
 class Launches(dict[Hashable, Any]):
     """What is known of operands met before. Bounded, for programs whose shapes never repeat."""
 
