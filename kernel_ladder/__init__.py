@@ -2,7 +2,7 @@
 
 from kernel_ladder._version import __version__
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
-from kernel_ladder.ops import attention, gelu, matmul, softmax
+from kernel_ladder.ops import attention, bias_gelu, dropout, gelu, matmul, softmax, swiglu
 from kernel_ladder.table import LEVELS, OPS, backends, register, resolve, spec, use, variants
 
 __all__ = [
@@ -14,12 +14,15 @@ __all__ = [
     "__version__",
     "attention",
     "backends",
+    "bias_gelu",
+    "dropout",
     "gelu",
     "matmul",
     "register",
     "resolve",
     "softmax",
     "spec",
+    "swiglu",
     "use",
     "variants",
 ]
