@@ -20,7 +20,8 @@ def _register(name: str) -> None:
 
     torch.library.register_fake(f"kernel_ladder::swiglu.{name}", lambda gate, up: torch.empty_like(gate))
     torch.library.register_fake(
-        f"kernel_ladder::swiglu_backward.{name}", lambda grad, gate, up: (torch.empty_like(gate), torch.empty_like(gate))
+        f"kernel_ladder::swiglu_backward.{name}",
+        lambda grad, gate, up: (torch.empty_like(gate), torch.empty_like(gate)),
     )
     register("swiglu", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
 

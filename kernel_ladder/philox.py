@@ -45,21 +45,20 @@ def check(op: str, p: object, seed: object) -> None:
 
 
 def threshold(p: float) -> int:
-    """The word from which on an element is kept: ``floor(p · 2³²)``, exactly, for p from 0 up to but not including 1."""
+    """The word from which on an element is kept: ``floor(p · 2³²)``, exactly, for p of at least 0 and less than 1."""
     return math.floor(p * 2**32)
 
 
 def scale(p: float) -> float:
-    """``1 / (1 − p)`` rounded to the 24 bits of float32, by arithmetic alone (Veltkamp's), which torch.compile traces."""
+    """``1 / (1 − p)`` rounded to float32's 24 bits, by arithmetic alone (Veltkamp's), which torch.compile traces."""
     quotient = 1 / (1 - p)
     shifted = quotient * (2**29 + 1)
     return shifted - (shifted - quotient)
 
 
-def signed_halves(seed: int) -> tuple[int, int]:
-    """The key's two words, low one first, as signed 32-bit integers: one type for a kernel, whatever the seed."""
-    low = seed & WORD
-    return low - 2**32 if low > WORD >> 1 else low, seed >> 32
+def signed(word: int) -> int:
+    """The signed 32-bit integer of a word's bits: one type for a kernel's argument, whatever its value."""
+    return word - 2**32 if word > WORD >> 1 else word
 
 
 def philox(

@@ -1,5 +1,5 @@
-"""Dropout, ``x · keep / (1 − p)``: elements dropped at random, the rest scaled so that the mean stays (Srivastava et al.,
-"Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014).
+"""Dropout, ``x · keep / (1 − p)``: elements dropped at random, the others scaled so that the mean stays (Srivastava et
+al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014).
 
 The mask is that of :mod:`kernel_ladder.philox`, the same at every level and in every pass, and is never stored: the
 gradient is dropout of the output's gradient with the same seed.
