@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from kernel_ladder.spec import Case, Spec
+from kernel_ladder.spec import Case, Spec, each
 
 #: What a case may need at most where there is no GPU: Triton's interpreter takes milliseconds a block.
 TINY_BYTES = 2**16
@@ -19,26 +19,26 @@ HOST_DIM = 64
 
 def _resized(case: Case, sizes: dict[int, int]) -> Case:
     """`case` with dimensions replaced by size, in its id too. Equal sizes stay equal, so that shapes still fit."""
-    shapes = tuple(tuple(sizes.get(n, n) for n in shape) for shape in case.shapes)
+    shapes = each(lambda shape: tuple(sizes.get(n, n) for n in shape), case.shapes)
     name = re.sub(r"\d+", lambda digits: str(sizes.get(int(digits[0]), int(digits[0]))), case.id)
     return dataclasses.replace(case, id=name, shapes=shapes)
 
 
 def shrink(case: Case, spec: Spec) -> Case:
     """`case` with its batch dimensions halved together, so that their ratios stay, then its largest one, until tiny."""
-    while batch := [n for shape in case.shapes for n in shape[:-2] if n > 1]:
+    while batch := [n for shape in filter(None, case.shapes) for n in shape[:-2] if n > 1]:
         if max(batch) <= TINY_BATCH:
             break
         case = _resized(case, {n: n // 2 for n in batch})
     while spec.bytes(case, 4, False) > TINY_BYTES or spec.flops(case, False) > TINY_FLOPS:
-        largest = max(n for shape in case.shapes for n in shape)
+        largest = max(n for shape in filter(None, case.shapes) for n in shape)
         case = _resized(case, {largest: max(1, largest // 2)})
     return case
 
 
 def host_case(case: Case) -> Case:
     """`case` with no dimension larger than `HOST_DIM`."""
-    sizes = {n: min(n, HOST_DIM) for shape in case.shapes for n in shape}
+    sizes = {n: min(n, HOST_DIM) for shape in filter(None, case.shapes) for n in shape}
     return _resized(case, sizes)
 
 

@@ -63,9 +63,13 @@ void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 Tensor softmax_naive(const Tensor& input, int64_t dim);
 Tensor softmax_online(const Tensor& input, int64_t dim);
 Tensor softmax_shared(const Tensor& input, int64_t dim);
+Tensor softmax_registers(const Tensor& input, int64_t dim);
+Tensor softmax_cluster(const Tensor& input, int64_t dim);
 Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
 void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // matmul/*.cu

@@ -1,10 +1,15 @@
 // Softmax along one dimension: exp(x − max x) / Σ exp(x − max x).
 //
-//   variant  the one idea it adds                                           what limits it now
-//   naive    one thread a row: maximum, sum, quotient, a pass each          uncoalesced reads, three of them
-//   online   one block a row; maximum and sum in one pass (Milakov and      the second read of the input
-//            Gimelshein, arXiv:1805.02867), 16-byte loads
-//   shared   the row stays in shared memory: one read, one write            memory bandwidth, while the row fits
+//   variant    the one idea it adds                                         what limits it now
+//   naive      one thread a row: maximum, sum, quotient, a pass each        uncoalesced reads, three of them
+//   online     one block a row; maximum and sum in one pass (Milakov and    the second read of the input
+//              Gimelshein, arXiv:1805.02867), 16-byte loads
+//   shared     the row stays in shared memory: one read, one write          short rows: idle lanes, two reductions;
+//                                                                           long ones: an SM that holds one row
+//   registers  the row stays in registers, shared by as many threads as     rows that fill an SM's registers
+//              suit its length; maximum and sum in one reduction
+//   cluster    a long row is spread over the SMs of a cluster, which meet   memory bandwidth
+//              in distributed shared memory
 //
 // Any strides: rows start where the other dimensions put them, and step by the dimension's own stride.
 
@@ -12,6 +17,7 @@
 
 #include "common.cuh"
 #include "ops.h"
+#include "rows.cuh"
 
 namespace kl {
 namespace {
@@ -34,36 +40,6 @@ struct CompensatedSum {
         sum = t;
     }
 };
-
-// The rows of one operand: where each starts, and how far apart its elements lie.
-struct Rows {
-    Strided walk;
-    int64_t stride;
-    bool whole;  // rows are dense and start on 16 bytes: vectors can be loaded and stored whole
-
-    __device__ int64_t start(int64_t row) const { return walk.offset(row); }
-};
-
-// 16 bytes of a row from element `first` on; `fill` stands past its end.
-template <typename T>
-__device__ Vec<T> load_chunk(const T* row, const Rows& rows, int64_t first, int64_t length, float fill) {
-    if (rows.whole && first + Vec<T>::size <= length) return load_vec(row + first);
-    Vec<T> v;
-#pragma unroll
-    for (int e = 0; e < Vec<T>::size; ++e) {
-        v[e] = first + e < length ? row[(first + e) * rows.stride] : from_float<T>(fill);
-    }
-    return v;
-}
-
-template <typename T>
-__device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t first, int64_t length) {
-    if (rows.whole && first + Vec<T>::size <= length) return store_vec(row + first, v);
-#pragma unroll
-    for (int e = 0; e < Vec<T>::size; ++e) {
-        if (first + e < length) row[(first + e) * rows.stride] = v[e];
-    }
-}
 
 // A row is shared by blockDim.x threads: one warp (several rows a block), or the whole block.
 template <typename Op>
@@ -268,9 +244,99 @@ __global__ void softmax_backward_shared_kernel(T* grad_input, Rows gi_rows, cons
     }
 }
 
+// ---- registers, cluster: the row stays in the registers of the threads that share it ---------------------------------
+
+struct MaxAndSum {
+    float max, sum;  // the sum is of exp(x − max)
+};
+
+struct JoinMaxAndSum {
+    static __device__ MaxAndSum identity() { return {NEG_INF, 0.0f}; }
+    __device__ MaxAndSum operator()(MaxAndSum a, MaxAndSum b) const {
+        const float max = fmaxf(a.max, b.max), shift = finite_or_zero(max);
+        return {max, a.sum * fast_exp(a.max - shift) + b.sum * fast_exp(b.max - shift)};
+    }
+    static __device__ MaxAndSum shuffle_xor(MaxAndSum x, int lane) {
+        return {RowSum::shuffle_xor(x.max, lane), RowSum::shuffle_xor(x.sum, lane)};
+    }
+};
+
+template <typename T, int VECTORS, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS)
+    softmax_registers_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count, int64_t length) {
+    __shared__ MaxAndSum mailbox[WARP + MAX_CLUSTER];
+    const RowShare<CLUSTER> share;
+    const bool live = share.row < count;
+    const int64_t row = live ? share.row : 0;
+    Vec<T> tile[VECTORS];
+    float x[Vec<T>::size];
+    load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
+
+    MaxAndSum own = JoinMaxAndSum::identity();
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        unpack(tile[v], x);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) own.max = fmaxf(own.max, x[e]);
+    }
+    const float shift = finite_or_zero(own.max);
+    stay_packed(tile);
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        unpack(tile[v], x);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) own.sum += fast_exp(x[e] - shift);
+    }
+    const MaxAndSum all = reduce_over_row<CLUSTER>(own, JoinMaxAndSum{}, mailbox);
+    stay_packed(tile);
+
+    const float scale = 1.0f / all.sum;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        unpack(tile[v], x);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = fast_exp(x[e] - all.max) * scale;
+        tile[v] = pack<T>(x);
+    }
+    store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
+}
+
+template <typename T, int VECTORS, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS)
+    softmax_backward_registers_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
+                                      Rows o_rows, int64_t count, int64_t length) {
+    __shared__ float mailbox[WARP + MAX_CLUSTER];
+    const RowShare<CLUSTER> share;
+    const bool live = share.row < count;
+    const int64_t row = live ? share.row : 0;
+    Vec<T> g_tile[VECTORS], o_tile[VECTORS];
+    float g[Vec<T>::size], o[Vec<T>::size], dot = 0.0f;
+    load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
+    load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        unpack(g_tile[v], g);
+        unpack(o_tile[v], o);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) dot += g[e] * o[e];
+    }
+    dot = reduce_over_row<CLUSTER>(dot, RowSum{}, mailbox);
+    stay_packed(g_tile);
+    stay_packed(o_tile);
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        unpack(g_tile[v], g);
+        unpack(o_tile[v], o);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) g[e] = o[e] * (g[e] - dot);
+        g_tile[v] = pack<T>(g);
+    }
+    store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-enum class Step { naive, online, shared };
+enum class Step { naive, online, shared, registers, cluster };
 
 // A warp a row where four chunks a thread or fewer hold it, four rows a block; else a block a row.
 template <typename T>
@@ -300,43 +366,15 @@ void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
-// One layout of rows for every operand: the other dimensions, in the memory order of the output.
-struct RowLayout {
-    DenseLike dense;
-    int64_t dim, length = 1, count = 1;
-    std::vector<int64_t> sizes;
-
-    RowLayout(const Tensor& like, int64_t dim_in, const char* op) : dense(like), dim(dim_in) {
-        const int64_t dims = std::max<int64_t>(like.dim(), 1);
-        STD_TORCH_CHECK(-dims <= dim && dim < dims, op, ": argument `dim` is out of range");
-        if (dim < 0) dim += dims;
-        if (like.dim() > 0) length = like.size(dim);
-        for (const int64_t d : dense.order) {
-            if (d == dim) continue;
-            sizes.push_back(like.size(d));
-            count *= like.size(d);
-        }
-    }
-    Rows rows(const Tensor& tensor, const char* op) const {
-        std::vector<int64_t> strides;
-        for (const int64_t d : dense.order) {
-            if (d != dim) strides.push_back(tensor.stride(d));
-        }
-        Rows rows{collapse(sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()), op),
-                  tensor.dim() > 0 ? tensor.stride(dim) : 1, false};
-        const int64_t vector = 16 / static_cast<int64_t>(tensor.element_size());
-        rows.whole = (rows.stride == 1 || length == 1) && is_aligned16(tensor.data_ptr());
-        for (int d = 0; d < rows.walk.dims; ++d) rows.whole = rows.whole && rows.walk.strides[d] % vector == 0;
-        return rows;
-    }
-};
-
 constexpr int NAIVE_THREADS = 128;
 
-template <typename T>
-T* pointer(const Tensor& tensor) {
-    return static_cast<T*>(tensor.data_ptr());
-}
+// `kernel` for rows of whole vectors or of any others, on one block or on a cluster.
+#define KL_ROW_KERNEL(kernel, T, shape, whole)                                                                   \
+    ((shape).cluster == 1 ? (whole) ? kernel<T, ROW_VECTORS, true, false> : kernel<T, ROW_VECTORS, false, false> \
+     : (shape).vectors == ROW_VECTORS                                                                            \
+         ? (whole) ? kernel<T, ROW_VECTORS, true, true> : kernel<T, ROW_VECTORS, false, true>                    \
+     : (whole) ? kernel<T, LONG_ROW_VECTORS, true, true>                                                         \
+               : kernel<T, LONG_ROW_VECTORS, false, true>)
 
 Tensor softmax(const Tensor& input, int64_t dim, Step step) {
     check_cuda(input, "softmax", "input");
@@ -354,6 +392,11 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
         } else if (step == Step::online) {
             softmax_online_kernel<T><<<grid_size(layout.count), ONLINE_THREADS, 0, launch.stream>>>(
                 pointer<T>(output), out, pointer<T>(input), in, layout.length);
+        } else if (step == Step::registers || step == Step::cluster) {
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);
+            const auto kernel = KL_ROW_KERNEL(softmax_registers_kernel, T, shape, in.vectors<T>(layout.length));
+            launch_rows(kernel, shape, layout.count, launch, pointer<T>(output), out, pointer<T>(input), in,
+                        layout.count, layout.length);
         } else {
             const dim3 block = shared_block<T>(layout.length);
             const size_t bytes = shared_bytes<T>(layout.length, block, 1);
@@ -385,6 +428,12 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
         } else if (step == Step::online) {
             softmax_backward_online_kernel<T><<<grid_size(layout.count), ONLINE_THREADS, 0, launch.stream>>>(
                 pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.length);
+        } else if (step == Step::registers || step == Step::cluster) {
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);
+            const bool whole = g.vectors<T>(layout.length) && o.vectors<T>(layout.length);
+            const auto kernel = KL_ROW_KERNEL(softmax_backward_registers_kernel, T, shape, whole);
+            launch_rows(kernel, shape, layout.count, launch, pointer<T>(grad_input), gi, pointer<T>(grad), g,
+                        pointer<T>(output), o, layout.count, layout.length);
         } else {
             const dim3 block = shared_block<T>(layout.length);
             const size_t bytes = shared_bytes<T>(layout.length, block, 2);
@@ -403,6 +452,8 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
 Tensor softmax_naive(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::naive); }
 Tensor softmax_online(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::online); }
 Tensor softmax_shared(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::shared); }
+Tensor softmax_registers(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::registers); }
+Tensor softmax_cluster(const Tensor& input, int64_t dim) { return softmax(input, dim, Step::cluster); }
 Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim) {
     return softmax_backward(grad, output, dim, Step::naive);
 }
@@ -411,6 +462,12 @@ Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t
 }
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim) {
     return softmax_backward(grad, output, dim, Step::shared);
+}
+Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim) {
+    return softmax_backward(grad, output, dim, Step::registers);
+}
+Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim) {
+    return softmax_backward(grad, output, dim, Step::cluster);
 }
 
 void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
@@ -426,6 +483,13 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(kernel_facts<softmax_backward_naive_kernel<T>>("softmax_backward.naive", NAIVE_THREADS));
         facts.push_back(kernel_facts<softmax_backward_online_kernel<T>>("softmax_backward.online", ONLINE_THREADS));
         facts.push_back(kernel_facts<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
+        constexpr int V = ROW_VECTORS;
+        facts.push_back(kernel_facts<softmax_registers_kernel<T, V, true, false>>("softmax.registers", MIN_BLOCK));
+        facts.push_back(kernel_facts<softmax_registers_kernel<T, V, true, true>>("softmax.cluster", ROW_THREADS));
+        facts.push_back(kernel_facts<softmax_backward_registers_kernel<T, V, true, false>>("softmax_backward.registers",
+                                                                                           MIN_BLOCK));
+        facts.push_back(
+            kernel_facts<softmax_backward_registers_kernel<T, V, true, true>>("softmax_backward.cluster", ROW_THREADS));
     });
 }
 

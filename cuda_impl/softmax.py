@@ -29,6 +29,37 @@ def _fits_on_chip(input: torch.Tensor, *, dim: int) -> str | None:
     return None
 
 
+#: Vectors of 16 bytes in the longest row that a block, and a cluster of them, holds: csrc/rows.cuh.
+MAX_BLOCK_CHUNKS = 512 * 4
+MAX_CLUSTER_CHUNKS = 16 * 512 * 8
+
+
+@functools.cache
+def _has_clusters(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _too_long(input: torch.Tensor, dim: int, chunks: int, holder: str) -> str | None:
+    longest = chunks * 16 // input.element_size()
+    length = input.shape[dim] if input.dim() else 1
+    return f"rows of {length} elements do not fit in the registers of {holder} ({longest})" if length > longest else None
+
+
+def _fits_in_a_block(input: torch.Tensor, *, dim: int) -> str | None:
+    return unsupported(input) or _too_long(input, dim, MAX_BLOCK_CHUNKS, "a block")
+
+
+def _fits_in_a_cluster(input: torch.Tensor, *, dim: int) -> str | None:
+    if (reason := unsupported(input)) is not None:
+        return reason
+    if not _has_clusters(input.device):
+        return "thread-block clusters need compute capability 9.0 or later"
+    return _too_long(input, dim, MAX_CLUSTER_CHUNKS, "a cluster")
+
+
+_UNSUPPORTED = {"shared": _fits_on_chip, "registers": _fits_in_a_block, "cluster": _fits_in_a_cluster}
+
+
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     run, run_backward = getattr(ops.softmax, name), getattr(ops.softmax_backward, name)
@@ -45,8 +76,9 @@ def _register(name: str) -> None:
     torch.library.register_fake(
         f"kernel_ladder::softmax_backward.{name}", lambda grad, output, dim: torch.empty_like(output)
     )
-    reason = _fits_on_chip if name == "shared" else unsupported
-    register("softmax", f"cuda.{name}", forward=forward, backward=backward, unsupported=reason)
+    register(
+        "softmax", f"cuda.{name}", forward=forward, backward=backward, unsupported=_UNSUPPORTED.get(name, unsupported)
+    )
 
 
 for _name in climb("softmax"):

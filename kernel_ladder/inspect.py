@@ -20,7 +20,7 @@ from kernel_ladder import autograd, table
 from kernel_ladder.architecture import Architecture, occupancy
 from kernel_ladder.errors import InspectError
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs
+from kernel_ladder.spec import Case, Inputs, each
 
 PASSES = ("forward", "backward")
 #: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.
@@ -140,7 +140,7 @@ def begin(request: Request, case: Case | None = None) -> Inspection:
     variant = request.variant
     found = Inspection(variant.op, variant.name, request.pass_, request.dtype_name)
     if case is not None:
-        found.shape, found.shapes, found.options = case.id, [list(s) for s in case.shapes], dict(case.options)
+        found.shape, found.shapes, found.options = case.id, list(each(list, case.shapes)), dict(case.options)
     return found
 
 
@@ -217,7 +217,7 @@ def default_cases(spec: Any, device: torch.device) -> list[Case]:
 
 
 def _elements(case: Case) -> list[int]:
-    return [torch.Size(shape).numel() for shape in case.shapes]
+    return [torch.Size(shape).numel() for shape in case.shapes if shape is not None]
 
 
 def one_pass(request: Request, inputs: Inputs, case: Case) -> Callable[[], object]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
+from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 VALUES = ("normal", "large", "neg_inf_rows", "nan", "inf", "constant")
@@ -35,10 +35,11 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
 
 def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> Inputs:
     """Tensors as `case` describes them, without its values: all that is left of them on the device "meta"."""
-    return tuple(
-        _layout(shape, case.layout, lambda shape: torch.empty(shape, dtype=dtype, device=device))
-        for shape in case.shapes
-    )
+
+    def make(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return each(lambda shape: _layout(shape, case.layout, make), case.shapes)
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
@@ -73,7 +74,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             x.view(-1)[3::14] = -torch.inf
         return x.to(dtype)
 
-    return tuple(None if shape is None else _layout(shape, case.layout, make) for shape in case.shapes)
+    return each(lambda shape: _layout(shape, case.layout, make), case.shapes)
 
 
 def make_grad(spec: Spec, inputs: Inputs, options: Options, seed: int = 1) -> Output:

@@ -7,7 +7,7 @@ import difflib
 import re
 
 from kernel_ladder.errors import InspectError
-from kernel_ladder.spec import Case, Spec
+from kernel_ladder.spec import Case, Spec, each
 
 
 def _form(text: str) -> str:
@@ -43,5 +43,5 @@ def case_named(spec: Spec, text: str) -> Case:
 def _resized(case: Case, text: str, sizes: dict[int, int]) -> Case:
     given = re.match(r"\d+".join(re.escape(part) for part in re.split(r"\d+", text)), case.id)
     ending = case.id[given.end() :] if given else ""
-    shapes = tuple(tuple(sizes.get(n, n) for n in shape) for shape in case.shapes)
+    shapes = each(lambda shape: tuple(sizes.get(n, n) for n in shape), case.shapes)
     return dataclasses.replace(case, id=text + ending, shapes=shapes, quick=False)

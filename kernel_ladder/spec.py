@@ -100,8 +100,8 @@ class Spec:
         return tuple(x.shape for x in as_tuple((self.builtin or self.reference)(*without_data, **options)))
 
 
-def each(function: Callable[[torch.Tensor], Any], inputs: Inputs) -> Inputs:
-    """`function` of every tensor; what is absent stays so."""
+def each(function: Callable[[Any], Any], inputs: Inputs) -> Inputs:
+    """`function` of every tensor, or of its shape; what is absent stays so."""
     return tuple(None if x is None else function(x) for x in inputs)
 
 
