@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,10 @@ class Profile:
         return None if self.steps is None else sum(len(step.read) + len(step.written) for step in self.steps)
 
 
+#: A namespace without a name, as demanglers write it.
+UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\)|\bunnamed)::")
+
+
 def short_name(name: str) -> str:
     """A kernel's own name, with what tells it from others of that name: no namespaces, types and parameters.
 
@@ -92,7 +97,7 @@ def short_name(name: str) -> str:
     if name.startswith(("Memcpy", "Memset")):
         return name.partition(" (")[0]
     outside, inside, depth, opened, arguments = "", "", 0, "", ""
-    for letter in name:
+    for letter in UNNAMED.sub("", name):
         if letter in "<([{":
             depth += 1
             if depth == 1:
@@ -137,6 +142,7 @@ def _trace(call: Callable[[], Any], device: torch.device, repeats: int) -> dict[
     """The profiler's trace of a few calls, each in a range of its own."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     flush = torch.empty(2 * timing.l2_bytes(device), dtype=torch.uint8, device=device)
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")  # there is one cycle of them
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(repeats):
             flush.zero_()

@@ -150,13 +150,15 @@ _CUDA13 = "[cu13]" if (torch.version.cuda or "").startswith("13") else ""
 
 LIGER = Peer("liger", "liger-kernel==0.8.5", (8, 0))
 QUACK = Peer("quack", f"quack-kernels{_CUDA13}==0.6.5", (8, 0))
+# Apart, because its tuner times dozens of kernels for each shape and layout.
+QUACK_GEMM = Peer("quack-gemm", QUACK.requirement, (9, 0))
 FLASH_ATTN_4 = Peer("flash-attn-4", f"flash-attn-4{_CUDA13}==4.0.0b36", (9, 0))
 # Beside the table's compile.default: the mode that times more configurations of a fused loop. It is the only other that
 # could change a time here: reduce-overhead captures a CUDA graph, as the sweep itself does with every short kernel.
 # matmul's is in the table; the naive attention is not a fused loop.
 MAX_AUTOTUNE = Peer("max-autotune", "torch", (8, 0))
 
-PEERS = {peer.name: peer for peer in (LIGER, QUACK, FLASH_ATTN_4, MAX_AUTOTUNE)}
+PEERS = {peer.name: peer for peer in (LIGER, QUACK, QUACK_GEMM, FLASH_ATTN_4, MAX_AUTOTUNE)}
 
 #: Libraries that PyTorch calls: variants in the table already, and measured once, under that name.
 IN_TABLE = {
@@ -202,14 +204,14 @@ def _unaligned_matrices(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return None
 
 
-@QUACK.covers("matmul", dtypes=HALVES, unsupported=_unaligned_matrices)
+@QUACK_GEMM.covers("matmul", dtypes=HALVES, unsupported=_unaligned_matrices)
 def _quack_matmul() -> Call:
     from quack.linear import linear_func
 
     tune = os.environ.get("KERNEL_LADDER_AUTOTUNE", "1") != "0"
 
     def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # Its tuner times dozens of kernels for each shape: in vain for the tiny one on which host cost is measured.
+        # In vain for the tiny shape on which host cost is measured.
         return linear_func(input, other.mT, tuned=tune and input.numel() > 2**16)
 
     return matmul

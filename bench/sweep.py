@@ -28,7 +28,7 @@ BASELINE = "torch.builtin"
 
 #: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, they are measured at the quick
 #: cases alone: else they would take most of the sweep's time.
-LONG_TUNING = frozenset({"compile.max_autotune"})
+LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
 
 
 #: Seconds for the few rounds of a slow call in a quick sweep.
@@ -104,7 +104,8 @@ class Sweep:
         """The candidates to measure for a group, whatever has been measured already."""
         known = table.variants(group.op)
         ours = [v for v in known if self.choice.takes(v.name) and self.choice.tunes(v.name, group.case)]
-        return ours + peers.variants(group.op, self.choice.peers)
+        theirs = peers.variants(group.op, self.choice.peers)
+        return ours + [v for v in theirs if self.choice.tunes(v.name, group.case)]
 
     def pending(self, group: Group, pass_: str) -> list[Variant]:
         """Those of a pass that have no standing row, and the baseline, which they are paired with."""

@@ -100,7 +100,11 @@ ScalarType dtype_named(const std::string& name) {
     static const std::map<std::string, ScalarType> dtypes = {
         {"float32", ScalarType::Float}, {"float16", ScalarType::Half}, {"bfloat16", ScalarType::BFloat16}};
     const auto found = dtypes.find(name);
-    STD_TORCH_CHECK(found != dtypes.end(), "argument `dtype` must be float32, float16 or bfloat16, got ", name);
+    if (found == dtypes.end()) {
+        const auto message = "argument `dtype` must be float32, float16 or bfloat16, got " + name;
+        pybind11::set_error(PyExc_ValueError, message.c_str());
+        throw pybind11::error_already_set();
+    }
     return found->second;
 }
 

@@ -67,11 +67,26 @@ struct RowShare {
             row = blockIdx.x / cluster.num_blocks();
             first += cluster.block_rank() * blockDim.x;
             step *= cluster.num_blocks();
-            cluster.barrier_arrive();  // waited for by the first reduction: no mailbox before its block has started
+            cluster.barrier_arrive();
         }
 #endif
     }
+
+    // To be called before the first reduction: no mailbox is there before its block has started.
+    __device__ void meet() const {
+#if __CUDA_ARCH__ >= 900
+        if constexpr (CLUSTER) cooperative_groups::this_cluster().barrier_wait();
+#endif
+    }
 };
+
+template <typename T>
+__device__ uint4 filled(float value) {
+    Vec<T> v;
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) v[e] = from_float<T>(value);
+    return reinterpret_cast<const uint4&>(v);
+}
 
 // This thread's vectors of a row, all of them under way at once. `fill` stands past the row's end, and everywhere for a
 // thread without a row. WHOLE: rows consist of whole vectors, each on 16 bytes.
@@ -82,9 +97,11 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
     for (int v = 0; v < VECTORS; ++v) {
         const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
         if constexpr (WHOLE) {
-#pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) tile[v][e] = from_float<T>(fill);
-            if (live && first < length) tile[v] = load_vec(row + first);  // a predicate, not a branch between the loads
+            // As one word of 16 bytes, whose loads ptxas issues one after the other: of a vector's elements it makes
+            // choices one by one, and waits for each load in between.
+            uint4 word = filled<T>(fill);
+            if (live && first < length) word = *reinterpret_cast<const uint4*>(row + first);
+            reinterpret_cast<uint4&>(tile[v]) = word;
         } else {
             tile[v] = load_chunk(row, rows, first, live ? length : 0, fill);
         }
@@ -116,26 +133,24 @@ __device__ void store_row(T* row, const Rows& rows, const Vec<T> (&tile)[VECTORS
     }
 }
 
-// The result of `op` over the values of all threads that share a row; each of them gets it. `op` is associative and
-// commutative, with an identity; V is a float or a small struct of floats. `mailbox` is the block's, for this call alone.
-template <bool CLUSTER, typename V, typename Op>
-__device__ V reduce_over_row(V value, Op op, V (&mailbox)[WARP + MAX_CLUSTER]) {
+// The result of `op` over the values of all threads that share a row; each of them gets it. `mailbox` is the block's, for
+// this one reduction.
+template <bool CLUSTER, typename Op>
+__device__ float reduce_over_row(float value, Op op, float (&mailbox)[WARP + MAX_CLUSTER]) {
     const int lanes = min(static_cast<int>(blockDim.x), WARP);
-    for (int lane = lanes / 2; lane > 0; lane /= 2) value = op(value, op.shuffle_xor(value, lane));
+    for (int lane = lanes / 2; lane > 0; lane /= 2) value = op(value, __shfl_xor_sync(FULL_MASK, value, lane));
     if (blockDim.x > WARP) {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-        if (lane == 0) mailbox[warp] = value;
+        float* const of_row = mailbox + threadIdx.y * warps;
+        if (lane == 0) of_row[warp] = value;
         __syncthreads();
-        value = lane < warps ? mailbox[lane] : Op::identity();
-#pragma unroll
-        for (int l = WARP / 2; l > 0; l /= 2) value = op(value, op.shuffle_xor(value, l));
+        value = warp_reduce(lane < warps ? of_row[lane] : Op::identity, op);
     }
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER) {
         auto cluster = cooperative_groups::this_cluster();
         const int blocks = cluster.num_blocks();
-        V* const arrived = mailbox + WARP;
-        cluster.barrier_wait();
+        float* const arrived = mailbox + WARP;
         if (threadIdx.x < blocks) *cluster.map_shared_rank(arrived + cluster.block_rank(), threadIdx.x) = value;
         cluster.sync();
         value = arrived[0];
@@ -144,12 +159,6 @@ __device__ V reduce_over_row(V value, Op op, V (&mailbox)[WARP + MAX_CLUSTER]) {
 #endif
     return value;
 }
-
-struct RowSum {
-    static __device__ float identity() { return 0.0f; }
-    __device__ float operator()(float a, float b) const { return a + b; }
-    static __device__ float shuffle_xor(float x, int lane) { return __shfl_xor_sync(FULL_MASK, x, lane); }
-};
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
 //   shared     the row stays in shared memory: one read, one write          short rows: idle lanes, two reductions;
 //                                                                           long ones: an SM that holds one row
 //   registers  the row stays in registers, shared by as many threads as     rows that fill an SM's registers
-//              suit its length; maximum and sum in one reduction
+//              suit its length: a part of a warp, a warp, a block
 //   cluster    a long row is spread over the SMs of a cluster, which meet   memory bandwidth
 //              in distributed shared memory
 //
@@ -246,56 +246,43 @@ __global__ void softmax_backward_shared_kernel(T* grad_input, Rows gi_rows, cons
 
 // ---- registers, cluster: the row stays in the registers of the threads that share it ---------------------------------
 
-struct MaxAndSum {
-    float max, sum;  // the sum is of exp(x − max)
-};
-
-struct JoinMaxAndSum {
-    static __device__ MaxAndSum identity() { return {NEG_INF, 0.0f}; }
-    __device__ MaxAndSum operator()(MaxAndSum a, MaxAndSum b) const {
-        const float max = fmaxf(a.max, b.max), shift = finite_or_zero(max);
-        return {max, a.sum * fast_exp(a.max - shift) + b.sum * fast_exp(b.max - shift)};
-    }
-    static __device__ MaxAndSum shuffle_xor(MaxAndSum x, int lane) {
-        return {RowSum::shuffle_xor(x.max, lane), RowSum::shuffle_xor(x.sum, lane)};
-    }
-};
-
 template <typename T, int VECTORS, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS)
     softmax_registers_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count, int64_t length) {
-    __shared__ MaxAndSum mailbox[WARP + MAX_CLUSTER];
+    __shared__ float mailbox[2][WARP + MAX_CLUSTER];
     const RowShare<CLUSTER> share;
     const bool live = share.row < count;
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[VECTORS];
     float x[Vec<T>::size];
     load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
+    share.meet();
 
-    MaxAndSum own = JoinMaxAndSum::identity();
+    float row_max = NEG_INF, row_sum = 0.0f;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         unpack(tile[v], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) own.max = fmaxf(own.max, x[e]);
+        for (int e = 0; e < Vec<T>::size; ++e) row_max = fmaxf(row_max, x[e]);
     }
-    const float shift = finite_or_zero(own.max);
+    row_max = reduce_over_row<CLUSTER>(row_max, Max{}, mailbox[0]);
+    // exp(x − max) as one multiply-add and one power of two. The product's rounding is the same for the whole row, and
+    // so no matter in a quotient.
+    const float shift = -row_max * LOG2E;
     stay_packed(tile);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         unpack(tile[v], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) own.sum += fast_exp(x[e] - shift);
+        for (int e = 0; e < Vec<T>::size; ++e) row_sum += exp2_approx(fmaf(x[e], LOG2E, shift));
     }
-    const MaxAndSum all = reduce_over_row<CLUSTER>(own, JoinMaxAndSum{}, mailbox);
+    const float scale = 1.0f / reduce_over_row<CLUSTER>(row_sum, Sum{}, mailbox[1]);
     stay_packed(tile);
-
-    const float scale = 1.0f / all.sum;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         unpack(tile[v], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) x[e] = fast_exp(x[e] - all.max) * scale;
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = exp2_approx(fmaf(x[e], LOG2E, shift)) * scale;
         tile[v] = pack<T>(x);
     }
     store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
@@ -313,6 +300,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     float g[Vec<T>::size], o[Vec<T>::size], dot = 0.0f;
     load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
     load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
+    share.meet();
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         unpack(g_tile[v], g);
@@ -320,7 +308,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) dot += g[e] * o[e];
     }
-    dot = reduce_over_row<CLUSTER>(dot, RowSum{}, mailbox);
+    dot = reduce_over_row<CLUSTER>(dot, Sum{}, mailbox);
     stay_packed(g_tile);
     stay_packed(o_tile);
 #pragma unroll

@@ -48,6 +48,10 @@ _PASSES = {
 }
 
 
+#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block.
+_KERNELS_OF = {("softmax", "cluster"): "registers"}
+
+
 @dataclass(frozen=True)
 class Instance:
     """One instance of a kernel's template in the binary."""
@@ -109,6 +113,7 @@ def instances() -> tuple[Instance, ...]:
 
 def of_variant(op: str, step: str) -> list[Instance]:
     """The kernels of a variant: ``<op>_<step>…_kernel``, and ``<op>_backward_<step>…_kernel``."""
+    step = _KERNELS_OF.get((op, step), step)
     named = re.compile(rf"{op}(_backward)?_{step}(_\w+)?_kernel")
     return [i for i in instances() if named.fullmatch(i.function)]
 

@@ -42,7 +42,9 @@ def _has_clusters(device: torch.device) -> bool:
 def _too_long(input: torch.Tensor, dim: int, chunks: int, holder: str) -> str | None:
     longest = chunks * 16 // input.element_size()
     length = input.shape[dim] if input.dim() else 1
-    return f"rows of {length} elements do not fit in the registers of {holder} ({longest})" if length > longest else None
+    return (
+        f"rows of {length} elements do not fit in the registers of {holder} ({longest})" if length > longest else None
+    )
 
 
 def _fits_in_a_block(input: torch.Tensor, *, dim: int) -> str | None:

@@ -55,7 +55,7 @@ def test_tf32_is_put_back():
 
 
 def h200(device):
-    return SimpleNamespace(total_memory=141 * 2**30, L2_cache_size=60 * 2**20, multi_processor_count=132)
+    return SimpleNamespace(name="GPU", total_memory=141 * 2**30, L2_cache_size=60 * 2**20, multi_processor_count=132)
 
 
 def test_every_ceiling_makes_a_row(monkeypatch, tmp_path):

@@ -71,6 +71,24 @@ def test_opcheck(overload):
     torch.library.opcheck(func, args, kwargs, test_utils=tests)
 
 
+@needs_gpu
+@pytest.mark.parametrize(
+    ("overload", "arguments", "message"),
+    [
+        ("softmax.shared", lambda x: (x, 7), "argument `dim` is out of range"),
+        ("softmax_backward.naive", lambda x: (x, x[:1], 0), "argument `output` must have the shape of"),
+        ("gelu_backward.vectorized", lambda x: (x, x.double(), "none"), "argument `input` must have the dtype of"),
+        ("matmul.mma", lambda x: (x, x.cpu(), False), "argument `other` must be a CUDA tensor"),
+        ("attention.flash", lambda x: (x, x, x, False, 1.0, False), "must have at least 3 dimensions"),
+    ],
+)
+def test_operators_check_what_protects_memory(overload, arguments, message):
+    """Whoever calls an operator directly passes by the checks of the public functions."""
+    operator, _, name = overload.partition(".")
+    with pytest.raises(RuntimeError, match=message):
+        getattr(getattr(torch.ops.kernel_ladder, operator), name)(*arguments(torch.randn(4, 4, device="cuda")))
+
+
 @pytest.mark.parametrize("overload", OVERLOADS)
 def test_every_overload_has_a_fake_and_a_cuda_kernel(overload):
     for op in kernel_ladder.OPS:

@@ -17,6 +17,7 @@ from bench import __main__ as command_line
 from bench import gate, order, peers, pictures, readme, rows
 from bench import table as bench_table
 from bench.__main__ import main
+from bench.roofs import operations
 from bench.rows import Row
 from kernel_ladder import autograd, table
 from kernel_ladder.agreement import evaluate
@@ -156,7 +157,7 @@ def test_failures_of_peers_cost_ours_nothing(swept):
 
 def test_tables_and_pictures_show_peers(swept, fakes):
     path = swept[0]
-    found = rows.latest(rows.read(path))
+    found = operations(rows.latest(rows.read(path)))
     console = Console(record=True, width=300)
     bench_table.show(found, console)
     text = console.export_text()
@@ -211,7 +212,7 @@ def test_the_listing(monkeypatch, fakes, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--peers", "ligre"], "unknown peer 'ligre'; did you mean 'liger'? Known are liger, quack"),
+        (["--peers", "ligre"], "unknown peer 'ligre'; did you mean 'liger'? Known are liger, quack, quack-gemm"),
         (["--op", "gelu", "--peers", "flash-attn-4"], "peer 'flash-attn-4' covers attention, not gelu"),
         (["--op", "gelu", "--peers", "max-autotune,cudnn"], "peer 'cudnn' covers attention, not gelu"),
         (["--peers", ""], "--peers: no name in ''"),
@@ -254,10 +255,10 @@ def test_reasons_of_row_kernels():
 
 
 def test_reasons_of_products():
-    assert _reason(peers.QUACK, "matmul", (8, 16), (16, 24)) is None
-    assert "multiples of 8" in _reason(peers.QUACK, "matmul", (7, 16), (16, 24))
-    assert "multiples of 8" in _reason(peers.QUACK, "matmul", (8, 16), (16, 23))
-    assert "3 and 2 dimensions" in _reason(peers.QUACK, "matmul", (2, 8, 16), (16, 24))
+    assert _reason(peers.QUACK_GEMM, "matmul", (8, 16), (16, 24)) is None
+    assert "multiples of 8" in _reason(peers.QUACK_GEMM, "matmul", (7, 16), (16, 24))
+    assert "multiples of 8" in _reason(peers.QUACK_GEMM, "matmul", (8, 16), (16, 23))
+    assert "3 and 2 dimensions" in _reason(peers.QUACK_GEMM, "matmul", (2, 8, 16), (16, 24))
 
 
 @pytest.mark.parametrize(("capability", "largest"), [((9, 0), 256), ((10, 0), 128)], ids=["hopper", "blackwell"])
@@ -295,7 +296,7 @@ REAL = [
     ("liger", ROWS),
     ("quack", ROWS),
     ("quack", Case("long-rows", ((9, 40_000),), {"dim": -1})),
-    ("quack", Case("product", ((264, 512), (512, 392)))),
+    ("quack-gemm", Case("product", ((264, 512), (512, 392)))),
     ("flash-attn-4", _attention("full", (2, 3, 200, 64), (2, 3, 200, 64), False)),
     ("flash-attn-4", _attention("causal", (2, 3, 257, 128), (2, 3, 257, 128), True)),
     ("flash-attn-4", _attention("grouped-causal", (1, 8, 384, 128), (1, 2, 384, 128), True)),
