@@ -375,7 +375,7 @@ def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) 
     if (reason := clocks.gpu(sweep.device)[1]) is not None:
         note(f"clock, power and temperature are not recorded: {reason}")
     for name in sorted(LONG_TUNING):
-        takes = [g for g in todo if sweep.choice.takes(name) and any(v.name == name for v in table.variants(g.op))]
+        takes = [g for g in todo if any(v.name == name and sweep.choice.takes(v) for v in table.variants(g.op))]
         left_out = sum(not sweep.choice.tunes(name, group.case) for group in takes)
         if left_out and sweep.device.type == "cuda":
             note(

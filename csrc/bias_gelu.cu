@@ -20,9 +20,9 @@ namespace kl {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int ROWS = 4;                          // of a thread, forward: as many loads in flight
-constexpr int LANES = 32, STRIPES = 16;          // backward: threads along and across the columns of a block
-constexpr int ROWS_IN_FLIGHT = 2;                // of a thread, backward, of two operands
+constexpr int ROWS = 4;                  // of a thread, forward: as many loads in flight
+constexpr int LANES = 32, STRIPES = 16;  // backward: threads along and across the columns of a block
+constexpr int ROWS_IN_FLIGHT = 2;        // of a thread, backward, of two operands
 constexpr int BACKWARD_BLOCKS_PER_SM = 2;
 
 // An operand as rows of its last dimension.
@@ -232,8 +232,9 @@ Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& app
         const auto* x = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(bias.data_ptr());
         if (!vectorized) {
-            bias_gelu_naive_kernel<T, Form><<<grid_size(ceil_div(rows * columns, THREADS)), THREADS, 0, launch.stream>>>(
-                y, out, x, in, b, bias.stride(0), rows, columns);
+            bias_gelu_naive_kernel<T, Form>
+                <<<grid_size(ceil_div(rows * columns, THREADS)), THREADS, 0, launch.stream>>>(
+                    y, out, x, in, b, bias.stride(0), rows, columns);
             return;
         }
         const bool whole = are_whole<T>(bias, {{&output, &out}, {&input, &in}});
@@ -271,15 +272,15 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         const auto* b = static_cast<const T*>(bias.data_ptr());
         if (!vectorized) {
             bias_gelu_backward_naive_kernel<T, Form>
-                <<<grid_size(ceil_div(columns, THREADS)), THREADS, 0, launch.stream>>>(
-                    gi, out, gb, g, gr, x, in, b, bias.stride(0), rows, columns);
+                <<<grid_size(ceil_div(columns, THREADS)), THREADS, 0, launch.stream>>>(gi, out, gb, g, gr, x, in, b,
+                                                                                       bias.stride(0), rows, columns);
             return;
         }
         if (rows == 0) return sum_shares<T>(gb, nullptr, 0, columns, launch.stream);  // a sum of nothing: zero
         const bool whole = are_whole<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
         const int64_t column_blocks = ceil_div(whole ? columns / Vec<T>::size : columns, LANES);
-        const int64_t most = row_shares(rows, column_blocks, BACKWARD_BLOCKS_PER_SM, STRIPES * ROWS_IN_FLIGHT,
-                                        launch.device);
+        const int64_t most =
+            row_shares(rows, column_blocks, BACKWARD_BLOCKS_PER_SM, STRIPES * ROWS_IN_FLIGHT, launch.device);
         const int64_t rows_a_share = ceil_div(rows, most), shares = ceil_div(rows, rows_a_share);
         const Tensor partials = empty(bias, ScalarType::Float, {shares, columns});
         auto* sums = static_cast<float*>(partials.data_ptr());

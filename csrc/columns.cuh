@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(SUM_THREADS)
 template <typename T>
 void sum_shares(T* output, const float* partials, int64_t shares, int64_t columns, cudaStream_t stream) {
     const dim3 block(SUM_LANES, SUM_LANES);
-    sum_shares_kernel<T><<<grid_size(ceil_div(columns, SUM_LANES)), block, 0, stream>>>(output, partials, shares, columns);
+    sum_shares_kernel<T>
+        <<<grid_size(ceil_div(columns, SUM_LANES)), block, 0, stream>>>(output, partials, shares, columns);
 }
 
 // How many shares of the rows keep every multiprocessor busy, at `blocks_per_sm` blocks and `column_blocks` blocks side by

@@ -63,7 +63,7 @@ struct Operands {
         return dims > 0 ? offset + index * strides[k][0] : 0;
     }
 
-   private:
+  private:
     void add(int64_t d, const Tensor* const (&tensors)[N], const char* op) {
         const int64_t size = tensors[0]->size(d);
         if (size == 1) return;

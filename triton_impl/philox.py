@@ -27,13 +27,23 @@ def arguments(p: float, seed: int) -> tuple[int, int, int, float]:
 
 
 @triton.jit
+def _word(argument):
+    # torch.compile passes integers as int64 where they change, and floats as float64.
+    return tl.cast(argument, tl.int32).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _factors(words, threshold, scale):
+    return tl.where(words >= _word(threshold), tl.cast(scale, tl.float32), 0.0)
+
+
+@triton.jit
 def words_of(lower, upper, key_low, key_high):
     """The four words of the counters (lower, upper, 0, 0), all uint32, as four blocks.
 
     Where `upper` is one for all, as where a program's counters share it, half of the second round is computed once.
     """
-    k0 = key_low.to(tl.uint32, bitcast=True)
-    k1 = key_high.to(tl.uint32, bitcast=True)
+    k0, k1 = _word(key_low), _word(key_high)
     c0, c1, c2, c3 = lower, upper, k0 * 0, k0 * 0
     for _ in tl.static_range(ROUNDS):
         product0, product1 = c0.to(tl.uint64) * M0, c2.to(tl.uint64) * M1
@@ -60,7 +70,7 @@ def factors_in_order(start, key_low, key_high, threshold, scale, BLOCK: tl.const
         w0, w1, w2, w3 = tl.join(w0, v0), tl.join(w1, v1), tl.join(w2, v2), tl.join(w3, v3)
     # Of each call the words in order: the last dimension is the lowest bit of their number.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BLOCK])
-    return tl.where(words >= threshold.to(tl.uint32, bitcast=True), scale, 0.0)
+    return _factors(words, threshold, scale)
 
 
 @triton.jit
@@ -70,4 +80,4 @@ def factors_at(index, key_low, key_high, threshold, scale):
     w0, w1, w2, w3 = words_of(call.to(tl.uint32), (call >> 32).to(tl.uint32), key_low, key_high)
     place = index % 4
     word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
-    return tl.where(word >= threshold.to(tl.uint32, bitcast=True), scale, 0.0)
+    return _factors(word, threshold, scale)
