@@ -101,7 +101,7 @@ def dropout(input: torch.Tensor, p: float = 0.5, *, seed: int, backend: str | No
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         p: the probability to drop an element, from 0 up to but not including 1.
-        seed: an integer from 0 to 2⁶³ − 1. ``torch.compile`` takes it as a constant, as it does any integer.
+        seed: an integer from 0 to 2⁶³ − 1. Inside ``torch.compile`` it may change from call to call.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:

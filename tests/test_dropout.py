@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernel_ladder
+import triton_impl
 from kernel_ladder import autograd, philox
 
 from .conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
@@ -144,15 +145,17 @@ def test_seeds_do_not_compile_anew():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.level in ("torch", "cuda")], ids=variant_id)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.level != "compile"], ids=variant_id)
 def test_a_seed_may_change_inside_compile(variant):
+    if variant.level == "triton" and triton_impl.interpreted():
+        pytest.skip("the interpreter cannot be traced")
     x = torch.ones(64, device=DEVICE)
     skip_unless_it_runs(variant, (x,), {"p": 0.5, "seed": 0})
     torch._dynamo.reset()
     step = torch.compile(
         lambda x, seed: kernel_ladder.dropout(x, 0.5, seed=seed, backend=variant.name),
         fullgraph=True,
-        backend="aot_eager",
+        backend="inductor" if DEVICE.type == "cuda" else "aot_eager",
     )
     for seed in range(3, 15):  # more than the compiler's limit of graphs for one function
         assert torch.equal(step(x, seed) != 0, expected((64,), 0.5, seed))
