@@ -144,7 +144,9 @@ def _run(ncu: str, metrics: Sequence[str], arguments: Sequence[str]) -> tuple[st
         command = [
             *(ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
             *("--profile-from-start", "off", "--target-processes", "application-only", "--replay-mode", "kernel"),
-            *("--cache-control", "all", "--clock-control", "none", "--metrics", ",".join(metrics)),
+            # By default a kernel is called by its function alone, which in an unnamed namespace is "unnamed".
+            *("--kernel-name-base", "demangled", "--cache-control", "all", "--clock-control", "none"),
+            *("--metrics", ",".join(metrics)),
             *(sys.executable, "-m", "bench", *arguments),
         ]
         # Elsewhere a comma may be a decimal point.

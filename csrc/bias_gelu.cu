@@ -206,8 +206,8 @@ bool are_whole(const Tensor& bias, const std::vector<std::pair<const Tensor*, co
 void check_operands(const Tensor& input, const Tensor& bias, const char* op) {
     check_cuda(input, op, "input");
     check_like(bias, input, op, "bias");
-    STD_TORCH_CHECK(input.dim() > 0 && bias.dim() == 1 && bias.size(0) == input.size(input.dim() - 1), op,
-                    ": argument `bias` must have the length of the last dimension of `input`");
+    KL_CHECK(input.dim() > 0 && bias.dim() == 1 && bias.size(0) == input.size(input.dim() - 1), op,
+             ": argument `bias` must have the length of the last dimension of `input`");
 }
 
 // Threads along the columns: as many as divide a row's chunks, so that few are idle.

@@ -8,7 +8,6 @@
 #include <pybind11/stl.h>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <cstring>
 #include <map>

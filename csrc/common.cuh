@@ -15,7 +15,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
+
+#include "check.h"
 
 // The one symbol of libtorch_cuda that is needed. Weak, so that the extension links and imports without that library.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -30,30 +31,30 @@ using bfloat16 = __nv_bfloat16;
 
 // ---- host: checks, allocation, launch ------------------------------------------------------------------------------
 
-#define KL_CUDA_CHECK(call)                                                                                   \
-    do {                                                                                                      \
-        const cudaError_t error_ = (call);                                                                    \
-        STD_TORCH_CHECK(error_ == cudaSuccess, "CUDA error in ", __func__, ": ", cudaGetErrorString(error_)); \
+#define KL_CUDA_CHECK(call)                                                                            \
+    do {                                                                                               \
+        const cudaError_t error_ = (call);                                                             \
+        KL_CHECK(error_ == cudaSuccess, "CUDA error in ", __func__, ": ", cudaGetErrorString(error_)); \
     } while (0)
 
 #define KL_LAUNCH_CHECK() KL_CUDA_CHECK(cudaGetLastError())
 
 inline void check_cuda(const Tensor& tensor, const char* op, const char* name) {
-    STD_TORCH_CHECK(tensor.is_cuda(), op, ": argument `", name, "` must be a CUDA tensor");
+    KL_CHECK(tensor.is_cuda(), op, ": argument `", name, "` must be a CUDA tensor");
 }
 
 inline void check_like(const Tensor& tensor, const Tensor& other, const char* op, const char* name) {
     check_cuda(tensor, op, name);
-    STD_TORCH_CHECK(tensor.scalar_type() == other.scalar_type(), op, ": argument `", name,
-                    "` must have the dtype of the first argument");
-    STD_TORCH_CHECK(tensor.get_device_index() == other.get_device_index(), op, ": argument `", name,
-                    "` must be on the device of the first argument");
+    KL_CHECK(tensor.scalar_type() == other.scalar_type(), op, ": argument `", name,
+             "` must have the dtype of the first argument");
+    KL_CHECK(tensor.get_device_index() == other.get_device_index(), op, ": argument `", name,
+             "` must be on the device of the first argument");
 }
 
 inline void check_same_shape(const Tensor& tensor, const Tensor& other, const char* op, const char* name) {
     bool same = tensor.dim() == other.dim();
     for (int64_t d = 0; same && d < tensor.dim(); ++d) same = tensor.size(d) == other.size(d);
-    STD_TORCH_CHECK(same, op, ": argument `", name, "` must have the shape of the first argument");
+    KL_CHECK(same, op, ": argument `", name, "` must have the shape of the first argument");
 }
 
 // Makes the tensor's device current while it lives, and knows the stream to launch on.
@@ -63,10 +64,10 @@ struct Launch {
     cudaStream_t stream;
 
     explicit Launch(const Tensor& tensor) : device(tensor.get_device_index()), guard(device) {
-        STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this PyTorch was built without CUDA");
+        KL_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this PyTorch was built without CUDA");
         void* current = nullptr;
         const auto status = aoti_torch_get_current_cuda_stream(device, &current);
-        STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "could not get the current CUDA stream");
+        KL_CHECK(status == AOTI_TORCH_SUCCESS, "could not get the current CUDA stream");
         stream = static_cast<cudaStream_t>(current);
     }
 };
@@ -96,7 +97,7 @@ inline Tensor empty_strided(const Tensor& like, ScalarType dtype, const int64_t*
     const auto status = aoti_torch_empty_strided(dim, sizes, strides,
                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
                                                  aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
-    STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "could not allocate the output");
+    KL_CHECK(status == AOTI_TORCH_SUCCESS, "could not allocate the output");
     return Tensor(handle);
 }
 
@@ -122,12 +123,12 @@ void dispatch(ScalarType dtype, const char* op, F&& f) {
         case ScalarType::BFloat16:
             return f(bfloat16{});
         default:
-            STD_TORCH_CHECK(false, op, ": dtype must be float16, bfloat16 or float32");
+            KL_CHECK(false, op, ": dtype must be float16, bfloat16 or float32");
     }
 }
 
 inline unsigned int grid_size(int64_t blocks) {
-    STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "too many blocks for one launch: ", blocks);
+    KL_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "too many blocks for one launch: ", blocks);
     return static_cast<unsigned int>(blocks);
 }
 
@@ -292,7 +293,7 @@ inline Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t di
             out.strides[out.dims - 1] = strides[d];
             continue;
         }
-        STD_TORCH_CHECK(out.dims < MAX_DIMS, op, ": strides need more than ", MAX_DIMS, " dimensions");
+        KL_CHECK(out.dims < MAX_DIMS, op, ": strides need more than ", MAX_DIMS, " dimensions");
         out.sizes[out.dims] = sizes[d];
         out.strides[out.dims++] = strides[d];
     }

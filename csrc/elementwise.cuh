@@ -69,7 +69,7 @@ struct Operands {
         if (size == 1) return;
         bool merges = dims > 0;
         for (int k = 0; k < N; ++k) merges = merges && strides[k][dims - 1] == size * tensors[k]->stride(d);
-        STD_TORCH_CHECK(merges || dims < MAX_DIMS, op, ": strides need more than ", MAX_DIMS, " dimensions");
+        KL_CHECK(merges || dims < MAX_DIMS, op, ": strides need more than ", MAX_DIMS, " dimensions");
         const int at = merges ? dims - 1 : dims++;
         sizes[at] = merges ? sizes[at] * size : size;
         for (int k = 0; k < N; ++k) strides[k][at] = tensors[k]->stride(d);

@@ -59,8 +59,8 @@ struct Tanh {
 // Calls f with a value of the type that `dtype` names, and with the form that `approximate` does.
 template <typename F>
 void dispatch_form(ScalarType dtype, const std::string& approximate, const char* op, F&& f) {
-    STD_TORCH_CHECK(approximate == "none" || approximate == "tanh", op,
-                    ": argument `approximate` must be 'none' or 'tanh', got '", approximate, "'");
+    KL_CHECK(approximate == "none" || approximate == "tanh", op,
+             ": argument `approximate` must be 'none' or 'tanh', got '", approximate, "'");
     dispatch(dtype, op, [&](auto zero) { approximate == "none" ? f(zero, Exact{}) : f(zero, Tanh{}); });
 }
 

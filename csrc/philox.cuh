@@ -43,9 +43,9 @@ struct DropoutMask {
 
     DropoutMask(int64_t threshold_in, double scale_in, int64_t seed, const char* op)
         : keys(seed), threshold(static_cast<uint32_t>(threshold_in)), scale(static_cast<float>(scale_in)) {
-        STD_TORCH_CHECK(0 <= threshold_in && threshold_in <= std::numeric_limits<uint32_t>::max(), op,
-                        ": argument `threshold` must be a word of 32 bits, got ", threshold_in);
-        STD_TORCH_CHECK(seed >= 0, op, ": argument `seed` must not be negative, got ", seed);
+        KL_CHECK(0 <= threshold_in && threshold_in <= std::numeric_limits<uint32_t>::max(), op,
+                 ": argument `threshold` must be a word of 32 bits, got ", threshold_in);
+        KL_CHECK(seed >= 0, op, ": argument `seed` must not be negative, got ", seed);
     }
 
     __device__ float factor(uint32_t word) const { return word >= threshold ? scale : 0.0f; }

@@ -175,7 +175,7 @@ struct RowLayout {
 
     RowLayout(const Tensor& like, int64_t dim_in, const char* op) : dense(like), dim(dim_in) {
         const int64_t dims = std::max<int64_t>(like.dim(), 1);
-        STD_TORCH_CHECK(-dims <= dim && dim < dims, op, ": argument `dim` is out of range");
+        KL_CHECK(-dims <= dim && dim < dims, op, ": argument `dim` is out of range");
         if (dim < 0) dim += dims;
         if (like.dim() > 0) length = like.size(dim);
         for (const int64_t d : dense.order) {
@@ -225,7 +225,7 @@ inline RowLaunch row_launch(int64_t chunks, bool clusters) {
     while (threads < ROW_THREADS && threads * ROW_VECTORS < chunks) threads *= 2;
     if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1, ROW_VECTORS};
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
-    STD_TORCH_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
+    KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
     const int vectors = chunks <= MAX_CLUSTER * MAX_BLOCK_CHUNKS ? ROW_VECTORS : LONG_ROW_VECTORS;
     return {threads, 1, static_cast<unsigned>(ceil_div(chunks, int64_t{threads} * vectors)), vectors};
 }

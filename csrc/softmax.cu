@@ -348,8 +348,8 @@ void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
     int limit = 0, device = 0;
     KL_CUDA_CHECK(cudaGetDevice(&device));
     KL_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    STD_TORCH_CHECK(bytes + FOR_REDUCTIONS <= static_cast<size_t>(limit), op, ": a row needs ", bytes,
-                    " bytes of shared memory, a block has ", limit);
+    KL_CHECK(bytes + FOR_REDUCTIONS <= static_cast<size_t>(limit), op, ": a row needs ", bytes,
+             " bytes of shared memory, a block has ", limit);
     KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }

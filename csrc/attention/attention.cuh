@@ -69,29 +69,29 @@ inline Attention prepare_attention(const Tensor& query, const Tensor& key, const
     check_like(value, query, op, "value");
     const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
     const size_t dim = q.size();
-    STD_TORCH_CHECK(dim >= 3, op, ": argument `query` must have at least 3 dimensions (..., H, S, D), got ", dim);
-    STD_TORCH_CHECK(k.size() == dim && v.size() == dim, op,
-                    ": arguments `key` and `value` must have as many dimensions as `query`");
+    KL_CHECK(dim >= 3, op, ": argument `query` must have at least 3 dimensions (..., H, S, D), got ", dim);
+    KL_CHECK(k.size() == dim && v.size() == dim, op,
+             ": arguments `key` and `value` must have as many dimensions as `query`");
     const int64_t heads = q[dim - 3], S_q = q[dim - 2], D = q[dim - 1];
     const int64_t heads_kv = k[dim - 3], S_k = k[dim - 2], D_v = v[dim - 1];
     const int64_t longest = std::max(std::max(S_q, S_k), std::max(heads, heads_kv));
-    STD_TORCH_CHECK(longest <= MAX_LENGTH, op, ": heads and lengths must be at most ", MAX_LENGTH, ", got ", longest);
+    KL_CHECK(longest <= MAX_LENGTH, op, ": heads and lengths must be at most ", MAX_LENGTH, ", got ", longest);
     int64_t batches = 1;
     for (size_t d = 0; d + 3 < dim; ++d) {
-        STD_TORCH_CHECK(k[d] == q[d] && v[d] == q[d], op,
-                        ": arguments `key` and `value` must have the batch dimensions of `query`");
+        KL_CHECK(k[d] == q[d] && v[d] == q[d], op,
+                 ": arguments `key` and `value` must have the batch dimensions of `query`");
         batches *= q[d];
     }
-    STD_TORCH_CHECK(v[dim - 3] == heads_kv && v[dim - 2] == S_k, op,
-                    ": argument `value` must have the heads and length of `key`");
-    STD_TORCH_CHECK(k[dim - 1] == D, op, ": argument `key` must have the head dimension of `query`");
+    KL_CHECK(v[dim - 3] == heads_kv && v[dim - 2] == S_k, op,
+             ": argument `value` must have the heads and length of `key`");
+    KL_CHECK(k[dim - 1] == D, op, ": argument `key` must have the head dimension of `query`");
     for (const int64_t size : {D, D_v}) {
-        STD_TORCH_CHECK(size >= 1 && size <= MAX_HEAD_DIM, op, ": head dimensions must be 1 to ", MAX_HEAD_DIM,
-                        ", got ", size);
+        KL_CHECK(size >= 1 && size <= MAX_HEAD_DIM, op, ": head dimensions must be 1 to ", MAX_HEAD_DIM, ", got ",
+                 size);
     }
-    STD_TORCH_CHECK(heads == heads_kv || (enable_gqa && heads_kv > 0 && heads % heads_kv == 0), op,
-                    ": argument `key` must have the heads of `query`, or with `enable_gqa` a divisor of them, got ",
-                    heads_kv, " for ", heads);
+    KL_CHECK(heads == heads_kv || (enable_gqa && heads_kv > 0 && heads % heads_kv == 0), op,
+             ": argument `key` must have the heads of `query`, or with `enable_gqa` a divisor of them, got ", heads_kv,
+             " for ", heads);
     return {batches,
             static_cast<int>(heads),
             static_cast<int>(heads_kv),
@@ -108,7 +108,7 @@ inline void check_attention_output(const Tensor& tensor, const Tensor& query, co
     check_like(tensor, query, "attention_backward", name);
     bool same = tensor.dim() == query.dim() && tensor.size(tensor.dim() - 1) == a.D_v;
     for (int64_t d = 0; same && d < query.dim() - 1; ++d) same = tensor.size(d) == query.size(d);
-    STD_TORCH_CHECK(same, "attention_backward: argument `", name, "` must have the shape of the output");
+    KL_CHECK(same, "attention_backward: argument `", name, "` must have the shape of the output");
 }
 
 // A dense tensor with query's batches, heads and length, and `columns` columns; without them where `columns` is 0.

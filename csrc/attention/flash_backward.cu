@@ -241,9 +241,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
     check_attention_output(grad, query, a, "grad");
     check_attention_output(output, query, a, "output");
     check_cuda(lse, "attention_backward", "lse");
-    STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
-                        lse.get_device_index() == query.get_device_index() && lse.numel() == a.rows(),
-                    "attention_backward: argument `lse` must be what the forward pass returned");
+    KL_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
+                 lse.get_device_index() == query.get_device_index() && lse.numel() == a.rows(),
+             "attention_backward: argument `lse` must be what the forward pass returned");
     const Launch launch(query);
     Tensor grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
     if (a.rows() * a.S_k == 0) {

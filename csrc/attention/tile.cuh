@@ -40,7 +40,7 @@ void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
         case ScalarType::BFloat16:
             return f(bfloat16{});
         default:
-            STD_TORCH_CHECK(false, op, ": the flash variant takes float16 and bfloat16");
+            KL_CHECK(false, op, ": the flash variant takes float16 and bfloat16");
     }
 }
 

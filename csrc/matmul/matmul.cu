@@ -11,7 +11,7 @@ Call prepare(const Tensor& input, const Tensor& other) {
     const int64_t a_dim = input.dim(), b_dim = other.dim();
     const int64_t *a_sizes = input.sizes().data(), *a_strides = input.strides().data();
     const int64_t *b_sizes = other.sizes().data(), *b_strides = other.strides().data();
-    STD_TORCH_CHECK(a_dim > 0 && b_dim > 0, "matmul: arguments `input` and `other` must have at least 1 dimension");
+    KL_CHECK(a_dim > 0 && b_dim > 0, "matmul: arguments `input` and `other` must have at least 1 dimension");
 
     Product p{};
     p.M = a_dim > 1 ? a_sizes[a_dim - 2] : 1;
@@ -22,9 +22,8 @@ Call prepare(const Tensor& input, const Tensor& other) {
     p.b_k = b_strides[b_dim > 1 ? b_dim - 2 : 0];
     p.b_n = b_dim > 1 ? b_strides[b_dim - 1] : 0;
     const int64_t inner = b_sizes[b_dim > 1 ? b_dim - 2 : 0];
-    STD_TORCH_CHECK(p.K == inner,
-                    "matmul: the last dimension of `input` must equal the inner dimension of `other`, got ", p.K,
-                    " and ", inner);
+    KL_CHECK(p.K == inner, "matmul: the last dimension of `input` must equal the inner dimension of `other`, got ", p.K,
+             " and ", inner);
 
     const int64_t a_batches = std::max<int64_t>(a_dim - 2, 0), b_batches = std::max<int64_t>(b_dim - 2, 0);
     const int64_t batch_dims = std::max(a_batches, b_batches);
@@ -38,9 +37,8 @@ Call prepare(const Tensor& input, const Tensor& other) {
     for (int64_t d = 0; d < batch_dims; ++d) {
         const int64_t a_d = d - (batch_dims - a_batches), b_d = d - (batch_dims - b_batches);
         const int64_t a_size = a_d >= 0 ? a_sizes[a_d] : 1, b_size = b_d >= 0 ? b_sizes[b_d] : 1;
-        STD_TORCH_CHECK(a_size == b_size || a_size == 1 || b_size == 1,
-                        "matmul: the batch dimensions of `input` and `other` must broadcast, got ", a_size, " and ",
-                        b_size);
+        KL_CHECK(a_size == b_size || a_size == 1 || b_size == 1,
+                 "matmul: the batch dimensions of `input` and `other` must broadcast, got ", a_size, " and ", b_size);
         const int64_t size = a_size == 1 ? b_size : a_size;
         shape[d] = size;
         p.batches *= size;
@@ -53,7 +51,7 @@ Call prepare(const Tensor& input, const Tensor& other) {
             p.b_batch[last] = b_stride;
             continue;
         }
-        STD_TORCH_CHECK(p.batch_dims < MAX_DIMS, "matmul: batch strides need more than ", MAX_DIMS, " dimensions");
+        KL_CHECK(p.batch_dims < MAX_DIMS, "matmul: batch strides need more than ", MAX_DIMS, " dimensions");
         p.batch_sizes[p.batch_dims] = size;
         p.a_batch[p.batch_dims] = a_stride;
         p.b_batch[p.batch_dims++] = b_stride;

@@ -318,12 +318,12 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
 
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     auto [p, output] = prepare(input, other);
-    STD_TORCH_CHECK(input.scalar_type() != ScalarType::Float || allow_tf32,
-                    "matmul: float32 on tensor cores needs tf32, which is not allowed");
+    KL_CHECK(input.scalar_type() != ScalarType::Float || allow_tf32,
+             "matmul: float32 on tensor cores needs tf32, which is not allowed");
     if (p.batches * p.M * p.N == 0) return output;
     const Launch on(input);
-    STD_TORCH_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor, on.device) >= 8,
-                    "matmul: mma needs compute capability 8.0 or newer");
+    KL_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor, on.device) >= 8,
+             "matmul: mma needs compute capability 8.0 or newer");
     const int64_t large_tiles = p.batches * ceil_div(p.M, Large::BM) * ceil_div(p.N, Large::BN);
     const bool large = large_tiles >= device_attribute(cudaDevAttrMultiProcessorCount, on.device) / 2 &&
                        device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, on.device) >= Large::SHARED;
