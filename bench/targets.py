@@ -17,13 +17,15 @@ from bench import candidates, timing
 from bench.cases import shrink
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Spec
 from kernel_ladder.table import LEVELS, Variant
 
 #: Sizes that stand for the shapes of all inputs, by operation and how many there are.
 SHORTHAND: dict[tuple[str, int], Callable[..., tuple[tuple[int, ...], ...]]] = {
     ("matmul", 3): lambda m, n, k: ((m, k), (k, n)),
+    ("bias_gelu", 2): lambda m, n: ((m, n), (n,)),
+    ("swiglu", 2): lambda m, n: ((m, n), (m, n)),
     ("attention", 4): lambda b, h, s, d: ((b, h, s, d),) * 3,
 }
 SIZES = re.compile(r"\d+(x\d+)*")
@@ -123,8 +125,10 @@ def case_of(op: str, shape: str | None, options: Options, dtype: torch.dtype, de
 def _parameters(op: str) -> tuple[list[str], dict[str, Any]]:
     """Names of the public function's tensors, and its options with their defaults."""
     parameters = inspect.signature(getattr(kernel_ladder, op)).parameters.values()
-    tensors = [p.name for p in parameters if p.default is p.empty]
-    return tensors, {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "backend"}
+    tensors = [p.name for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
+    options = [p for p in parameters if p.name not in (*tensors, "backend")]
+    usual = kernel_ladder.spec(op).sweep[0].options  # for an option that has no default
+    return tensors, {p.name: usual[p.name] if p.default is p.empty else p.default for p in options}
 
 
 def _accepted(defaults: Options) -> str:
@@ -191,8 +195,7 @@ def _maker(
         if not backward:
             call = candidates.forward_call(variant, _OneCopy([inputs], None, options))
         else:
-            shape = spec.builtin(*(torch.empty_like(x, device="meta") for x in inputs), **options).shape
-            grad = make_inputs(Case("grad", (tuple(shape),)), inputs[0].dtype, inputs[0].device, seed=1)[0]
+            grad = make_grad(spec, inputs, options)
             call = candidates.backward_call(variant, _OneCopy([inputs], [grad], options))
         return lambda: call(0)
 

@@ -2,7 +2,7 @@
 
 from kernel_ladder._version import __version__
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
-from kernel_ladder.ops import add, attention, gelu, matmul, softmax, sum
+from kernel_ladder.ops import add, attention, bias_gelu, dropout, gelu, matmul, softmax, sum, swiglu
 from kernel_ladder.table import LEVELS, OPS, backends, register, resolve, spec, use, variants
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "add",
     "attention",
     "backends",
+    "bias_gelu",
+    "dropout",
     "gelu",
     "matmul",
     "register",
@@ -22,6 +24,7 @@ __all__ = [
     "softmax",
     "spec",
     "sum",
+    "swiglu",
     "use",
     "variants",
 ]

@@ -89,6 +89,11 @@ class Spec:
     yardstick: Callable[..., Output] | None = None
     parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
 
+    @property
+    def baseline(self) -> str:
+        """The variant that speedups are over: PyTorch's own function, or the naive formula where it has none."""
+        return "torch.naive" if self.builtin is None else "torch.builtin"
+
     def output_shapes(self, inputs: Inputs, options: Options) -> tuple[torch.Size, ...]:
         """The shape of each output, found without computing it."""
         without_data = each(lambda x: torch.empty_like(x, device="meta"), inputs)

@@ -109,7 +109,12 @@ HUGE = (2**16 + 1, 2**15)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("variant", [v for v in LAUNCHING if len(typical_case(v.op).shapes) == 1], ids=variant_id)
+@pytest.mark.parametrize(
+    "variant",
+    # Dropout of a row depends on where the row stands; tests/test_dropout.py has a test of its own.
+    [v for v in LAUNCHING if len(typical_case(v.op).shapes) == 1 and v.op != "dropout"],
+    ids=variant_id,
+)
 def test_more_elements_than_a_32_bit_index_holds(variant, backward):
     spec, options = kernel_ladder.spec(variant.op), dict(typical_case(variant.op).options)
     if "dim" in options:

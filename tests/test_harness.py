@@ -31,41 +31,47 @@ def judge(op: str, run: Callable, case: Case, dtype: torch.dtype, backward: bool
     return agreement(spec, run, inputs, case.options, grad)
 
 
+def right_of(op: str) -> Callable:
+    """What the wrong implementations are made of: PyTorch's own function, or the formula where it has none."""
+    spec = kernel_ladder.spec(op)
+    return spec.builtin or spec.reference
+
+
 # ---- wrong for every operation -------------------------------------------------------------------------------------
 
 
-def all_zeros(builtin, *inputs, **options):
-    return torch.zeros_like(builtin(*inputs, **options))
+def all_zeros(right, *inputs, **options):
+    return torch.zeros_like(right(*inputs, **options))
 
 
-def dropped_tail_tile(builtin, *inputs, **options):
-    output = builtin(*inputs, **options).clone()
+def dropped_tail_tile(right, *inputs, **options):
+    output = right(*inputs, **options).clone()
     output[..., output.shape[-1] // 32 * 32 :] = 0
     return output
 
 
-def largest_element_off(builtin, *inputs, **options):
-    output = builtin(*inputs, **options).clone()
+def largest_element_off(right, *inputs, **options):
+    output = right(*inputs, **options).clone()
     output.view(-1)[output.abs().argmax()] *= 1.1
     return output
 
 
-def one_nan(builtin, *inputs, **options):
-    output = builtin(*inputs, **options).clone()
+def one_nan(right, *inputs, **options):
+    output = right(*inputs, **options).clone()
     output.view(-1)[0] = torch.nan
     return output
 
 
-def wrong_dtype(builtin, *inputs, **options):
-    return builtin(*inputs, **options).float()
+def wrong_dtype(right, *inputs, **options):
+    return right(*inputs, **options).float()
 
 
-def wrong_shape(builtin, *inputs, **options):
-    return builtin(*inputs, **options)[None]
+def wrong_shape(right, *inputs, **options):
+    return right(*inputs, **options)[None]
 
 
-def shifted(builtin, *inputs, **options):
-    return builtin(*inputs, **options).roll(1, -1)
+def shifted(right, *inputs, **options):
+    return right(*inputs, **options).roll(1, -1)
 
 
 @pytest.mark.parametrize(
@@ -73,24 +79,28 @@ def shifted(builtin, *inputs, **options):
 )
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects(op, wrong):
-    builtin = kernel_ladder.spec(op).builtin
+    right = right_of(op)
     # An output whose last dimension is no multiple of a tile, else there is no tail to drop.
     typical = typical_case(op)
-    shapes = {"matmul": ((37, 64), (64, 53)), "attention": ((1, 2, 33, 40),) * 3}
-    case = Case("tail", shapes.get(op, ((37, 53),) * len(typical.shapes)), typical.options)
-    assert not judge(op, lambda *x, **options: wrong(builtin, *x, **options), case, torch.bfloat16).agrees
+    shapes = {
+        "matmul": ((37, 64), (64, 53)),
+        "attention": ((1, 2, 33, 40),) * 3,
+        "bias_gelu": ((37, 53), (53,)),
+    }.get(op, ((37, 53),) * len(typical.shapes))
+    case = Case("tail", shapes, typical.options)
+    assert not judge(op, lambda *x, **options: wrong(right, *x, **options), case, torch.bfloat16).agrees
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects_a_stale_output_buffer(op):
-    spec, case = kernel_ladder.spec(op), typical_case(op)
-    stale = spec.builtin(*make_inputs(case, torch.float32, DEVICE, seed=7), **case.options)
+    case = typical_case(op)
+    stale = right_of(op)(*make_inputs(case, torch.float32, DEVICE, seed=7), **case.options)
     assert not judge(op, lambda *x, **options: stale, case, torch.float32).agrees
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects_wrong_gradients(op):
-    spec, case = kernel_ladder.spec(op), typical_case(op)
+    case = typical_case(op)
 
     class Wrong(torch.autograd.Function):
         factor = 1.0
@@ -98,13 +108,13 @@ def test_rejects_wrong_gradients(op):
         @staticmethod
         def forward(ctx, *inputs):
             ctx.save_for_backward(*inputs)
-            return spec.builtin(*inputs, **case.options)
+            return right_of(op)(*inputs, **case.options)
 
         @staticmethod
         def backward(ctx, grad):
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-                grads = torch.autograd.grad(spec.builtin(*leaves, **case.options), leaves, grad)
+                grads = torch.autograd.grad(right_of(op)(*leaves, **case.options), leaves, grad)
             return tuple(Wrong.factor * g for g in grads)
 
     def run(*inputs, **options):
@@ -120,10 +130,10 @@ def test_rejects_wrong_gradients(op):
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects_nan_that_was_swallowed(op):
-    builtin = kernel_ladder.spec(op).builtin
+    right = right_of(op)
     case = typical_case(op)
     case = Case("nan", case.shapes, case.options, values="nan")
-    run = lambda *x, **options: builtin(*[t.nan_to_num() for t in x], **options)  # noqa: E731
+    run = lambda *x, **options: right(*[t.nan_to_num() for t in x], **options)  # noqa: E731
     assert not judge(op, run, case, torch.float32).agrees
 
 
@@ -221,6 +231,37 @@ def add_without_the_other(input, other):
     return input.clone()
 
 
+def dropout_of_another_seed(input, *, p, seed):
+    return kernel_ladder.dropout(input, p, seed=seed + 1, backend="torch")
+
+
+def dropout_without_scale(input, *, p, seed):
+    return kernel_ladder.dropout(input, p, seed=seed, backend="torch") * (1 - p)
+
+
+def dropout_counted_in_memory_order(input, *, p, seed):
+    return kernel_ladder.dropout(input.mT.contiguous(), p, seed=seed, backend="torch").mT
+
+
+def dropout_that_stops_nan(input, *, p, seed):
+    dropped = kernel_ladder.dropout(torch.ones_like(input), p, seed=seed, backend="torch") == 0
+    return kernel_ladder.dropout(input, p, seed=seed, backend="torch").masked_fill(dropped, 0)
+
+
+def bias_gelu_without_bias(input, bias, *, approximate):
+    return torch.nn.functional.gelu(input, approximate=approximate)
+
+
+def swiglu_of_swapped_operands(gate, up):
+    return torch.nn.functional.silu(up) * gate
+
+
+def swiglu_without_the_product(gate, up):
+    return torch.sigmoid(gate) * up
+
+
+DROPOUT = {"p": 0.1, "seed": 42}
+
 WRONG = [
     ("sum", sum_accumulated_in_16_bits, Case("", ((8, 4096),), {"dim": -1, "keepdim": False}), torch.bfloat16),
     ("sum", sum_without_the_last_element, Case("", ((8, 4097),), {"dim": -1, "keepdim": False}), torch.float32),
@@ -240,6 +281,13 @@ WRONG = [
     ("attention", attention_mask_off_by_one, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
     ("attention", attention_without_mask, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
     ("attention", attention_wrong_scale, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
+    ("dropout", dropout_of_another_seed, Case("", ((16, 17),), DROPOUT), torch.bfloat16),
+    ("dropout", dropout_without_scale, Case("", ((16, 17),), DROPOUT), torch.bfloat16),
+    ("dropout", dropout_counted_in_memory_order, Case("", ((16, 17),), DROPOUT, layout="transposed"), torch.bfloat16),
+    ("dropout", dropout_that_stops_nan, Case("", ((257,),), DROPOUT, values="nan"), torch.float32),
+    ("bias_gelu", bias_gelu_without_bias, Case("", ((64, 65), (65,)), {"approximate": "none"}), torch.bfloat16),
+    ("swiglu", swiglu_of_swapped_operands, Case("", ((64, 65),) * 2), torch.bfloat16),
+    ("swiglu", swiglu_without_the_product, Case("", ((64, 65),) * 2), torch.bfloat16),
 ]
 
 

@@ -201,6 +201,9 @@ INSTRUCTIONS = [
     ("matmul", "cuda.registers", r"\bFFMA\b"),
     ("matmul", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
     ("attention", "cuda.flash", r"HMMA\.16816\.F32\.BF16"),
+    ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),
+    ("bias_gelu", "cuda.vectorized", r"LDG\.E\.128"),
+    ("swiglu", "cuda.vectorized", r"LDG\.E\.128"),
 ]
 
 

@@ -124,6 +124,13 @@ def test_a_composite_operator_is_taken_apart(capsys):
 # ---- the command
 
 
+def test_a_number_that_stands_for_a_tensor_is_no_operand():
+    words = torch.arange(8)
+    for call in (lambda: words & 7, lambda: words ^ 7, lambda: words * 7, lambda: words >> 1):
+        (step,) = chain.record(call)
+        assert (step.read, step.written) == ([64], [64])
+
+
 def test_naive_and_builtin_side_by_side(capsys):
     argv = ["profile", "softmax", "--backend", "torch", "--shape", "64x128", "--dtype", "float32", "--pass", "both"]
     assert main(argv) == 0
@@ -239,6 +246,10 @@ def test_without_a_gpu(argv, message, capsys):
     [
         ("gelu", "3x5x7", ((3, 5, 7),)),
         ("gelu", "7", ((7,),)),
+        ("dropout", "3x5", ((3, 5),)),
+        ("bias_gelu", "3x5", ((3, 5), (5,))),
+        ("bias_gelu", "2x3x5,5", ((2, 3, 5), (5,))),
+        ("swiglu", "3x5", ((3, 5), (3, 5))),
         ("matmul", "3x4,4x5", ((3, 4), (4, 5))),
         ("matmul", "3x5x4", ((3, 4), (4, 5))),
         ("matmul", "7x3x4, 7x4x5", ((7, 3, 4), (7, 4, 5))),
