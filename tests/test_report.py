@@ -377,7 +377,7 @@ def test_data_survives_the_page(full):
         (None, "does not exist"),
         (b'{"kernel": "saxpy"}\n', "not a row of this benchmark"),
         (b'{"op": "gelu", ', "not a whole JSON object"),
-        (b"\xff\xfe\x00", "not UTF-8 text"),
+        (b"\xff\xfe\x00", "not UTF-8"),
     ],
     ids=["missing", "foreign", "truncated", "binary"],
 )
