@@ -87,7 +87,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend",
         **many,
-        help="levels or variants (default: all; torch.builtin is always there to compare with). "
+        help="levels or variants (default: all; torch.builtin, or torch.naive for an operation without it, is always "
+        "there to compare with). "
         f"{', '.join(sorted(sweep.LONG_TUNING))}, tuned for up to a minute a shape, is measured at the quick shapes "
         "alone unless it is named here",
     )

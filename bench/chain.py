@@ -66,7 +66,7 @@ class Chain(TorchDispatchMode):
         self._ranges += 1
         with record_function(f"{STEP} {number}"):
             if composite is None:
-                result = func(*args, **kwargs)
+                result = func(*_numbers_as_tensors(func, args), **kwargs)
             else:
                 with self:
                     result = func._op_dk(composite, *args, **kwargs)
@@ -86,6 +86,17 @@ def _composite_key(func: Any, device_key: str) -> torch._C.DispatchKey | None:
             if has(func.name(), key):
                 return getattr(torch._C.DispatchKey, key)
     return None
+
+
+def _numbers_as_tensors(func: Any, args: tuple) -> tuple:
+    """Arguments with each number that stands for a tensor made one: some operators take no number from Python there.
+
+    ``aten::bitwise_and.Scalar`` is made up of ``aten::bitwise_and.Tensor``, and hands the number on.
+    """
+    return tuple(
+        torch.tensor(x) if isinstance(x, bool | int | float) and isinstance(a.type, torch.TensorType) else x
+        for a, x in zip(func._schema.arguments, args, strict=False)
+    )
 
 
 def _operands(

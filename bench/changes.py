@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.order import by_climb
-from bench.ratio import Estimate, speedup_of, time_of
+from bench.ratio import Estimate, baseline_of, speedup_of, time_of
 from bench.rows import ResultsError, Row
 
 #: Levels that hold what others wrote, and what the machine can do: shown, and not judged.
@@ -69,7 +69,7 @@ class Change:
     after: Row
     raw: Estimate  # with the noise within the two runs
     corrected: Estimate  # the drift divided out, with the scatter between runs too
-    paired: Estimate | None  # of the times over torch.builtin's, each paired within its own run
+    paired: Estimate | None  # of the times over the baseline's, each paired within its own run
     control: bool
     judged: bool  # by the gate: neither a control, nor someone else's, nor interpreted
 
@@ -194,7 +194,7 @@ def _drift(ratios: Sequence[float], correct: bool, same_machine: bool) -> Drift:
 
 def _change(before: Row, after: Row, raw: Estimate, drift: Drift, control: bool, pair: bool) -> Change:
     corrected = raw.scaled(1 / drift.factor if drift.applied else 1.0).widened(drift.deviation)
-    pair &= before.backend != "torch.builtin" and _same_software(before, after)
+    pair &= before.backend != baseline_of(before.op) and _same_software(before, after)
     old, new = speedup_of(before), speedup_of(after)
     paired = old.over(new) if old and new and pair else None
     foreign = before.level in FOREIGN or before.interpreted or after.interpreted

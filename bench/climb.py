@@ -9,7 +9,7 @@ from pathlib import Path
 from bench import climb_counters, markdown
 from bench.climb_counters import Counters
 from bench.headline import headline
-from bench.ratio import Estimate, speedup_of, time_of
+from bench.ratio import Estimate, baseline_of, speedup_of, time_of
 from bench.rows import Row
 from bench.table import microseconds, rate
 from kernel_ladder.table import LEVELS
@@ -54,17 +54,17 @@ def with_step_before(steps: Sequence[Row]) -> list[tuple[Row, Row | None]]:
 
 
 def gain(row: Row, before: Row) -> Estimate:
-    """How many times faster a step is than the one before: by their speed-ups over torch.builtin, else by their times.
+    """How many times faster a step is than the one before: by their speed-ups over one baseline, else by their times.
 
     Both speed-ups are paired within rounds, so that the clock's drift between the two cancels. They share
-    torch.builtin's noise; taken for independent here, which makes the interval too wide rather than too narrow.
+    the baseline's noise; taken for independent here, which makes the interval too wide rather than too narrow.
     """
     new, old = speedup_of(row), speedup_of(before)
     return new.over(old) if new and old else time_of(before).over(time_of(row))
 
 
 def _times(steps: Sequence[Row]) -> str:
-    header = ["step", "time", "rate", "× step before", "of ceiling", "× `torch.builtin`"]
+    header = ["step", "time", "rate", "× step before", "of ceiling", f"× `{baseline_of(steps[0].op)}`"]
     lines = []
     for row, before in with_step_before(steps):
         if row.us is None:

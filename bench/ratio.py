@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import kernel_ladder
 from bench.rows import ResultsError, Row
 
 #: Standard normal deviate of a two-sided 95 % interval.
@@ -79,8 +80,13 @@ def time_of(row: Row) -> Estimate:
     return Estimate(row.us, row.us, row.us).widened(MEDIAN_ERROR * math.log(high / low) / math.sqrt(row.rounds))
 
 
+def baseline_of(op: str) -> str:
+    """The variant that an operation's speed-ups are over: torch.builtin, or torch.naive where there is none."""
+    return kernel_ladder.spec(op).baseline if op in kernel_ladder.OPS else "torch.builtin"
+
+
 def speedup_of(row: Row) -> Estimate | None:
-    """A row's speed-up over torch.builtin, paired round by round within its run; None where it has none."""
-    if row.backend == "torch.builtin":
+    """A row's speed-up over the baseline, paired round by round within its run; None where it has none."""
+    if row.backend == baseline_of(row.op):
         return Estimate(1.0, 1.0, 1.0)
     return Estimate(row.speedup, row.speedup_low, row.speedup_high) if row.speedup else None

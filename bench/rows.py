@@ -47,7 +47,7 @@ class Row:
     ceiling_gbs: float | None = None  # measured in the same run
     ceiling_tflops: float | None = None
     of_ceiling: float | None = None
-    speedup: float | None = None  # over torch.builtin, paired round by round
+    speedup: float | None = None  # over the baseline (Spec.baseline), paired round by round
     speedup_low: float | None = None  # 95 % interval of the median of the paired ratios
     speedup_high: float | None = None
     clock_mhz: float | None = None  # of the multiprocessors, median while this group of rows was timed

@@ -19,12 +19,11 @@ import kernel_ladder
 from bench import candidates, ceilings, clocks, environment, gate, intervals, peers, phases, resume, rows, timing
 from bench.cases import default_dtypes, host_case, sweep_cases
 from bench.order import by_climb
+from bench.ratio import baseline_of
 from bench.rows import Row
 from kernel_ladder import table
 from kernel_ladder.spec import Case, Spec
 from kernel_ladder.table import Variant
-
-BASELINE = "torch.builtin"
 
 #: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, they are measured at the quick
 #: cases alone: else they would take most of the sweep's time.
@@ -49,11 +48,11 @@ class Choice:
     ceilings: bool = True  # measure a GPU's ceilings first
     peers: Sequence[str] = ()
 
-    def takes(self, name: str) -> bool:
+    def takes(self, variant: Variant) -> bool:
         """Whether a variant is to be measured. The baseline always is: speedups are paired with it."""
-        if self.backends is None or name == BASELINE:
+        if self.backends is None or variant.name == baseline_of(variant.op):
             return True
-        return name in self.backends or name.partition(".")[0] in self.backends
+        return variant.name in self.backends or variant.level in self.backends
 
     def tunes(self, name: str, case: Case) -> bool:
         """Whether there is time for a variant's tuning at a case."""
@@ -78,12 +77,18 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def groups(choice: Choice, device: torch.device) -> list[Group]:
-    return [
-        Group(op, case, dtype, choice.passes)
+    found = [
+        Group(op, case, dtype, _with_kernels(choice.passes, op, case))
         for op in choice.ops
         for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)
         for dtype in choice.dtypes or default_dtypes(case, device)
     ]
+    return [group for group in found if group.passes]
+
+
+def _with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
+    """Without the backward pass that moves nothing: its gradients are views, and there is no kernel to time."""
+    return [pass_ for pass_ in passes if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]
 
 
 class Sweep:
@@ -103,7 +108,7 @@ class Sweep:
     def chosen(self, group: Group) -> list[Variant]:
         """The candidates to measure for a group, whatever has been measured already."""
         known = table.variants(group.op)
-        ours = [v for v in known if self.choice.takes(v.name) and self.choice.tunes(v.name, group.case)]
+        ours = [v for v in known if self.choice.takes(v) and self.choice.tunes(v.name, group.case)]
         theirs = peers.variants(group.op, self.choice.peers)
         return ours + [v for v in theirs if self.choice.tunes(v.name, group.case)]
 
@@ -111,7 +116,7 @@ class Sweep:
         """Those of a pass that have no standing row, and the baseline, which they are paired with."""
         chosen = self.chosen(group)
         missing = {v.name for v in chosen if self._missing(group, pass_, v.name)}
-        return [v for v in chosen if v.name in missing or (missing and v.name == BASELINE)]
+        return [v for v in chosen if v.name in missing or (missing and v.name == baseline_of(group.op))]
 
     def _missing(self, group: Group, pass_: str, backend: str) -> bool:
         return (group.op, backend, pass_, _name(group.dtype), group.case.id) not in self.standing
@@ -170,7 +175,7 @@ class Sweep:
                     done.append(row)
             if not done:
                 return
-            times, watch = self._time(launches)
+            times, watch = self._time(launches, baseline_of(group.op))
             launches.clear()  # and the memory of their graphs, which a ceiling may need
         with self.phases(phases.CEILINGS):
             bandwidth = ceilings.copy_gbs(done[0].bytes, self.device)
@@ -180,9 +185,11 @@ class Sweep:
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
             row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
             row.throttled, row.clocks_moved = state.throttled, moved.get(row.backend)
-            self._finish(row, times[row.backend], times.get(BASELINE))
+            self._finish(row, times[row.backend], times.get(baseline_of(group.op)))
 
-    def _time(self, launches: Mapping[str, timing.Launch]) -> tuple[dict[str, list[float | None]], clocks.Watch]:
+    def _time(
+        self, launches: Mapping[str, timing.Launch], baseline: str
+    ) -> tuple[dict[str, list[float | None]], clocks.Watch]:
         """Let the clocks settle, then run the rounds that count, under watch."""
         with self.phases(phases.SETTLE):
             # No longer than the measuring itself.
@@ -195,9 +202,9 @@ class Sweep:
                 watch.ran(round_, name, span)
                 self.phases.launched += span.end - span.begin
 
-            baseline = BASELINE if BASELINE in launches else None
             patience = QUICK_PATIENCE_S if self.choice.quick else timing.SLOW_S
-            return timing.interleave(launches, self.choice.seconds, baseline, observe, patience), watch
+            paired_with = baseline if baseline in launches else None
+            return timing.interleave(launches, self.choice.seconds, paired_with, observe, patience), watch
 
     def _admit(
         self,
@@ -374,7 +381,7 @@ def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) 
     if (reason := clocks.gpu(sweep.device)[1]) is not None:
         note(f"clock, power and temperature are not recorded: {reason}")
     for name in sorted(LONG_TUNING):
-        takes = [g for g in todo if sweep.choice.takes(name) and any(v.name == name for v in table.variants(g.op))]
+        takes = [g for g in todo if any(v.name == name and sweep.choice.takes(v) for v in table.variants(g.op))]
         left_out = sum(not sweep.choice.tunes(name, group.case) for group in takes)
         if left_out and sweep.device.type == "cuda":
             note(

@@ -24,6 +24,8 @@ from kernel_ladder.table import LEVELS, Variant
 #: Sizes that stand for the shapes of all inputs, by operation and how many there are.
 SHORTHAND: dict[tuple[str, int], Callable[..., tuple[tuple[int, ...], ...]]] = {
     ("matmul", 3): lambda m, n, k: ((m, k), (k, n)),
+    ("bias_gelu", 2): lambda m, n: ((m, n), (n,)),
+    ("swiglu", 2): lambda m, n: ((m, n), (m, n)),
     ("attention", 4): lambda b, h, s, d: ((b, h, s, d),) * 3,
 }
 SIZES = re.compile(r"\d+(x\d+)*")
@@ -125,8 +127,9 @@ def _parameters(op: str) -> tuple[list[str], dict[str, Any]]:
     arguments = inspect.signature(kernel_ladder.spec(op).check).parameters.values()
     tensors = [p.name for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD]
     parameters = inspect.signature(getattr(kernel_ladder, op)).parameters.values()
-    options = [p for p in parameters if p.name not in (*tensors, "backend") and p.default is not p.empty]
-    return tensors, {p.name: p.default for p in options}
+    options = [p for p in parameters if p.name not in (*tensors, "backend")]
+    usual = kernel_ladder.spec(op).sweep[0].options  # for an option that has no default
+    return tensors, {p.name: usual[p.name] if p.default is p.empty else p.default for p in options}
 
 
 def _accepted(defaults: Options) -> str:

@@ -67,6 +67,28 @@ const std::vector<Schema>& schemas() {
         KL_OP("attention_backward.flash(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
               " bool is_causal, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
               attention_backward_flash),
+        KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),
+        KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),
+        KL_OP("sum.naive(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_naive),
+        KL_OP("sum.block(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_block),
+        KL_OP("sum.coalesced(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_coalesced),
+        KL_OP("sum.two_stage(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_two_stage),
+        // A seed may change from call to call: a SymInt is no constant to torch.compile.
+        KL_OP("dropout.naive(Tensor input, int threshold, float scale, SymInt seed) -> Tensor", dropout_naive),
+        KL_OP("dropout.vectorized(Tensor input, int threshold, float scale, SymInt seed) -> Tensor",
+              dropout_vectorized),
+        KL_OP("bias_gelu.naive(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_naive),
+        KL_OP("bias_gelu.vectorized(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_vectorized),
+        KL_OP("bias_gelu_backward.naive(Tensor grad, Tensor input, Tensor bias, str approximate) -> (Tensor, Tensor)",
+              bias_gelu_backward_naive),
+        KL_OP("bias_gelu_backward.vectorized(Tensor grad, Tensor input, Tensor bias, str approximate)"
+              " -> (Tensor, Tensor)",
+              bias_gelu_backward_vectorized),
+        KL_OP("swiglu.naive(Tensor gate, Tensor up) -> Tensor", swiglu_naive),
+        KL_OP("swiglu.vectorized(Tensor gate, Tensor up) -> Tensor", swiglu_vectorized),
+        KL_OP("swiglu_backward.naive(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_backward_naive),
+        KL_OP("swiglu_backward.vectorized(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+              swiglu_backward_vectorized),
         KL_NORM(layer_norm, naive, "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
         KL_NORM(layer_norm, block, "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
         KL_NORM(layer_norm, registers, "(Tensor input, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)"),
@@ -159,6 +181,11 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
+    add_kernel_facts(facts, dtype);
+    sum_kernel_facts(facts, dtype);
+    dropout_kernel_facts(facts, dtype);
+    bias_gelu_kernel_facts(facts, dtype);
+    swiglu_kernel_facts(facts, dtype);
     layer_norm_kernel_facts(facts, dtype);
     rms_norm_kernel_facts(facts, dtype);
     add_rms_norm_kernel_facts(facts, dtype);

@@ -133,4 +133,37 @@ void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dt
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
+// add.cu
+Tensor add_naive(const Tensor& input, const Tensor& other);
+Tensor add_vectorized(const Tensor& input, const Tensor& other);
+void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// sum.cu: `dim` holds each dimension once, counted from the first
+Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// dropout.cu
+Tensor dropout_naive(const Tensor& input, int64_t threshold, double scale, int64_t seed);
+Tensor dropout_vectorized(const Tensor& input, int64_t threshold, double scale, int64_t seed);
+void dropout_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// bias_gelu.cu
+Tensor bias_gelu_naive(const Tensor& input, const Tensor& bias, const std::string& approximate);
+Tensor bias_gelu_vectorized(const Tensor& input, const Tensor& bias, const std::string& approximate);
+std::tuple<Tensor, Tensor> bias_gelu_backward_naive(const Tensor& grad, const Tensor& input, const Tensor& bias,
+                                                    const std::string& approximate);
+std::tuple<Tensor, Tensor> bias_gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const Tensor& bias,
+                                                         const std::string& approximate);
+void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// swiglu.cu
+Tensor swiglu_naive(const Tensor& gate, const Tensor& up);
+Tensor swiglu_vectorized(const Tensor& gate, const Tensor& up);
+std::tuple<Tensor, Tensor> swiglu_backward_naive(const Tensor& grad, const Tensor& gate, const Tensor& up);
+std::tuple<Tensor, Tensor> swiglu_backward_vectorized(const Tensor& grad, const Tensor& gate, const Tensor& up);
+void swiglu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
 }  // namespace kl

@@ -37,8 +37,9 @@ AHEAD_OF_TIME = True
 
 _DTYPES = {"__nv_bfloat16": "bfloat16", "__half": "float16", "float": "float32"}
 
-#: In which passes a kernel runs, where its name has no ``_backward``: the gradients of matmul are products themselves,
-#: naive attention makes its weights again, and the backward pass of flash attention is named after what it walks over.
+#: In which passes a kernel runs, where its name has no ``_backward``: the gradients of matmul are products themselves
+#: and that of dropout is dropout, naive attention makes its weights again, and the backward pass of flash attention is
+#: named after what it walks over.
 _PASSES = {
     "attention_naive_product_kernel": ("forward", "backward"),
     "attention_naive_softmax_kernel": ("forward", "backward"),
@@ -48,8 +49,12 @@ _PASSES = {
 }
 
 
-#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block.
-_KERNELS_OF = {(op, "cluster"): "registers" for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm")}
+#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
+#: stage the first of two.
+_KERNELS_OF = {
+    **{(op, "cluster"): "registers" for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm")},
+    ("sum", "coalesced"): "two_stage",
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Instance:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        if self.function.startswith("matmul_"):
+        if self.function.startswith(("matmul_", "dropout_")):
             return ("forward", "backward")
         return _PASSES.get(self.function, ("backward",) if "_backward_" in self.function else ("forward",))
 

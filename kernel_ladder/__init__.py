@@ -2,7 +2,20 @@
 
 from kernel_ladder._version import __version__
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
-from kernel_ladder.ops import add_rms_norm, attention, gelu, layer_norm, matmul, rms_norm, softmax
+from kernel_ladder.ops import (
+    add,
+    add_rms_norm,
+    attention,
+    bias_gelu,
+    dropout,
+    gelu,
+    layer_norm,
+    matmul,
+    rms_norm,
+    softmax,
+    sum,
+    swiglu,
+)
 from kernel_ladder.table import LEVELS, OPS, backends, register, resolve, spec, use, variants
 
 __all__ = [
@@ -12,9 +25,12 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "__version__",
+    "add",
     "add_rms_norm",
     "attention",
     "backends",
+    "bias_gelu",
+    "dropout",
     "gelu",
     "layer_norm",
     "matmul",
@@ -23,6 +39,8 @@ __all__ = [
     "rms_norm",
     "softmax",
     "spec",
+    "sum",
+    "swiglu",
     "use",
     "variants",
 ]

@@ -26,6 +26,9 @@ PASSES = ("forward", "backward")
 #: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.
 CODE = ("source", "ttgir", "ptx", "sass")
 
+#: What is said of a pass that leaves nothing to show.
+NO_KERNEL = "this pass has no kernel of its own: its gradients are views, or sums by the kernels of `sum`"
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -156,7 +159,11 @@ def inspect(request: Request) -> Inspection:
         raise InspectError(f"the {name} level has no {', '.join(foreign)} to show; it has {', '.join(level.CODE)}")
     if request.arch is not None and not level.AHEAD_OF_TIME:
         raise InspectError(f"the {name} level compiles for this machine alone; `arch` is for cuda and triton")
-    return level.inspect(request)
+    found: Inspection = level.inspect(request)
+    unknown = name == "torch" and found.notes  # why its operators could not be shown
+    if not (found.kernels or found.operators or found.launches or found.kernel_count or unknown):
+        found.notes.append(NO_KERNEL)
+    return found
 
 
 def keep_named(request: Request, kernels: list[Kernel]) -> list[Kernel]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernel_ladder import autograd, table
+from kernel_ladder.reduction import Dim
 from kernel_ladder.spec import Inputs
 
 
@@ -95,6 +96,97 @@ def attention(
     """
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return _call("attention", backend, (query, key, value), options)
+
+
+def add(input: torch.Tensor, other: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """Sum of two tensors, element by element, as :func:`torch.add` without `alpha`.
+
+    Args:
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        other: of the same dtype on the same device, of a shape that broadcasts with that of `input`.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the broadcast shape and of the same dtype. Differentiable once; the gradient of an operand of that
+        shape is the output's own, not a copy.
+    """
+    return _call("add", backend, (input, other), {})
+
+
+def sum(
+    input: torch.Tensor, dim: Dim | list[int] = None, keepdim: bool = False, *, backend: str | None = None
+) -> torch.Tensor:
+    """Sum over one dimension, several or all, as :func:`torch.sum`.
+
+    Args:
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        dim: the dimensions to sum over, each from ``-input.dim()`` to ``input.dim() - 1``; None or none for all.
+        keepdim: keep them, with size 1.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the other dimensions and of the same dtype, added up in float32 or wider and rounded once. A sum of
+        nothing is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton levels add
+        in a fixed order: the same tensor gives the same bits.
+    """
+    return _call("sum", backend, (input,), {"dim": tuple(dim) if isinstance(dim, list) else dim, "keepdim": keepdim})
+
+
+def dropout(input: torch.Tensor, p: float = 0.5, *, seed: int, backend: str | None = None) -> torch.Tensor:
+    """Dropout: each element is dropped with probability p, the others are divided by 1 − p.
+
+    As :func:`torch.nn.functional.dropout` in training, with a seed in the place of a global generator: the same seed
+    draws the same mask for the same shape, at every backend, on every device and in the backward pass, which keeps no
+    mask. Every call needs a seed of its own. :mod:`kernel_ladder.philox` says which mask, bit for bit.
+
+    Args:
+        input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        p: the probability to drop an element, from 0 up to but not including 1.
+        seed: an integer from 0 to 2⁶³ − 1. Inside ``torch.compile`` it may change from call to call.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the same shape and dtype. NaN and infinity give NaN where they are dropped, as in PyTorch.
+        Differentiable once.
+
+    Source: Srivastava et al., Dropout, JMLR 15 (2014); Salmon et al., Parallel Random Numbers, SC'11.
+    """
+    return _call("dropout", backend, (input,), {"p": p, "seed": seed})
+
+
+def bias_gelu(
+    input: torch.Tensor, bias: torch.Tensor, *, approximate: str = "none", backend: str | None = None
+) -> torch.Tensor:
+    """``gelu(input + bias)``, as :func:`torch.nn.functional.gelu` of the sum.
+
+    Args:
+        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        bias: ``(N,)``, of the same dtype on the same device.
+        approximate: ``"none"`` for the exact form with erf, ``"tanh"`` for the approximation with tanh.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the input's shape and dtype. Differentiable once.
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
+    """
+    return _call("bias_gelu", backend, (input, bias), {"approximate": approximate})
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+    """``silu(gate) · up`` elementwise, with ``silu(x) = x · sigmoid(x)``.
+
+    Args:
+        gate: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        up: of the same shape and dtype on the same device. Both may be halves of one tensor.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the same shape and dtype. Differentiable once.
+
+    Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
+    """
+    return _call("swiglu", backend, (gate, up), {})
 
 
 def layer_norm(

@@ -8,7 +8,7 @@ import torch
 
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each
 
-LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded", "bshd")
+LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "nan", "inf", "constant")
 
 
@@ -26,6 +26,8 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
         return make((*shape[:-1], 2 * shape[-1]))[..., ::2]
     if layout == "sliced":  # rows cut out of wider ones, at an offset that breaks 16-byte alignment
         return make((*shape[:-1], shape[-1] + 3))[..., 1 : 1 + shape[-1]]
+    if layout == "halves":  # the second half of rows twice as wide: strided rows, each one run of memory
+        return make((*shape[:-1], 2 * shape[-1]))[..., shape[-1] :]
     if layout == "bshd":  # (..., S, H, D) in memory, seen as (..., H, S, D)
         return make((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-2, -3)
     return make((1, *shape[1:])).expand(shape)  # zero stride in the first dimension

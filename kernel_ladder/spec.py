@@ -90,6 +90,11 @@ class Spec:
     yardstick: Callable[..., Output] | None = None
     parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
 
+    @property
+    def baseline(self) -> str:
+        """The variant that speedups are over: PyTorch's own function, or the naive formula where it has none."""
+        return "torch.naive" if self.builtin is None else "torch.builtin"
+
     def named(self, inputs: Inputs) -> dict[str, Any]:
         """The tensor arguments by the names that the public function takes them by, without those that are absent."""
         names = inspect.signature(self.check).parameters

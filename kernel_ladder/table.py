@@ -17,7 +17,20 @@ from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedErro
 from kernel_ladder.spec import Inputs, Options, Output, Spec
 
 #: Operations, each a module of this name in every level's package.
-OPS: tuple[str, ...] = ("gelu", "softmax", "matmul", "attention", "layer_norm", "rms_norm", "add_rms_norm")
+OPS: tuple[str, ...] = (
+    "gelu",
+    "softmax",
+    "matmul",
+    "attention",
+    "add",
+    "sum",
+    "layer_norm",
+    "rms_norm",
+    "dropout",
+    "bias_gelu",
+    "swiglu",
+    "add_rms_norm",
+)
 
 #: Levels in the order of the climb, each with the package that holds it.
 LEVELS: dict[str, str] = {
@@ -287,4 +300,4 @@ def _resolve_auto(op: str, inputs: Inputs, options: Options) -> Variant:
             for variant in [climb[backend]] if step else reversed(climb.values()):
                 if variant.unsupported(*inputs, **options) is None:
                     return variant
-    return resolve(op, "torch.builtin", inputs, options)
+    return resolve(op, spec(op).baseline, inputs, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from bench import table as bench_table
 from bench.__main__ import main
 from bench.rows import FIELDS, Row
 from kernel_ladder import table
-from kernel_ladder.spec import Case
+from kernel_ladder.spec import Case, each
 
 from .conftest import DEVICE
 
@@ -121,6 +122,15 @@ def test_table_and_pictures(swept):
     assert b"<svg" in first
     pictures.draw(swept)
     assert picture.read_bytes() == first, "the same rows must draw the same picture"
+
+
+def test_a_backward_that_moves_nothing_is_not_timed():
+    choice = sweep.Choice(["add", "sum"], quick=True)
+    passes = {(g.op, g.case.id): [*g.passes] for g in sweep.groups(choice, torch.device("cuda"))}
+    assert passes["add", "16384x4096"] == passes["sum", "16384x4096 dim=0"] == ["forward"]
+    assert passes["add", "16384x4096 row"] == ["forward", "backward"]
+    backward_alone = sweep.Choice(["add", "sum"], passes=("backward",))
+    assert {g.op for g in sweep.groups(backward_alone, torch.device("cuda"))} == {"add"}
 
 
 def _wrong(monkeypatch, **changes):
@@ -322,8 +332,8 @@ def test_shrinking_keeps_shapes_that_fit():
 def test_every_sweep_shrinks_to_valid_calls(op):
     spec = kernel_ladder.spec(op)
     for case in (*cases.sweep_cases(spec, torch.device("cpu"), quick=False), *map(cases.host_case, spec.sweep)):
-        inputs = tuple(None if shape is None else torch.empty(shape, device="meta") for shape in case.shapes)
-        assert all(shape.numel() > 0 for shape in spec.output_shapes(inputs, case.options))
+        inputs = each(lambda shape: torch.empty(shape, device="meta"), case.shapes)
+        assert all(math.prod(shape) > 0 for shape in spec.output_shapes(inputs, case.options))
 
 
 @needs_gpu

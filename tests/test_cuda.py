@@ -110,7 +110,12 @@ HUGE = (2**16 + 1, 2**15)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("variant", [v for v in LAUNCHING if len(typical_case(v.op).shapes) == 1], ids=variant_id)
+@pytest.mark.parametrize(
+    "variant",
+    # Dropout of a row depends on where the row stands; tests/test_dropout.py has a test of its own.
+    [v for v in LAUNCHING if len(typical_case(v.op).shapes) == 1 and v.op != "dropout"],
+    ids=variant_id,
+)
 def test_more_elements_than_a_32_bit_index_holds(variant, backward):
     spec, options = kernel_ladder.spec(variant.op), dict(typical_case(variant.op).options)
     if "dim" in options:
@@ -124,7 +129,7 @@ def test_more_elements_than_a_32_bit_index_holds(variant, backward):
         output, saved = variant.forward(input, **options)
         results = {"output": output}
         if backward:
-            grad = torch.empty_like(input).normal_()
+            grad = torch.empty_like(output).normal_()
             results["grad 0"] = variant.backward(saved, grad, (True,))[0]
     # Rows are independent in an elementwise or a row operation: the first, those astride 2³¹, and the last.
     for rows in (slice(0, 2), slice(HUGE[0] // 2 - 1, HUGE[0] // 2 + 1), slice(HUGE[0] - 2, HUGE[0])):

@@ -31,6 +31,12 @@ def judge(op: str, run: Callable, case: Case, dtype: torch.dtype, backward: bool
     return agreement(spec, run, inputs, case.options, grad)
 
 
+def right_of(op: str) -> Callable:
+    """What the wrong implementations are made of: PyTorch's own function, or the formula where it has none."""
+    spec = kernel_ladder.spec(op)
+    return spec.builtin or spec.reference
+
+
 # ---- wrong for every operation -------------------------------------------------------------------------------------
 
 
@@ -85,10 +91,10 @@ def tail_case(op: str) -> Case:
 )
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects(op, wrong):
-    builtin = kernel_ladder.spec(op).builtin
+    right = right_of(op)
 
     def run(*inputs, **options):
-        outputs = tuple(map(wrong, as_tuple(builtin(*inputs, **options))))
+        outputs = tuple(map(wrong, as_tuple(right(*inputs, **options))))
         return outputs if len(outputs) > 1 else outputs[0]
 
     result = judge(op, run, tail_case(op), torch.bfloat16)
@@ -97,14 +103,14 @@ def test_rejects(op, wrong):
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects_a_stale_output_buffer(op):
-    spec, case = kernel_ladder.spec(op), typical_case(op)
-    stale = spec.builtin(*make_inputs(case, torch.float32, DEVICE, seed=7), **case.options)
+    case = typical_case(op)
+    stale = right_of(op)(*make_inputs(case, torch.float32, DEVICE, seed=7), **case.options)
     assert not judge(op, lambda *x, **options: stale, case, torch.float32).agrees
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects_wrong_gradients(op):
-    spec, case = kernel_ladder.spec(op), typical_case(op)
+    case = typical_case(op)
 
     class Wrong(torch.autograd.Function):
         factor = 1.0
@@ -112,13 +118,13 @@ def test_rejects_wrong_gradients(op):
         @staticmethod
         def forward(ctx, *inputs):
             ctx.save_for_backward(*inputs)
-            return spec.builtin(*inputs, **case.options)
+            return right_of(op)(*inputs, **case.options)
 
         @staticmethod
         def backward(ctx, *grad):
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-                grads = torch.autograd.grad(as_tuple(spec.builtin(*leaves, **case.options)), leaves, grad)
+                grads = torch.autograd.grad(as_tuple(right_of(op)(*leaves, **case.options)), leaves, grad)
             return tuple(Wrong.factor * g for g in grads)
 
     def run(*inputs, **options):
@@ -133,10 +139,10 @@ def test_rejects_wrong_gradients(op):
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_rejects_nan_that_was_swallowed(op):
-    builtin = kernel_ladder.spec(op).builtin
+    right = right_of(op)
     case = typical_case(op)
     case = Case("nan", case.shapes, case.options, values="nan")
-    run = lambda *x, **options: builtin(*each(torch.nan_to_num, x), **options)  # noqa: E731
+    run = lambda *x, **options: right(*each(torch.nan_to_num, x), **options)  # noqa: E731
     assert not judge(op, run, case, torch.float32).agrees
 
 
@@ -207,7 +213,71 @@ def gelu_by_sigmoid(input, *, approximate):
     return input * torch.sigmoid(1.702 * input)
 
 
+def sum_accumulated_in_16_bits(input, *, dim, keepdim):
+    total = torch.zeros_like(input[..., 0])
+    for column in input.unbind(-1):
+        total += column
+    return total
+
+
+def sum_without_the_last_element(input, *, dim, keepdim):
+    return input[..., :-1].sum(dim, keepdim)
+
+
+def sum_of_another_dim(input, *, dim, keepdim):
+    return input.sum(0, keepdim)
+
+
+def sum_in_one_float32_chain(input, *, dim, keepdim):
+    return torch.from_numpy(input.numpy().cumsum(-1)[..., -1])
+
+
+def add_of_a_column(input, other):
+    return input + other[:, None]
+
+
+def add_without_the_other(input, other):
+    return input.clone()
+
+
+def dropout_of_another_seed(input, *, p, seed):
+    return kernel_ladder.dropout(input, p, seed=seed + 1, backend="torch")
+
+
+def dropout_without_scale(input, *, p, seed):
+    return kernel_ladder.dropout(input, p, seed=seed, backend="torch") * (1 - p)
+
+
+def dropout_counted_in_memory_order(input, *, p, seed):
+    return kernel_ladder.dropout(input.mT.contiguous(), p, seed=seed, backend="torch").mT
+
+
+def dropout_that_stops_nan(input, *, p, seed):
+    dropped = kernel_ladder.dropout(torch.ones_like(input), p, seed=seed, backend="torch") == 0
+    return kernel_ladder.dropout(input, p, seed=seed, backend="torch").masked_fill(dropped, 0)
+
+
+def bias_gelu_without_bias(input, bias, *, approximate):
+    return torch.nn.functional.gelu(input, approximate=approximate)
+
+
+def swiglu_of_swapped_operands(gate, up):
+    return torch.nn.functional.silu(up) * gate
+
+
+def swiglu_without_the_product(gate, up):
+    return torch.sigmoid(gate) * up
+
+
+DROPOUT = {"p": 0.1, "seed": 42}
+
 WRONG = [
+    ("sum", sum_accumulated_in_16_bits, Case("", ((8, 4096),), {"dim": -1, "keepdim": False}), torch.bfloat16),
+    ("sum", sum_without_the_last_element, Case("", ((8, 4097),), {"dim": -1, "keepdim": False}), torch.float32),
+    ("sum", sum_of_another_dim, Case("", ((33, 33),), {"dim": -1, "keepdim": False}), torch.bfloat16),
+    ("sum", sum_in_one_float32_chain, Case("", ((4, 500_000),), {"dim": -1, "keepdim": False}), torch.float32),
+    ("add", add_of_a_column, Case("", ((33, 33), (33,))), torch.bfloat16),
+    ("add", add_without_the_other, Case("", ((33, 33), (33,))), torch.bfloat16),
     ("gelu", gelu_of_the_other_form, Case("", ((64, 65),), {"approximate": "none"}), torch.float32),
     ("gelu", gelu_by_sigmoid, Case("", ((64, 65),), {"approximate": "tanh"}), torch.float16),
     ("softmax", softmax_without_max, Case("", ((8, 257),), {"dim": -1}, values="large"), torch.float32),
@@ -220,6 +290,13 @@ WRONG = [
     ("attention", attention_mask_off_by_one, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
     ("attention", attention_without_mask, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
     ("attention", attention_wrong_scale, Case("", ATTENTION_SHAPES, ATTENTION), torch.bfloat16),
+    ("dropout", dropout_of_another_seed, Case("", ((16, 17),), DROPOUT), torch.bfloat16),
+    ("dropout", dropout_without_scale, Case("", ((16, 17),), DROPOUT), torch.bfloat16),
+    ("dropout", dropout_counted_in_memory_order, Case("", ((16, 17),), DROPOUT, layout="transposed"), torch.bfloat16),
+    ("dropout", dropout_that_stops_nan, Case("", ((257,),), DROPOUT, values="nan"), torch.float32),
+    ("bias_gelu", bias_gelu_without_bias, Case("", ((64, 65), (65,)), {"approximate": "none"}), torch.bfloat16),
+    ("swiglu", swiglu_of_swapped_operands, Case("", ((64, 65),) * 2), torch.bfloat16),
+    ("swiglu", swiglu_without_the_product, Case("", ((64, 65),) * 2), torch.bfloat16),
 ]
 
 

@@ -22,7 +22,7 @@ import kernel_ladder
 from kernel_ladder import architecture, cubin, inspect_command, table
 from kernel_ladder.__main__ import main
 from kernel_ladder.errors import InspectError
-from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Request, inspect
+from kernel_ladder.inspect import CODE, NO_KERNEL, PASSES, Code, Inspection, Request, inspect
 from kernel_ladder.shapes import case_named
 
 from .conftest import DEVICE, every_variant, needs_gpu, variant_id
@@ -49,6 +49,15 @@ def exists(location: str | None) -> bool:
     return 0 < int(line) <= len((ROOT / path).read_text().splitlines())
 
 
+def without_kernels(found: Inspection) -> bool:
+    """Whether a pass has none, and says so: the gradients of `add` and `sum` are views, or sums."""
+    if NO_KERNEL not in found.notes:
+        return False
+    assert not found.kernels
+    assert (found.op, found.pass_) in {("add", "backward"), ("sum", "backward")}
+    return True
+
+
 # ---- each level ----------------------------------------------------------------------------------------------------
 
 
@@ -58,9 +67,11 @@ def test_torch_shows_the_formula_and_its_operators(variant, pass_):
     assert exists(found.source)
     assert [c.language for c in found.code] == ["python"]
     assert all("aten." in operator for operator in found.operators)
-    assert bool(found.operators) != any("operators are not shown" in note for note in found.notes)
+    not_shown = any("operators are not shown" in note for note in found.notes)
+    assert bool(found.operators) != (not_shown or without_kernels(found))
     if DEVICE.type == "cuda":
-        assert bool(found.launches) == bool(found.operators)
+        views_alone = all(re.match(r"aten\.(expand|unsqueeze)\b", operator) for operator in found.operators)
+        assert bool(found.launches) != views_alone
 
 
 def test_the_operators_are_those_of_the_formula():
@@ -108,6 +119,8 @@ def test_compile_fuses_the_formula_of_gelu_into_one_kernel():
 def test_triton_compiles_ahead_of_time(variant, pass_, arch):
     found = looked_into(variant.op, variant.name, pass_, *CODE, arch=arch)
     assert found.arch == arch
+    if without_kernels(found):
+        return
     assert found.kernels
     for kernel in found.kernels:
         assert exists(kernel.source)
@@ -161,6 +174,8 @@ def test_triton_compiles_what_a_layout_launches():
 @pytest.mark.parametrize(("variant", "pass_"), at_level("cuda"))
 def test_cuda_reads_the_extension(variant, pass_):
     found = looked_into(variant.op, variant.name, pass_, "source", "sass")
+    if without_kernels(found):
+        return
     assert found.kernels
     for kernel in found.kernels:
         assert exists(kernel.source)
@@ -179,10 +194,16 @@ INSTRUCTIONS = [
     ("gelu", "cuda.naive", r"LDG\.E\.U16"),
     ("gelu", "cuda.vectorized", r"LDG\.E\.128"),
     ("softmax", "cuda.online", r"MUFU\.EX2"),
+    ("add", "cuda.vectorized", r"LDG\.E\.128"),
+    ("sum", "cuda.block", r"SHFL\.BFLY"),
+    ("sum", "cuda.two_stage", r"LDG\.E\.128"),
     ("matmul", "cuda.tiled", r"\bLDS\b"),
     ("matmul", "cuda.registers", r"\bFFMA\b"),
     ("matmul", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
     ("attention", "cuda.flash", r"HMMA\.16816\.F32\.BF16"),
+    ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),
+    ("bias_gelu", "cuda.vectorized", r"LDG\.E\.128"),
+    ("swiglu", "cuda.vectorized", r"LDG\.E\.128"),
 ]
 
 
@@ -255,6 +276,8 @@ def test_a_call_launches_what_is_shown(variant, pass_):
     found = looked_into(variant.op, variant.name, pass_)
     assert found.shape is not None
     launched = [k.name for k in found.launches if k.name.startswith(f"{variant.op}_")]
+    if without_kernels(found):
+        return
     assert launched
     assert set(launched) <= {k.name for k in found.kernels}
     assert found.kernels[0].name in launched, "those that are launched come first"

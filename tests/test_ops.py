@@ -82,6 +82,9 @@ def test_opcheck(overload):
         ("gelu_backward.vectorized", lambda x: (x, x.double(), "none"), "argument `input` must have the dtype of"),
         ("matmul.mma", lambda x: (x, x.cpu(), False), "argument `other` must be a CUDA tensor"),
         ("attention.flash", lambda x: (x, x, x, False, 1.0, False), "must have at least 3 dimensions"),
+        ("add.vectorized", lambda x: (x, x[:, :3]), "sizes 4 and 3 do not broadcast"),
+        ("sum.two_stage", lambda x: (x, [0, 2], False), "argument `dim` must hold each dimension once"),
+        ("sum.naive", lambda x: (x, [1, 1], False), "argument `dim` must hold each dimension once"),
     ],
 )
 def test_operators_check_what_protects_memory(overload, arguments, message):

@@ -124,6 +124,13 @@ def test_a_composite_operator_is_taken_apart(capsys):
 # ---- the command
 
 
+def test_a_number_that_stands_for_a_tensor_is_no_operand():
+    words = torch.arange(8)
+    for call in (lambda: words & 7, lambda: words ^ 7, lambda: words * 7, lambda: words >> 1):
+        (step,) = chain.record(call)
+        assert (step.read, step.written) == ([64], [64])
+
+
 def test_naive_and_builtin_side_by_side(capsys):
     argv = ["profile", "softmax", "--backend", "torch", "--shape", "64x128", "--dtype", "float32", "--pass", "both"]
     assert main(argv) == 0
@@ -239,6 +246,10 @@ def test_without_a_gpu(argv, message, capsys):
     [
         ("gelu", "3x5x7", ((3, 5, 7),)),
         ("gelu", "7", ((7,),)),
+        ("dropout", "3x5", ((3, 5),)),
+        ("bias_gelu", "3x5", ((3, 5), (5,))),
+        ("bias_gelu", "2x3x5,5", ((2, 3, 5), (5,))),
+        ("swiglu", "3x5", ((3, 5), (3, 5))),
         ("matmul", "3x4,4x5", ((3, 4), (4, 5))),
         ("matmul", "3x5x4", ((3, 4), (4, 5))),
         ("matmul", "7x3x4, 7x4x5", ((7, 3, 4), (7, 4, 5))),
@@ -593,7 +604,7 @@ def test_the_table_of_counters(capsys):
 def test_one_kernel_of_the_vectorized_variant(capsys):
     (found,) = profiled(capsys, "gelu", "--backend", "cuda.vectorized", "--shape", "4096x4096", "--dtype", "bf16")
     (kernel,) = found["kernels"]
-    assert "gelu" in kernel["short"]
+    assert "gelu" in kernel["short"], kernel["name"]
     assert math.prod(kernel["grid"]) > 1
     assert math.prod(kernel["block"]) >= 32
     assert kernel["operator"] == "kernel_ladder.gelu.vectorized"
@@ -647,7 +658,7 @@ def test_counters_of_the_gpu(capsys, tmp_path, monkeypatch):
     (found,) = json.loads(captured.out)
     (kernel,) = found["kernels"]
     counted = found["counters"]
-    assert "gelu" in kernel["short"]
+    assert "gelu" in kernel["short"], kernel["name"]
     # Cold caches: all of the input comes from memory, and at most an L2 of the output stays behind.
     least = counted["least_bytes"]
     assert least - timing.l2_bytes(DEVICE) <= counted["dram_bytes"] <= 1.1 * least

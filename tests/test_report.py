@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from bench import environment, report, roofline, rows
 from bench.__main__ import main
-from bench.roofs import roofs
+from bench.roofs import operations, roofs
 from bench.rows import Row
 
 from . import browser
@@ -45,10 +45,15 @@ CEILINGS = [
 ]
 
 
+def _measured() -> list[Row]:
+    """Rows of operations that a GPU gave, without the ceilings beside them, which the tests set themselves."""
+    return operations(rows.read(H200))
+
+
 def _full_rows() -> list[Row]:
     """Measured rows, with what a later version of the sweep adds: intervals, clocks, a peer, ceilings."""
     found: list[Row] = []
-    for i, row in enumerate(rows.latest(rows.read(H200))):
+    for i, row in enumerate(rows.latest(_measured())):
         if row.us is not None:
             row.us_low, row.us_high = 0.99 * row.us, 1.01 * row.us
             if row.speedup is not None:
@@ -191,7 +196,7 @@ def test_points_answer_to_the_keyboard(page, full):
 
 
 def _hostile_rows() -> list[Row]:
-    base = next(row for row in rows.read(H200) if row.us is not None)
+    base = next(row for row in _measured() if row.us is not None)
     return [
         dataclasses.replace(base, **dict.fromkeys(("op", "backend", "level", "dtype", "gpu", "torch"), HOSTILE)),
         dataclasses.replace(base, shape=HOSTILE, options={HOSTILE: HOSTILE}, commit=HOSTILE, driver=HOSTILE),
@@ -253,7 +258,7 @@ def test_no_rows(page, tmp_path):
 
 
 def test_rows_without_a_time(page, tmp_path):
-    base = next(row for row in rows.read(H200) if row.us is None)
+    base = next(row for row in _measured() if row.us is None)
     page.open(_written(tmp_path, [base]))
     assert "Nothing has a time" in _text(page, "#rates")
     assert base.unsupported in _text(page, "#unmeasured")
@@ -267,7 +272,7 @@ def test_ceilings_are_drawn_and_are_no_operations(page, full, tmp_path):
     for name in ("L2 cache: 9,880 GB/s", "memory, by a copy: 4,320 GB/s", "tensor cores, bfloat16: 789 TFLOP/s"):
         assert name in drawn
     assert "launch" in _text(page, "#environment")
-    page.open(_written(tmp_path, rows.read(H200)), "op=gelu")
+    page.open(_written(tmp_path, _measured()), "op=gelu")
     drawn = " ".join(_texts(page, "#roofline text"))
     assert "best matrix product, bfloat16" in drawn
     assert "L2" not in drawn
@@ -377,7 +382,7 @@ def test_data_survives_the_page(full):
         (None, "does not exist"),
         (b'{"kernel": "saxpy"}\n', "not a row of this benchmark"),
         (b'{"op": "gelu", ', "not a whole JSON object"),
-        (b"\xff\xfe\x00", "not UTF-8 text"),
+        (b"\xff\xfe\x00", "not UTF-8"),
     ],
     ids=["missing", "foreign", "truncated", "binary"],
 )
@@ -407,7 +412,7 @@ def test_roofs_are_measured_ones_where_there_are_any():
         ("tensor cores, bfloat16", 789.0),
         ("CUDA cores, bfloat16", 123.0),
     ]
-    carried = rows.read(H200)
+    carried = _measured()
     memory, matrix = roofs(carried, "float32")
     assert memory.gbs == max(row.ceiling_gbs for row in carried if row.ceiling_gbs)
     assert matrix.tflops == max(r.ceiling_tflops for r in carried if r.ceiling_tflops and r.dtype == "float32")

@@ -59,7 +59,7 @@ def test_a_levels_name_means_its_last_supported_variant(op, scratch_table):
 def test_none_is_auto_and_auto_is_the_builtin_on_the_cpu(op):
     assert resolve(op, None) is resolve(op, "auto")
     if DEVICE.type == "cpu":
-        assert resolve(op, None).name == "torch.builtin"
+        assert resolve(op, None).name == kernel_ladder.spec(op).baseline
 
 
 def test_every_name_in_auto_exists():
@@ -183,7 +183,7 @@ def test_backends_lists_every_level(op):
     names = kernel_ladder.backends(op)
     assert {name.partition(".")[0] for name in names} == set(table.LEVELS)
     assert names["torch.naive"] is None
-    assert names["torch.builtin"] is None
+    assert names[kernel_ladder.spec(op).baseline] is None
 
 
 def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess:

@@ -25,13 +25,22 @@ class Entry(NamedTuple):
     options: dict[str, int]
 
 
-def entry(kernel: Any, dtype: str, constexprs: Mapping[str, Any], config: triton.Config | None = None) -> Entry:
-    """An entry with pointers to `dtype` ("bf16", "fp16", "fp32") and 32-bit integers for all that is not constant."""
+def entry(
+    kernel: Any,
+    dtype: str,
+    constexprs: Mapping[str, Any],
+    config: triton.Config | None = None,
+    types: Mapping[str, str] | None = None,
+) -> Entry:
+    """An entry with pointers to `dtype` ("bf16", "fp16", "fp32") and 32-bit integers for all that is not constant.
+
+    `types` names what some arguments are instead.
+    """
     constexprs = {**constexprs, **(config.kwargs if config else {})}
     signature = {
         name: "constexpr" if name in constexprs else f"*{dtype}" if name.endswith("_ptr") else "i32"
         for name in kernel.arg_names
-    }
+    } | dict(types or {})
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages} if config else {}
     return Entry(kernel, signature, constexprs, options)
 
@@ -42,7 +51,7 @@ def compile_entry(e: Entry, capability: int) -> Any:
     from triton.compiler import ASTSource
 
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(e.signature) if e.signature[name] != "constexpr"
+        (i,): [["tt.divisibility", 16]] for i, t in enumerate(e.signature.values()) if t not in ("constexpr", "fp32")
     }
     source = ASTSource(e.kernel, e.signature, constexprs=e.constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=e.options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl  # noqa: F401 (the interpreter looks for it among the globals of a kernel)
+import triton.language as tl
 
 from kernel_ladder.strides import collapse
 
@@ -41,6 +41,42 @@ def pad(sizes: list[int], strides: list[list[int]]) -> list[int]:
     for s in strides:
         flat += [*([0] * padding), *s]
     return flat
+
+
+def row_indexing(*tensors: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """Tensors of one shape as rows of their last dimension: rows, columns, and how to find both.
+
+    That is what :func:`offset_of` takes to find a row, then each tensor's step along it.
+    """
+    columns = tensors[0].shape[-1]
+    sizes, strides = collapse(tensors[0].shape[:-1], *(t.stride()[:-1] for t in tensors))
+    return tensors[0].numel() // columns, columns, (*pad(sizes, strides), *(t.stride(-1) for t in tensors))
+
+
+@triton.jit
+def tile(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's rows, columns (as one row) and mask, where programs take tiles row by row of them."""
+    blocks = tl.cdiv(columns, BLOCK_N)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return row, column[None, :], (row < rows)[:, None] & (column < columns)[None, :]
+
+
+def tile_of(columns: int, elements: int) -> tuple[int, int]:
+    """Rows and columns of a tile with that many elements, as wide as a row lets it be."""
+    width = min(triton.next_power_of_2(columns), elements)
+    return elements // width, width
+
+
+def too_many_row_dims(*tensors: torch.Tensor) -> str | None:
+    """Why :func:`row_indexing` has no place for these tensors and a dense one of their shape, or None."""
+    if tensors[0].dim() <= MAX_DIMS + 1:
+        return None
+    dense = torch.empty(tensors[0].shape, device="meta")
+    dims = len(collapse(dense.shape[:-1], *(t.stride()[:-1] for t in (dense, *tensors)))[0])
+    return (
+        f"rows whose strides do not collapse to {MAX_DIMS} dimensions (these need {dims})" if dims > MAX_DIMS else None
+    )
 
 
 def too_many_dims(*tensors: torch.Tensor) -> str | None:

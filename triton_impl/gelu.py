@@ -45,7 +45,8 @@ def _cdf_and_density(x):
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr):
+def gelu_of(x, TANH: tl.constexpr):
+    """gelu of a float32."""
     if TANH:
         factor, _ = _sigmoid_and_slope(x)
     else:
@@ -54,7 +55,8 @@ def _gelu(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def _gelu_derivative(x, TANH: tl.constexpr):
+def gelu_derivative(x, TANH: tl.constexpr):
+    """gelu's derivative at a float32."""
     if TANH:
         s, slope = _sigmoid_and_slope(x)
         return s + x * slope * (2 * SQRT_2_OVER_PI + x * x * (6 * SQRT_2_OVER_PI * CUBIC))
@@ -66,7 +68,7 @@ def _gelu_derivative(x, TANH: tl.constexpr):
 def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + i, mask=i < numel).to(tl.float32)
-    tl.store(out_ptr + i, _gelu(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
+    tl.store(out_ptr + i, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def _gelu_backward_kernel(grad_input_ptr, grad_ptr, input_ptr, numel, TANH: tl.c
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + i, mask=i < numel).to(tl.float32)
     grad = tl.load(grad_ptr + i, mask=i < numel).to(tl.float32)
-    grad_input = grad * _gelu_derivative(x, TANH)
+    grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr + i, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 
 
@@ -90,7 +92,7 @@ def _gelu_strided_kernel(
     out_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
     x = tl.load(input_ptr, mask=i < numel).to(tl.float32)
-    tl.store(out_ptr, _gelu(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
+    tl.store(out_ptr, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def _gelu_backward_strided_kernel(
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
     x = tl.load(input_ptr, mask=i < numel).to(tl.float32)
     grad = tl.load(grad_ptr, mask=i < numel).to(tl.float32)
-    grad_input = grad * _gelu_derivative(x, TANH)
+    grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 
 

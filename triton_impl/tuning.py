@@ -56,22 +56,42 @@ class Launch:
         self._options = options
         self._aligned: dict[int, Callable[..., None]] = {}  # by device: a compiled kernel is loaded on one
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
+        """Launch on these tensors; `values` are arguments that follow them and change from call to call.
+
+        The kernel must not specialise on those, and each must be of one type always.
+        """
         address_bits = 0
         addresses = [t.data_ptr() for t in tensors]
         for address in addresses:
             address_bits |= address
         if address_bits % 16 or interpreted():
-            self._run(*tensors, *self._arguments, **self._options)
+            self._run(*tensors, *values, *self._arguments, **self._options)
             return
         device = triton.runtime.driver.active.get_current_device()
         run = self._aligned.get(device)
         if run is None:
-            compiled = self._run(*tensors, *self._arguments, **self._options)
+            compiled = self._run(*tensors, *values, *self._arguments, **self._options)
             self._aligned[device] = compiled[self._grid]
         else:
             # Of a tensor Triton would ask the address again, and the driver whether it is one.
-            run(*addresses, *self._arguments)
+            run(*addresses, *values, *self._arguments)
+
+
+class Step(NamedTuple):
+    """A launch that is worked out, of a kernel without configurations to choose from: of it all but the tensors."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]  # the kernel's, after its tensors and in order
+
+    def run(self, *tensors: torch.Tensor) -> None:
+        """Launch it as torch.compile can trace it."""
+        self.kernel[self.grid](*tensors, *self.arguments)
+
+    def launch(self) -> Launch:
+        """What repeats it at little cost."""
+        return Launch(self.kernel, self.grid, self.arguments, {})
 
 
 class Launches(dict[Hashable, Any]):
@@ -103,6 +123,31 @@ def recorded() -> Iterator[list[Choice]]:
         yield _choices
     finally:
         _choices = None
+
+
+class Known:
+    """A kernel of one configuration, whose launches are kept by what Triton would find out anew in each call.
+
+    It takes its tensors first, then `values` (see :class:`Launch`), then all other arguments by position. The tensors
+    are of one dtype, save those that are of the same one always.
+    """
+
+    def __init__(self, kernel: Any, **options: int) -> None:
+        self.kernel, self.options, self.launches = kernel, options, Launches()
+
+    def __call__(
+        self, programs: int, tensors: tuple[torch.Tensor, ...], arguments: tuple[Any, ...], values: tuple[Any, ...] = ()
+    ) -> None:
+        """Launch as many programs."""
+        if torch.compiler.is_compiling():
+            self.kernel[(programs,)](*tensors, *values, *arguments, **self.options)
+            return
+        key = (tensors[0].dtype, programs, arguments)
+        launch = self.launches.get(key)
+        if launch is None:
+            launch = Launch(self.kernel, (programs,), arguments, self.options)
+            self.launches.remember(key, launch)
+        launch(*tensors, values=values)
 
 
 class Tuned:

@@ -58,7 +58,7 @@ const FIELDS = [
   ["rounds", (r) => r.rounds],
   ["in a CUDA graph", (r) => (r.graph == null ? null : r.graph ? "yes" : "no: launch gaps included")],
   ["of the ceiling", (r) => r.of_ceiling != null && r.of_ceiling.toFixed(3)],
-  ["× torch.builtin", (r) => r.speedup != null && times(r.speedup)],
+  ["× the baseline", (r) => r.speedup != null && times(r.speedup)],
   ["its 95 % interval", (r) => between(r.speedup_low, r.speedup_high, times)],
   ["bandwidth", (r) => r.gbs != null && `${three(r.gbs)} GB/s`],
   ["arithmetic", (r) => r.tflops != null && `${three(r.tflops)} TFLOP/s`],

@@ -1,0 +1,160 @@
+// Addition of two tensors that broadcast.
+//
+//   variant     the one idea it adds                                        what limits it now
+//   naive       one element a thread                                        2-byte loads: too few bytes in flight
+//   vectorized  16-byte loads and stores; of a row that is added to every   memory bandwidth
+//               row, too
+//
+// Any strides: the output keeps the memory order of a dense operand of its shape, and both are walked in that order.
+
+#include "common.cuh"
+#include "ops.h"
+
+namespace kl {
+namespace {
+
+constexpr int THREADS = 256;
+
+// ---- naive: one element a thread -----------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void add_naive_kernel(T* output, const T* input, __grid_constant__ const Strided input_walk, const T* other,
+                                 __grid_constant__ const Strided other_walk, int64_t numel) {
+    const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i >= numel) return;
+    output[i] = from_float<T>(to_float(input[input_walk.offset(i)]) + to_float(other[other_walk.offset(i)]));
+}
+
+// ---- vectorized: 16 bytes a load and a store -----------------------------------------------------------------------
+
+// How an operand lies beside the output: element by element, as a dense row of whole vectors that starts over and over, or
+// in any other way.
+enum class Lies { along, in_turns, anyhow };
+
+// 16 bytes of an operand, from element `first` of the walk on.
+template <Lies LIES, typename T>
+__device__ Vec<T> operand_vec(const T* operand, const Strided& walk, int64_t first, int64_t numel) {
+    if constexpr (LIES == Lies::in_turns) return load_vec(operand + first % walk.sizes[1]);
+    if (LIES == Lies::along && first + Vec<T>::size <= numel) return load_vec(operand + first);
+    Vec<T> v;
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) {
+        const int64_t i = min(first + e, numel - 1);
+        v[e] = operand[LIES == Lies::along ? i : walk.offset(i)];
+    }
+    return v;
+}
+
+template <typename T, Lies INPUT, Lies OTHER>
+__global__ void __launch_bounds__(THREADS)
+    add_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided input_walk, const T* other,
+                          __grid_constant__ const Strided other_walk, int64_t numel) {
+    const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
+    if (first >= numel) return;
+    float a[Vec<T>::size], b[Vec<T>::size];
+    const Vec<T> input_vec = operand_vec<INPUT>(input, input_walk, first, numel);
+    const Vec<T> other_vec = operand_vec<OTHER>(other, other_walk, first, numel);
+    unpack(input_vec, a);
+    unpack(other_vec, b);
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) a[e] += b[e];
+    const Vec<T> sums = pack<T>(a);
+    if (first + Vec<T>::size <= numel) return store_vec(output + first, sums);
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) {
+        if (first + e < numel) output[first + e] = sums[e];
+    }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+std::vector<int64_t> broadcast_sizes(const Tensor& a, const Tensor& b) {
+    std::vector<int64_t> sizes(std::max(a.dim(), b.dim()));
+    for (size_t i = 1; i <= sizes.size(); ++i) {
+        const auto back = static_cast<int64_t>(i);
+        const int64_t of_a = back <= a.dim() ? a.size(a.dim() - back) : 1;
+        const int64_t of_b = back <= b.dim() ? b.size(b.dim() - back) : 1;
+        KL_CHECK(of_a == of_b || of_a == 1 || of_b == 1, "add: sizes ", of_a, " and ", of_b, " do not broadcast");
+        sizes[sizes.size() - i] = of_a == 1 ? of_b : of_a;
+    }
+    return sizes;
+}
+
+bool has_sizes(const Tensor& tensor, const std::vector<int64_t>& sizes) {
+    const auto own = tensor.sizes();
+    return own.size() == sizes.size() && std::equal(sizes.begin(), sizes.end(), own.begin());
+}
+
+// How to read `tensor`, broadcast to the sizes of the output, in the memory order of the output.
+Strided walk_of(const Tensor& tensor, const DenseLike& output) {
+    const auto missing = static_cast<int64_t>(output.order.size()) - tensor.dim();
+    std::vector<int64_t> strides;
+    for (const int64_t d : output.order) {
+        const bool repeated = d < missing || tensor.size(d - missing) == 1;
+        strides.push_back(repeated ? 0 : tensor.stride(d - missing));
+    }
+    return collapse(output.sizes.data(), strides.data(), static_cast<int64_t>(strides.size()), "add");
+}
+
+template <typename T>
+Lies lies(const Strided& walk, const T* operand, int64_t numel) {
+    if (!is_aligned16(operand)) return Lies::anyhow;
+    if (numel == 1 || (walk.dims == 1 && walk.strides[0] == 1)) return Lies::along;
+    const bool row = walk.dims == 2 && walk.strides[0] == 0 && walk.strides[1] == 1;
+    return row && walk.sizes[1] % Vec<T>::size == 0 ? Lies::in_turns : Lies::anyhow;
+}
+
+template <typename T>
+auto vectorized_kernel(Lies input, Lies other) {
+    if (input != Lies::along) return add_vectorized_kernel<T, Lies::anyhow, Lies::anyhow>;
+    if (other == Lies::along) return add_vectorized_kernel<T, Lies::along, Lies::along>;
+    if (other == Lies::in_turns) return add_vectorized_kernel<T, Lies::along, Lies::in_turns>;
+    return add_vectorized_kernel<T, Lies::along, Lies::anyhow>;
+}
+
+Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
+    check_cuda(input, "add", "input");
+    check_like(other, input, "add", "other");
+    const Launch launch(input);
+    const auto sizes = broadcast_sizes(input, other);
+    if (!has_sizes(input, sizes) && has_sizes(other, sizes)) return add(other, input, vectorized);
+    Tensor output =
+        has_sizes(input, sizes) ? DenseLike(input).allocate(input) : empty(input, input.scalar_type(), sizes);
+    const int64_t numel = output.numel();
+    if (numel == 0) return output;
+    const DenseLike layout(output);
+    const Strided input_walk = walk_of(input, layout), other_walk = walk_of(other, layout);
+    dispatch(input.scalar_type(), "add", [&](auto zero) {
+        using T = decltype(zero);
+        auto* const out = static_cast<T*>(output.data_ptr());
+        const auto* const a = static_cast<const T*>(input.data_ptr());
+        const auto* const b = static_cast<const T*>(other.data_ptr());
+        if (vectorized) {
+            const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
+            const auto kernel = vectorized_kernel<T>(lies(input_walk, a, numel), lies(other_walk, b, numel));
+            kernel<<<grid, THREADS, 0, launch.stream>>>(out, a, input_walk, b, other_walk, numel);
+        } else {
+            const auto grid = grid_size(ceil_div(numel, THREADS));
+            add_naive_kernel<<<grid, THREADS, 0, launch.stream>>>(out, a, input_walk, b, other_walk, numel);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return output;
+}
+
+}  // namespace
+
+Tensor add_naive(const Tensor& input, const Tensor& other) { return add(input, other, false); }
+Tensor add_vectorized(const Tensor& input, const Tensor& other) { return add(input, other, true); }
+
+void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "add", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(kernel_facts<add_naive_kernel<T>>("add.naive", THREADS));
+        facts.push_back(kernel_facts<add_vectorized_kernel<T, Lies::along, Lies::along>>("add.vectorized", THREADS));
+        facts.push_back(
+            kernel_facts<add_vectorized_kernel<T, Lies::along, Lies::in_turns>>("add.vectorized, a row", THREADS));
+    });
+}
+
+}  // namespace kl

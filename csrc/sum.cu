@@ -1,0 +1,471 @@
+// Sum over some dimensions of a tensor.
+//
+//   variant    the one idea it adds                                         what limits it now
+//   naive      one thread an output                                         neighbouring threads read rows apart; few
+//                                                                           outputs leave most of the GPU idle
+//   block      one block an output: its threads read side by side, and      2-byte loads; columns in pieces of 2 bytes;
+//              meet in shuffles                                             few outputs
+//   coalesced  threads lie as the memory does, 16 bytes each: along a row,  few outputs are few blocks
+//              several rows a block where they are short, or across columns
+//   two_stage  a long sum is split over blocks; a second kernel adds up     memory bandwidth
+//              its parts
+//
+// Any strides and dimensions. No atomics: the order of addition is fixed.
+
+#include <type_traits>
+
+#include "common.cuh"
+#include "ops.h"
+
+namespace kl {
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int LOADS = 4;  // in flight a thread
+// Enough to cover the memory's latency. Unless told so, the compiler spends fewer registers, at the price of a thread
+// that waits for each load before it issues the next.
+constexpr int BLOCKS_PER_SM = 4;
+
+// Where each output lies, and each of its summands.
+struct Reduction {
+    Strided kept;     // index of an output -> offset of its first summand
+    Strided output;   // index of an output -> its own offset
+    Strided reduced;  // index of a summand -> offset from the first
+    int64_t count, length;
+};
+
+// What values are added in. Sums of 16-bit values: float32, in a tree; of float32: float64, rounded once at the end. An
+// SM gets about two float32 a clock from memory, and even one with two float64 units keeps up with that.
+template <typename T>
+using Accumulator = std::conditional_t<sizeof(T) == 2, float, double>;
+
+template <typename Out, typename Acc>
+__device__ Out round_to(Acc x) {
+    if constexpr (std::is_same_v<Out, Acc>) {
+        return x;
+    } else {
+        return from_float<Out>(static_cast<float>(x));
+    }
+}
+
+template <typename Acc, int N>
+__device__ Acc tree_sum(Acc (&x)[N]) {
+#pragma unroll
+    for (int n = N / 2; n > 0; n /= 2) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) x[i] += x[i + n];
+    }
+    return x[0];
+}
+
+// Values in the type that they are added in: one, or those of one load.
+template <typename Acc, typename T>
+__device__ Acc widened(T x) {
+    if constexpr (sizeof(T) == 2) {
+        return to_float(x);
+    } else {
+        return static_cast<Acc>(x);
+    }
+}
+template <typename Acc, typename T>
+__device__ void widen(const T& value, Acc (&x)[1]) {
+    x[0] = widened<Acc>(value);
+}
+template <typename Acc, typename T>
+__device__ void widen(const Vec<T>& vec, Acc (&x)[Vec<T>::size]) {
+    if constexpr (std::is_same_v<Acc, float>) {
+        unpack(vec, x);
+    } else {
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = widened<Acc>(vec[e]);
+    }
+}
+
+// Units base, base + step, …, and zeros from `end` on. Every offset is known before the first load, so that no division
+// stands between two.
+template <typename Unit, typename In, typename Offset>
+__device__ void load_units(Unit (&tile)[LOADS], const In* first, int64_t base, int64_t step, int64_t end,
+                           Offset offset_of) {
+    int64_t offset[LOADS];
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) offset[l] = offset_of(base + l * step);
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        tile[l] = Unit{};
+        if (base + l * step < end) tile[l] = *reinterpret_cast<const Unit*>(first + offset[l]);
+    }
+}
+
+template <typename Acc, typename Unit, typename In>
+__device__ Acc sum_of_units(const Unit (&tile)[LOADS], const In*) {
+    Acc of_load[LOADS], x[sizeof(Unit) / sizeof(In)];
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) {
+        widen(tile[l], x);
+        of_load[l] = tree_sum(x);
+    }
+    return tree_sum(of_load);
+}
+
+// The sum over the blockDim.x threads of a row, a power of two; the first of them gets it.
+template <typename Acc>
+__device__ Acc sum_over_row(Acc value, Acc (&scratch)[THREADS / WARP]) {
+    const int threads = static_cast<int>(blockDim.x);
+    for (int lane = min(threads, WARP) / 2; lane > 0; lane /= 2) value += __shfl_xor_sync(FULL_MASK, value, lane);
+    if (threads <= WARP) return value;
+    const int warp = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) / WARP;
+    if (threadIdx.x % WARP == 0) scratch[warp] = value;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int other = 1; other < threads / WARP; ++other) value += scratch[warp + other];
+    }
+    return value;
+}
+
+// ---- naive: one thread an output -----------------------------------------------------------------------------------
+
+// In float64, because one float32 chain of a million additions would lose ten bits.
+template <typename T>
+__global__ void sum_naive_kernel(T* output, const T* input, __grid_constant__ const Reduction r) {
+    const int64_t o = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (o >= r.count) return;
+    const T* const first = input + r.kept.offset(o);
+    double sum = 0.0;
+    for (int64_t i = 0; i < r.length; ++i) sum += to_float(first[r.reduced.offset(i)]);
+    output[r.output.offset(o)] = round_to<T>(sum);
+}
+
+// ---- block: one block an output ------------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    sum_block_kernel(T* output, const T* input, __grid_constant__ const Reduction r) {
+    __shared__ double scratch[THREADS / WARP];
+    const T* const first = input + r.kept.offset(blockIdx.x);
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < r.length; i += THREADS) sum += to_float(first[r.reduced.offset(i)]);
+    sum = sum_over_row(sum, scratch);
+    if (threadIdx.x == 0) output[r.output.offset(blockIdx.x)] = round_to<T>(sum);
+}
+
+// ---- coalesced, two_stage: as the memory lies, and long sums in parts ----------------------------------------------
+
+// Block (x, y) of the grid adds part y of the summands of its outputs. blockDim is (threads a row, rows), or (threads
+// across columns, threads down a column). The parts of a row's sum lie side by side, those of a column's one below the
+// other.
+
+// The dense part of a row, wherever it starts and ends: 16-byte loads, but for a few elements at both ends.
+template <typename In, typename Out>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    sum_two_stage_rows_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    using Acc = Accumulator<In>;
+    constexpr int N = Vec<In>::size;
+    __shared__ Acc scratch[THREADS / WARP];
+    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    const bool live = row < r.count;
+    const int64_t begin = min(blockIdx.y * part, r.length), length = live ? min(part, r.length - begin) : 0;
+    const In* const first = input + (live ? r.kept.offset(row) : 0) + begin;
+    const int64_t misaligned = reinterpret_cast<uintptr_t>(first) % 16 / sizeof(In);
+    const int64_t head = min(length, (N - misaligned) % N), vectors = (length - head) / N;
+    const In* const body = first + head;
+
+    Acc sum = 0;
+    for (int64_t base = threadIdx.x; base < vectors; base += LOADS * blockDim.x) {
+        Vec<In> tile[LOADS];
+        load_units(tile, body, base, blockDim.x, vectors, [](int64_t v) { return v * N; });
+        sum += sum_of_units<Acc>(tile, body);
+    }
+    for (int64_t i = threadIdx.x; i < head; i += blockDim.x) sum += widened<Acc>(first[i]);
+    for (int64_t i = head + vectors * N + threadIdx.x; i < length; i += blockDim.x) sum += widened<Acc>(first[i]);
+
+    sum = sum_over_row(sum, scratch);
+    if (live && threadIdx.x == 0) output[r.output.offset(row) * gridDim.y + blockIdx.y] = round_to<Out>(sum);
+}
+
+// Rows of any strides. Unit is what one load brings: a vector, or where the strides allow none, an element; `r` counts
+// summands in units.
+template <typename In, typename Out, typename Unit>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    sum_two_stage_strided_rows_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    using Acc = Accumulator<In>;
+    __shared__ Acc scratch[THREADS / WARP];
+    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    const bool live = row < r.count;
+    const int64_t begin = min(blockIdx.y * part, r.length), end = live ? min(begin + part, r.length) : begin;
+    const In* const first = input + (live ? r.kept.offset(row) : 0);
+
+    Acc sum = 0;
+    for (int64_t base = begin + threadIdx.x; base < end; base += LOADS * blockDim.x) {
+        Unit tile[LOADS];
+        load_units(tile, first, base, blockDim.x, end, [&](int64_t i) { return r.reduced.offset(i); });
+        sum += sum_of_units<Acc>(tile, first);
+    }
+    sum = sum_over_row(sum, scratch);
+    if (live && threadIdx.x == 0) output[r.output.offset(row) * gridDim.y + blockIdx.y] = round_to<Out>(sum);
+}
+
+// Columns: a thread adds those of one Unit, and the threads down them meet in shared memory.
+template <typename In, typename Out, typename Unit>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    sum_two_stage_columns_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    using Acc = Accumulator<In>;
+    constexpr int N = sizeof(Unit) / sizeof(In);
+    __shared__ Acc scratch[N][THREADS];
+    const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N;
+    const bool live = column < r.count;
+    const int64_t begin = min(blockIdx.y * part, r.length), end = live ? min(begin + part, r.length) : begin;
+    const In* const first = input + (live ? r.kept.offset(column) : 0);
+
+    Acc sum[N] = {};
+    for (int64_t base = begin + threadIdx.y; base < end; base += LOADS * blockDim.y) {
+        Unit tile[LOADS];
+        Acc x[LOADS][N];
+        load_units(tile, first, base, blockDim.y, end, [&](int64_t i) { return r.reduced.offset(i); });
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) widen(tile[l], x[l]);
+#pragma unroll
+        for (int e = 0; e < N; ++e) sum[e] += (x[0][e] + x[1][e]) + (x[2][e] + x[3][e]);
+    }
+
+    const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+#pragma unroll
+    for (int e = 0; e < N; ++e) scratch[e][thread] = sum[e];
+    for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.y >= half) continue;
+#pragma unroll
+        for (int e = 0; e < N; ++e) scratch[e][thread] += scratch[e][thread + half * blockDim.x];
+    }
+    if (!live || threadIdx.y > 0) return;
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        output[r.output.offset(column + e) + blockIdx.y * r.count] = round_to<Out>(scratch[e][thread]);
+    }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// A dimension that repeats one element is the outermost: none lies closer.
+int64_t distance(int64_t stride) { return stride == 0 ? std::numeric_limits<int64_t>::max() : stride; }
+
+struct Layout {
+    Reduction r;
+    std::vector<int64_t> output_sizes;
+    bool columns;  // elements that lie side by side belong to neighbouring outputs
+
+    Layout(const Tensor& input, const std::vector<int64_t>& dims, bool keepdim) {
+        std::vector<bool> summed(input.dim(), false);
+        for (const int64_t d : dims) {
+            KL_CHECK(0 <= d && d < input.dim() && !summed[d], "sum: argument `dim` must hold each dimension once,",
+                     " counted from the first of ", input.dim(), ", got ", d);
+            summed[d] = true;
+        }
+        std::vector<int64_t> order[2], stride(input.dim());  // of the output
+        r.count = r.length = 1;
+        int64_t next = 1;
+        for (int64_t d = input.dim(); d-- > 0;) {
+            order[summed[d]].insert(order[summed[d]].begin(), d);
+            (summed[d] ? r.length : r.count) *= input.size(d);
+            stride[d] = next;
+            if (!summed[d]) next *= std::max<int64_t>(input.size(d), 1);
+        }
+        for (int64_t d = 0; d < input.dim(); ++d) {
+            if (!summed[d] || keepdim) output_sizes.push_back(summed[d] ? 1 : input.size(d));
+        }
+        // In the order of memory, so that as many dimensions collapse as can, and the innermost is the closest.
+        for (auto& dims_of : order) {
+            std::stable_sort(dims_of.begin(), dims_of.end(), [&](int64_t a, int64_t b) {
+                return distance(input.stride(a)) > distance(input.stride(b));
+            });
+        }
+        const auto walk = [&](const std::vector<int64_t>& of, auto&& stride_of) {
+            std::vector<int64_t> sizes, strides;
+            for (const int64_t d : of) {
+                sizes.push_back(input.size(d));
+                strides.push_back(stride_of(d));
+            }
+            return collapse(sizes.data(), strides.data(), static_cast<int64_t>(of.size()), "sum");
+        };
+        r.kept = walk(order[0], [&](int64_t d) { return input.stride(d); });
+        r.output = walk(order[0], [&](int64_t d) { return stride[d]; });
+        r.reduced = walk(order[1], [&](int64_t d) { return input.stride(d); });
+        columns = innermost(r.kept) < innermost(r.reduced);
+    }
+
+    static int64_t innermost(const Strided& walk) {
+        return walk.dims == 0 ? std::numeric_limits<int64_t>::max() : distance(walk.strides[walk.dims - 1]);
+    }
+};
+
+bool steps_by(const Strided& walk, int64_t multiple, int dims) {
+    bool all = true;
+    for (int d = 0; d < dims; ++d) all = all && walk.strides[d] % multiple == 0;
+    return all;
+}
+
+// Whether 16 bytes lie together wherever `inner`'s last dimension is walked, from any place of `outer`.
+template <typename In>
+bool in_vectors(const In* input, const Strided& inner, const Strided& outer) {
+    constexpr int64_t N = Vec<In>::size;
+    const int last = inner.dims - 1;
+    return last >= 0 && inner.strides[last] == 1 && inner.sizes[last] % N == 0 && steps_by(inner, N, last) &&
+           steps_by(outer, N, outer.dims) && is_aligned16(input);
+}
+
+struct Shape {
+    dim3 grid, block;
+    int64_t part;  // summands, or vectors of them, a block takes of each of its outputs
+};
+
+constexpr int64_t ENOUGH_BLOCKS = 1024;  // a constant, so that every GPU adds in the same order
+constexpr int64_t WORTHWHILE = 4;        // turns of a thread's loop that make a part worth its second stage
+
+// How `threads` a row (or down a column) divide `length` summands, where one part would be `blocks` blocks.
+Shape shape_of(int64_t blocks, dim3 block, int64_t threads, int64_t length, bool split) {
+    const int64_t most = length / (threads * LOADS * WORTHWHILE);
+    const int64_t parts =
+        split ? std::max<int64_t>(1, std::min(ENOUGH_BLOCKS / std::max<int64_t>(blocks, 1), most)) : 1;
+    const int64_t part = std::max<int64_t>(1, ceil_div(length, parts));
+    const auto rows_of_grid = static_cast<unsigned>(std::max<int64_t>(1, ceil_div(length, part)));
+    return {dim3(grid_size(blocks), rows_of_grid), block, part};
+}
+
+Shape shape_of_rows(int64_t count, int64_t length, bool split) {
+    unsigned threads = 1;
+    while (threads < THREADS && threads * LOADS < length) threads *= 2;
+    const unsigned rows = THREADS / threads;
+    return shape_of(ceil_div(count, rows), dim3(threads, rows), threads, length, split);
+}
+
+// `down`: threads a column at most, if there are columns enough. Few, so that reads are wide; many for the second stage,
+// where columns may be few and the L2 holds them.
+Shape shape_of_columns(int64_t units, int64_t length, unsigned down, bool split) {
+    unsigned rows = 1;
+    while (rows < down && rows * LOADS < length) rows *= 2;
+    while (rows < THREADS && THREADS / rows / 2 >= units) rows *= 2;
+    const unsigned across = THREADS / rows;
+    return shape_of(ceil_div(units, across), dim3(across, rows), rows, length, split);
+}
+
+constexpr unsigned DOWN = 8, DOWN_PARTS = 32;
+
+// One of the two kernels that make a sum, or the only one: which it is, and how it is launched.
+template <typename In, typename Out>
+struct Stage {
+    Shape shape;
+    void (*kernel)(Out*, const In*, Reduction, int64_t);
+    Reduction r;
+
+    Stage(const In* input, const Reduction& reduction, bool columns, unsigned down, bool split) : r(reduction) {
+        constexpr int64_t N = Vec<In>::size;
+        const bool dense_row = r.reduced.dims == 0 || (r.reduced.dims == 1 && r.reduced.strides[0] == 1);
+        if (columns) {
+            const bool vectors = in_vectors(input, r.kept, r.reduced);
+            shape = shape_of_columns(vectors ? r.count / N : r.count, r.length, down, split);
+            kernel =
+                vectors ? sum_two_stage_columns_kernel<In, Out, Vec<In>> : sum_two_stage_columns_kernel<In, Out, In>;
+        } else if (dense_row) {
+            shape = shape_of_rows(r.count, ceil_div(r.length, N), split);
+            shape.part *= N;
+            kernel = sum_two_stage_rows_kernel<In, Out>;
+        } else {
+            const bool vectors = in_vectors(input, r.reduced, r.kept);
+            if (vectors) {
+                r.length /= N;
+                r.reduced.sizes[r.reduced.dims - 1] /= N;
+                r.reduced.strides[r.reduced.dims - 1] *= N;
+            }
+            shape = shape_of_rows(r.count, r.length, split);
+            kernel = vectors ? sum_two_stage_strided_rows_kernel<In, Out, Vec<In>>
+                             : sum_two_stage_strided_rows_kernel<In, Out, In>;
+        }
+    }
+    void launch(Out* output, const In* input, cudaStream_t stream) const {
+        kernel<<<shape.grid, shape.block, 0, stream>>>(output, input, r, shape.part);
+    }
+};
+
+Strided walk_of(int64_t size, int64_t stride) { return collapse(&size, &stride, 1, "sum"); }
+
+template <typename T>
+void coalesced(T* output, const T* input, const Layout& layout, bool in_parts, const Tensor& like,
+               cudaStream_t stream) {
+    using Part = Accumulator<T>;
+    const bool columns = layout.columns;
+    Reduction first = layout.r;
+    first.output = walk_of(first.count, 1);
+    const Stage<T, Part> split(input, first, columns, DOWN, in_parts);
+    const int64_t parts = split.shape.grid.y;
+    if (parts == 1) return Stage<T, T>(input, layout.r, columns, DOWN, false).launch(output, input, stream);
+
+    const Tensor partial =
+        empty(like, std::is_same_v<Part, float> ? ScalarType::Float : ScalarType::Double, {parts * first.count});
+    auto* const part_sums = static_cast<Part*>(partial.data_ptr());
+    split.launch(part_sums, input, stream);
+    Reduction second = layout.r;
+    second.length = parts;
+    second.kept = walk_of(second.count, columns ? 1 : parts);
+    second.reduced = walk_of(parts, columns ? second.count : 1);
+    Stage<Part, T>(part_sums, second, columns, DOWN_PARTS, false).launch(output, part_sums, stream);
+}
+
+enum class Step { naive, block, coalesced, two_stage };
+
+Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, Step step) {
+    check_cuda(input, "sum", "input");
+    const Launch launch(input);
+    const Layout layout(input, dim, keepdim);
+    const Reduction& r = layout.r;
+    Tensor output = empty(input, input.scalar_type(), layout.output_sizes);
+    if (r.count == 0) return output;
+    dispatch(input.scalar_type(), "sum", [&](auto zero) {
+        using T = decltype(zero);
+        auto* const out = static_cast<T*>(output.data_ptr());
+        const auto* const in = static_cast<const T*>(input.data_ptr());
+        if (step == Step::naive) {
+            sum_naive_kernel<<<grid_size(ceil_div(r.count, THREADS)), THREADS, 0, launch.stream>>>(out, in, r);
+        } else if (step == Step::block) {
+            sum_block_kernel<<<grid_size(r.count), THREADS, 0, launch.stream>>>(out, in, r);
+        } else {
+            coalesced(out, in, layout, step == Step::two_stage, input, launch.stream);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return output;
+}
+
+}  // namespace
+
+Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
+    return sum(input, dim, keepdim, Step::naive);
+}
+Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
+    return sum(input, dim, keepdim, Step::block);
+}
+Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
+    return sum(input, dim, keepdim, Step::coalesced);
+}
+Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
+    return sum(input, dim, keepdim, Step::two_stage);
+}
+
+void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "sum", [&](auto zero) {
+        using T = decltype(zero);
+        using Part = Accumulator<T>;
+        facts.push_back(kernel_facts<sum_naive_kernel<T>>("sum.naive", THREADS));
+        facts.push_back(kernel_facts<sum_block_kernel<T>>("sum.block", THREADS));
+        facts.push_back(kernel_facts<sum_two_stage_rows_kernel<T, T>>("sum.two_stage, rows", THREADS));
+        facts.push_back(kernel_facts<sum_two_stage_rows_kernel<T, Part>>("sum.two_stage, parts of rows", THREADS));
+        facts.push_back(kernel_facts<sum_two_stage_rows_kernel<Part, T>>("sum.two_stage, rows of parts", THREADS));
+        facts.push_back(
+            kernel_facts<sum_two_stage_strided_rows_kernel<T, T, Vec<T>>>("sum.two_stage, strided rows", THREADS));
+        facts.push_back(kernel_facts<sum_two_stage_columns_kernel<T, T, Vec<T>>>("sum.two_stage, columns", THREADS));
+        facts.push_back(
+            kernel_facts<sum_two_stage_columns_kernel<T, Part, Vec<T>>>("sum.two_stage, parts of columns", THREADS));
+        facts.push_back(
+            kernel_facts<sum_two_stage_columns_kernel<Part, T, Vec<Part>>>("sum.two_stage, columns of parts", THREADS));
+    });
+}
+
+}  // namespace kl

@@ -1,0 +1,89 @@
+"""Philox 4×32-10: dropout's mask bit for bit, as every level draws it.
+
+Philox is a counter-based generator: a keyed bijection of a 128-bit counter, ten rounds of two multiplications each
+(Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11; the constants are those of their
+library Random123). There is no state: the mask of an element follows from the seed and the element's place alone, so a
+backward pass draws it again where another would have kept it.
+
+With ``i`` the row-major index of an element in the tensor (whatever its strides), and ``seed`` from 0 to 2⁶³ − 1::
+
+    key     = (seed mod 2³², seed div 2³²)
+    counter = ((i div 4) mod 2³², (i div 4) div 2³², 0, 0)
+    word    = philox(counter, key)[i mod 4]                  an integer from 0 to 2³² − 1
+    kept    = word >= floor(p · 2³²)                         so that an element is dropped with probability p
+    scale   = 1 / (1 − p), rounded to float32
+    output  = input · kept · scale                           a product: NaN and ±inf give NaN where they are dropped
+
+One round, with 32-bit words, ``hi`` and ``lo`` the halves of a 64-bit product, and the key raised after each round::
+
+    (c0, c1, c2, c3) -> (hi(M1 · c2) ^ c1 ^ k0, lo(M1 · c2), hi(M0 · c0) ^ c3 ^ k1, lo(M0 · c0))
+    (k0, k1) -> (k0 + W0, k1 + W1)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+ROUNDS = 10
+M0, M1 = 0xD2511F53, 0xCD9E8D57
+W0, W1 = 0x9E3779B9, 0xBB67AE85  # the golden ratio, and √3 − 1, as fractions of 2³²
+WORD = 2**32 - 1
+
+
+def check(op: str, p: object, seed: object) -> None:
+    """Raise unless `p` is a probability less than one, and `seed` an integer of 63 bits."""
+    if isinstance(p, bool) or not isinstance(p, int | float):
+        raise TypeError(f"{op}: argument `p` must be a float, got {type(p).__name__}")
+    if not 0 <= p < 1:  # NaN too
+        raise ValueError(f"{op}: argument `p` must be at least 0 and less than 1, got {p}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"{op}: argument `seed` must be an int, got {type(seed).__name__}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"{op}: argument `seed` must be from 0 to 2^63 - 1, got {seed}")
+
+
+def threshold(p: float) -> int:
+    """The word from which on an element is kept: ``floor(p · 2³²)``, exactly, for p of at least 0 and less than 1."""
+    return math.floor(p * 2**32)
+
+
+def scale(p: float) -> float:
+    """``1 / (1 − p)`` rounded to float32's 24 bits, by arithmetic alone (Veltkamp's), which torch.compile traces."""
+    quotient = 1 / (1 - p)
+    shifted = quotient * (2**29 + 1)
+    return shifted - (shifted - quotient)
+
+
+def signed(word: int) -> int:
+    """The signed 32-bit integer of a word's bits: one type for a kernel's argument, whatever its value."""
+    return word - 2**32 if word > WORD >> 1 else word
+
+
+def philox(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    key: tuple[torch.Tensor | int, torch.Tensor | int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four words of 32 bits for each counter; all are int64 tensors of one shape (the key's words may be integers)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # A product of two words may wrap to a negative number; its bits are right, and the masks take those alone.
+        product0, product1 = M0 * c0, M1 * c2
+        c0, c1, c2, c3 = (
+            (product1 >> 32 & WORD) ^ c1 ^ k0,
+            product1 & WORD,
+            (product0 >> 32 & WORD) ^ c3 ^ k1,
+            product0 & WORD,
+        )
+        k0, k1 = k0 + W0 & WORD, k1 + W1 & WORD
+    return c0, c1, c2, c3
+
+
+def words(numel: int, seed: torch.Tensor | int, device: torch.device | str) -> torch.Tensor:
+    """The words of elements 0 to ``numel - 1``: int64, of shape ``(numel,)``."""
+    call = torch.arange((numel + 3) // 4, device=device)
+    zero = torch.zeros_like(call)
+    drawn = philox((call & WORD, call >> 32, zero, zero), (seed & WORD, seed >> 32))
+    return torch.stack(drawn, -1).view(-1)[:numel]

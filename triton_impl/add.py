@@ -1,0 +1,129 @@
+"""Addition in Triton: one read of each operand, one write; gradients of what was broadcast by the level's own sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_ladder.reduction import gradients_of_broadcast
+from kernel_ladder.strides import collapse
+from triton_impl import register, unsupported
+from triton_impl.aot import entry
+from triton_impl.elementwise import MAX_DIMS, offset_of, pad
+from triton_impl.sum import summed
+from triton_impl.tuning import Launches, Step
+
+# 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
+BLOCK = 1024
+#: Elements of a tile of rows to which one row is added, and columns of it at most.
+TILE, MAX_COLUMNS = 2048, 1024
+
+
+@triton.jit
+def _sum_of(x, y):
+    return x.to(tl.float32) + y.to(tl.float32)
+
+
+@triton.jit
+def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(input_ptr + i, mask=i < numel)
+    y = tl.load(other_ptr + i, mask=i < numel)
+    tl.store(out_ptr + i, _sum_of(x, y).to(out_ptr.dtype.element_ty), mask=i < numel)
+
+
+@triton.jit
+def _add_row_kernel(out_ptr, input_ptr, other_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    tiles = tl.cdiv(columns, BLOCK_N)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    i = row[:, None] * columns + column[None, :]
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(input_ptr + i, mask=mask)
+    y = tl.load(other_ptr + column, mask=column < columns)
+    tl.store(out_ptr + i, _sum_of(x, y[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_strided_kernel(
+    out_ptr, input_ptr, other_ptr, numel, size1, size2, size3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(input_ptr + offset_of(i, size1, size2, size3, a0, a1, a2, a3), mask=i < numel)
+    y = tl.load(other_ptr + offset_of(i, size1, size2, size3, b0, b1, b2, b3), mask=i < numel)
+    out_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
+    tl.store(out_ptr, _sum_of(x, y).to(out_ptr.dtype.element_ty), mask=i < numel)
+
+
+def _plan(input: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Step | None]:
+    """Shape and strides of the output, and what fills it; `input` is the one of the output's shape, if one is."""
+    shape = tuple(torch.broadcast_shapes(input.shape, other.shape))
+    like = torch.empty_like(input) if input.shape == shape else input.new_empty(shape)
+    out, a, b = like.stride(), input.expand(shape).stride(), other.expand(shape).stride()
+    numel = like.numel()
+    if numel == 0:
+        return shape, out, None
+    grid = (triton.cdiv(numel, BLOCK),)
+    if out == a == b:
+        return shape, out, Step(_add_kernel, grid, (numel, BLOCK))
+    sizes, strides = collapse(shape, out, a, b)
+    if strides == [[1], [1], [1]]:
+        return shape, out, Step(_add_kernel, grid, (numel, BLOCK))
+    if len(sizes) == 2 and strides == [[sizes[1], 1], [sizes[1], 1], [0, 1]]:
+        block_n = min(triton.next_power_of_2(sizes[1]), MAX_COLUMNS)
+        block_m = TILE // block_n
+        tiles = triton.cdiv(sizes[0], block_m) * triton.cdiv(sizes[1], block_n)
+        return shape, out, Step(_add_row_kernel, (tiles,), (*sizes, block_m, block_n))
+    return shape, out, Step(_add_strided_kernel, grid, (numel, *pad(sizes, strides), BLOCK))
+
+
+#: By all that decides an addition: shape and strides of the output, and the launch.
+_launches: Launches = Launches()
+
+
+def add(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+    shapes = input.shape, other.shape
+    if input.numel() < other.numel():
+        input, other = other, input
+    compiling = torch.compiler.is_compiling()
+    key = (input.shape, input.stride(), other.shape, other.stride(), input.dtype, input.device)
+    known: Any = None if compiling else _launches.get(key)
+    if known is None:
+        shape, strides, step = _plan(input, other)
+        known = shape, strides, None if step is None else step.run if compiling else step.launch()
+        if not compiling:
+            _launches.remember(key, known)
+    shape, strides, launch = known
+    output = torch.empty_strided(shape, strides, dtype=input.dtype, device=input.device)
+    if launch is not None:
+        launch(output, input, other)
+    return output, shapes
+
+
+def add_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    return gradients_of_broadcast(grad, saved, needs, summed)
+
+
+def _unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    if (reason := unsupported(input)) is not None:
+        return reason
+    if max(input.dim(), other.dim()) > MAX_DIMS:
+        shape = torch.broadcast_shapes(input.shape, other.shape)
+        out = torch.empty_like(input, device="meta") if input.shape == shape else torch.empty(shape, device="meta")
+        strides = (x.expand(shape).stride() for x in (out, input, other))
+        if (dims := len(collapse(shape, *strides)[0])) > MAX_DIMS:
+            return f"strides that do not collapse to {MAX_DIMS} dimensions (these need {dims})"
+    return None
+
+
+register("add", "triton.fused", forward=add, backward=add_backward, unsupported=_unsupported)
+
+AOT = [
+    entry(_add_kernel, "bf16", {"BLOCK": BLOCK}),
+    entry(_add_row_kernel, "bf16", {"BLOCK_M": 2, "BLOCK_N": MAX_COLUMNS}),
+    entry(_add_strided_kernel, "fp32", {"BLOCK": BLOCK}),
+]

@@ -1,0 +1,56 @@
+"""Sums over rows, one a column: the gradient of what is broadcast over rows.
+
+In two stages, each in a fixed order, so that the result is the same in every run: programs add up a share of the rows
+each, then a second kernel adds up the shares.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_impl.tuning import Known
+
+SUM_COLUMNS, SUM_SHARES = 32, 64
+
+
+@triton.jit
+def sum_shares_kernel(out_ptr, partials_ptr, shares, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out[c] = Σ partials[s, c] over shares s; partials in float32."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, shares, BLOCK_M):
+        share = start + tl.arange(0, BLOCK_M)
+        mask = (share < shares)[:, None] & (column < columns)[None, :]
+        sums += tl.load(partials_ptr + share.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + column, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
+
+
+_sum_shares = Known(sum_shares_kernel)
+
+
+def sum_shares(output: torch.Tensor, partials: torch.Tensor) -> None:
+    """Write the sums of partials, ``(shares, columns)`` in float32, into `output`, ``(columns,)``."""
+    shares, columns = partials.shape
+    _sum_shares(
+        triton.cdiv(columns, SUM_COLUMNS), (output, partials), (shares, columns, SUM_SHARES, SUM_COLUMNS)
+    )  # fmt: skip
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def row_shares(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:
+    """How many shares to make of the rows, and how many rows each then has.
+
+    Twice as many programs as run at once, at `programs` a multiprocessor and `column_blocks` side by side, so that the
+    last do not run alone for long; and no share under `least` rows.
+    """
+    wanted = 2 * _multiprocessors(device) * programs // column_blocks
+    rows_a_share = triton.cdiv(rows, max(1, min(wanted, triton.cdiv(rows, least))))
+    return triton.cdiv(rows, rows_a_share), rows_a_share

@@ -1,0 +1,77 @@
+"""Dropout in Triton: the mask drawn in registers, one read and one write. The gradient is the same of the gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_impl import register, unsupported
+from triton_impl.aot import entry
+from triton_impl.elementwise import indexing, offset_of, too_many_dims
+from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_in_order
+from triton_impl.tuning import Known
+
+# 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def _dropout_kernel(
+    out_ptr, input_ptr, key_low, key_high, threshold, scale, numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    x = tl.load(input_ptr + i, mask=i < numel).to(tl.float32)
+    y = x * factors_in_order(start, key_low, key_high, threshold, scale, BLOCK, VECTOR)
+    tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < numel)
+
+
+# For operands of other strides. Elements are counted in row-major order whatever those are.
+@triton.jit(do_not_specialize=ARGUMENTS)
+def _dropout_strided_kernel(
+    out_ptr, input_ptr, key_low, key_high, threshold, scale, numel, size1, size2, size3,
+    o0, o1, o2, o3, i0, i1, i2, i3, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    out_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
+    input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
+    x = tl.load(input_ptr, mask=i < numel).to(tl.float32)
+    y = x * factors_at(i, key_low, key_high, threshold, scale)
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=i < numel)
+
+
+_dense, _strided = Known(_dropout_kernel), Known(_dropout_strided_kernel)
+
+
+def _dropout(input: torch.Tensor, mask: tuple[int, int, int, float]) -> torch.Tensor:
+    output = torch.empty_like(input)
+    numel = input.numel()
+    programs = triton.cdiv(numel, BLOCK)
+    if numel and input.is_contiguous():
+        _dense(programs, (output, input), (numel, BLOCK, 16 // input.element_size()), mask)
+    elif numel:
+        _strided(programs, (output, input), (numel, *indexing(output, input), BLOCK), mask)
+    return output
+
+
+def dropout(input: torch.Tensor, *, p: float, seed: int) -> tuple[torch.Tensor, tuple]:
+    mask = arguments(p, seed)
+    return _dropout(input, mask), (mask,)
+
+
+def dropout_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
+    return (_dropout(grad, *saved),)
+
+
+def _unsupported(input: torch.Tensor, **options: object) -> str | None:
+    return unsupported(input) or too_many_dims(input)
+
+
+register("dropout", "triton.fused", forward=dropout, backward=dropout_backward, unsupported=_unsupported)
+
+AOT = [
+    entry(_dropout_kernel, "bf16", {"BLOCK": BLOCK, "VECTOR": 8}, types={"scale": "fp32"}),
+    entry(_dropout_kernel, "fp32", {"BLOCK": BLOCK, "VECTOR": 4}, types={"scale": "fp32"}),
+    entry(_dropout_strided_kernel, "bf16", {"BLOCK": BLOCK}, types={"scale": "fp32"}),
+]

@@ -1,0 +1,145 @@
+"""SwiGLU's gate in Triton: both operands read once; backward, both gradients from one read of three."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_impl import register, unsupported
+from triton_impl.aot import entry
+from triton_impl.elementwise import is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
+from triton_impl.fast_math import exp2, rcp
+from triton_impl.tuning import Known
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# 1024 elements over 4 warps are 8 each: one 16-byte load a thread and operand for the 16-bit types.
+BLOCK = 1024
+
+
+@triton.jit
+def _swiglu(gate, up):
+    gate = gate.to(tl.float32)
+    return gate * rcp(1 + exp2(gate * -LOG2E)) * up.to(tl.float32)
+
+
+@triton.jit
+def _swiglu_gradients(grad, gate, up):
+    grad, gate, up = grad.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
+    # sigmoid and its slope, of exp(−|gate|), which neither overflows nor lets them cancel.
+    e = exp2(tl.abs(gate) * -LOG2E)
+    p = rcp(1 + e)
+    sigmoid = tl.where(gate >= 0, p, e * p)
+    return grad * up * (sigmoid + gate * (e * p * p)), grad * (gate * sigmoid)
+
+
+@triton.jit
+def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + i, mask=i < numel)
+    up = tl.load(up_ptr + i, mask=i < numel)
+    tl.store(out_ptr + i, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=i < numel)
+
+
+@triton.jit
+def _swiglu_backward_kernel(grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + i, mask=i < numel)
+    up = tl.load(up_ptr + i, mask=i < numel)
+    grad = tl.load(grad_ptr + i, mask=i < numel)
+    grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
+    tl.store(grad_gate_ptr + i, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=i < numel)
+    tl.store(grad_up_ptr + i, grad_up.to(grad_up_ptr.dtype.element_ty), mask=i < numel)
+
+
+# For operands of any strides, in tiles of rows and columns. Where rows are runs of memory, as in the halves of one
+# tensor, their step of 1 is a constant of the compiler's, and it loads whole vectors.
+
+
+@triton.jit
+def _swiglu_rows_kernel(
+    out_ptr, gate_ptr, up_ptr, rows, columns, size1, size2, size3,
+    o0, o1, o2, o3, g0, g1, g2, g3, u0, u1, u2, u3, o_step, g_step, u_step,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
+    out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None] + column * o_step
+    gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
+    up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
+    gate = tl.load(gate_ptr, mask=mask)
+    up = tl.load(up_ptr, mask=mask)
+    tl.store(out_ptr, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward_rows_kernel(
+    grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, rows, columns, size1, size2, size3,
+    gg0, gg1, gg2, gg3, gu0, gu1, gu2, gu3, gr0, gr1, gr2, gr3, g0, g1, g2, g3, u0, u1, u2, u3,
+    gg_step, gu_step, gr_step, g_step, u_step,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
+    grad_gate_ptr += offset_of(row, size1, size2, size3, gg0, gg1, gg2, gg3)[:, None] + column * gg_step
+    grad_up_ptr += offset_of(row, size1, size2, size3, gu0, gu1, gu2, gu3)[:, None] + column * gu_step
+    grad_ptr += offset_of(row, size1, size2, size3, gr0, gr1, gr2, gr3)[:, None] + column * gr_step
+    gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
+    up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
+    gate = tl.load(gate_ptr, mask=mask)
+    up = tl.load(up_ptr, mask=mask)
+    grad = tl.load(grad_ptr, mask=mask)
+    grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
+    tl.store(grad_gate_ptr, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_up_ptr, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
+
+
+_forward = Known(_swiglu_kernel), Known(_swiglu_rows_kernel)
+_backward = Known(_swiglu_backward_kernel), Known(_swiglu_backward_rows_kernel)
+
+
+def _launch(kernels: tuple[Known, Known], *tensors: torch.Tensor) -> None:
+    """Launch the first kernel where all tensors are one run of memory each, else the second. Outputs come first."""
+    dense, by_rows = kernels
+    output = tensors[0]
+    if output.numel() == 0:
+        return
+    if is_dense(*tensors):
+        dense(triton.cdiv(output.numel(), BLOCK), tensors, (output.numel(), BLOCK))
+        return
+    rows, columns, strides = row_indexing(*tensors)
+    height, width = tile_of(columns, BLOCK)
+    programs = triton.cdiv(rows, height) * triton.cdiv(columns, width)
+    by_rows(programs, tensors, (rows, columns, *strides, height, width))
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+    output = torch.empty_like(gate)
+    _launch(_forward, output, gate, up)
+    return output, (gate, up)
+
+
+def swiglu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = saved
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
+    _launch(_backward, grad_gate, grad_up, grad, gate, up)
+    return grad_gate, grad_up
+
+
+def _unsupported(gate: torch.Tensor, up: torch.Tensor) -> str | None:
+    return unsupported(gate) or too_many_row_dims(gate, up)
+
+
+register("swiglu", "triton.fused", forward=swiglu, backward=swiglu_backward, unsupported=_unsupported)
+
+_TILE = {"BLOCK_M": 1, "BLOCK_N": BLOCK, "size1": 1, "size2": 1, "size3": 1}
+
+AOT = [
+    entry(_swiglu_kernel, "bf16", {"BLOCK": BLOCK}),
+    entry(_swiglu_backward_kernel, "bf16", {"BLOCK": BLOCK}),
+    entry(_swiglu_rows_kernel, "bf16", {**_TILE, **dict.fromkeys(("o_step", "g_step", "u_step"), 1)}),
+    entry(
+        _swiglu_backward_rows_kernel,
+        "bf16",
+        {**_TILE, **dict.fromkeys(("gg_step", "gu_step", "gr_step", "g_step", "u_step"), 1)},
+    ),
+]
