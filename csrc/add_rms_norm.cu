@@ -57,7 +57,8 @@ __global__ void add_rms_norm_backward_block_weights_kernel(const NormWeights<T> 
 }
 
 template <typename T>
-__global__ void add_rms_norm_backward_block_sum_kernel(const NormWeights<T> w, int64_t length) {
+__global__ void __launch_bounds__(SUM_THREADS)
+    add_rms_norm_backward_block_sum_kernel(const NormWeights<T> w, int64_t length) {
     norm_weights_sum(w, length);
 }
 
@@ -69,14 +70,15 @@ __global__ void __launch_bounds__(ROW_THREADS, 2)
     norm_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(p);
 }
 
-template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+template <typename T, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     add_rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_registers<T, CENTRED, RESIDUAL, WEIGHTS, WHOLE, CLUSTER>(w, p);
+    norm_backward_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(w, p);
 }
 
 template <typename T>
-__global__ void add_rms_norm_backward_registers_sum_kernel(const NormWeights<T> w, int64_t length) {
+__global__ void __launch_bounds__(SUM_THREADS)
+    add_rms_norm_backward_registers_sum_kernel(const NormWeights<T> w, int64_t length) {
     norm_weights_sum(w, length);
 }
 
@@ -117,9 +119,9 @@ struct AddRmsNorm {
     static constexpr auto backward_block_sum() {
         return add_rms_norm_backward_block_sum_kernel<T>;
     }
-    template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+    template <typename T, bool WHOLE, bool CLUSTER>
     static constexpr auto backward_registers() {
-        return add_rms_norm_backward_registers_kernel<T, WEIGHTS, WHOLE, CLUSTER>;
+        return add_rms_norm_backward_registers_kernel<T, WHOLE, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_registers_sum() {

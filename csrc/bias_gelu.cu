@@ -183,6 +183,12 @@ __global__ void __launch_bounds__(LANES* STRIPES, BACKWARD_BLOCKS_PER_SM)
     partials[share * columns + mine] = total;
 }
 
+template <typename T>
+__global__ void __launch_bounds__(SUM_THREADS)
+    bias_gelu_backward_vectorized_sum_kernel(T* output, const float* partials, int64_t shares, int64_t columns) {
+    sum_shares(output, partials, shares, columns);
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 // Rows in the order of the logical dimensions; the last one is along the row.
@@ -276,7 +282,11 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
                                                                                        bias.stride(0), rows, columns);
             return;
         }
-        if (rows == 0) return sum_shares<T>(gb, nullptr, 0, columns, launch.stream);  // a sum of nothing: zero
+        const auto sum_up = [&](const float* partials, int64_t shares) {
+            bias_gelu_backward_vectorized_sum_kernel<T>
+                <<<blocks_of_columns(columns), sum_block(), 0, launch.stream>>>(gb, partials, shares, columns);
+        };
+        if (rows == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
         const bool whole = are_whole<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
         const int64_t column_blocks = ceil_div(whole ? columns / Vec<T>::size : columns, LANES);
         const int64_t most =
@@ -290,7 +300,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         kernel<<<grid, block, 0, launch.stream>>>(gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
                                                   rows_a_share);
         KL_LAUNCH_CHECK();
-        sum_shares<T>(gb, sums, shares, columns, launch.stream);
+        sum_up(sums, shares);
     });
     KL_LAUNCH_CHECK();
     return {grad_input, grad_bias};
@@ -322,6 +332,8 @@ void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(kernel_facts<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
         facts.push_back(kernel_facts<bias_gelu_backward_vectorized_kernel<T, Exact, true>>(
             "bias_gelu_backward.vectorized", BACKWARD));
+        facts.push_back(kernel_facts<bias_gelu_backward_vectorized_sum_kernel<T>>("bias_gelu_backward.vectorized (sum)",
+                                                                                  SUM_THREADS));
     });
 }
 

@@ -7,14 +7,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <torch/csrc/stable/library.h>
-
 #include <cstring>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "ops.h"
+#include "torch_tensor.h"
 
 namespace kl {
 namespace {
@@ -28,7 +27,7 @@ struct Schema {
 
 // The name and overload stand in the signature, so that no operator is named twice.
 #define KL_OP(signature, function) \
-    Schema { signature, TORCH_BOX(&function) }
+    Schema { signature, TORCH_BOX(&Adapted<&function>::call) }
 
 // The step of the climb is the overload and the function's template argument alike.
 #define KL_NORM(op, step, arguments) KL_OP(#op "." #step arguments, op<NormStep::step>)

@@ -9,10 +9,10 @@ namespace kl {
 constexpr int SUM_LANES = 32;  // columns of a block, of the second stage, and threads that share one
 constexpr int SUM_THREADS = SUM_LANES * SUM_LANES;
 
-// output[c] = Σ partials[s, c] over shares s.
+// output[c] = Σ partials[s, c] over shares s, by a grid of blocks_of_columns(columns) blocks of sum_block(). Each
+// operation has a kernel of its own that does this, so that a profile tells them apart.
 template <typename T>
-__global__ void __launch_bounds__(SUM_THREADS)
-    sum_shares_kernel(T* output, const float* partials, int64_t shares, int64_t columns) {
+__device__ void sum_shares(T* output, const float* partials, int64_t shares, int64_t columns) {
     __shared__ float sums[SUM_LANES][SUM_LANES + 1];
     const int64_t column = int64_t{blockIdx.x} * SUM_LANES + threadIdx.x;
     float sum = 0.0f;
@@ -26,12 +26,8 @@ __global__ void __launch_bounds__(SUM_THREADS)
     if (threadIdx.x == 0 && mine < columns) output[mine] = from_float<T>(sum);
 }
 
-template <typename T>
-void sum_shares(T* output, const float* partials, int64_t shares, int64_t columns, cudaStream_t stream) {
-    const dim3 block(SUM_LANES, SUM_LANES);
-    sum_shares_kernel<T>
-        <<<grid_size(ceil_div(columns, SUM_LANES)), block, 0, stream>>>(output, partials, shares, columns);
-}
+inline dim3 sum_block() { return dim3(SUM_LANES, SUM_LANES); }
+inline unsigned blocks_of_columns(int64_t columns) { return grid_size(ceil_div(columns, SUM_LANES)); }
 
 // How many shares of the rows keep every multiprocessor busy, at `blocks_per_sm` blocks and `column_blocks` blocks side by
 // side: twice what runs at once, so that the last ones do not run alone for long; and no share under `least` rows.

@@ -1,4 +1,4 @@
-// What every kernel shares: types, checks, allocation, stream, launch check, vectors of 16 bytes, reductions.
+// What every kernel shares: types, checks, launch check, vectors of 16 bytes, reductions, strided operands.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,24 +12,14 @@
 #include <string>
 #include <vector>
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include "check.h"
-
-// The one symbol of libtorch_cuda that is needed. Weak, so that the extension links and imports without that library.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** ret_stream);
+#include "tensor.h"
 
 namespace kl {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using half = __half;
 using bfloat16 = __nv_bfloat16;
 
-// ---- host: checks, allocation, launch ------------------------------------------------------------------------------
+// ---- host: checks, launch -------------------------------------------------------------------------------------------
 
 #define KL_CUDA_CHECK(call)                                                                            \
     do {                                                                                               \
@@ -57,21 +47,6 @@ inline void check_same_shape(const Tensor& tensor, const Tensor& other, const ch
     KL_CHECK(same, op, ": argument `", name, "` must have the shape of the first argument");
 }
 
-// Makes the tensor's device current while it lives, and knows the stream to launch on.
-struct Launch {
-    int32_t device;
-    torch::stable::accelerator::DeviceGuard guard;
-    cudaStream_t stream;
-
-    explicit Launch(const Tensor& tensor) : device(tensor.get_device_index()), guard(device) {
-        KL_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this PyTorch was built without CUDA");
-        void* current = nullptr;
-        const auto status = aoti_torch_get_current_cuda_stream(device, &current);
-        KL_CHECK(status == AOTI_TORCH_SUCCESS, "could not get the current CUDA stream");
-        stream = static_cast<cudaStream_t>(current);
-    }
-};
-
 // Devices for which something has been done. Two threads may both do it; those beyond 64 do it every time.
 struct DeviceSet {
     std::atomic<uint64_t> bits{0};
@@ -88,27 +63,6 @@ void allow_shared(Kernel* kernel, int bytes, int32_t device, DeviceSet& asked) {
     if (asked.has(device)) return;
     KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     asked.add(device);
-}
-
-// An uninitialised tensor on the device of `like`. Straight to the allocator: a dispatched call costs microseconds.
-inline Tensor empty_strided(const Tensor& like, ScalarType dtype, const int64_t* sizes, const int64_t* strides,
-                            int64_t dim) {
-    AtenTensorHandle handle = nullptr;
-    const auto status = aoti_torch_empty_strided(dim, sizes, strides,
-                                                 torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-                                                 aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
-    KL_CHECK(status == AOTI_TORCH_SUCCESS, "could not allocate the output");
-    return Tensor(handle);
-}
-
-inline Tensor empty(const Tensor& like, ScalarType dtype, const std::vector<int64_t>& sizes) {
-    std::vector<int64_t> strides(sizes.size());
-    int64_t stride = 1;
-    for (size_t d = sizes.size(); d-- > 0;) {
-        strides[d] = stride;
-        stride *= std::max<int64_t>(sizes[d], 1);
-    }
-    return empty_strided(like, dtype, sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()));
 }
 
 // Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T =

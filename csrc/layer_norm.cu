@@ -58,7 +58,8 @@ __global__ void layer_norm_backward_block_weights_kernel(const NormWeights<T> w,
 }
 
 template <typename T>
-__global__ void layer_norm_backward_block_sum_kernel(const NormWeights<T> w, int64_t length) {
+__global__ void __launch_bounds__(SUM_THREADS)
+    layer_norm_backward_block_sum_kernel(const NormWeights<T> w, int64_t length) {
     norm_weights_sum(w, length);
 }
 
@@ -70,14 +71,15 @@ __global__ void __launch_bounds__(ROW_THREADS, 2)
     norm_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(p);
 }
 
-template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+template <typename T, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     layer_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_registers<T, CENTRED, RESIDUAL, WEIGHTS, WHOLE, CLUSTER>(w, p);
+    norm_backward_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(w, p);
 }
 
 template <typename T>
-__global__ void layer_norm_backward_registers_sum_kernel(const NormWeights<T> w, int64_t length) {
+__global__ void __launch_bounds__(SUM_THREADS)
+    layer_norm_backward_registers_sum_kernel(const NormWeights<T> w, int64_t length) {
     norm_weights_sum(w, length);
 }
 
@@ -118,9 +120,9 @@ struct LayerNorm {
     static constexpr auto backward_block_sum() {
         return layer_norm_backward_block_sum_kernel<T>;
     }
-    template <typename T, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+    template <typename T, bool WHOLE, bool CLUSTER>
     static constexpr auto backward_registers() {
-        return layer_norm_backward_registers_kernel<T, WEIGHTS, WHOLE, CLUSTER>;
+        return layer_norm_backward_registers_kernel<T, WHOLE, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_registers_sum() {

@@ -3,6 +3,7 @@
 // CENTRED rows are shifted to mean zero first; with a RESIDUAL the rows are the sum of two operands.
 #pragma once
 
+#include "columns.cuh"
 #include "rows.cuh"
 
 namespace kl {
@@ -336,27 +337,11 @@ __device__ void norm_weights_block(const NormWeights<T>& w, const NormBackward<T
     }
 }
 
-constexpr int GROUP_LANES = 16;  // groups that stage two sums at once, a warp each
-
-// Stage two: the groups' sums, WARP columns a block, in an order that does not depend on timing.
+// Stage two: the sums of weight and bias over the groups, blockIdx.y the one or the other.
 template <typename T>
 __device__ void norm_weights_sum(const NormWeights<T>& w, int64_t length) {
-    __shared__ float lanes[GROUP_LANES][WARP];
     T* const out = blockIdx.y == 0 ? w.grad_weight : w.grad_bias;
-    if (out == nullptr) return;
-    const int64_t column = int64_t{blockIdx.x} * WARP + threadIdx.x;
-    float sum = 0.0f;
-    if (column < length) {
-        for (int group = threadIdx.y; group < w.groups; group += GROUP_LANES) {
-            sum += w.partials[(int64_t{blockIdx.y} * w.groups + group) * length + column];
-        }
-    }
-    lanes[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0 || column >= length) return;
-#pragma unroll
-    for (int y = 1; y < GROUP_LANES; ++y) sum += lanes[y][threadIdx.x];
-    out[column] = from_float<T>(sum);
+    if (out != nullptr) sum_shares(out, w.partials + int64_t{blockIdx.y} * w.groups * length, w.groups, length);
 }
 
 }  // namespace kl

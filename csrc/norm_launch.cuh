@@ -129,8 +129,8 @@ struct NormNeeds {
 // Stage two, of what stage one left of `groups` groups of rows.
 template <auto* KERNEL, typename T>
 void sum_partials(const NormWeights<T>& w, int64_t length, const Launch& launch) {
-    const dim3 grid(grid_size(ceil_div(length, WARP)), w.grad_bias == nullptr ? 1 : 2);
-    KERNEL<<<grid, dim3(WARP, GROUP_LANES), 0, launch.stream>>>(w, length);
+    const dim3 grid(blocks_of_columns(length), w.grad_bias == nullptr ? 1 : 2);
+    KERNEL<<<grid, sum_block(), 0, launch.stream>>>(w, length);
 }
 
 template <typename Op, typename T>
@@ -155,23 +155,21 @@ void norm_backward_registers(NormWeights<T> w, const NormBackward<T>& p, bool we
     shape.rows = ROW_THREADS / shape.threads;  // a block fills an SM, for the sake of few partials
     with_constant(whole, [&](auto a) {
         with_constant(shape.cluster > 1, [&](auto b) {
-            with_constant(weights, [&](auto c) {
-                constexpr bool WHOLE = decltype(a)::value, CLUSTER = decltype(b)::value, WEIGHTS = decltype(c)::value;
-                constexpr auto kernel = Op::template backward_registers<T, WEIGHTS, WHOLE, CLUSTER>();
-                static DeviceSet asked;
-                static Resident resident;
-                const int bytes = slot_bytes(shape, BACKWARD_OPERANDS);
-                allow_shared(kernel, bytes, launch.device, asked);
-                const int64_t most = resident.clusters(kernel, shape, bytes, launch);
-                w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
-                std::optional<Tensor> partials;
-                if (WEIGHTS) {
-                    partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
-                    w.partials = pointer<float>(*partials);
-                }
-                launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
-                if (WEIGHTS) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
-            });
+            constexpr bool WHOLE = decltype(a)::value, CLUSTER = decltype(b)::value;
+            constexpr auto kernel = Op::template backward_registers<T, WHOLE, CLUSTER>();
+            static DeviceSet asked;
+            static Resident resident;
+            const int bytes = slot_bytes(shape, BACKWARD_OPERANDS);
+            allow_shared(kernel, bytes, launch.device, asked);
+            const int64_t most = resident.clusters(kernel, shape, bytes, launch);
+            w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
+            std::optional<Tensor> partials;
+            if (weights) {
+                partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
+                w.partials = pointer<float>(*partials);
+            }
+            launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
+            if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
         });
     });
 }
@@ -253,7 +251,7 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     };
     dispatch(dtype, "kernels", [&](auto zero) {
         using T = decltype(zero);
-        constexpr int COLUMNS = WARP * COLUMN_LANES, LANES = WARP * GROUP_LANES;
+        constexpr int COLUMNS = WARP * COLUMN_LANES;
         add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
         const RowLaunch small{WARP, MIN_BLOCK / WARP, 1, ROW_VECTORS}, large{ROW_THREADS, 1, 1, ROW_VECTORS};
@@ -267,11 +265,11 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             kernel_facts<Op::template backward_naive_weights<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "block", kernel_facts<Op::template backward_block<T>()>("", NORM_THREADS));
         add(backward + "block (weights)", kernel_facts<Op::template backward_block_weights<T>()>("", COLUMNS));
-        add(backward + "block (sum)", kernel_facts<Op::template backward_block_sum<T>()>("", LANES));
-        add(backward + "registers", kernel_facts<Op::template backward_registers<T, true, true, false>()>(
+        add(backward + "block (sum)", kernel_facts<Op::template backward_block_sum<T>()>("", SUM_THREADS));
+        add(backward + "registers", kernel_facts<Op::template backward_registers<T, true, false>()>(
                                         "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
-        add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", LANES));
-        add(backward + "cluster", kernel_facts<Op::template backward_registers<T, true, true, true>()>(
+        add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", SUM_THREADS));
+        add(backward + "cluster", kernel_facts<Op::template backward_registers<T, true, true>()>(
                                       "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
     });
 }

@@ -32,7 +32,7 @@ struct Slots {
     template <bool WHOLE, typename Share>
     __device__ void fetch(int begin, const T* row, const Rows& rows, const Share& share, bool live,
                           int64_t length) const {
-#pragma unroll
+#pragma unroll(WHOLE ? ROW_VECTORS : 1)  // element by element a vector is code enough
         for (int v = 0; v < ROW_VECTORS; ++v) {
             const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
             if constexpr (WHOLE) {
@@ -48,7 +48,7 @@ struct Slots {
     template <bool WHOLE, typename Share>
     __device__ void fetch_parameter(int begin, const T* parameter, const Rows& rows, const Share& share, int64_t length,
                                     float absent) const {
-#pragma unroll
+#pragma unroll(WHOLE ? ROW_VECTORS : 1)
         for (int v = 0; v < ROW_VECTORS; ++v) {
             const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
             if (WHOLE && parameter != nullptr && first < length) {
@@ -106,6 +106,7 @@ __device__ Stats row_stats(Vec<T> (&tile)[VECTORS], const RowShare<CLUSTER>& sha
 template <typename T, bool CENTRED, bool RESIDUAL, bool WHOLE, bool CLUSTER>
 __device__ void norm_registers(const NormForward<T>& p) {
 #if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
     extern __shared__ uint4 in_shared[];
     __shared__ Mailbox<CLUSTER, float> of_sum[CENTRED ? 1 : 2];
     __shared__ Mailbox<CLUSTER, Pair> of_deviations;
@@ -197,10 +198,12 @@ __device__ void store_partials(float* partials, const float (&own)[V][E], const 
 }
 
 // One read of input and gradient, one write: while a row is worked on the next one arrives, and every thread keeps the
-// sums of its columns in registers over all the rows that it goes through.
-template <typename T, bool CENTRED, bool RESIDUAL, bool WEIGHTS, bool WHOLE, bool CLUSTER>
+// sums of its columns in registers over all the rows that it goes through: those of the weights too where nobody wants
+// them, which costs no byte and spares half of the instances.
+template <typename T, bool CENTRED, bool RESIDUAL, bool WHOLE, bool CLUSTER>
 __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackward<T>& p) {
 #if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
     using Sums = std::conditional_t<CENTRED, Pair, float>;
     using Add = std::conditional_t<CENTRED, PairSum, Sum>;
     extern __shared__ uint4 in_shared[];
@@ -243,8 +246,8 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
 #pragma unroll
             for (int e = 0; e < E; ++e) {
                 const float x_hat = normalized<CENTRED>(x[e], stats), weighted = g[e] * scale[e];
-                if constexpr (WEIGHTS) grad_weight[v][e] = fmaf(g[e], x_hat, grad_weight[v][e]);
-                if constexpr (WEIGHTS && CENTRED) grad_bias[v][e] += g[e];
+                grad_weight[v][e] = fmaf(g[e], x_hat, grad_weight[v][e]);
+                if constexpr (CENTRED) grad_bias[v][e] += g[e];
                 partial = {partial.first + weighted, fmaf(weighted, x_hat, partial.second)};
             }
             if constexpr (CENTRED) sums = PairSum{}(sums, partial);
@@ -277,15 +280,14 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
         stats = next;
         next = fetch(first_row + 2 * share.rows_at_once, turn);
     }
-    if constexpr (WEIGHTS) {
-        cp_async_wait<0>();
-        const int64_t group = CLUSTER ? share.row : blockIdx.x;
-        float* const partials = w.partials + group * p.length;
-        auto* const scratch = reinterpret_cast<float*>(in_shared);
-        store_partials<WHOLE, CLUSTER, T>(partials, grad_weight, share, scratch, p.length);
-        if constexpr (CENTRED) {
-            store_partials<WHOLE, CLUSTER, T>(partials + w.groups * p.length, grad_bias, share, scratch, p.length);
-        }
+    cp_async_wait<0>();
+    if (w.partials == nullptr) return;
+    const int64_t group = CLUSTER ? share.row : blockIdx.x;
+    float* const partials = w.partials + group * p.length;
+    auto* const scratch = reinterpret_cast<float*>(in_shared);
+    store_partials<WHOLE, CLUSTER, T>(partials, grad_weight, share, scratch, p.length);
+    if constexpr (CENTRED) {
+        store_partials<WHOLE, CLUSTER, T>(partials + w.groups * p.length, grad_bias, share, scratch, p.length);
     }
 #endif
 }

@@ -10,13 +10,9 @@
 #include <typeinfo>
 #include <vector>
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
+#include "tensor.h"
 
 namespace kl {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // What the compiler made of a kernel, and how much of it fits on one SM (occupancy needs a GPU: -1 without one).
 struct KernelFacts {

@@ -2,8 +2,7 @@
 // of one, and how those that share a row agree on a sum or a maximum: within a warp, a block, or a cluster of blocks.
 #pragma once
 
-#include <cooperative_groups.h>
-
+#include "cluster.cuh"
 #include "common.cuh"
 
 namespace kl {
@@ -60,6 +59,17 @@ constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with cl
 constexpr int MAX_CLUSTER = 16;      // that Hopper runs, when asked to
 constexpr int ROW_THREADS = 512;     // of a block at most: an SM holds several, of which one loads while another stores
 
+// Whether the architecture that is compiled for has clusters, where they are asked for. A kernel that asks without is
+// never launched, and need not be compiled.
+template <bool CLUSTER>
+__device__ constexpr bool exists_here() {
+#if __CUDA_ARCH__ >= 900
+    return true;
+#else
+    return !CLUSTER;
+#endif
+}
+
 // Which row this thread works on, and which of its vectors: `first`, and from there every `step`-th.
 // Without clusters blockDim.x threads share a row and blockDim.y rows a block; blockDim.x may be a part of a warp.
 // With clusters a row is shared by all the blocks of one.
@@ -75,12 +85,11 @@ struct RowShare {
         step = blockDim.x;
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
-            const auto cluster = cooperative_groups::this_cluster();
-            row = blockIdx.x / cluster.num_blocks();
-            rows_at_once = gridDim.x / cluster.num_blocks();
-            first += cluster.block_rank() * blockDim.x;
-            step *= cluster.num_blocks();
-            cluster.barrier_arrive();
+            row = blockIdx.x / cluster::blocks();
+            rows_at_once = gridDim.x / cluster::blocks();
+            first += cluster::rank() * blockDim.x;
+            step *= cluster::blocks();
+            cluster::arrive();
         }
 #endif
     }
@@ -89,7 +98,7 @@ struct RowShare {
     // under way.
     __device__ void meet() const {
 #if __CUDA_ARCH__ >= 900
-        if constexpr (CLUSTER) cooperative_groups::this_cluster().barrier_wait();
+        if constexpr (CLUSTER) cluster::wait();
 #endif
     }
 };
@@ -180,10 +189,9 @@ __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
     if constexpr (CLUSTER) {
 #if __CUDA_ARCH__ >= 900
         // Every warp writes to every block, so that the cluster's barrier is the only one.
-        auto cluster = cooperative_groups::this_cluster();
-        const int blocks = cluster.num_blocks();
-        if (lane < blocks) *cluster.map_shared_rank(&mailbox.slots[cluster.block_rank() * warps + warp], lane) = value;
-        cluster.sync();
+        const int blocks = cluster::blocks();
+        if (lane < blocks) *cluster::in_block(&mailbox.slots[cluster::rank() * warps + warp], lane) = value;
+        cluster::sync();
         value = mailbox.slots[lane];  // a cluster has at least as many warps as a warp has lanes, in powers of two
         for (int slot = WARP + lane; slot < blocks * warps; slot += WARP) value = op(value, mailbox.slots[slot]);
         for (int l = WARP / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));

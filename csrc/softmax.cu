@@ -239,6 +239,7 @@ __global__ void softmax_backward_shared_kernel(T* grad_input, Rows gi_rows, cons
 template <typename T, int VECTORS, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS)
     softmax_registers_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count, int64_t length) {
+    if (!exists_here<CLUSTER>()) return;
     __shared__ Mailbox<CLUSTER, float> mailbox[2];
     const RowShare<CLUSTER> share;
     const bool live = share.row < count;
@@ -282,6 +283,7 @@ template <typename T, int VECTORS, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS)
     softmax_backward_registers_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
                                       Rows o_rows, int64_t count, int64_t length) {
+    if (!exists_here<CLUSTER>()) return;
     __shared__ Mailbox<CLUSTER, float> mailbox;
     const RowShare<CLUSTER> share;
     const bool live = share.row < count;
