@@ -140,6 +140,21 @@ const std::vector<Schema>& schemas() {
         KL_NORM(add_rms_norm_backward, cluster,
                 "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
                 "needs_weight) -> (Tensor, Tensor)"),
+        KL_NORM(bias_dropout_add_layer_norm, naive,
+                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
+                " float scale, SymInt seed, float eps, bool keep_sum) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(bias_dropout_add_layer_norm, registers,
+                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
+                " float scale, SymInt seed, float eps, bool keep_sum) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(bias_dropout_add_layer_norm, cluster,
+                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
+                " float scale, SymInt seed, float eps, bool keep_sum) -> (Tensor, Tensor, Tensor)"),
+        KL_NORM(bias_dropout_add_layer_norm_backward, naive,
+                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
+        KL_NORM(bias_dropout_add_layer_norm_backward, registers,
+                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
+        KL_NORM(bias_dropout_add_layer_norm_backward, cluster,
+                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
     };
     return list;
 }
@@ -188,6 +203,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     layer_norm_kernel_facts(facts, dtype);
     rms_norm_kernel_facts(facts, dtype);
     add_rms_norm_kernel_facts(facts, dtype);
+    bias_dropout_add_layer_norm_kernel_facts(facts, dtype);
     return facts;
 }
 

@@ -102,17 +102,14 @@ __device__ Stats row_stats(Vec<T> (&tile)[VECTORS], const RowShare<CLUSTER>& sha
     return stats_of_deviations(mean, reduce_over_row<CLUSTER>(deviations, PairSum{}, of_deviations), length, eps);
 }
 
-// Weight and bias wait in shared memory, and serve every row that the thread goes through.
-template <typename T, bool CENTRED, bool RESIDUAL, bool WHOLE, bool CLUSTER>
-__device__ void norm_registers(const NormForward<T>& p) {
-#if __CUDA_ARCH__ >= 800
-    if (!exists_here<CLUSTER>()) return;
-    extern __shared__ uint4 in_shared[];
+// Weight and bias wait in shared memory, in the first slots of each thread, and serve every row that it goes through.
+// `gather(tile, row, live)` makes a row in registers, zeros past its end, and may need more slots.
+template <typename T, bool CENTRED, bool WHOLE, bool CLUSTER, typename Gather>
+__device__ void norm_registers_of(const NormForward<T>& p, const RowShare<CLUSTER>& share, const Slots<T>& slots,
+                                  Gather&& gather) {
     __shared__ Mailbox<CLUSTER, float> of_sum[CENTRED ? 1 : 2];
     __shared__ Mailbox<CLUSTER, Pair> of_deviations;
     constexpr int V = ROW_VECTORS, E = Vec<T>::size, WEIGHT = 0, BIAS = V;
-    const RowShare<CLUSTER> share;
-    const Slots<T> slots(in_shared);
     Vec<T> tile[V];
     float x[E], scale[E], offset[E];
     slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
@@ -123,14 +120,7 @@ __device__ void norm_registers(const NormForward<T>& p) {
     for (int64_t first_row = share.row - threadIdx.y; first_row < p.count; first_row += share.rows_at_once, ++turn) {
         const bool live = first_row + threadIdx.y < p.count;
         const int64_t row = live ? first_row + threadIdx.y : 0;
-        load_row<WHOLE>(tile, p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
-        if constexpr (RESIDUAL) {
-            Vec<T> residual[V];
-            load_row<WHOLE>(residual, p.residual + p.res.start(row), p.res, share, live, p.length, 0.0f);
-#pragma unroll
-            for (int v = 0; v < V; ++v) tile[v] = add_vec(tile[v], residual[v]);
-            store_row<WHOLE>(p.sum + p.out.start(row), p.out, tile, share, live, p.length);
-        }
+        gather(tile, row, live);
         if (turn == 0) share.meet();
         const Stats stats =
             row_stats<CENTRED, WHOLE>(tile, share, p.length, p.eps, of_sum[CENTRED ? 0 : turn % 2], of_deviations);
@@ -151,6 +141,26 @@ __device__ void norm_registers(const NormForward<T>& p) {
         }
         store_row<WHOLE>(p.output + p.out.start(row), p.out, tile, share, live, p.length);
     }
+}
+
+// Rows as they are, or with a RESIDUAL the sum of two, which is stored.
+template <typename T, bool CENTRED, bool RESIDUAL, bool WHOLE, bool CLUSTER>
+__device__ void norm_registers(const NormForward<T>& p) {
+#if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
+    extern __shared__ uint4 in_shared[];
+    const RowShare<CLUSTER> share;
+    const auto gather = [&](Vec<T>(&tile)[ROW_VECTORS], int64_t row, bool live) {
+        load_row<WHOLE>(tile, p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
+        if constexpr (RESIDUAL) {
+            Vec<T> residual[ROW_VECTORS];
+            load_row<WHOLE>(residual, p.residual + p.res.start(row), p.res, share, live, p.length, 0.0f);
+#pragma unroll
+            for (int v = 0; v < ROW_VECTORS; ++v) tile[v] = add_vec(tile[v], residual[v]);
+            store_row<WHOLE>(p.sum + p.out.start(row), p.out, tile, share, live, p.length);
+        }
+    };
+    norm_registers_of<T, CENTRED, WHOLE, CLUSTER>(p, share, Slots<T>(in_shared), gather);
 #endif
 }
 

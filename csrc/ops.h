@@ -101,6 +101,16 @@ std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tenso
                                                  bool needs_input, bool needs_weight);
 void add_rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
+// bias_dropout_add_layer_norm.cu: output, sum and statistics; backward, from the sum's gradient those of input and bias
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
+    const Tensor& input, const Tensor& bias, const Tensor& residual, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& norm_bias, int64_t threshold, double scale, int64_t seed, double eps, bool keep_sum);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& grad, int64_t threshold, double scale,
+                                                                int64_t seed);
+void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
 // matmul/*.cu
 Tensor matmul_naive(const Tensor& input, const Tensor& other);
 Tensor matmul_coalesced(const Tensor& input, const Tensor& other);

@@ -2,6 +2,8 @@
 // of one, and how those that share a row agree on a sum or a maximum: within a warp, a block, or a cluster of blocks.
 #pragma once
 
+#include <numeric>
+
 #include "cluster.cuh"
 #include "common.cuh"
 
@@ -214,13 +216,15 @@ T* pointer(const Tensor& tensor) {
     return static_cast<T*>(tensor.data_ptr());
 }
 
-// One layout of rows for every operand: all dimensions but `dim`, in the memory order of the output.
+// One layout of rows for every operand: all dimensions but `dim`, in the memory order of the output, or `row_major`,
+// where the number of a row matters.
 struct RowLayout {
     DenseLike dense;
     int64_t dim, length = 1, count = 1;
     std::vector<int64_t> sizes;
 
-    RowLayout(const Tensor& like, int64_t dim_in, const char* op) : dense(like), dim(dim_in) {
+    RowLayout(const Tensor& like, int64_t dim_in, const char* op, bool row_major = false) : dense(like), dim(dim_in) {
+        if (row_major) std::iota(dense.order.begin(), dense.order.end(), 0);
         const int64_t dims = std::max<int64_t>(like.dim(), 1);
         KL_CHECK(-dims <= dim && dim < dims, op, ": argument `dim` is out of range");
         if (dim < 0) dim += dims;

@@ -52,7 +52,10 @@ _PASSES = {
 #: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
 #: stage the first of two.
 _KERNELS_OF = {
-    **{(op, "cluster"): "registers" for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm")},
+    **{
+        (op, "cluster"): "registers"
+        for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
+    },
     ("sum", "coalesced"): "two_stage",
 }
 

@@ -269,3 +269,36 @@ def add_rms_norm(
         input's shape and dtype. Differentiable once, in all three tensors and through both results.
     """
     return _call("add_rms_norm", backend, (input, residual, weight), {"eps": eps})
+
+
+def bias_dropout_add_layer_norm(
+    input: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    p: float = 0.5,
+    *,
+    seed: int,
+    eps: float = 1e-5,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``layer_norm(residual + dropout(input + bias))`` over the last dimension: the end of a post-norm block.
+
+    Args:
+        input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
+        bias: ``(N,)`` of the same dtype, added to `input`.
+        residual: of the shape and dtype of `input`.
+        weight: ``(N,)`` of the same dtype, what the norm is multiplied by, or None for ones.
+        norm_bias: ``(N,)`` of the same dtype, what is added to it after that, or None for zeros.
+        p: the probability to drop an element, from 0 up to but not including 1.
+        seed: an integer from 0 to 2⁶³ − 1, as for :func:`dropout`, whose mask it is.
+        eps: as for :func:`layer_norm`.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the shape and dtype of `input`. Differentiable once, in all five tensors. For a backward pass the
+        sum under the norm is kept, and no mask.
+    """
+    inputs = (input, bias, residual, weight, norm_bias)
+    return _call("bias_dropout_add_layer_norm", backend, inputs, {"p": p, "seed": seed, "eps": eps})

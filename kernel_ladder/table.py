@@ -30,6 +30,7 @@ OPS: tuple[str, ...] = (
     "bias_gelu",
     "swiglu",
     "add_rms_norm",
+    "bias_dropout_add_layer_norm",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.
@@ -49,6 +50,7 @@ class Variant:
     """One named implementation of an operation at a level.
 
     ``forward(*inputs, **options)`` returns ``(output, saved)``.
+    ``inference(*inputs, **options)``, beside a backward alone, returns the output where nothing need be saved for that.
     ``backward(saved, grad, needs)`` returns one gradient per input, None where ``needs`` is False for it;
     a variant without one is differentiated by PyTorch. Where there are several outputs, `output` and `grad` are tuples.
     ``unsupported(*inputs, **options)`` returns why these inputs cannot be taken, or None.
@@ -59,6 +61,7 @@ class Variant:
     forward: Callable[..., tuple[Output, tuple[Any, ...]]]
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None
     unsupported: Callable[..., str | None]
+    inference: Callable[..., Output] | None = None
 
     @property
     def level(self) -> str:
@@ -97,6 +100,7 @@ def register(
     forward: Callable[..., tuple[Output, tuple[Any, ...]]],
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
     unsupported: Callable[..., str | None] = _supports_all,
+    inference: Callable[..., Output] | None = None,
 ) -> Variant:
     """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`."""
     level, _, step = name.partition(".")
@@ -105,7 +109,7 @@ def register(
     variants = _variants.setdefault((op, level), {})
     if name in variants:
         raise ValueError(f"register: {op} has a variant {name!r} already")
-    variants[name] = Variant(op, name, forward, backward, unsupported)
+    variants[name] = Variant(op, name, forward, backward, unsupported, inference)
     return variants[name]
 
 

@@ -71,3 +71,16 @@ def test_only_what_needs_a_gradient_gets_one(op):
             outputs = as_tuple(autograd.run(variant, tuple(leaves), case.options))
             sum(y.sum() for y in outputs).backward()
             assert [x.grad is not None for x in leaves] == [i == wanted for i in range(len(leaves))]
+
+
+@pytest.mark.parametrize("variant", [v for v in every_variant() if v.inference is not None], ids=variant_id)
+def test_without_a_gradient_the_output_is_the_same(variant):
+    """There are two ways to it, with what a backward pass needs and without."""
+    case = typical_case(variant.op)
+    inputs = make_inputs(case, torch.float16, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    alone = autograd.run(variant, inputs, case.options)
+    output = autograd.run(variant, (inputs[0].requires_grad_(), *inputs[1:]), case.options)
+    assert alone.grad_fn is None
+    assert output.grad_fn is not None
+    assert torch.equal(alone, output)

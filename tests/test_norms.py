@@ -16,7 +16,7 @@ from kernel_ladder.spec import Case, as_tuple
 
 from .conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
 
-OPS = ("layer_norm", "rms_norm", "add_rms_norm")
+OPS = ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
 NORMS = [v for v in every_variant() if v.op in OPS]
 OWN_BACKWARD = [v for v in NORMS if v.backward is not None]
 
@@ -26,11 +26,13 @@ def case_of(op: str, *shape: int, eps: float = 1e-5) -> Case:
     row = shape[-1:]
     if op == "add_rms_norm":
         return Case(str(shape), (shape, shape, row), {"eps": eps})
+    if op == "bias_dropout_add_layer_norm":
+        return Case(str(shape), (shape, row, shape, row, row), {"p": 0.25, "seed": 7, "eps": eps})
     parameters = (row, row) if op == "layer_norm" else (row,)
     return Case(str(shape), (shape, *parameters), {"normalized_shape": row, "eps": eps})
 
 
-@pytest.mark.parametrize("variant", [v for v in NORMS if v.op != "layer_norm"], ids=variant_id)
+@pytest.mark.parametrize("variant", [v for v in NORMS if "rms_norm" in v.op], ids=variant_id)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_eps_none_is_that_of_the_computation(variant, dtype):
     """Of values as small as these eps is nearly all that the root is taken of."""

@@ -46,7 +46,7 @@ def _load_stats(stats_ptr, row, count, live, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED: tl.constexpr):
+def store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED: tl.constexpr):
     tl.store(stats_ptr + row, rstd, mask=live)
     if CENTRED:
         tl.store(stats_ptr + count + row, mean, mask=live)
@@ -61,9 +61,32 @@ def _normalized(x, mean, rstd, shift, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _rstd(variance, eps):
+def rstd_of(variance, eps):
     # Rounding may leave a variance a little below zero; NaN stays what it is.
     return tl.math.rsqrt(tl.where(variance < 0, 0.0, variance) + tl.cast(eps, tl.float32))
+
+
+@triton.jit
+def normalize_rows(
+    x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Normalise whole rows that are in registers: ROWS of them, whose numbers are `row`; zeros past their end."""
+    live, inside = row < count, column < length
+    mask = live[:, None] & inside[None, :]
+    x = x.to(tl.float32)
+    mean = tl.sum(x, axis=1) / length if CENTRED else tl.zeros([ROWS], tl.float32)
+    deviation = tl.where(mask, x - mean[:, None], 0.0) if CENTRED else x
+    lost = tl.sum(deviation, axis=1) / length if CENTRED else mean
+    rstd = rstd_of(tl.sum(deviation * deviation, axis=1) / length - lost * lost, eps)
+    shift = -lost * rstd
+    store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
+    y = deviation * rstd[:, None] + shift[:, None] if CENTRED else deviation * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out_ptr + row[:, None] * length + column[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -84,19 +107,27 @@ def _norm_kernel(
         residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + dense, x, mask=mask)
-    x = x.to(tl.float32)
-    mean = tl.sum(x, axis=1) / length if CENTRED else tl.zeros([ROWS], tl.float32)
-    deviation = tl.where(mask, x - mean[:, None], 0.0) if CENTRED else x
-    lost = tl.sum(deviation, axis=1) / length if CENTRED else mean
-    rstd = _rstd(tl.sum(deviation * deviation, axis=1) / length - lost * lost, eps)
-    shift = -lost * rstd
-    _store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
-    y = deviation * rstd[:, None] + shift[:, None] if CENTRED else deviation * rstd[:, None]
-    if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + dense, y.to(out_ptr.dtype.element_ty), mask=mask)
+    normalize_rows(
+        x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
+        CENTRED, HAS_WEIGHT, HAS_BIAS, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def normalize_row_again(
+    x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise one row of any length, whose statistics are known."""
+    for start in range(0, length, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i, mask=i < length, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = _normalized(x, mean, rstd, shift, CENTRED)
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + i, mask=i < length, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + i, mask=i < length, other=0.0).to(tl.float32)
+        tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < length)
 
 
 @triton.jit
@@ -131,22 +162,16 @@ def _norm_online_kernel(
         sums += deviation
         squares += deviation * deviation
     lost = tl.sum(sums, axis=0) / length if CENTRED else 0.0
-    rstd = _rstd(tl.sum(squares, axis=0) / length - lost * lost, eps)
+    rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
     shift = -lost * rstd
-    _store_stats(stats_ptr, row, count, True, mean, rstd, shift, CENTRED)
+    store_stats(stats_ptr, row, count, True, mean, rstd, shift, CENTRED)
     x_ptr = input_ptr
     if RESIDUAL:
         tl.debug_barrier()  # the sum is read by threads that may not have written it
         x_ptr = sum_ptr
-    for start in range(0, length, BLOCK):
-        i = start + lane
-        x = tl.load(x_ptr + i, mask=i < length, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        y = _normalized(x, mean, rstd, shift, CENTRED)
-        if HAS_WEIGHT:
-            y *= tl.load(weight_ptr + i, mask=i < length, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + i, mask=i < length, other=0.0).to(tl.float32)
-        tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < length)
+    normalize_row_again(
+        x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length, CENTRED, HAS_WEIGHT, HAS_BIAS, BLOCK
+    )
 
 
 # ---- backward ------------------------------------------------------------------------------------------------------
@@ -308,7 +333,7 @@ def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], mo
     return list(dict.fromkeys(shapes))
 
 
-def _forward_shapes(block: int) -> list[tuple[int, int]]:
+def forward_shapes(block: int) -> list[tuple[int, int]]:
     return _shapes(block, (16, 32, 8), (2048, 4096, 1024), 32 if block > 16384 else 16)
 
 
@@ -316,7 +341,7 @@ def _backward_shapes(block: int) -> list[tuple[int, int]]:
     return _shapes(block, (8, 16), (2048, 4096), 16)
 
 
-def _configs(stages: tuple[int, ...]) -> list[triton.Config]:
+def row_configs(stages: tuple[int, ...]) -> list[triton.Config]:
     """Every choice that may suit some row; the interpreter, to which all are the same, gets one."""
     rows = [2**i for i in range(MAX_ROWS.bit_length())]
     constants = [{"STAGES": s} if s else {} for s in stages]
@@ -336,29 +361,29 @@ def _chosen(configs: list[triton.Config], shapes: list[tuple[int, int]]) -> list
     return to_time([c for shape in shapes for c in of[shape]])
 
 
-def _suitable_forward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
-    return _chosen(configs, _forward_shapes(constants["BLOCK"]))
+def suitable_forward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, forward_shapes(constants["BLOCK"]))
 
 
 def _suitable_backward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
     return _chosen(configs, _backward_shapes(constants["BLOCK"]))
 
 
-def _blocks(*choices: tuple[int, int], **more: int) -> list[triton.Config]:
+def blocks_of(*choices: tuple[int, int], **more: int) -> list[triton.Config]:
     every = [triton.Config({"BLOCK": block, **more}, num_warps=warps, num_stages=1) for block, warps in choices]
     return every[:1] if interpreted() else every
 
 
 KEY = ("length", "CENTRED", "RESIDUAL")
-_fused = Tuned(_norm_kernel, _configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL"), _suitable_forward)
-_online = Tuned(_norm_online_kernel, _blocks((8192, 16), (16384, 32), (8192, 32), (4096, 8)), KEY)
+_fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL"), suitable_forward)
+_online = Tuned(_norm_online_kernel, blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8)), KEY)
 _fused_backward = Tuned(
-    _norm_backward_kernel, _configs((2, 1)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), _suitable_backward
+    _norm_backward_kernel, row_configs((2, 1)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), _suitable_backward
 )
-_backward_rows = Tuned(_norm_backward_rows_kernel, _blocks((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
+_backward_rows = Tuned(_norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
 _backward_columns = Tuned(
     _norm_backward_columns_kernel,
-    [c for stages in (3, 1) for c in _blocks((2048, 4), (1024, 4), (4096, 8), STAGES=stages)][
+    [c for stages in (3, 1) for c in blocks_of((2048, 4), (1024, 4), (4096, 8), STAGES=stages)][
         : 1 if interpreted() else 6
     ],
     (*KEY, "NEEDS_WEIGHTS"),
@@ -368,7 +393,9 @@ _backward_columns = Tuned(
 _launches: Launches = Launches()
 
 
-def _launch(key: tuple, make: Callable[[], Launch | None], tensors: tuple[torch.Tensor, ...]) -> None:
+def launch(
+    key: tuple, make: Callable[[], Launch | None], tensors: tuple[torch.Tensor, ...], values: tuple[Any, ...] = ()
+) -> None:
     """Run the launch that goes by `key`; the first time `make` runs it, and gives it for the next time."""
     if torch.compiler.is_compiling():
         make()
@@ -377,7 +404,7 @@ def _launch(key: tuple, make: Callable[[], Launch | None], tensors: tuple[torch.
     if known is None:
         _launches.remember(key, make())
     else:
-        known(*tensors)
+        known(*tensors, values=values)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -446,7 +473,7 @@ def forward(
         constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)
 
-    _launch(key, make, tensors)
+    launch(key, make, tensors)
     return output, total, stats
 
 
@@ -492,7 +519,7 @@ def backward(
     wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights}
     if fused:
         tensors = (given, partials, grad, s, x, stats, w)
-        _launch(
+        launch(
             key,
             lambda: _fused_backward(
                 lambda meta: (groups,), tensors, (*strides, count, length), {**constants, **wanted, "BLOCK": block}
@@ -505,7 +532,7 @@ def backward(
             of_rows = (means, grad, x, stats, w)
             of_row = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
             arguments = (strides[0], strides[2], count, length)
-            _launch(
+            launch(
                 (*key, "rows"),
                 lambda: _backward_rows(lambda meta: (count,), of_rows, arguments, of_row),
                 of_rows,
@@ -515,7 +542,7 @@ def backward(
         def grid(meta: dict[str, Any]) -> tuple[int, int]:
             return triton.cdiv(length, meta["BLOCK"]), groups
 
-        _launch(
+        launch(
             key,
             lambda: _backward_columns(grid, tensors, (*strides, count, length), {**constants, **wanted}),
             tensors,
@@ -541,7 +568,7 @@ def _sum(
         compiling = torch.compiler.is_compiling()
         return None if compiling else Launch(_norm_sum_kernel, grid, arguments, {"num_warps": 8})
 
-    _launch(key, make, tensors)
+    launch(key, make, tensors)
 
 
 def too_long(length: int, fused: bool) -> str | None:
@@ -558,7 +585,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
     rows_flags = {"CENTRED": kind.centred, "HAS_WEIGHT": True}
     made = []
     for block in (256, 4096, 16384):
-        rows, warps = _forward_shapes(block)[0]
+        rows, warps = forward_shapes(block)[0]
         config = triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_kernel, "bf16", {**forward_flags, "BLOCK": block}, config))
     for block in (256, 4096, MAX_FUSED_BACKWARD):

@@ -81,3 +81,15 @@ def factors_at(index, key_low, key_high, threshold, scale):
     place = index % 4
     word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
     return _factors(word, threshold, scale)
+
+
+@triton.jit
+def factors_of_rows(first_call, key_low, key_high, threshold, scale, BLOCK: tl.constexpr):
+    """What dropout multiplies BLOCK elements of each row by, of which the first are those of these calls of Philox.
+
+    `first_call` is a block of int64; the result has a row for each. One call for four elements.
+    """
+    call = first_call[:, None] + tl.arange(0, BLOCK // 4)[None, :]
+    w0, w1, w2, w3 = words_of(call.to(tl.uint32), (call >> 32).to(tl.uint32), key_low, key_high)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([first_call.shape[0], BLOCK])
+    return _factors(words, threshold, scale)

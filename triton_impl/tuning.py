@@ -175,23 +175,24 @@ class Tuned:
         tensors: tuple[torch.Tensor, ...],
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
+        values: tuple[Any, ...] = (),
     ) -> Launch | None:
         """Run the kernel, tuning it first where that is due; what is returned repeats it with other tensors.
 
-        The kernel takes its tensors first, then the other `arguments`, then constants. Inside torch.compile, which
-        knows how to trace an autotuner, nothing is returned.
+        The kernel takes its tensors first, then `values` (see :class:`Launch`), then the other `arguments`, then
+        constants. Inside torch.compile, which knows how to trace an autotuner, nothing is returned.
         """
         if torch.compiler.is_compiling():
-            self.autotuner[grid](*tensors, *arguments, **constants)
+            self.autotuner[grid](*tensors, *values, *arguments, **constants)
             return None
         with self._lock:
-            config = self._choose(grid, (*tensors, *arguments), constants)
-        values = {**constants, **config.kwargs}
-        names = self.kernel.arg_names[len(tensors) + len(arguments) :]
+            config = self._choose(grid, (*tensors, *values, *arguments), constants)
+        decided = {**constants, **config.kwargs}
+        names = self.kernel.arg_names[len(tensors) + len(values) + len(arguments) :]
         # By position, because every keyword costs host time in each launch.
-        positional = (*arguments, *(values[name] for name in names))
+        positional = (*arguments, *(decided[name] for name in names))
         options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
-        return Launch(self.kernel, grid(values), positional, options)
+        return Launch(self.kernel, grid(decided), positional, options)
 
     def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
         if TUNING or interpreted():

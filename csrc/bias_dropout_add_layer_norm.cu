@@ -1,0 +1,358 @@
+// Bias, dropout, residual sum and LayerNorm: layer_norm(residual + dropout(input + bias)), with the mask of
+// kernel_ladder/philox.py. Formulas and their sources are in dropout.cu and layer_norm.cu, which has the kernels of the
+// sum's gradient too; from that, a kernel here makes those of input and bias.
+//
+//   variant    the one idea it adds                                         what limits it now
+//   naive      one thread a row; backward, one thread a column              uncoalesced reads; few rows, few threads
+//   registers  the sum is made in registers, a call of Philox for four      rows that fill an SM's registers
+//              elements, and normalised there; backward, the mask is
+//              drawn again, and a block adds up its share of columns
+//   cluster    long rows spread over the SMs of a cluster                   memory bandwidth; close behind it, integer
+//                                                                           arithmetic
+//
+// Elements are counted in row-major order whatever the strides, so that a view has the mask of its copy.
+
+#include "norm_launch.cuh"
+#include "philox.cuh"
+
+namespace kl {
+namespace {
+
+// The residual is that of the norm, whose input is the branch that is dropped from; a sum that is not kept is null.
+template <typename T>
+struct Chain {
+    NormForward<T> norm;
+    const T* bias;  // of the branch, dense
+};
+
+// ---- naive: one thread a row ---------------------------------------------------------------------------------------
+
+// One element of the sum, rounded.
+template <typename T>
+__device__ T sum_at(const Chain<T>& p, const DropoutMask& mask, int64_t row, int64_t i) {
+    const float branch = to_float(p.norm.input[p.norm.in.start(row) + i * p.norm.in.stride]) + to_float(p.bias[i]);
+    const float residual = to_float(p.norm.residual[p.norm.res.start(row) + i * p.norm.res.stride]);
+    return from_float<T>(residual + branch * mask.of(row * p.norm.length + i));
+}
+
+// `of_sum` is the normalisation of the sum, wherever that is.
+template <typename T>
+__global__ void bias_dropout_add_layer_norm_naive_kernel(__grid_constant__ const Chain<T> p,
+                                                         __grid_constant__ const NormForward<T> of_sum, T* sum,
+                                                         __grid_constant__ const DropoutMask mask) {
+    const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (row >= p.norm.count) return;
+    for (int64_t i = 0; i < p.norm.length; ++i) {
+        sum[p.norm.out.start(row) + i * p.norm.out.stride] = sum_at(p, mask, row, i);
+    }
+    norm_naive<T, true, false>(of_sum);
+}
+
+// A thread goes down a column of the sum's gradient.
+template <typename T>
+__global__ void bias_dropout_add_layer_norm_backward_naive_kernel(T* grad_input, __grid_constant__ const Rows gi,
+                                                                  T* grad_bias, const T* grad,
+                                                                  __grid_constant__ const Rows g,
+                                                                  __grid_constant__ const DropoutMask mask,
+                                                                  int64_t count, int64_t length) {
+    const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (column >= length) return;
+    CompensatedSum sum;
+    for (int64_t row = 0; row < count; ++row) {
+        const float value = to_float(grad[g.start(row) + column * g.stride]) * mask.of(row * length + column);
+        grad_input[gi.start(row) + column * gi.stride] = from_float<T>(value);
+        sum.add(value);
+    }
+    grad_bias[column] = from_float<T>(sum.sum);
+}
+
+// ---- registers, cluster --------------------------------------------------------------------------------------------
+
+// One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements; elsewhere a thread
+// makes its elements one by one, in its slots from number SUM on.
+template <bool WHOLE, bool CLUSTER, typename T>
+__device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const DropoutMask& mask,
+                           const RowShare<CLUSTER>& share, const Slots<T>& slots, int64_t row, bool live) {
+    constexpr int V = ROW_VECTORS, E = Vec<T>::size, BIAS = 2 * V, SUM = 3 * V;
+    const int64_t length = p.norm.length;
+    if constexpr (WHOLE) {
+        Vec<T> residual[V];
+        load_row<WHOLE>(tile, p.norm.input + p.norm.in.start(row), p.norm.in, share, live, length, 0.0f);
+        load_row<WHOLE>(residual, p.norm.residual + p.norm.res.start(row), p.norm.res, share, live, length, 0.0f);
+        cp_async_wait<0>();  // for the bias, which every thread fetched for itself
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            float x[E], more[E];
+            unpack(tile[v], x);
+            slots.read(BIAS + v, more);
+#pragma unroll
+            for (int e = 0; e < E; ++e) x[e] += more[e];
+            const uint64_t call = (row * length + int64_t{share.first + v * share.step} * E) / PHILOX_WORDS;
+            mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32));
+            unpack(residual[v], more);
+#pragma unroll
+            for (int e = 0; e < E; ++e) x[e] += more[e];
+            tile[v] = pack<T>(x);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < V * E; ++i) {
+            const int64_t column = int64_t{share.first + i / E * share.step} * E + i % E;
+            T* const place = reinterpret_cast<T*>(slots.slot(SUM + i / E)) + i % E;
+            *place = live && column < length ? sum_at(p, mask, row, column) : from_float<T>(0.0f);
+        }
+#pragma unroll
+        for (int v = 0; v < V; ++v) reinterpret_cast<uint4&>(tile[v]) = *slots.slot(SUM + v);
+    }
+    if (p.norm.sum != nullptr) {
+        store_row<WHOLE>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, share, live, length);
+    }
+}
+
+template <typename T, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS, 2)
+    bias_dropout_add_layer_norm_registers_kernel(__grid_constant__ const Chain<T> p,
+                                                 __grid_constant__ const DropoutMask mask) {
+#if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
+    extern __shared__ uint4 in_shared[];
+    const RowShare<CLUSTER> share;
+    const Slots<T> slots(in_shared);
+    if constexpr (WHOLE) {
+        slots.template fetch_parameter<WHOLE>(2 * ROW_VECTORS, p.bias, p.norm.parameter, share, p.norm.length, 0.0f);
+    }
+    norm_registers_of<T, true, WHOLE, CLUSTER>(p.norm, share, slots,
+                                               [&](Vec<T>(&tile)[ROW_VECTORS], int64_t row, bool live) {
+                                                   gather_sum<WHOLE>(tile, p, mask, share, slots, row, live);
+                                               });
+#endif
+}
+
+constexpr int DROP_LANES = 32, DROP_STRIPES = 8;  // threads along and across the columns of a block
+constexpr int ROWS_IN_FLIGHT = 4;
+constexpr int DROP_BLOCKS_PER_SM = 4;
+
+// Dropout of the sum's gradient. A block takes DROP_LANES vectors of columns, or as many columns where vectors are not
+// whole, down its share of the rows, and adds them up: partials are (shares, length).
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(DROP_LANES* DROP_STRIPES, DROP_BLOCKS_PER_SM)
+    bias_dropout_add_layer_norm_backward_registers_kernel(T* grad_input, __grid_constant__ const Rows gi,
+                                                          float* partials, const T* grad,
+                                                          __grid_constant__ const Rows g,
+                                                          __grid_constant__ const DropoutMask mask, int64_t count,
+                                                          int64_t length, int64_t rows_a_share) {
+    constexpr int E = WHOLE ? Vec<T>::size : 1;
+    __shared__ float sums[DROP_STRIPES][DROP_LANES * E];
+    const int64_t column = (int64_t{blockIdx.x} * DROP_LANES + threadIdx.x) * E, share = blockIdx.y;
+    const int64_t end = min(count, (share + 1) * rows_a_share);
+    float sum[E] = {};
+    for (int64_t first = share * rows_a_share + threadIdx.y; first < end && column < length;
+         first += DROP_STRIPES * ROWS_IN_FLIGHT) {
+        float x[ROWS_IN_FLIGHT][E];
+        uint4 words[ROWS_IN_FLIGHT];
+        if constexpr (WHOLE) {
+#pragma unroll
+            for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
+                const int64_t row = first + r * DROP_STRIPES;
+                if (row < end) words[r] = *reinterpret_cast<const uint4*>(grad + g.start(row) + column);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
+            const int64_t row = first + r * DROP_STRIPES;
+            if (row >= end) break;
+            const uint64_t index = row * length + column;
+            if constexpr (WHOLE) {
+                const uint64_t call = index / PHILOX_WORDS;
+                unpack(reinterpret_cast<const Vec<T>&>(words[r]), x[r]);
+                mask.apply(x[r], static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32));
+                store_vec(grad_input + gi.start(row) + column, pack<T>(x[r]));
+            } else {
+                x[r][0] = to_float(grad[g.start(row) + column * g.stride]) * mask.of(index);
+                grad_input[gi.start(row) + column * gi.stride] = from_float<T>(x[r][0]);
+            }
+#pragma unroll
+            for (int e = 0; e < E; ++e) sum[e] += x[r][e];
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < E; ++e) sums[threadIdx.y][threadIdx.x * E + e] = sum[e];
+    __syncthreads();
+    const int place = threadIdx.y * DROP_LANES + threadIdx.x;
+    const int64_t mine = int64_t{blockIdx.x} * (DROP_LANES * E) + place;
+    if (place >= DROP_LANES * E || mine >= length) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int stripe = 0; stripe < DROP_STRIPES; ++stripe) total += sums[stripe][place];
+    partials[share * length + mine] = total;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(SUM_THREADS)
+    bias_dropout_add_layer_norm_backward_registers_sum_kernel(T* output, const float* partials, int64_t shares,
+                                                              int64_t columns) {
+    sum_shares(output, partials, shares, columns);
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+constexpr const char* NAME = "bias_dropout_add_layer_norm";
+constexpr const char* BACKWARD_NAME = "bias_dropout_add_layer_norm_backward";
+constexpr int PARAMETERS = 3;  // weight, bias of the norm, bias of the branch
+
+template <typename T, bool WHOLE, bool CLUSTER>
+void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
+    constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
+    constexpr int OPERANDS = PARAMETERS + (WHOLE ? 0 : 1);  // and the sum
+    static DeviceSet asked;
+    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1, ROW_VECTORS}, OPERANDS), launch.device, asked);
+    launch_rows(kernel, shape, forward_grid(shape, p.norm.count, launch), slot_bytes(shape, OPERANDS), launch, p, mask);
+}
+
+}  // namespace
+
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
+    const Tensor& input, const Tensor& bias, const Tensor& residual, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& norm_bias, int64_t threshold, double scale, int64_t seed, double eps, bool keep_sum) {
+    check_cuda(input, NAME, "input");
+    KL_CHECK(input.dim() > 0, NAME, ": argument `input` must have at least one dimension");
+    check_like(residual, input, NAME, "residual");
+    check_same_shape(residual, input, NAME, "residual");
+    check_parameter(bias, input, NAME, "bias");
+    check_parameter(weight, input, NAME, "weight");
+    check_parameter(norm_bias, input, NAME, "norm_bias");
+    const DropoutMask mask(threshold, scale, seed, NAME);
+    const Launch launch(input);
+    const RowLayout layout(input, -1, NAME, /*row_major=*/true);
+    // Contiguous both, so that LayerNorm's backward pass numbers the rows as they are numbered here.
+    const std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+    Tensor output = empty(input, input.scalar_type(), sizes);
+    Tensor sum = empty(input, input.scalar_type(), keep_sum ? sizes : std::vector<int64_t>{0});
+    Tensor stats = empty(input, ScalarType::Float, {layout.count, STATS<true>});
+    if (input.numel() == 0) return {output, sum, stats};
+    dispatch(input.scalar_type(), NAME, [&](auto zero) {
+        using T = decltype(zero);
+        Chain<T> p{};
+        p.bias = pointer<T>(bias);
+        p.norm.output = pointer<T>(output);
+        p.norm.sum = keep_sum ? pointer<T>(sum) : nullptr;
+        p.norm.out = layout.rows(output, NAME);
+        p.norm.stats = pointer<float>(stats);
+        p.norm.input = pointer<T>(input);
+        p.norm.in = layout.rows(input, NAME);
+        p.norm.residual = pointer<T>(residual);
+        p.norm.res = layout.rows(residual, NAME);
+        p.norm.weight = optional_pointer<T>(weight);
+        p.norm.bias = optional_pointer<T>(norm_bias);
+        p.norm.parameter = parameter_rows(weight, norm_bias);
+        p.norm.parameter.whole = p.norm.parameter.whole && is_aligned16(p.bias);
+        p.norm.count = layout.count;
+        p.norm.length = layout.length;
+        p.norm.eps = static_cast<float>(eps);
+        if constexpr (STEP == NormStep::naive) {
+            const auto grid = grid_size(ceil_div(layout.count, NORM_NAIVE_THREADS));
+            // A sum that is not kept waits where the output will be.
+            T* const at = keep_sum ? p.norm.sum : p.norm.output;
+            NormForward<T> of_sum = p.norm;
+            of_sum.input = at;
+            of_sum.in = p.norm.out;
+            bias_dropout_add_layer_norm_naive_kernel<T>
+                <<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(p, of_sum, at, mask);
+        } else {
+            const RowLaunch shape = norm_launch(layout.chunks<T>(), STEP);
+            const bool whole = p.norm.in.template vectors<T>(layout.length) &&
+                               p.norm.res.template vectors<T>(layout.length) &&
+                               p.norm.out.template vectors<T>(layout.length) && p.norm.parameter.whole;
+            with_constant(whole, [&](auto w) {
+                with_constant(shape.cluster > 1, [&](auto c) {
+                    launch_registers<T, decltype(w)::value, decltype(c)::value>(p, mask, shape, launch);
+                });
+            });
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return {output, sum, stats};
+}
+
+// Gradients of input and bias from the sum's.
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& grad, int64_t threshold, double scale,
+                                                                int64_t seed) {
+    check_cuda(grad, BACKWARD_NAME, "grad");
+    KL_CHECK(grad.dim() > 0, BACKWARD_NAME, ": argument `grad` must have at least one dimension");
+    const DropoutMask mask(threshold, scale, seed, BACKWARD_NAME);
+    const Launch launch(grad);
+    const RowLayout layout(grad, -1, BACKWARD_NAME, /*row_major=*/true);
+    Tensor grad_input = layout.dense.allocate(grad);
+    Tensor grad_bias = empty(grad, grad.scalar_type(), {layout.length});
+    if (layout.length == 0) return {grad_input, grad_bias};
+    const Rows g = layout.rows(grad, BACKWARD_NAME), gi = layout.rows(grad_input, BACKWARD_NAME);
+    const int64_t count = layout.count, length = layout.length;
+    dispatch(grad.scalar_type(), BACKWARD_NAME, [&](auto zero) {
+        using T = decltype(zero);
+        auto *const to = pointer<T>(grad_input), *const bias = pointer<T>(grad_bias), *const from = pointer<T>(grad);
+        if constexpr (STEP == NormStep::naive) {
+            const auto grid = grid_size(ceil_div(length, NORM_NAIVE_THREADS));
+            bias_dropout_add_layer_norm_backward_naive_kernel<T>
+                <<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(to, gi, bias, from, g, mask, count, length);
+        } else {
+            const auto sum_up = [&](const float* partials, int64_t shares) {
+                bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>
+                    <<<blocks_of_columns(length), sum_block(), 0, launch.stream>>>(bias, partials, shares, length);
+            };
+            if (count == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
+            const bool whole = g.template vectors<T>(length) && gi.template vectors<T>(length);
+            const int64_t column_blocks = ceil_div(whole ? layout.chunks<T>() : length, DROP_LANES);
+            const int64_t most =
+                row_shares(count, column_blocks, DROP_BLOCKS_PER_SM, DROP_STRIPES * ROWS_IN_FLIGHT, launch.device);
+            const int64_t rows_a_share = ceil_div(count, most), shares = ceil_div(count, rows_a_share);
+            const Tensor partials = empty(grad, ScalarType::Float, {shares, length});
+            const dim3 grid(grid_size(column_blocks), grid_size(shares)), block(DROP_LANES, DROP_STRIPES);
+            const auto kernel = whole ? bias_dropout_add_layer_norm_backward_registers_kernel<T, true>
+                                      : bias_dropout_add_layer_norm_backward_registers_kernel<T, false>;
+            kernel<<<grid, block, 0, launch.stream>>>(to, gi, pointer<float>(partials), from, g, mask, count, length,
+                                                      rows_a_share);
+            sum_up(pointer<float>(partials), shares);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return {grad_input, grad_bias};
+}
+
+#define KL_INSTANTIATE(step)                                                                                         \
+    template std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm<NormStep::step>(                         \
+        const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&,     \
+        int64_t, double, int64_t, double, bool);                                                                     \
+    template std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward<NormStep::step>(const Tensor&, int64_t, \
+                                                                                             double, int64_t);
+
+KL_INSTANTIATE(naive)
+KL_INSTANTIATE(registers)
+KL_INSTANTIATE(cluster)
+
+void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, NAME, [&](auto zero) {
+        using T = decltype(zero);
+        const std::string forward = std::string(NAME) + ".", backward = std::string(BACKWARD_NAME) + ".";
+        const auto add = [&](const std::string& name, KernelFacts fact) {
+            fact.name = name;
+            facts.push_back(fact);
+        };
+        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1, ROW_VECTORS}, large{ROW_THREADS, 1, 1, ROW_VECTORS};
+        constexpr int COLUMNS = DROP_LANES * DROP_STRIPES;
+        add(forward + "naive", kernel_facts<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
+        add(forward + "registers", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>(
+                                       "", MIN_BLOCK, slot_bytes(small, PARAMETERS)));
+        add(forward + "cluster", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>(
+                                     "", ROW_THREADS, slot_bytes(large, PARAMETERS)));
+        add(backward + "naive",
+            kernel_facts<bias_dropout_add_layer_norm_backward_naive_kernel<T>>("", NORM_NAIVE_THREADS));
+        add(backward + "registers",
+            kernel_facts<bias_dropout_add_layer_norm_backward_registers_kernel<T, true>>("", COLUMNS));
+        add(backward + "registers (sum)",
+            kernel_facts<bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>>("", SUM_THREADS));
+    });
+}
+
+}  // namespace kl

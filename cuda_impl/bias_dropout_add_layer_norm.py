@@ -1,0 +1,91 @@
+"""Bias, dropout, residual sum and LayerNorm in CUDA C++: ``csrc/bias_dropout_add_layer_norm.cu``."""
+
+from __future__ import annotations
+
+import torch
+
+from cuda_impl import climb
+from cuda_impl.norms import as_parameter, empty_stats, too_long
+from kernel_ladder import philox
+from kernel_ladder.table import register
+
+OP = "bias_dropout_add_layer_norm"
+
+
+def _register(name: str) -> None:
+    ops = torch.ops.kernel_ladder
+    run, run_backward = getattr(ops.bias_dropout_add_layer_norm, name), getattr(getattr(ops, f"{OP}_backward"), name)
+    run_norm_backward = getattr(ops.layer_norm_backward, name)
+
+    def _run(
+        input: torch.Tensor,
+        bias: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
+        mask: tuple[int, float, int],
+        eps: float,
+        keep_sum: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return run(input, as_parameter(bias), residual, weight, as_parameter(norm_bias), *mask, eps, keep_sum)
+
+    def forward(
+        input: torch.Tensor,
+        bias: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        norm_bias: torch.Tensor | None = None,
+        *,
+        p: float,
+        seed: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, tuple]:
+        mask, weight = (philox.threshold(p), philox.scale(p), seed), as_parameter(weight)
+        output, total, stats = _run(input, bias, residual, weight, norm_bias, mask, eps, True)
+        return output, (total, weight, stats, mask)
+
+    def inference(
+        input: torch.Tensor,
+        bias: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        norm_bias: torch.Tensor | None = None,
+        *,
+        p: float,
+        seed: int,
+        eps: float,
+    ) -> torch.Tensor:
+        mask = (philox.threshold(p), philox.scale(p), seed)
+        return _run(input, bias, residual, as_parameter(weight), norm_bias, mask, eps, False)[0]
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        total, weight, stats, mask = saved
+        of_branch, of_residual, of_weight, of_norm_bias = needs[0] or needs[1], *needs[2:]
+        of_sum, *of_norm = run_norm_backward(
+            grad, total, weight, stats, of_branch or of_residual, of_weight, of_norm_bias
+        )
+        of_input, of_bias = run_backward(of_sum, *mask) if of_branch else (None, None)
+        return (
+            of_input if needs[0] else None,
+            of_bias if needs[1] else None,
+            of_sum if of_residual else None,
+            *(of if need else None for of, need in zip(of_norm, needs[3:], strict=True)),
+        )
+
+    def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
+        return too_long(input, input.shape[-1], name)
+
+    @torch.library.register_fake(f"kernel_ladder::{OP}.{name}")
+    def _(input, bias, residual, weight, norm_bias, threshold, scale, seed, eps, keep_sum):
+        output = input.new_empty(input.shape)
+        return output, input.new_empty(input.shape if keep_sum else (0,)), empty_stats(input, 3)
+
+    @torch.library.register_fake(f"kernel_ladder::{OP}_backward.{name}")
+    def _(grad, threshold, scale, seed):
+        return torch.empty_like(grad), grad.new_empty((grad.shape[-1],))
+
+    register(OP, f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported, inference=inference)
+
+
+for _name in climb(OP):
+    _register(_name)

@@ -1,0 +1,247 @@
+"""Bias, dropout, residual sum and LayerNorm in Triton: the sum is made where :mod:`triton_impl.norms` normalises it.
+
+Backward, the gradient of the sum is LayerNorm's, of which a second kernel draws the mask again and adds up bias's
+gradient on the way; a third one, small, adds up the shares of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_impl import layer_norm, norms, register, unsupported
+from triton_impl.aot import entry
+from triton_impl.columns import row_shares, sum_shares
+from triton_impl.elementwise import tile_of
+from triton_impl.norms import Needs, as_matrix, as_parameter, normalize_row_again, normalize_rows, rstd_of, store_stats
+from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_of_rows
+from triton_impl.tuning import Known, Launch, Tuned
+
+#: Backward: elements of a tile, its columns at most, warps, and programs that run on a multiprocessor at once.
+TILE, COLUMNS, WARPS, PROGRAMS = 2048, 256, 4, 4
+
+
+@triton.jit
+def _factors(
+    row, column, start, length, key_low, key_high, threshold, scale, FOURS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    # Columns from `start` on. Where rows are of fours, a call of Philox for each four; else one for each element.
+    if FOURS:
+        return factors_of_rows(row * (length // 4) + start // 4, key_low, key_high, threshold, scale, BLOCK)
+    else:
+        return factors_at(row[:, None] * length + column[None, :], key_low, key_high, threshold, scale)
+
+
+@triton.jit
+def _sum_of(
+    input_ptr, bias_ptr, residual_ptr, row, start, key_low, key_high, threshold, scale,
+    in_stride, residual_stride, count, length, FOURS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of a block of columns, rounded to the dtype; zeros past the end of a row."""
+    column = start + tl.arange(0, BLOCK)
+    inside = column < length
+    mask = (row < count)[:, None] & inside[None, :]
+    x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    factors = _factors(row, column, start, length, key_low, key_high, threshold, scale, FOURS, BLOCK)
+    return (residual.to(tl.float32) + (x.to(tl.float32) + bias) * factors).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def _fused_kernel(
+    out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
+    key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
+    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    total = _sum_of(
+        input_ptr, bias_ptr, residual_ptr, row, 0, key_low, key_high, threshold, scale,
+        in_stride, residual_stride, count, length, FOURS, BLOCK,
+    )  # fmt: skip
+    if KEEP:
+        mask = (row < count)[:, None] & (column < length)[None, :]
+        tl.store(sum_ptr + row[:, None] * length + column[None, :], total, mask=mask)
+    normalize_rows(
+        total, out_ptr, stats_ptr, weight_ptr, norm_bias_ptr, row, column, count, length, eps,
+        True, HAS_WEIGHT, HAS_BIAS, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def _online_kernel(
+    out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
+    key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the sum is not kept, `sum_ptr` is the output, which waits there for its normalisation."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = row + tl.arange(0, 1)
+    lane = tl.arange(0, BLOCK)
+    # Deviations from the mean of the first block: close to those from the mean of all, and known in advance.
+    first = _sum_of(
+        input_ptr, bias_ptr, residual_ptr, rows, 0, key_low, key_high, threshold, scale,
+        in_stride, residual_stride, count, length, FOURS, BLOCK,
+    )  # fmt: skip
+    mean = tl.sum(first.reshape([BLOCK]).to(tl.float32), axis=0) / tl.minimum(length, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        inside = start + lane < length
+        total = _sum_of(
+            input_ptr, bias_ptr, residual_ptr, rows, start, key_low, key_high, threshold, scale,
+            in_stride, residual_stride, count, length, FOURS, BLOCK,
+        ).reshape([BLOCK])  # fmt: skip
+        tl.store(sum_ptr + row * length + start + lane, total, mask=inside)
+        deviation = tl.where(inside, total.to(tl.float32) - mean, 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    lost = tl.sum(sums, axis=0) / length
+    rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
+    shift = -lost * rstd
+    store_stats(stats_ptr, row, count, True, mean, rstd, shift, True)
+    tl.debug_barrier()  # the sum is read by threads that may not have written it
+    normalize_row_again(
+        sum_ptr + row * length, out_ptr + row * length, weight_ptr, norm_bias_ptr, mean, rstd, shift, length,
+        True, HAS_WEIGHT, HAS_BIAS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ARGUMENTS)
+def _backward_kernel(
+    grad_input_ptr, partials_ptr, grad_ptr, key_low, key_high, threshold, scale, rows, length, rows_a_share,
+    FOURS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Dropout of the sum's gradient, a share of the rows of a block of columns, and the sums over those rows."""
+    blocks = tl.cdiv(length, BLOCK_N)
+    share = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * BLOCK_N
+    column = start + tl.arange(0, BLOCK_N)
+    end = tl.minimum((share + 1) * rows_a_share, rows)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first_row in range(share * rows_a_share, end, BLOCK_M):
+        row = first_row + tl.arange(0, BLOCK_M)
+        mask = (row < end)[:, None] & (column < length)[None, :]
+        i = row[:, None] * length + column[None, :]
+        grad = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32)
+        grad *= _factors(row, column, start, length, key_low, key_high, threshold, scale, FOURS, BLOCK_N)
+        tl.store(grad_input_ptr + i, grad.to(grad_input_ptr.dtype.element_ty), mask=mask)
+        sums += grad
+    tl.store(partials_ptr + share * length + column, tl.sum(sums, axis=0), mask=column < length)
+
+
+_fused = Tuned(_fused_kernel, norms.row_configs((0,)), ("BLOCK", "KEEP", "FOURS"), norms.suitable_forward)
+_online = Tuned(_online_kernel, norms.blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "FOURS"))
+_backward = Known(_backward_kernel, num_warps=WARPS)
+
+
+def _sum_and_norm(
+    fused: bool, keep: bool, mask: tuple[int, int, int, float], eps: float, *inputs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, sum (where it is not kept, something else) and what is kept of rows, as LayerNorm keeps it."""
+    input, bias, residual, weight, norm_bias = inputs
+    x, r = as_matrix(input), as_matrix(residual)
+    b, w, n = map(as_parameter, (bias, weight, norm_bias))
+    count, length = x.shape
+    output = x.new_empty((count, length))
+    total = x.new_empty((count, length)) if keep else output
+    stats = x.new_empty((3, count), dtype=torch.float32)
+    if x.numel() == 0:
+        return output, total, stats
+    # What is absent is stood for by what is there: its pointer is not looked at.
+    tensors = (output, total, stats, x, b, r, b if w is None else w, b if n is None else n)
+    strides, absent = (x.stride(0), r.stride(0)), (w is None, n is None)
+    key = ("bias_dropout_add_layer_norm", fused, keep, count, length, strides, absent, x.dtype, x.device, eps)
+
+    def make() -> Launch | None:
+        arguments = (*strides, count, length, eps)
+        constants: dict[str, Any] = {"HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "FOURS": length % 4 == 0}
+        if not fused:
+            return _online(lambda meta: (count,), tensors, arguments, constants, mask)
+        constants |= {"KEEP": keep, "BLOCK": triton.next_power_of_2(length)}
+        return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants, mask)
+
+    norms.launch(key, make, tensors, mask)
+    return output, total, stats
+
+
+def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of input and bias from that of the sum, (count, length)."""
+    count, length = grad.shape
+    grad_input, grad_bias = torch.empty_like(grad), grad.new_empty((length,))
+    if grad.numel() == 0:
+        return grad_input, grad_bias.zero_()
+    _, width = tile_of(length, COLUMNS)
+    height = TILE // width
+    blocks = triton.cdiv(length, width)
+    shares, rows_a_share = row_shares(count, blocks, PROGRAMS, 2 * height, grad.device)
+    partials = torch.empty((shares, length), dtype=torch.float32, device=grad.device)
+    arguments_of = (count, length, rows_a_share, length % 4 == 0, height, width)
+    _backward(shares * blocks, (grad_input, partials, grad), arguments_of, mask)
+    sum_shares(grad_bias, partials)
+    return grad_input, grad_bias
+
+
+def _variant(name: str, fused: bool) -> None:
+    def forward(*inputs: torch.Tensor | None, p: float, seed: int, eps: float) -> tuple[torch.Tensor, tuple]:
+        mask = arguments(p, seed)
+        output, total, stats = _sum_and_norm(fused, True, mask, eps, *inputs)
+        shape, weight = inputs[0].shape, as_parameter(inputs[3])
+        return output.view(shape), (total, weight, stats, mask, tuple(shape))
+
+    def inference(*inputs: torch.Tensor | None, p: float, seed: int, eps: float) -> torch.Tensor:
+        return _sum_and_norm(fused, False, arguments(p, seed), eps, *inputs)[0].view(inputs[0].shape)
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        total, weight, stats, mask, shape = saved
+        of_branch, of_residual = needs[0] or needs[1], needs[2]
+        wanted = Needs(of_branch or of_residual, *needs[3:])
+        of_sum, *of_norm = norms.backward(layer_norm.KIND, total, weight, stats, as_matrix(grad), None, wanted)
+        of_input, of_bias = _dropped(of_sum, mask) if of_branch else (None, None)
+        return (
+            of_input.view(shape) if needs[0] else None,
+            of_bias if needs[1] else None,
+            of_sum.view(shape) if of_residual else None,
+            *of_norm,
+        )
+
+    def refused(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
+        return unsupported(input) or norms.too_long(input.shape[-1], fused)
+
+    register(
+        "bias_dropout_add_layer_norm",
+        name,
+        forward=forward,
+        backward=backward,
+        unsupported=refused,
+        inference=inference,
+    )
+
+
+_variant("triton.online", fused=False)
+_variant("triton.fused", fused=True)
+
+_TYPES = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
+_FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "FOURS": True}
+
+
+def _config(warps: int, **constants: int) -> triton.Config:
+    return triton.Config(constants, num_warps=warps, num_stages=1)
+
+
+def _fused_entry(block: int, keep: bool) -> Any:
+    rows, warps = norms.forward_shapes(block)[0]
+    constants = {**_FLAGS, "KEEP": keep, "BLOCK": block}
+    return entry(_fused_kernel, "bf16", constants, _config(warps, ROWS=rows), _TYPES)
+
+
+AOT = [
+    *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
+    entry(_online_kernel, "bf16", _FLAGS, _config(8, BLOCK=4096), _TYPES),
+    entry(_backward_kernel, "bf16", {"FOURS": True}, _config(WARPS, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS), _TYPES),
+]
