@@ -53,7 +53,9 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     """The backward alone. A variant without one is differentiated by PyTorch, and so timed through autograd."""
     grads = copies.grads
     if variant.backward is None:
-        return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies)
+        # A peer may write over what it saved, which others here read.
+        own = variant.level == "peer"
+        return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies, own)
     needs = tuple(x is not None for x in copies.inputs[0])
     saved: dict[int, Any] = {}  # by copy, at its first use: a slow call uses one copy, and may save gigabytes
 
@@ -66,14 +68,14 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     return call
 
 
-def _autograd_call(forward: Callable[..., Output], copies: Copies) -> timing.Call:
-    """Like a variant's backward: a gradient for each input, None for one that is absent."""
+def _autograd_call(forward: Callable[..., Output], copies: Copies, own: bool = False) -> timing.Call:
+    """Like a variant's backward: a gradient for each input, None for one that is absent. `own`: of copies of them."""
     grads = copies.grads
     recorded: dict[int, tuple[Output, Inputs]] = {}  # output and leaves by copy, as above
 
     def call(i: int) -> Any:
         if i not in recorded:
-            leaves = each(lambda x: x.detach().requires_grad_(), copies.inputs[i])
+            leaves = each(lambda x: (x.clone() if own else x.detach()).requires_grad_(), copies.inputs[i])
             recorded[i] = forward(*leaves), leaves
         output, leaves = recorded[i]
         found = iter(torch.autograd.grad(output, [x for x in leaves if x is not None], grads[i], retain_graph=True))

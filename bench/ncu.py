@@ -22,6 +22,7 @@ from typing import Any
 
 from bench import environment
 from bench.kernels import short_name
+from kernel_ladder.cubin import demangle
 
 #: Counter -> the metrics that give it, in the order in which they are tried.
 COUNTERS: dict[str, tuple[str, ...]] = {
@@ -144,8 +145,8 @@ def _run(ncu: str, metrics: Sequence[str], arguments: Sequence[str]) -> tuple[st
         command = [
             *(ncu, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
             *("--profile-from-start", "off", "--target-processes", "application-only", "--replay-mode", "kernel"),
-            # By default a kernel is called by its function alone, which in an unnamed namespace is "unnamed".
-            *("--kernel-name-base", "demangled", "--cache-control", "all", "--clock-control", "none"),
+            # Names as the linker has them: ncu's own demangler loses those in an unnamed namespace.
+            *("--print-kernel-base", "mangled", "--cache-control", "all", "--clock-control", "none"),
             *("--metrics", ",".join(metrics)),
             *(sys.executable, "-m", "bench", *arguments),
         ]
@@ -217,6 +218,8 @@ def _size(text: str) -> list[int] | None:
 def _counters(row: Mapping[str, tuple[str, str]], wanted: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """One kernel's counters in microseconds, bytes and percent; those that were not read are left out."""
     name = row["Kernel Name"][0]
+    if name.startswith("_Z"):
+        name = demangle(name)
     kernel: dict[str, Any] = {"name": name, "short": short_name(name)}
     kernel["grid"], kernel["block"] = (_size(row.get(key, ("", ""))[0]) for key in ("Grid Size", "Block Size"))
     read = {counter: _number(*row.get(names[0], ("", ""))) for counter, names in wanted.items()}

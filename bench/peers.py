@@ -4,11 +4,11 @@ A peer is optional. It is imported only when it is measured, and where it is abs
 an operation to a peer, write a function that imports what it needs and returns the library's own call, with the
 operation's arguments::
 
-    @LIGER.covers("rms_norm", dtypes=HALVES)
+    @LIGER.covers("softmax")
     def _():
-        from liger_kernel.ops import LigerRMSNormFunction
+        from liger_kernel.ops import LigerSoftmaxFunction
 
-        return lambda input, weight, *, eps: LigerRMSNormFunction.apply(input, weight, eps)
+        return lambda input, *, dim: LigerSoftmaxFunction.apply(input)
 
 It is called once; what it returns is called as it stands, so that the peer pays nothing for being here. Its backward is
 the one that it gives to autograd.
@@ -30,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.gate import one_line
+from kernel_ladder.norms import eps_or_default
 from kernel_ladder.table import Variant
 
 LEVEL = "peer"
@@ -196,6 +197,95 @@ def _quack_softmax() -> Call:
     return lambda input, *, dim: softmax(input)
 
 
+def _liger_norm(
+    input: torch.Tensor, weight: torch.Tensor | None, *others: torch.Tensor | None, **options: Any
+) -> str | None:
+    if input.dim() != 2 or weight is None:
+        return f"takes the rows of a matrix and their weight, got {input.dim()} dimensions and weight={weight}"
+    if input.shape[1] * input.element_size() > 65536:
+        return f"rows of {input.shape[1]} elements are too long for one block; at most 64 KiB"
+    return None
+
+
+@LIGER.covers("rms_norm", unsupported=_liger_norm)
+def _liger_rms_norm() -> Call:
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    def rms_norm(
+        input: torch.Tensor, weight: torch.Tensor, *, normalized_shape: tuple[int, ...], eps: float | None
+    ) -> torch.Tensor:
+        eps = eps_or_default(eps, input.dtype)
+        # All of it in float32, as the formula here; and the output's gradient is not overwritten.
+        return LigerRMSNormFunction.apply(input, weight, eps, 0.0, "gemma", False)
+
+    return rms_norm
+
+
+def _liger_layer_norm_shapes(
+    input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, **options: Any
+) -> str | None:
+    return _liger_norm(input, weight) or ("takes a bias" if bias is None else None)
+
+
+@LIGER.covers("layer_norm", unsupported=_liger_layer_norm_shapes)
+def _liger_layer_norm() -> Call:
+    from liger_kernel.ops import LigerLayerNormFunction
+
+    return lambda input, weight, bias, *, normalized_shape, eps: LigerLayerNormFunction.apply(input, weight, bias, eps)
+
+
+@LIGER.covers("add_rms_norm", unsupported=lambda input, residual, weight, **options: _liger_norm(input, weight))
+def _liger_add_rms_norm() -> Call:
+    from liger_kernel.ops import LigerFusedAddRMSNormFunction
+
+    def add_rms_norm(
+        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        eps = eps_or_default(eps, input.dtype)
+        return LigerFusedAddRMSNormFunction.apply(input, residual, weight, eps, 0.0, "gemma", False)
+
+    return add_rms_norm
+
+
+@LIGER.covers("swiglu", unsupported=lambda gate, up: _liger_norm(gate, up))
+def _liger_swiglu() -> Call:
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    return lambda gate, up: LigerSiLUMulFunction.apply(gate, up)
+
+
+def _quack_norm(
+    input: torch.Tensor, weight: torch.Tensor | None, *others: torch.Tensor | None, **options: Any
+) -> str | None:
+    if input.dim() != 2 or weight is None:
+        return f"takes the rows of a matrix and their weight, got {input.dim()} dimensions and weight={weight}"
+    return None
+
+
+@QUACK.covers("rms_norm", unsupported=_quack_norm)
+def _quack_rms_norm() -> Call:
+    from quack import rmsnorm
+
+    def rms_norm(
+        input: torch.Tensor, weight: torch.Tensor, *, normalized_shape: tuple[int, ...], eps: float | None
+    ) -> torch.Tensor:
+        return rmsnorm(input, weight, eps=eps_or_default(eps, input.dtype))
+
+    return rms_norm
+
+
+@QUACK.covers("add_rms_norm", unsupported=lambda input, residual, weight, **options: _quack_norm(input, weight))
+def _quack_add_rms_norm() -> Call:
+    from quack import rmsnorm
+
+    def add_rms_norm(
+        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rmsnorm(input, weight, residual=residual, eps=eps_or_default(eps, input.dtype), prenorm=True)
+
+    return add_rms_norm
+
+
 def _unaligned_matrices(input: torch.Tensor, other: torch.Tensor) -> str | None:
     if input.dim() != 2 or other.dim() != 2:
         return f"its differentiable product takes two matrices, got {input.dim()} and {other.dim()} dimensions"
@@ -266,7 +356,7 @@ def _max_autotuned(op: str) -> Callable[[], Call]:
     return make
 
 
-for _op in ("gelu", "softmax"):
+for _op in ("gelu", "softmax", "layer_norm", "rms_norm", "bias_gelu", "swiglu", "add_rms_norm"):
     MAX_AUTOTUNE.covers(_op)(_max_autotuned(_op))
 
 

@@ -101,8 +101,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
             T* const place = reinterpret_cast<T*>(slots.slot(SUM + i / E)) + i % E;
             *place = live && column < length ? sum_at(p, mask, row, column) : from_float<T>(0.0f);
         }
-#pragma unroll
-        for (int v = 0; v < V; ++v) reinterpret_cast<uint4&>(tile[v]) = *slots.slot(SUM + v);
+        slots.take(tile, SUM);
     }
     if (p.norm.sum != nullptr) {
         store_row<WHOLE>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, share, live, length);
@@ -205,7 +204,7 @@ void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunc
     constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
     constexpr int OPERANDS = PARAMETERS + (WHOLE ? 0 : 1);  // and the sum
     static DeviceSet asked;
-    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1, ROW_VECTORS}, OPERANDS), launch.device, asked);
+    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1}, OPERANDS), launch.device, asked);
     launch_rows(kernel, shape, forward_grid(shape, p.norm.count, launch), slot_bytes(shape, OPERANDS), launch, p, mask);
 }
 
@@ -339,7 +338,7 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             fact.name = name;
             facts.push_back(fact);
         };
-        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1, ROW_VECTORS}, large{ROW_THREADS, 1, 1, ROW_VECTORS};
+        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1}, large{ROW_THREADS, 1, 1};
         constexpr int COLUMNS = DROP_LANES * DROP_STRIPES;
         add(forward + "naive", kernel_facts<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
         add(forward + "registers", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>(

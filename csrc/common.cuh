@@ -81,6 +81,12 @@ void dispatch(ScalarType dtype, const char* op, F&& f) {
     }
 }
 
+// Calls f with std::true_type or std::false_type, so that a choice made here is a constant there.
+template <typename F>
+void with_constant(bool value, F&& f) {
+    value ? f(std::true_type{}) : f(std::false_type{});
+}
+
 inline unsigned int grid_size(int64_t blocks) {
     KL_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "too many blocks for one launch: ", blocks);
     return static_cast<unsigned int>(blocks);

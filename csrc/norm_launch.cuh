@@ -4,18 +4,11 @@
 
 #include <optional>
 #include <tuple>
-#include <type_traits>
 
 #include "norm_registers.cuh"
 #include "ops.h"
 
 namespace kl {
-
-// Calls f with std::true_type or std::false_type, so that a choice made here is a constant there.
-template <typename F>
-void with_constant(bool value, F&& f) {
-    value ? f(std::true_type{}) : f(std::false_type{});
-}
 
 template <typename T>
 const T* optional_pointer(const std::optional<Tensor>& tensor) {
@@ -43,11 +36,7 @@ inline int multiprocessors(const Launch& launch) {
     return count;
 }
 
-inline RowLaunch norm_launch(int64_t chunks, NormStep step) {
-    const RowLaunch shape = row_launch(chunks, step == NormStep::cluster);
-    KL_CHECK(shape.vectors == ROW_VECTORS, "a row of ", chunks, " vectors of 16 bytes is longer than fits");
-    return shape;
-}
+inline RowLaunch norm_launch(int64_t chunks, NormStep step) { return row_launch(chunks, step == NormStep::cluster); }
 
 // Blocks for the forward pass. Where there are rows for many waves of blocks, a block goes through several, for the sake
 // of weight and bias; not where that would leave SMs idle at the end.
@@ -110,8 +99,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
                     constexpr auto kernel = Op::template registers<T, decltype(w)::value, decltype(c)::value>();
                     static DeviceSet asked;
                     constexpr int PARAMETERS = CENTRED ? 2 : 1;
-                    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1, ROW_VECTORS}, PARAMETERS), launch.device,
-                                 asked);
+                    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1}, PARAMETERS), launch.device, asked);
                     launch_rows(kernel, shape, forward_grid(shape, p.count, launch), slot_bytes(shape, PARAMETERS),
                                 launch, p);
                 });
@@ -254,7 +242,7 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr int COLUMNS = WARP * COLUMN_LANES;
         add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
-        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1, ROW_VECTORS}, large{ROW_THREADS, 1, 1, ROW_VECTORS};
+        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1}, large{ROW_THREADS, 1, 1};
         constexpr int PARAMETERS = Op::CENTRED ? 2 : 1;
         add(forward + "registers",
             kernel_facts<Op::template registers<T, true, false>()>("", MIN_BLOCK, slot_bytes(small, PARAMETERS)));

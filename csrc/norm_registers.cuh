@@ -4,69 +4,12 @@
 
 #include <type_traits>
 
-#include "mma.cuh"
 #include "norm.cuh"
+#include "slots.cuh"
 
 namespace kl {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
-
-// A thread's own vectors in shared memory, 16 bytes of each operand's row that it shares. Each thread fetches, and later
-// reads, its own ones only, so that no barrier is needed; and cp.async needs no register until they have come.
-template <typename T>
-struct Slots {
-    uint4* own;
-    int threads;  // of the block: so far apart are a thread's slots
-
-    __device__ explicit Slots(uint4* shared)
-        : own(shared + threadIdx.y * blockDim.x + threadIdx.x), threads(blockDim.x * blockDim.y) {}
-
-    __device__ uint4* slot(int i) const { return own + i * threads; }
-
-    __device__ void read(int i, float (&x)[Vec<T>::size]) const {
-        const uint4 word = *slot(i);
-        unpack(reinterpret_cast<const Vec<T>&>(word), x);
-    }
-
-    // Vector v of a row goes to slot begin + v: zeros past the end of the row, and for a thread without one.
-    template <bool WHOLE, typename Share>
-    __device__ void fetch(int begin, const T* row, const Rows& rows, const Share& share, bool live,
-                          int64_t length) const {
-#pragma unroll(WHOLE ? ROW_VECTORS : 1)  // element by element a vector is code enough
-        for (int v = 0; v < ROW_VECTORS; ++v) {
-            const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
-            if constexpr (WHOLE) {
-                cp_async16_if(shared_address(slot(begin + v)), row + first, live && first < length);
-            } else {
-                const Vec<T> loaded = load_chunk(row, rows, first, live ? length : 0, 0.0f);
-                *slot(begin + v) = reinterpret_cast<const uint4&>(loaded);
-            }
-        }
-    }
-
-    // The same of weight or bias, which other blocks of the SM want too, and so by way of its L1.
-    template <bool WHOLE, typename Share>
-    __device__ void fetch_parameter(int begin, const T* parameter, const Rows& rows, const Share& share, int64_t length,
-                                    float absent) const {
-#pragma unroll(WHOLE ? ROW_VECTORS : 1)
-        for (int v = 0; v < ROW_VECTORS; ++v) {
-            const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
-            if (WHOLE && parameter != nullptr && first < length) {
-                asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(begin + v))),
-                             "l"(parameter + first)
-                             : "memory");
-            } else {
-                const Vec<T> loaded = load_parameter(WHOLE ? nullptr : parameter, rows, first, length, absent);
-                *slot(begin + v) = reinterpret_cast<const uint4&>(loaded);
-            }
-        }
-    }
-};
-
-// Bytes of shared memory for a row of each of so many operands.
-inline int slot_bytes(const RowLaunch& shape, int operands) {
-    return static_cast<int>(shape.threads * shape.rows) * operands * ROW_VECTORS * 16;
-}
 
 // Mean and deviations in two passes over registers: as exact as it gets, and no byte moves for it.
 template <bool CENTRED, bool WHOLE, bool CLUSTER, typename T, int VECTORS>
@@ -226,8 +169,8 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     const auto fetch = [&](int64_t first_row, int turn) {
         const bool live = first_row + threadIdx.y < p.count;
         const int64_t row = live ? first_row + threadIdx.y : 0;
-        slots.template fetch<WHOLE>(input_slot(turn), p.input + p.in.start(row), p.in, share, live, p.length);
-        slots.template fetch<WHOLE>(grad_slot(turn), p.grad + p.g.start(row), p.g, share, live, p.length);
+        slots.template fetch<WHOLE>(input_slot(turn), p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
+        slots.template fetch<WHOLE>(grad_slot(turn), p.grad + p.g.start(row), p.g, share, live, p.length, 0.0f);
         cp_async_commit();
         return live ? load_stats<CENTRED>(p.stats, row) : Stats{0.0f, 0.0f, 0.0f};
     };

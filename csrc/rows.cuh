@@ -253,34 +253,31 @@ struct RowLayout {
     }
 };
 
-// How a row of `chunks` vectors is shared: threads of a block, rows of a block, blocks of a cluster, vectors a thread.
+// How a row of `chunks` vectors is shared: threads of a block, rows of a block, blocks of a cluster.
 // Blocks of a cluster are a power of two: more of those fit in the 16 or 18 SMs that one must lie in.
 struct RowLaunch {
     unsigned threads, rows, cluster;
-    int vectors;
 
     dim3 block() const { return dim3(threads, rows); }
     unsigned grid(int64_t count) const { return grid_size(ceil_div(count, rows) * cluster); }
 };
 
-constexpr int ROW_VECTORS = 4;       // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
-constexpr int LONG_ROW_VECTORS = 8;  // where a cluster is as large as it can be
+constexpr int ROW_VECTORS = 4;  // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
 constexpr int MIN_BLOCK = 128;
 
 // Vectors of the longest row that one block, or one cluster, can hold.
 constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;
-constexpr int64_t MAX_CLUSTER_CHUNKS = int64_t{ROW_THREADS} * LONG_ROW_VECTORS * MAX_CLUSTER;
+constexpr int64_t MAX_CLUSTER_CHUNKS = MAX_BLOCK_CHUNKS * MAX_CLUSTER;
 
 inline RowLaunch row_launch(int64_t chunks, bool clusters) {
     unsigned threads = 4;  // a power of two, so that a part of a warp can reduce by shuffles
     while (threads < ROW_THREADS && threads * ROW_VECTORS < chunks) threads *= 2;
-    if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1, ROW_VECTORS};
+    if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1};
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
-    const int vectors = chunks <= MAX_CLUSTER * MAX_BLOCK_CHUNKS ? ROW_VECTORS : LONG_ROW_VECTORS;
     unsigned cluster = 1;
-    while (int64_t{cluster} * threads * vectors < chunks) cluster *= 2;
-    return {threads, 1, cluster, vectors};
+    while (int64_t{cluster} * threads * ROW_VECTORS < chunks) cluster *= 2;
+    return {threads, 1, cluster};
 }
 
 // What launches `grid` blocks in clusters.

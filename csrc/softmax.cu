@@ -9,7 +9,8 @@
 //   registers  the row stays in registers, shared by as many threads as     rows that fill an SM's registers
 //              suit its length: a part of a warp, a warp, a block
 //   cluster    a long row is spread over the SMs of a cluster, which meet   memory bandwidth
-//              in distributed shared memory
+//              in distributed shared memory; while a row is worked on,
+//              the next one arrives in shared memory
 //
 // Any strides: rows start where the other dimensions put them, and step by the dimension's own stride.
 
@@ -18,6 +19,7 @@
 #include "common.cuh"
 #include "ops.h"
 #include "rows.cuh"
+#include "slots.cuh"
 
 namespace kl {
 namespace {
@@ -234,84 +236,195 @@ __global__ void softmax_backward_shared_kernel(T* grad_input, Rows gi_rows, cons
     }
 }
 
-// ---- registers, cluster: the row stays in the registers of the threads that share it ---------------------------------
+// ---- registers: the row stays in the registers of the threads that share it -------------------------------------------
 
-template <typename T, int VECTORS, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS)
-    softmax_registers_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count, int64_t length) {
-    if (!exists_here<CLUSTER>()) return;
-    __shared__ Mailbox<CLUSTER, float> mailbox[2];
-    const RowShare<CLUSTER> share;
-    const bool live = share.row < count;
-    const int64_t row = live ? share.row : 0;
-    Vec<T> tile[VECTORS];
+// Σ 2^(y − top) over some of a row's elements y = x · log2 e, where `top` is a whole number not below any of them: then
+// 2^(y − top) is one multiply-add and one power of two, and sums with different tops meet without an error, by powers of
+// two that are exact. (Milakov and Gimelshein, arXiv:1805.02867, with tops that are maxima.) As `first` and `second`.
+struct Peak {
+    __device__ Pair operator()(Pair a, Pair b) const {
+        const bool a_higher = a.first >= b.first;
+        const float low = a_higher ? b.first : a.first, high = a_higher ? a.first : b.first;
+        const float smaller = a_higher ? b.second : a.second, larger = a_higher ? a.second : b.second;
+        // Equal tops may be infinite, and their difference no number.
+        return {high, fmaf(smaller, low == high ? 1.0f : exp2_approx(low - high), larger)};
+    }
+};
+
+// Of the elements that this thread has. fmaxf drops NaN, which reaches the sum.
+template <typename T>
+__device__ Pair peak_of(Vec<T> (&tile)[ROW_VECTORS]) {
+    float x[Vec<T>::size], thread_max = NEG_INF, sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < ROW_VECTORS; ++v) {
+        unpack(tile[v], x);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) thread_max = fmaxf(thread_max, x[e]);
+    }
+    stay_packed(tile);
+    const float top = ceilf(thread_max * LOG2E);
+    const float shift = top == NEG_INF ? 0.0f : -top;  // of nothing but −inf, the sum is zero
+#pragma unroll
+    for (int v = 0; v < ROW_VECTORS; ++v) {
+        unpack(tile[v], x);
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) sum += exp2_approx(fmaf(x[e], LOG2E, shift));
+    }
+    stay_packed(tile);
+    return {top, sum};
+}
+
+// The result in place of the elements, from the peak of the whole row. A row of nothing but −inf gives NaN.
+template <typename T>
+__device__ void divide_by(Vec<T> (&tile)[ROW_VECTORS], Pair peak) {
+    const float scale = 1.0f / peak.second;
     float x[Vec<T>::size];
-    load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
-    share.meet();
-
-    float row_max = NEG_INF, row_sum = 0.0f;
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
+    for (int v = 0; v < ROW_VECTORS; ++v) {
         unpack(tile[v], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) row_max = fmaxf(row_max, x[e]);
-    }
-    row_max = reduce_over_row<CLUSTER>(row_max, Max{}, mailbox[0]);
-    // exp(x − max) as one multiply-add and one power of two. The product's rounding is the same for the whole row, and
-    // so no matter in a quotient.
-    const float shift = -row_max * LOG2E;
-    stay_packed(tile);
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        unpack(tile[v], x);
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) row_sum += exp2_approx(fmaf(x[e], LOG2E, shift));
-    }
-    const float scale = 1.0f / reduce_over_row<CLUSTER>(row_sum, Sum{}, mailbox[1]);
-    stay_packed(tile);
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        unpack(tile[v], x);
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) x[e] = exp2_approx(fmaf(x[e], LOG2E, shift)) * scale;
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = exp2_approx(fmaf(x[e], LOG2E, -peak.first)) * scale;
         tile[v] = pack<T>(x);
     }
+}
+
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(ROW_THREADS)
+    softmax_registers_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count, int64_t length) {
+    __shared__ Mailbox<false, Pair> mailbox;
+    const RowShare<false> share;
+    const bool live = share.row < count;
+    const int64_t row = live ? share.row : 0;
+    Vec<T> tile[ROW_VECTORS];
+    load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
+    divide_by(tile, reduce_over_row<false>(peak_of(tile), Peak{}, mailbox));
     store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
 }
 
-template <typename T, int VECTORS, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS)
-    softmax_backward_registers_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
-                                      Rows o_rows, int64_t count, int64_t length) {
-    if (!exists_here<CLUSTER>()) return;
-    __shared__ Mailbox<CLUSTER, float> mailbox;
-    const RowShare<CLUSTER> share;
-    const bool live = share.row < count;
-    const int64_t row = live ? share.row : 0;
-    Vec<T> g_tile[VECTORS], o_tile[VECTORS];
+template <typename T>
+__device__ float dot_of(const Vec<T> (&g_tile)[ROW_VECTORS], const Vec<T> (&o_tile)[ROW_VECTORS]) {
     float g[Vec<T>::size], o[Vec<T>::size], dot = 0.0f;
-    load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
-    load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
-    share.meet();
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
+    for (int v = 0; v < ROW_VECTORS; ++v) {
         unpack(g_tile[v], g);
         unpack(o_tile[v], o);
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) dot += g[e] * o[e];
     }
-    dot = reduce_over_row<CLUSTER>(dot, Sum{}, mailbox);
-    stay_packed(g_tile);
-    stay_packed(o_tile);
+    return dot;
+}
+
+// d x = y · (dy − Σ y·dy), in place of dy.
+template <typename T>
+__device__ void gradient_of(Vec<T> (&g_tile)[ROW_VECTORS], const Vec<T> (&o_tile)[ROW_VECTORS], float dot) {
+    float g[Vec<T>::size], o[Vec<T>::size];
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
+    for (int v = 0; v < ROW_VECTORS; ++v) {
         unpack(g_tile[v], g);
         unpack(o_tile[v], o);
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) g[e] = o[e] * (g[e] - dot);
         g_tile[v] = pack<T>(g);
     }
+}
+
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(ROW_THREADS)
+    softmax_backward_registers_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
+                                      Rows o_rows, int64_t count, int64_t length) {
+    __shared__ Mailbox<false, float> mailbox;
+    const RowShare<false> share;
+    const bool live = share.row < count;
+    const int64_t row = live ? share.row : 0;
+    Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
+    load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
+    load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
+    const float dot = reduce_over_row<false>(dot_of(g_tile, o_tile), Sum{}, mailbox);
+    stay_packed(g_tile);
+    stay_packed(o_tile);
+    gradient_of(g_tile, o_tile, dot);
     store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
+}
+
+// ---- cluster: a long row over several SMs, the next one on its way -----------------------------------------------------
+
+constexpr int STAGES = 2;  // rows in shared memory: one is worked on, one arrives
+
+// A grid that the GPU holds at once goes through all rows, so that no row waits for the launch of its cluster.
+template <typename T, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS)
+    softmax_cluster_kernel(T* output, __grid_constant__ const Rows out_rows, const T* input,
+                           __grid_constant__ const Rows in_rows, int64_t count, int64_t length) {
+#if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
+    extern __shared__ uint4 in_shared[];
+    __shared__ Mailbox<CLUSTER, Pair> mailbox[2];
+    const RowShare<CLUSTER> share;
+    const Slots<T> slots(in_shared);
+    const auto fetch = [&](int64_t first_row, int stage) {
+        const bool live = first_row + threadIdx.y < count;
+        const int64_t row = live ? first_row + threadIdx.y : 0;
+        slots.template fetch<WHOLE>(stage * ROW_VECTORS, input + in_rows.start(row), in_rows, share, live, length,
+                                    NEG_INF);
+        cp_async_commit();
+    };
+    int64_t first_row = share.row - threadIdx.y;
+    fetch(first_row, 0);
+    fetch(first_row + share.rows_at_once, 1);
+    share.meet();
+    Vec<T> tile[ROW_VECTORS];
+    // As many turns for every thread of the block: those without a row join in what needs all.
+    for (int stage = 0; first_row < count; first_row += share.rows_at_once, stage ^= 1) {
+        const bool live = first_row + threadIdx.y < count;
+        const int64_t row = live ? first_row + threadIdx.y : 0;
+        cp_async_wait<STAGES - 1>();
+        slots.take(tile, stage * ROW_VECTORS);
+        fetch(first_row + STAGES * share.rows_at_once, stage);
+        divide_by(tile, reduce_over_row<CLUSTER>(peak_of(tile), Peak{}, mailbox[stage]));
+        store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
+    }
+#endif
+}
+
+template <typename T, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(ROW_THREADS)
+    softmax_backward_cluster_kernel(T* grad_input, __grid_constant__ const Rows gi_rows, const T* grad,
+                                    __grid_constant__ const Rows g_rows, const T* output,
+                                    __grid_constant__ const Rows o_rows, int64_t count, int64_t length) {
+#if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
+    extern __shared__ uint4 in_shared[];
+    __shared__ Mailbox<CLUSTER, float> mailbox[2];
+    constexpr int V = ROW_VECTORS;
+    const RowShare<CLUSTER> share;
+    const Slots<T> slots(in_shared);
+    const auto fetch = [&](int64_t first_row, int stage) {
+        const bool live = first_row + threadIdx.y < count;
+        const int64_t row = live ? first_row + threadIdx.y : 0;
+        const int slot = stage * 2 * V;
+        slots.template fetch<WHOLE>(slot, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
+        slots.template fetch<WHOLE>(slot + V, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
+        cp_async_commit();
+    };
+    int64_t first_row = share.row - threadIdx.y;
+    fetch(first_row, 0);
+    fetch(first_row + share.rows_at_once, 1);
+    share.meet();
+    Vec<T> g_tile[V], o_tile[V];
+    for (int stage = 0; first_row < count; first_row += share.rows_at_once, stage ^= 1) {
+        const bool live = first_row + threadIdx.y < count;
+        const int64_t row = live ? first_row + threadIdx.y : 0;
+        cp_async_wait<STAGES - 1>();
+        slots.take(g_tile, stage * 2 * V);
+        slots.take(o_tile, stage * 2 * V + V);
+        fetch(first_row + STAGES * share.rows_at_once, stage);
+        const float dot = reduce_over_row<CLUSTER>(dot_of(g_tile, o_tile), Sum{}, mailbox[stage]);
+        stay_packed(g_tile);
+        stay_packed(o_tile);
+        gradient_of(g_tile, o_tile, dot);
+        store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
+    }
+#endif
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -348,13 +461,18 @@ void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
 
 constexpr int NAIVE_THREADS = 128;
 
-// `kernel` for rows of whole vectors or of any others, on one block or on a cluster.
-#define KL_ROW_KERNEL(kernel, T, shape, whole)                                                                   \
-    ((shape).cluster == 1 ? (whole) ? kernel<T, ROW_VECTORS, true, false> : kernel<T, ROW_VECTORS, false, false> \
-     : (shape).vectors == ROW_VECTORS                                                                            \
-         ? (whole) ? kernel<T, ROW_VECTORS, true, true> : kernel<T, ROW_VECTORS, false, true>                    \
-     : (whole) ? kernel<T, LONG_ROW_VECTORS, true, true>                                                         \
-               : kernel<T, LONG_ROW_VECTORS, false, true>)
+// Launches `KERNEL`, one of those that go through all rows, on a grid that the GPU holds at once.
+template <auto* KERNEL, typename... Arguments>
+void launch_resident(const RowLaunch& shape, int operands, int64_t count, const Launch& launch,
+                     Arguments... arguments) {
+    static DeviceSet asked;
+    static Resident resident;
+    const int bytes = slot_bytes(shape, STAGES * operands);
+    allow_shared(KERNEL, slot_bytes({ROW_THREADS, 1, 1}, STAGES * operands), launch.device, asked);
+    const int64_t clusters =
+        std::min<int64_t>(ceil_div(count, shape.rows), resident.clusters(KERNEL, shape, bytes, launch));
+    launch_rows(KERNEL, shape, grid_size(clusters * shape.cluster), bytes, launch, arguments...);
+}
 
 Tensor softmax(const Tensor& input, int64_t dim, Step step) {
     check_cuda(input, "softmax", "input");
@@ -374,10 +492,19 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
                 pointer<T>(output), out, pointer<T>(input), in, layout.length);
         } else if (step == Step::registers || step == Step::cluster) {
             const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);
-            const bool whole = in.vectors<T>(layout.length) && out.vectors<T>(layout.length);
-            const auto kernel = KL_ROW_KERNEL(softmax_registers_kernel, T, shape, whole);
-            launch_rows(kernel, shape, shape.grid(layout.count), 0, launch, pointer<T>(output), out, pointer<T>(input),
-                        in, layout.count, layout.length);
+            with_constant(in.vectors<T>(layout.length) && out.vectors<T>(layout.length), [&](auto w) {
+                constexpr bool WHOLE = decltype(w)::value;
+                if (step == Step::registers) {
+                    softmax_registers_kernel<T, WHOLE><<<shape.grid(layout.count), shape.block(), 0, launch.stream>>>(
+                        pointer<T>(output), out, pointer<T>(input), in, layout.count, layout.length);
+                    return;
+                }
+                with_constant(shape.cluster > 1, [&](auto c) {
+                    launch_resident<softmax_cluster_kernel<T, WHOLE, decltype(c)::value>>(
+                        shape, 1, layout.count, launch, pointer<T>(output), out, pointer<T>(input), in, layout.count,
+                        layout.length);
+                });
+            });
         } else {
             const dim3 block = shared_block<T>(layout.length);
             const size_t bytes = shared_bytes<T>(layout.length, block, 1);
@@ -413,9 +540,21 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
             const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);
             const bool whole =
                 g.vectors<T>(layout.length) && o.vectors<T>(layout.length) && gi.vectors<T>(layout.length);
-            const auto kernel = KL_ROW_KERNEL(softmax_backward_registers_kernel, T, shape, whole);
-            launch_rows(kernel, shape, shape.grid(layout.count), 0, launch, pointer<T>(grad_input), gi,
-                        pointer<T>(grad), g, pointer<T>(output), o, layout.count, layout.length);
+            with_constant(whole, [&](auto w) {
+                constexpr bool WHOLE = decltype(w)::value;
+                if (step == Step::registers) {
+                    softmax_backward_registers_kernel<T, WHOLE>
+                        <<<shape.grid(layout.count), shape.block(), 0, launch.stream>>>(
+                            pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.count,
+                            layout.length);
+                    return;
+                }
+                with_constant(shape.cluster > 1, [&](auto c) {
+                    launch_resident<softmax_backward_cluster_kernel<T, WHOLE, decltype(c)::value>>(
+                        shape, 2, layout.count, launch, pointer<T>(grad_input), gi, pointer<T>(grad), g,
+                        pointer<T>(output), o, layout.count, layout.length);
+                });
+            });
         } else {
             const dim3 block = shared_block<T>(layout.length);
             const size_t bytes = shared_bytes<T>(layout.length, block, 2);
@@ -465,13 +604,14 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(kernel_facts<softmax_backward_naive_kernel<T>>("softmax_backward.naive", NAIVE_THREADS));
         facts.push_back(kernel_facts<softmax_backward_online_kernel<T>>("softmax_backward.online", ONLINE_THREADS));
         facts.push_back(kernel_facts<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
-        constexpr int V = ROW_VECTORS;
-        facts.push_back(kernel_facts<softmax_registers_kernel<T, V, true, false>>("softmax.registers", MIN_BLOCK));
-        facts.push_back(kernel_facts<softmax_registers_kernel<T, V, true, true>>("softmax.cluster", ROW_THREADS));
-        facts.push_back(kernel_facts<softmax_backward_registers_kernel<T, V, true, false>>("softmax_backward.registers",
-                                                                                           MIN_BLOCK));
+        const RowLaunch large{ROW_THREADS, 1, 1};
+        facts.push_back(kernel_facts<softmax_registers_kernel<T, true>>("softmax.registers", MIN_BLOCK));
+        facts.push_back(kernel_facts<softmax_cluster_kernel<T, true, true>>("softmax.cluster", ROW_THREADS,
+                                                                            slot_bytes(large, STAGES)));
         facts.push_back(
-            kernel_facts<softmax_backward_registers_kernel<T, V, true, true>>("softmax_backward.cluster", ROW_THREADS));
+            kernel_facts<softmax_backward_registers_kernel<T, true>>("softmax_backward.registers", MIN_BLOCK));
+        facts.push_back(kernel_facts<softmax_backward_cluster_kernel<T, true, true>>(
+            "softmax_backward.cluster", ROW_THREADS, slot_bytes(large, 2 * STAGES)));
     });
 }
 

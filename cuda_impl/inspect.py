@@ -53,8 +53,7 @@ _PASSES = {
 #: stage the first of two.
 _KERNELS_OF = {
     **{
-        (op, "cluster"): "registers"
-        for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
+        (op, "cluster"): "registers" for op in ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
     },
     ("sum", "coalesced"): "two_stage",
 }

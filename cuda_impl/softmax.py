@@ -31,7 +31,7 @@ def _fits_on_chip(input: torch.Tensor, *, dim: int) -> str | None:
 
 #: Vectors of 16 bytes in the longest row that a block, and a cluster of them, holds: csrc/rows.cuh.
 MAX_BLOCK_CHUNKS = 512 * 4
-MAX_CLUSTER_CHUNKS = 16 * 512 * 8
+MAX_CLUSTER_CHUNKS = 16 * MAX_BLOCK_CHUNKS
 
 
 @functools.cache

@@ -49,6 +49,8 @@ def parameters():
             for dtype, backward, variant in itertools.product(DTYPES, (False, True), variants):
                 if not stands_for_all(variant, index, case):
                     continue
+                if dtype is torch.float64 and variant.level in ("triton", "cuda") and index > 0:
+                    continue  # that they refuse it, one sample tells
                 ident = f"{op}-{variant.name}-{str(dtype).removeprefix('torch.')}-{case.id}"
                 ident += "-backward" if backward else "-forward"
                 yield pytest.param(variant, index, dtype, backward, id=ident)

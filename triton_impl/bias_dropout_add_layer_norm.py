@@ -18,7 +18,8 @@ from triton_impl.columns import row_shares, sum_shares
 from triton_impl.elementwise import tile_of
 from triton_impl.norms import Needs, as_matrix, as_parameter, normalize_row_again, normalize_rows, rstd_of, store_stats
 from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_of_rows
-from triton_impl.tuning import Known, Launch, Tuned
+from triton_impl.rows import blocks_of, forward_shapes, row_configs, suitable_forward
+from triton_impl.tuning import Known, Launch, Launches, Tuned
 
 #: Backward: elements of a tile, its columns at most, warps, and programs that run on a multiprocessor at once.
 TILE, COLUMNS, WARPS, PROGRAMS = 2048, 256, 4, 4
@@ -135,9 +136,10 @@ def _backward_kernel(
     tl.store(partials_ptr + share * length + column, tl.sum(sums, axis=0), mask=column < length)
 
 
-_fused = Tuned(_fused_kernel, norms.row_configs((0,)), ("BLOCK", "KEEP", "FOURS"), norms.suitable_forward)
-_online = Tuned(_online_kernel, norms.blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "FOURS"))
+_fused = Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "KEEP", "FOURS"), suitable_forward)
+_online = Tuned(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "FOURS"))
 _backward = Known(_backward_kernel, num_warps=WARPS)
+_launches = Launches()
 
 
 def _sum_and_norm(
@@ -166,7 +168,7 @@ def _sum_and_norm(
         constants |= {"KEEP": keep, "BLOCK": triton.next_power_of_2(length)}
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants, mask)
 
-    norms.launch(key, make, tensors, mask)
+    _launches.run(key, make, tensors, mask)
     return output, total, stats
 
 
@@ -235,7 +237,7 @@ def _config(warps: int, **constants: int) -> triton.Config:
 
 
 def _fused_entry(block: int, keep: bool) -> Any:
-    rows, warps = norms.forward_shapes(block)[0]
+    rows, warps = forward_shapes(block)[0]
     constants = {**_FLAGS, "KEEP": keep, "BLOCK": block}
     return entry(_fused_kernel, "bf16", constants, _config(warps, ROWS=rows), _TYPES)
 

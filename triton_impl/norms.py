@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +20,16 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import as_rows
-from triton_impl import interpreted
 from triton_impl.aot import Entry, entry
-from triton_impl.tuning import Launch, Launches, Tuned, to_time
+from triton_impl.rows import (
+    backward_shapes,
+    blocks_of,
+    forward_shapes,
+    row_configs,
+    suitable_backward,
+    suitable_forward,
+)
+from triton_impl.tuning import Launch, Launches, Tuned
 
 #: The longest rows that `fused` keeps in registers, forward and backward.
 MAX_FUSED = 32768
@@ -318,93 +324,21 @@ def _norm_sum_kernel(
 
 # ---- configurations ------------------------------------------------------------------------------------------------
 
-WARPS = (1, 2, 4, 8, 16, 32)
-MAX_ROWS = 64
-
-
-def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], most_warps: int) -> list[tuple[int, int]]:
-    """(rows, warps) of a program: enough rows for some of `totals` elements, some of `per_thread` each, best first."""
-    shapes = []
-    for total in totals:
-        rows = min(MAX_ROWS, max(1, total // block))
-        for each in per_thread:
-            warps = max(1, min(most_warps, rows * block // (32 * each)))
-            shapes.append((rows, warps))
-    return list(dict.fromkeys(shapes))
-
-
-def forward_shapes(block: int) -> list[tuple[int, int]]:
-    return _shapes(block, (16, 32, 8), (2048, 4096, 1024), 32 if block > 16384 else 16)
-
-
-def _backward_shapes(block: int) -> list[tuple[int, int]]:
-    return _shapes(block, (8, 16), (2048, 4096), 16)
-
-
-def row_configs(stages: tuple[int, ...]) -> list[triton.Config]:
-    """Every choice that may suit some row; the interpreter, to which all are the same, gets one."""
-    rows = [2**i for i in range(MAX_ROWS.bit_length())]
-    constants = [{"STAGES": s} if s else {} for s in stages]
-    if interpreted():
-        return [triton.Config({"ROWS": 8, **constants[0]}, num_warps=4, num_stages=1)]
-    return [
-        triton.Config({"ROWS": r, **more}, num_warps=w, num_stages=1) for more in constants for r in rows for w in WARPS
-    ]
-
-
-def _chosen(configs: list[triton.Config], shapes: list[tuple[int, int]]) -> list[triton.Config]:
-    if len(configs) == 1:
-        return configs
-    of = {}
-    for c in configs:
-        of.setdefault((c.kwargs["ROWS"], c.num_warps), []).append(c)
-    return to_time([c for shape in shapes for c in of[shape]])
-
-
-def suitable_forward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
-    return _chosen(configs, forward_shapes(constants["BLOCK"]))
-
-
-def _suitable_backward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
-    return _chosen(configs, _backward_shapes(constants["BLOCK"]))
-
-
-def blocks_of(*choices: tuple[int, int], **more: int) -> list[triton.Config]:
-    every = [triton.Config({"BLOCK": block, **more}, num_warps=warps, num_stages=1) for block, warps in choices]
-    return every[:1] if interpreted() else every
-
-
 KEY = ("length", "CENTRED", "RESIDUAL")
 _fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL"), suitable_forward)
 _online = Tuned(_norm_online_kernel, blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8)), KEY)
 _fused_backward = Tuned(
-    _norm_backward_kernel, row_configs((2, 1)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), _suitable_backward
+    _norm_backward_kernel, row_configs((2, 1)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), suitable_backward
 )
 _backward_rows = Tuned(_norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
 _backward_columns = Tuned(
     _norm_backward_columns_kernel,
-    [c for stages in (3, 1) for c in blocks_of((2048, 4), (1024, 4), (4096, 8), STAGES=stages)][
-        : 1 if interpreted() else 6
-    ],
+    [c for stages in (3, 1) for c in blocks_of((2048, 4), (1024, 4), (4096, 8), STAGES=stages)],
     (*KEY, "NEEDS_WEIGHTS"),
 )
 
 #: Launches by all that decides them.
-_launches: Launches = Launches()
-
-
-def launch(
-    key: tuple, make: Callable[[], Launch | None], tensors: tuple[torch.Tensor, ...], values: tuple[Any, ...] = ()
-) -> None:
-    """Run the launch that goes by `key`; the first time `make` runs it, and gives it for the next time."""
-    if torch.compiler.is_compiling():
-        make()
-        return
-    known = _launches.get(key)
-    if known is None:
-        _launches.remember(key, make())
-    else:
-        known(*tensors, values=values)
+_launches = Launches()
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -473,7 +407,7 @@ def forward(
         constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)
 
-    launch(key, make, tensors)
+    _launches.run(key, make, tensors)
     return output, total, stats
 
 
@@ -519,7 +453,7 @@ def backward(
     wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights}
     if fused:
         tensors = (given, partials, grad, s, x, stats, w)
-        launch(
+        _launches.run(
             key,
             lambda: _fused_backward(
                 lambda meta: (groups,), tensors, (*strides, count, length), {**constants, **wanted, "BLOCK": block}
@@ -532,7 +466,7 @@ def backward(
             of_rows = (means, grad, x, stats, w)
             of_row = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
             arguments = (strides[0], strides[2], count, length)
-            launch(
+            _launches.run(
                 (*key, "rows"),
                 lambda: _backward_rows(lambda meta: (count,), of_rows, arguments, of_row),
                 of_rows,
@@ -542,7 +476,7 @@ def backward(
         def grid(meta: dict[str, Any]) -> tuple[int, int]:
             return triton.cdiv(length, meta["BLOCK"]), groups
 
-        launch(
+        _launches.run(
             key,
             lambda: _backward_columns(grid, tensors, (*strides, count, length), {**constants, **wanted}),
             tensors,
@@ -568,7 +502,7 @@ def _sum(
         compiling = torch.compiler.is_compiling()
         return None if compiling else Launch(_norm_sum_kernel, grid, arguments, {"num_warps": 8})
 
-    launch(key, make, tensors)
+    _launches.run(key, make, tensors)
 
 
 def too_long(length: int, fused: bool) -> str | None:
@@ -589,7 +523,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         config = triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_kernel, "bf16", {**forward_flags, "BLOCK": block}, config))
     for block in (256, 4096, MAX_FUSED_BACKWARD):
-        rows, warps = _backward_shapes(block)[0]
+        rows, warps = backward_shapes(block)[0]
         config = triton.Config({"ROWS": rows, "STAGES": 2}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_backward_kernel, "bf16", {**backward_flags, "BLOCK": block}, config))
     for kernel, constants, block, warps in (

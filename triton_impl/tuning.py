@@ -102,6 +102,23 @@ class Launches(dict[Hashable, Any]):
             self.clear()
         self[key] = value
 
+    def run(
+        self,
+        key: Hashable,
+        make: Callable[[], Launch | None],
+        tensors: tuple[torch.Tensor, ...],
+        values: tuple[Any, ...] = (),
+    ) -> None:
+        """Run the launch that goes by `key`; the first time `make` runs it, and gives it for the next time."""
+        if torch.compiler.is_compiling():
+            make()
+            return
+        known = self.get(key)
+        if known is None:
+            self.remember(key, make())
+        else:
+            known(*tensors, values=values)
+
 
 class Choice(NamedTuple):
     """What was chosen for a kernel, and, in ms, the median time of each configuration that was timed for it."""

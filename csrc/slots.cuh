@@ -1,0 +1,79 @@
+// Rows on their way into shared memory while those before them are worked on.
+#pragma once
+
+#include "mma.cuh"
+#include "rows.cuh"
+
+namespace kl {
+
+// A thread's own vectors in shared memory, 16 bytes of each operand's row that it shares. Each thread fetches, and later
+// reads, its own ones only, so that no barrier is needed; and cp.async needs no register until they have come.
+template <typename T>
+struct Slots {
+    uint4* own;
+    int threads;  // of the block: so far apart are a thread's slots
+
+    __device__ explicit Slots(uint4* shared)
+        : own(shared + threadIdx.y * blockDim.x + threadIdx.x), threads(blockDim.x * blockDim.y) {}
+
+    __device__ uint4* slot(int i) const { return own + i * threads; }
+
+    __device__ void read(int i, float (&x)[Vec<T>::size]) const {
+        const uint4 word = *slot(i);
+        unpack(reinterpret_cast<const Vec<T>&>(word), x);
+    }
+
+    // Vectors from slot `begin` on, once they have come.
+    __device__ void take(Vec<T> (&tile)[ROW_VECTORS], int begin) const {
+#pragma unroll
+        for (int v = 0; v < ROW_VECTORS; ++v) reinterpret_cast<uint4&>(tile[v]) = *slot(begin + v);
+    }
+
+    // Vector v of a row goes to slot begin + v: `fill` past the end of the row, and for a thread without one.
+    template <bool WHOLE, typename Share>
+    __device__ void fetch(int begin, const T* row, const Rows& rows, const Share& share, bool live, int64_t length,
+                          float fill) const {
+#pragma unroll(WHOLE ? ROW_VECTORS : 1)  // element by element a vector is code enough
+        for (int v = 0; v < ROW_VECTORS; ++v) {
+            const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
+            if constexpr (WHOLE) {
+                if (live && first < length) {
+                    cp_async16(shared_address(slot(begin + v)), row + first, 16);
+                } else {
+                    *slot(begin + v) = filled<T>(fill);
+                }
+            } else {
+                const Vec<T> loaded = load_chunk(row, rows, first, live ? length : 0, fill);
+                *slot(begin + v) = reinterpret_cast<const uint4&>(loaded);
+            }
+        }
+    }
+
+    // The same of an operand that all rows share, and so by way of the L1 of the SM, whose other blocks want it too.
+    // Where there is none (null), `absent` stands for it.
+    template <bool WHOLE, typename Share>
+    __device__ void fetch_parameter(int begin, const T* parameter, const Rows& rows, const Share& share, int64_t length,
+                                    float absent) const {
+#pragma unroll(WHOLE ? ROW_VECTORS : 1)
+        for (int v = 0; v < ROW_VECTORS; ++v) {
+            const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
+            if (WHOLE && parameter != nullptr && first < length) {
+                asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(begin + v))),
+                             "l"(parameter + first)
+                             : "memory");
+            } else if (WHOLE || parameter == nullptr) {
+                *slot(begin + v) = filled<T>(absent);
+            } else {
+                const Vec<T> loaded = load_chunk(parameter, rows, first, length, absent);
+                *slot(begin + v) = reinterpret_cast<const uint4&>(loaded);
+            }
+        }
+    }
+};
+
+// Bytes of shared memory for a row of each of so many operands.
+inline int slot_bytes(const RowLaunch& shape, int operands) {
+    return static_cast<int>(shape.threads * shape.rows) * operands * ROW_VECTORS * 16;
+}
+
+}  // namespace kl

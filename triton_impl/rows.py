@@ -1,0 +1,69 @@
+"""Configurations to choose from for kernels that work on rows: how many a program has, and how many warps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from triton_impl import interpreted
+from triton_impl.tuning import to_time
+
+WARPS = (1, 2, 4, 8, 16, 32)
+#: Rows of a program at most.
+MAX_ROWS = 64
+
+
+def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], most_warps: int) -> list[tuple[int, int]]:
+    """(rows, warps) of a program: enough rows for some of `totals` elements, some of `per_thread` each, best first."""
+    shapes = []
+    for total in totals:
+        rows = min(MAX_ROWS, max(1, total // block))
+        for each in per_thread:
+            warps = max(1, min(most_warps, rows * block // (32 * each)))
+            shapes.append((rows, warps))
+    return list(dict.fromkeys(shapes))
+
+
+def forward_shapes(block: int) -> list[tuple[int, int]]:
+    """(rows, warps) of a program that has rows of up to `block` elements in registers, best first."""
+    return _shapes(block, (16, 32, 8), (2048, 4096, 1024), 32 if block > 16384 else 16)
+
+
+def backward_shapes(block: int) -> list[tuple[int, int]]:
+    """The same where two operands are there at once."""
+    return _shapes(block, (8, 16), (2048, 4096), 16)
+
+
+def row_configs(stages: tuple[int, ...]) -> list[triton.Config]:
+    """Every choice that may suit some row; the interpreter, to which all are the same, gets one."""
+    rows = [2**i for i in range(MAX_ROWS.bit_length())]
+    constants = [{"STAGES": s} if s else {} for s in stages]
+    if interpreted():
+        return [triton.Config({"ROWS": 8, **constants[0]}, num_warps=4, num_stages=1)]
+    return [
+        triton.Config({"ROWS": r, **more}, num_warps=w, num_stages=1) for more in constants for r in rows for w in WARPS
+    ]
+
+
+def _chosen(configs: list[triton.Config], shapes: list[tuple[int, int]]) -> list[triton.Config]:
+    if len(configs) == 1:
+        return configs
+    of = {}
+    for c in configs:
+        of.setdefault((c.kwargs["ROWS"], c.num_warps), []).append(c)
+    return to_time([c for shape in shapes for c in of[shape]])
+
+
+def suitable_forward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, forward_shapes(constants["BLOCK"]))
+
+
+def suitable_backward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, backward_shapes(constants["BLOCK"]))
+
+
+def blocks_of(*choices: tuple[int, int], **more: int) -> list[triton.Config]:
+    """Configurations of a program that goes through a row: (elements at a time, warps)."""
+    every = [triton.Config({"BLOCK": block, **more}, num_warps=warps, num_stages=1) for block, warps in choices]
+    return every[:1] if interpreted() else every
