@@ -267,8 +267,10 @@ __device__ Pair peak_of(Vec<T> (&tile)[ROW_VECTORS]) {
 #pragma unroll
     for (int v = 0; v < ROW_VECTORS; ++v) {
         unpack(tile[v], x);
+        float partial = 0.0f;
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) sum += exp2_approx(fmaf(x[e], LOG2E, shift));
+        for (int e = 0; e < Vec<T>::size; ++e) partial += exp2_approx(fmaf(x[e], LOG2E, shift));
+        sum += partial;
     }
     stay_packed(tile);
     return {top, sum};
