@@ -55,6 +55,7 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
         KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
         KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
+        KL_OP("matmul.wgmma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_wgmma),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
               " -> Tensor",
               attention_naive),
@@ -178,6 +179,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_tiled_facts(facts, dtype);
     matmul_registers_facts(facts, dtype);
     matmul_mma_facts(facts, dtype);
+    matmul_wgmma_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);

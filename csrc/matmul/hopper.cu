@@ -1,0 +1,74 @@
+// The host's side of the steps on Hopper.
+
+#include "hopper.cuh"
+
+namespace kl {
+namespace {
+
+// An operand as TMA reads it, memory along `inner`; batches in a third dimension.
+TmaTensor described(ScalarType dtype, const void* data, int64_t inner, int64_t inner_stride, int64_t outer,
+                    int64_t outer_stride, int64_t batches, int64_t batch_stride) {
+    const int row = static_cast<int>(SWIZZLE_ROW / (dtype == ScalarType::Float ? sizeof(float) : sizeof(half)));
+    const bool shared =
+        batch_stride == 0;  // one matrix for all: TMA has no stride of zero, the kernel stays at batch 0
+    return {dtype,
+            3,
+            data,
+            {inner, outer, shared ? 1 : batches},
+            {inner_stride, outer_stride, batch_stride},
+            {row, PANEL_X, 1}};
+}
+
+// Whether TMA can read an operand of X rows (columns), along k, or else along x where the tensor cores can.
+bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
+              int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major) {
+    *major = Major::K;
+    *tensor = described(dtype, data, K, stride_k, X, stride_x, batches, batch_stride);
+    if (tma_can_address(*tensor)) return true;
+    if (dtype == ScalarType::Float) return false;
+    *major = Major::MN;
+    *tensor = described(dtype, data, X, stride_x, K, stride_k, batches, batch_stride);
+    return tma_can_address(*tensor);
+}
+
+}  // namespace
+
+int multiprocessors(int32_t device) {
+    int count = 0;
+    KL_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
+HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step) {
+    auto [p, output] = prepare(input, other);
+    const ScalarType dtype = input.scalar_type();
+    KL_CHECK(dtype != ScalarType::Float || allow_tf32,
+             "matmul: float32 on tensor cores needs tf32, which is not allowed");
+    HopperCall call{p, output};
+    call.a_data = input.data_ptr();
+    call.b_data = other.data_ptr();
+    KL_CHECK(is_hopper(input.get_device_index()), "matmul: ", step, " needs a GPU of compute capability 9.0");
+    if (p.batches * p.M * p.N == 0) return call;
+    if (p.K == 0) {
+        const Launch on(input);
+        const int64_t size = p.batches * p.M * p.N * (dtype == ScalarType::Float ? 4 : 2);
+        KL_CUDA_CHECK(cudaMemsetAsync(output.data_ptr(), 0, static_cast<size_t>(size), on.stream));
+        return call;
+    }
+    constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
+    KL_CHECK(std::max({p.M, p.N, p.K, p.batches}) <= LIMIT, "matmul: sizes must be below 2^31");
+    const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
+    call.tiled = {static_cast<int>(p.M),
+                  static_cast<int>(p.N),
+                  static_cast<int>(p.K),
+                  static_cast<int>(p.batches),
+                  a_batch != 0,
+                  b_batch != 0,
+                  p.M * p.N};
+    call.by_tma = p.batch_dims <= 1 &&
+                  readable(dtype, call.a_data, p.M, p.a_m, p.K, p.a_k, p.batches, a_batch, &call.a, &call.a_major) &&
+                  readable(dtype, call.b_data, p.N, p.b_n, p.K, p.b_k, p.batches, b_batch, &call.b, &call.b_major);
+    return call;
+}
+
+}  // namespace kl

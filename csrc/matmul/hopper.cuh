@@ -1,0 +1,173 @@
+// What the steps on Hopper's wgmma share: how operands are read, in which order tiles are walked, how outputs leave the
+// registers. The table of the climb stands in matmul.cuh.
+#pragma once
+
+#include "../sm90.cuh"
+#include "../tensor_map.h"
+#include "matmul.cuh"
+
+namespace kl {
+
+// A tile's 128 bytes of k are four instructions. An operand's tile is panels of 64 rows of 128 bytes (sm90.cuh), each
+// brought by one TMA instruction: 64 of x by 128 bytes of k in either orientation (x = m or n).
+constexpr int STEPS = 4;
+constexpr int PANEL_X = 64;
+constexpr int PANEL_BYTES = 64 * SWIZZLE_ROW;
+template <typename T>
+constexpr int BLOCK_K = SWIZZLE_ROW / sizeof(T);
+
+// A product in numbers of 32 bits, as kernels want it.
+struct Tiled {
+    int M, N, K;
+    int batches;
+    int a_step, b_step;  // 0 where all batches share the operand, else 1
+    int64_t c_batch;     // elements between the outputs of two batches
+};
+
+// Both operands for TMA: coordinates are (k, x, batch) where memory runs along k, (x, k, batch) where along x.
+struct TmaOperands {
+    CUtensorMap a, b;
+};
+
+// In which order tiles are made. Those that run together should share rows of A and columns of B in L2: they are
+// numbered down a group of rows before the next column is begun.
+struct TileOrder {
+    int tiles_m, tiles_n, group;
+
+    __host__ __device__ int64_t per_batch() const { return int64_t{tiles_m} * tiles_n; }
+    __host__ __device__ void at(int64_t index, int* batch, int* m, int* n) const {
+        *batch = static_cast<int>(index / per_batch());
+        const int within = static_cast<int>(index % per_batch());
+        const int first = within / (group * tiles_n) * group;  // row of the group's first tile
+        const int rows = tiles_m - first < group ? tiles_m - first : group;
+        const int in_group = within - first * tiles_n;
+        *m = first + in_group % rows;
+        *n = in_group / rows;
+    }
+};
+
+// ---- host: hopper.cu ------------------------------------------------------------------------------------------------
+
+// A call as the Hopper steps see it.
+struct HopperCall {
+    Product product;
+    Tensor output;
+    Tiled tiled;
+    bool by_tma;  // whether TMA can read both operands; else they are K-major once they stand in shared memory
+    Major a_major, b_major;
+    TmaTensor a, b;
+
+    const void *a_data, *b_data;
+    bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
+    TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
+};
+
+// Checks a call and allocates its output, which is zeroed where K is 0.
+HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step);
+
+// Where TMA cannot read an operand, every step multiplies by the kernel of `persistent` that loads with plain loads.
+void launch_plain(const HopperCall& call, const Launch& on);
+
+int multiprocessors(int32_t device);
+
+// Calls f(T{}, a_major, b_major), the last two as types: what a Hopper kernel is compiled for.
+template <Major MAJOR>
+using MajorOf = std::integral_constant<Major, MAJOR>;
+template <typename F>
+void dispatch_hopper(const HopperCall& call, ScalarType dtype, F&& f) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using K = MajorOf<Major::K>;
+        if constexpr (sizeof(zero) == 4) {
+            f(zero, K{}, K{});
+        } else {
+            using MN = MajorOf<Major::MN>;
+            if (call.a_major == Major::K) return call.b_major == Major::K ? f(zero, K{}, K{}) : f(zero, K{}, MN{});
+            return call.b_major == Major::K ? f(zero, MN{}, K{}) : f(zero, MN{}, MN{});
+        }
+    });
+}
+
+// Launches on clusters of `cluster` blocks; checks once for each kernel and device that it can run there.
+template <typename... Parameters, typename... Arguments>
+void launch_hopper(void (*kernel)(Parameters...), const char* name, unsigned int blocks, int cluster, int threads,
+                   int shared, const Launch& on, DeviceSet& asked, Arguments&&... arguments) {
+    if (!asked.has(on.device)) {
+        check_hopper(reinterpret_cast<const void*>(kernel), on.device, name);
+        allow_shared(kernel, shared, on.device, asked);
+    }
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned int>(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared;
+    config.stream = on.stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+    KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
+// ---- device ---------------------------------------------------------------------------------------------------------
+
+#if !defined(__CUDA_ARCH__) || KL_SM90A
+
+// Dynamic shared memory from the first multiple of 1024 bytes on, which panels need; launches ask for 1024 more.
+__device__ inline uint32_t aligned_shared() {
+    extern __shared__ unsigned char shared_bytes[];
+    return (shared_address(shared_bytes) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
+}
+
+template <Major MAJOR>
+__device__ inline void load_panel(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k, int batch) {
+    MAJOR == Major::K ? tma_load(shared, map, barrier, k, x, batch) : tma_load(shared, map, barrier, x, k, batch);
+}
+template <Major MAJOR>
+__device__ inline void load_panel_multicast(uint32_t shared, const CUtensorMap& map, uint32_t barrier, uint16_t blocks,
+                                            int x, int k, int batch) {
+    MAJOR == Major::K ? tma_load_multicast(shared, map, barrier, blocks, k, x, batch)
+                      : tma_load_multicast(shared, map, barrier, blocks, x, k, batch);
+}
+
+// d += A · B over one stage's k, by one warpgroup: `a` is the panel of its 64 rows of A, `b` the first of B's.
+template <typename T, Major A, Major B, int BN>
+__device__ inline void multiply_stage(float (&d)[BN / 2], uint32_t a, uint32_t b, bool accumulate) {
+    const uint64_t a_matrix = matrix_descriptor<A>(a, PANEL_BYTES), b_matrix = matrix_descriptor<B>(b, PANEL_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        Wgmma<BN>::template multiply<T, A, B>(d, a_matrix + step * DESCRIPTOR_STEP<A>,
+                                              b_matrix + step * DESCRIPTOR_STEP<B>, accumulate || step > 0);
+    }
+    wgmma_commit();
+}
+
+// A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers.
+template <typename T, int BN>
+__device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int N, int m0, int n0) {
+    const int lane = threadIdx.x % WARP, first = m0 + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
+    const bool pairs = N % 2 == 0;  // then every pair of columns that begins at an even one is aligned
+#pragma unroll
+    for (int half_tile = 0; half_tile < 2; ++half_tile) {
+        const int m = first + half_tile * 8;
+        if (m >= M) continue;
+        T* const row = c + int64_t{m} * N;
+#pragma unroll
+        for (int j = 0; j < BN / 8; ++j) {
+            const int n = n0 + j * 8 + lane % 4 * 2;
+            struct alignas(2 * sizeof(T)) Pair {
+                T first, second;
+            } out{from_float<T>(d[j * 4 + half_tile * 2]), from_float<T>(d[j * 4 + half_tile * 2 + 1])};
+            if (pairs && n < N) {
+                *reinterpret_cast<Pair*>(row + n) = out;
+            } else {
+                if (n < N) row[n] = out.first;
+                if (n + 1 < N) row[n + 1] = out.second;
+            }
+        }
+    }
+}
+
+#endif
+
+}  // namespace kl
