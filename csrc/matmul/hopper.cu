@@ -39,6 +39,14 @@ int multiprocessors(int32_t device) {
     return count;
 }
 
+PairOrder pair_order(const Tiled& p, int BM, int BN) {
+    const auto tiles_m = static_cast<int>(ceil_div(p.M, BM)), tiles_n = static_cast<int>(ceil_div(p.N, BN));
+    const bool below = tiles_m % CLUSTER == 0 || tiles_n % CLUSTER != 0;
+    const int rows = 2048 / BM;
+    if (below) return {{static_cast<int>(ceil_div(tiles_m, CLUSTER)), tiles_n, rows / CLUSTER}, true};
+    return {{tiles_m, static_cast<int>(ceil_div(tiles_n, CLUSTER)), rows}, false};
+}
+
 HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step) {
     auto [p, output] = prepare(input, other);
     const ScalarType dtype = input.scalar_type();

@@ -46,6 +46,21 @@ struct TileOrder {
     }
 };
 
+// The same for clusters of two blocks, whose tiles lie one below the other, or one beside the other.
+constexpr int CLUSTER = 2;
+struct PairOrder {
+    TileOrder tiles;  // of pairs
+    bool below;
+
+    template <int BM, int BN>
+    __host__ __device__ void at(int64_t index, int rank, int* batch, int* m0, int* n0) const {
+        int m, n;
+        tiles.at(index, batch, &m, &n);
+        *m0 = (below ? m * CLUSTER + rank : m) * BM;
+        *n0 = (below ? n : n * CLUSTER + rank) * BN;
+    }
+};
+
 // ---- host: hopper.cu ------------------------------------------------------------------------------------------------
 
 // A call as the Hopper steps see it.
@@ -69,6 +84,9 @@ HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_t
 void launch_plain(const HopperCall& call, const Launch& on);
 
 int multiprocessors(int32_t device);
+
+// Pairs of BM×BN tiles: beside each other only where that leaves fewer tiles without outputs.
+PairOrder pair_order(const Tiled& p, int BM, int BN);
 
 // Calls f(T{}, a_major, b_major), the last two as types: what a Hopper kernel is compiled for.
 template <Major MAJOR>
@@ -118,15 +136,57 @@ __device__ inline uint32_t aligned_shared() {
     return (shared_address(shared_bytes) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
 }
 
-template <Major MAJOR>
-__device__ inline void load_panel(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k, int batch) {
-    MAJOR == Major::K ? tma_load(shared, map, barrier, k, x, batch) : tma_load(shared, map, barrier, x, k, batch);
+// Where one stands in a ring of stages, and the parity of the phase that it completes there in this turn.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// WIDTH of x, from x on, by 128 bytes of k.
+template <Major MAJOR, int WIDTH>
+__device__ inline void load_tile(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k, int batch) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; i += PANEL_X) {
+        const int c0 = MAJOR == Major::K ? k : x + i, c1 = MAJOR == Major::K ? x + i : k;
+        tma_load(shared + i * SWIZZLE_ROW, map, barrier, c0, c1, batch);
+    }
 }
-template <Major MAJOR>
-__device__ inline void load_panel_multicast(uint32_t shared, const CUtensorMap& map, uint32_t barrier, uint16_t blocks,
-                                            int x, int k, int batch) {
-    MAJOR == Major::K ? tma_load_multicast(shared, map, barrier, blocks, k, x, batch)
-                      : tma_load_multicast(shared, map, barrier, blocks, x, k, batch);
+// The same into several blocks of the cluster.
+template <Major MAJOR, int WIDTH>
+__device__ inline void load_tile_multicast(uint32_t shared, const CUtensorMap& map, uint32_t barrier, uint16_t blocks,
+                                           int x, int k, int batch) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; i += PANEL_X) {
+        const int c0 = MAJOR == Major::K ? k : x + i, c1 = MAJOR == Major::K ? x + i : k;
+        tma_load_multicast(shared + i * SWIZZLE_ROW, map, barrier, blocks, c0, c1, batch);
+    }
+}
+
+// A block's tiles of both operands, BM and BN wide: what only it reads, and its half of what both blocks of the cluster
+// read. Counted at `barrier` in each block, as a whole stage.
+template <Major A, Major B, int BM, int BN>
+__device__ inline void load_pair(uint32_t stage, const TmaOperands& from, uint32_t barrier, bool below, int m0, int n0,
+                                 int k, int a_batch, int b_batch) {
+    constexpr uint16_t BOTH = 0b11;
+    constexpr int A_BYTES = BM * SWIZZLE_ROW, A_HALF = BM / CLUSTER, B_HALF = BN / CLUSTER;
+    const int rank = static_cast<int>(cluster_rank());
+    if (below) {
+        const int part = rank * B_HALF;
+        load_tile<A, BM>(stage, from.a, barrier, m0, k, a_batch);
+        load_tile_multicast<B, B_HALF>(stage + A_BYTES + part * SWIZZLE_ROW, from.b, barrier, BOTH, n0 + part, k,
+                                       b_batch);
+    } else {
+        const int part = rank * A_HALF;
+        load_tile_multicast<A, A_HALF>(stage + part * SWIZZLE_ROW, from.a, barrier, BOTH, m0 + part, k, a_batch);
+        load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, k, b_batch);
+    }
 }
 
 // d += A · B over one stage's k, by one warpgroup: `a` is the panel of its 64 rows of A, `b` the first of B's.

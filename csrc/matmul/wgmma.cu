@@ -31,14 +31,8 @@ __global__ void __launch_bounds__(THREADS)
     const auto load = [&](int i) {  // by one thread
         const uint32_t stage = tiles + i % STAGES * STAGE_BYTES, barrier = barriers + i % STAGES * 8;
         mbarrier_arrive_expect(barrier, STAGE_BYTES);
-#pragma unroll
-        for (int x = 0; x < BM; x += PANEL_X) {
-            load_panel<A>(stage + x * SWIZZLE_ROW, from.a, barrier, m0 + x, i * BLOCK_K<T>, batch * p.a_step);
-        }
-#pragma unroll
-        for (int x = 0; x < BN; x += PANEL_X) {
-            load_panel<B>(stage + A_BYTES + x * SWIZZLE_ROW, from.b, barrier, n0 + x, i * BLOCK_K<T>, batch * p.b_step);
-        }
+        load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
+        load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
     };
     if (threadIdx.x == 0) {
         for (int i = 0; i < min(STAGES, k_tiles); ++i) load(i);
