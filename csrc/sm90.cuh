@@ -64,8 +64,6 @@ __host__ __device__ constexpr uint64_t matrix_descriptor(uint32_t shared, uint32
 template <Major MAJOR>
 constexpr uint64_t DESCRIPTOR_STEP = MAJOR == Major::K ? 32 / 16 : 16 * SWIZZLE_ROW / 16;
 
-#if !defined(__CUDA_ARCH__) || KL_SM90A
-
 // ---- mbarrier ------------------------------------------------------------------------------------------------------
 //
 // A barrier in shared memory completes a phase when `count` arrivals have come and all bytes that were announced have
@@ -245,6 +243,15 @@ __device__ inline float4 load_cluster16(uint32_t address) {
     return v;
 }
 
+__device__ inline void store_shared8(uint32_t shared, uint32_t v0, uint32_t v1) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(v0), "r"(v1) : "memory");
+}
+__device__ inline uint16_t load_shared_u16(uint32_t shared) {
+    uint16_t value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(shared) : "memory");
+    return value;
+}
+
 // Four 8×8 matrices of 16-bit elements from registers to shared memory: what ldmatrix reads, the other way.
 __device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0), "r"(r1),
@@ -370,6 +377,4 @@ KL_WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86");
 KL_WGMMA(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94");
 KL_WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102");
 KL_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134");
-#endif
-
 }  // namespace kl

@@ -77,7 +77,7 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
     if (call.done()) return call.output;
     const Launch on(input);
     if (!call.by_tma) {
-        launch_plain(call, on);
+        launch_plain(call, input.scalar_type(), on);
         return call.output;
     }
     const PairOrder order = pair_order(call.tiled, BM, BN);

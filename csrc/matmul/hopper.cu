@@ -47,6 +47,12 @@ PairOrder pair_order(const Tiled& p, int BM, int BN) {
     return {{tiles_m, static_cast<int>(ceil_div(tiles_n, CLUSTER)), rows}, false};
 }
 
+TmaTensor output_tensor(const HopperCall& call) {
+    const Product& p = call.product;
+    return {call.output.scalar_type(), 3, call.output.data_ptr(), {p.N, p.M, p.batches}, {1, p.N, p.M * p.N},
+            {PANEL_X, PANEL_X, 1}};
+}
+
 HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step) {
     auto [p, output] = prepare(input, other);
     const ScalarType dtype = input.scalar_type();

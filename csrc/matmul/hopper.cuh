@@ -81,7 +81,11 @@ struct HopperCall {
 HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step);
 
 // Where TMA cannot read an operand, every step multiplies by the kernel of `persistent` that loads with plain loads.
-void launch_plain(const HopperCall& call, const Launch& on);
+void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
+void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on);
+
+// The output as TMA writes it, in boxes of 64×64; where its rows are not multiples of 16 bytes, TMA cannot.
+TmaTensor output_tensor(const HopperCall& call);
 
 int multiprocessors(int32_t device);
 
@@ -127,8 +131,6 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, unsigned int
 }
 
 // ---- device ---------------------------------------------------------------------------------------------------------
-
-#if !defined(__CUDA_ARCH__) || KL_SM90A
 
 // Dynamic shared memory from the first multiple of 1024 bytes on, which panels need; launches ask for 1024 more.
 __device__ inline uint32_t aligned_shared() {
@@ -189,17 +191,36 @@ __device__ inline void load_pair(uint32_t stage, const TmaOperands& from, uint32
     }
 }
 
-// d += A · B over one stage's k, by one warpgroup: `a` is the panel of its 64 rows of A, `b` the first of B's.
-template <typename T, Major A, Major B, int BN>
+// d += A · B over one stage's k, by one warpgroup: `a` is the panel of its 64 rows of A, `b` the first of B's. PARTS
+// instructions share the BN columns: the widest needs more registers than a thread of a large block begins with.
+template <typename T, Major A, Major B, int BN, int PARTS = 1>
 __device__ inline void multiply_stage(float (&d)[BN / 2], uint32_t a, uint32_t b, bool accumulate) {
+    constexpr int N = BN / PARTS;
     const uint64_t a_matrix = matrix_descriptor<A>(a, PANEL_BYTES), b_matrix = matrix_descriptor<B>(b, PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        Wgmma<BN>::template multiply<T, A, B>(d, a_matrix + step * DESCRIPTOR_STEP<A>,
-                                              b_matrix + step * DESCRIPTOR_STEP<B>, accumulate || step > 0);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            auto& columns = *reinterpret_cast<float (*)[N / 2]>(d + part * N / 2);
+            Wgmma<N>::template multiply<T, A, B>(columns, a_matrix + step * DESCRIPTOR_STEP<A>,
+                                                 b_matrix + step * DESCRIPTOR_STEP<B> + part * N * SWIZZLE_ROW / 16,
+                                                 accumulate || step > 0);
+        }
     }
     wgmma_commit();
+}
+
+// Two sums as two neighbouring outputs of 16 bits.
+template <typename T>
+__device__ inline uint32_t pack_pair(float first, float second) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+        return reinterpret_cast<const uint32_t&>(pair);
+    } else {
+        const half2 pair = __floats2half2_rn(first, second);
+        return reinterpret_cast<const uint32_t&>(pair);
+    }
 }
 
 // A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers.
@@ -227,7 +248,5 @@ __device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int 
         }
     }
 }
-
-#endif
 
 }  // namespace kl

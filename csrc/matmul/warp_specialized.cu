@@ -72,7 +72,7 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
     if (call.done()) return call.output;
     const Launch on(input);
     if (!call.by_tma) {
-        launch_plain(call, on);
+        launch_plain(call, input.scalar_type(), on);
         return call.output;
     }
     const Tiled& p = call.tiled;
