@@ -59,7 +59,7 @@ struct PlainLoader {
     };
     static constexpr Major A = Major::K, B = Major::K;
     static constexpr int BLOCKS = 1, WARPGROUPS = 2, ARRIVALS = WARPGROUPS * WARPGROUP / WARP;
-    static constexpr int REGISTERS = 80, CONSUMER_REGISTERS = 176, PARTS = 2;
+    static constexpr int REGISTERS = 88, CONSUMER_REGISTERS = 168, PARTS = 2;
 
     PlainOperand<T, WARPGROUPS * WARPGROUP> a, b;
     int K;
@@ -117,12 +117,14 @@ __device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, co
             }
         } else {
             __syncwarp();
-            for (int r = warp * 16; r < warp * 16 + 16 && m0 + r < p.M; ++r) {
+            T* out = c + int64_t{m0 + warp * 16} * p.N + n_part + lane;
+#pragma unroll 1
+            for (int r = warp * 16; r < warp * 16 + 16 && m0 + r < p.M; ++r, out += p.N) {
 #pragma unroll
                 for (int x = lane; x < PANEL_X; x += WARP) {
                     if (n_part + x >= p.N) continue;
-                    T* const out = c + batch * p.c_batch + int64_t{m0 + r} * p.N + n_part + x;
-                    *reinterpret_cast<uint16_t*>(out) = load_shared_u16(panel + swizzled(r, x / 8) + x % 8 * 2);
+                    reinterpret_cast<uint16_t*>(out)[x - lane] =
+                        load_shared_u16(panel + swizzled(r, x / 8) + x % 8 * 2);
                 }
             }
         }
@@ -194,8 +196,8 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
             if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
                 store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
             } else {
-                store_through_shared<T>(sum, c, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
-                                        m0 + half * PANEL_X, n0);
+                store_through_shared<T>(sum, c + batch * p.c_batch, to, by_tma, p, panels + half * 2 * PANEL_BYTES,
+                                        batch, m0 + half * PANEL_X, n0);
             }
         }
         tma_store_wait_read<0>();

@@ -40,13 +40,22 @@ struct PlainOperand {
         uint32_t shift;  // bytes from the first of `low` to the chunk's first
     };
 
+    // Volatile, so that loads stay together, ahead of the first use of any.
+    __device__ static void load16_if(uint4& v, const uint4* p, bool inside) {
+        asm volatile(
+            "{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\n"
+            "@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+            : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+            : "l"(p), "r"(static_cast<int>(inside)));
+    }
+
     // Begins to load the chunk at `p`, of which `count` elements (at most E) are inside.
     __device__ static Words begin(const T* p, int count) {
         const auto address = reinterpret_cast<uintptr_t>(p);
         const auto* aligned = reinterpret_cast<const uint4*>(address & ~uintptr_t{15});
         Words words{{}, {}, static_cast<uint32_t>(address % 16)};
-        if (count > 0) words.low = __ldg(aligned);
-        if (count > 0 && words.shift + count * sizeof(T) > 16) words.high = __ldg(aligned + 1);
+        load16_if(words.low, aligned, count > 0);
+        load16_if(words.high, aligned + 1, count > 0 && words.shift + count * sizeof(T) > 16);
         return words;
     }
 
