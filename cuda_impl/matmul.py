@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from cuda_impl import climb, unsupported
 from kernel_ladder.matmul_shapes import output_shape
 from kernel_ladder.precision import tf32_allowed
-from kernel_ladder.table import register
+from kernel_ladder.table import register, untraced
 
 
 def _fold(tensor: torch.Tensor, dims: list[int], dim: int) -> torch.Tensor:
@@ -53,9 +55,58 @@ def _mma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return unsupported(input, other)
 
 
+@untraced
+@functools.cache
+def _not_hopper(device: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+
+
+def _hopper_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    return _mma_unsupported(input, other) or _not_hopper(input.device.index)
+
+
+def _off_the_grid(tensor: torch.Tensor, name: str) -> str | None:
+    """Why TMA cannot address an operand, or None: it counts in 16 bytes."""
+    grid = 16 // tensor.element_size()
+    shape, strides = tensor.shape, tensor.stride()
+    # An axis of one element is never stepped along; a vector is a matrix of one row or column.
+    along_rows = len(shape) == 1 or strides[-1] == 1 or shape[-1] == 1
+    leading = strides[-2] if along_rows and len(shape) > 1 else strides[-1]
+    rows = shape[-2] if along_rows and len(shape) > 1 else shape[-1]
+    unit = strides[-1] if along_rows else strides[-2]
+    if unit != 1 and shape[-1 if along_rows else -2] > 1:
+        return f"TMA reads along memory, and `{name}` has no dimension of stride 1"
+    off = (rows > 1 and len(shape) > 1 and (leading % grid or leading <= 0)) or any(
+        stride % grid for size, stride in zip(shape[:-2], strides[:-2], strict=True) if size > 1
+    )
+    if off or (not torch.compiler.is_compiling() and tensor.storage_offset() % grid):
+        return f"TMA reads from multiples of 16 bytes, and rows of `{name}` begin elsewhere (cuda.persistent loads those)"
+    return None
+
+
+def _tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    """For the steps that show TMA alone. Their gradients' operands may be of any layout; see csrc/matmul/hopper.cuh."""
+    reason = _hopper_unsupported(input, other)
+    if reason is not None or not input.numel() or not other.numel():
+        return reason
+    return _off_the_grid(input, "input") or _off_the_grid(other, "other")
+
+
+_TENSOR_CORES = {
+    "mma": _mma_unsupported,
+    "wgmma": _tma_unsupported,
+    "warp_specialized": _tma_unsupported,
+    "cluster": _tma_unsupported,
+    "persistent": _hopper_unsupported,
+    "split_k": _hopper_unsupported,
+}
+
+
 def _register(name: str) -> None:
     overload = getattr(torch.ops.kernel_ladder.matmul, name)
-    if name == "mma":
+    takes = _TENSOR_CORES.get(name, unsupported)
+    if name in _TENSOR_CORES:
 
         def run(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             # Only float32 asks for the switch, and only where it is on does `unsupported` let float32 come here.
@@ -76,7 +127,6 @@ def _register(name: str) -> None:
         return input.new_empty(output_shape(input, other))
 
     torch.library.register_fake(f"kernel_ladder::matmul.{name}", fake)
-    takes = _mma_unsupported if name == "mma" else unsupported
     register("matmul", f"cuda.{name}", forward=forward, backward=backward, unsupported=takes)
 
 

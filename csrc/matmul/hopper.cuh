@@ -223,30 +223,32 @@ __device__ inline uint32_t pack_pair(float first, float second) {
     }
 }
 
+// Four sums: two neighbouring outputs of row m from column n on, and two of row m + 8.
+template <typename T>
+__device__ inline void store_eight_columns(const float* d, T* c, int M, int N, int m, int n) {
+    struct alignas(2 * sizeof(T)) Pair {
+        T first, second;
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (m + i * 8 >= M) continue;
+        T* const out = c + int64_t{m + i * 8} * N + n;
+        const Pair pair{from_float<T>(d[i * 2]), from_float<T>(d[i * 2 + 1])};
+        if (N % 2 == 0 && n < N) {  // then every pair of columns that begins at an even one is aligned
+            *reinterpret_cast<Pair*>(out) = pair;
+        } else {
+            if (n < N) out[0] = pair.first;
+            if (n + 1 < N) out[1] = pair.second;
+        }
+    }
+}
+
 // A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers.
 template <typename T, int BN>
 __device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int N, int m0, int n0) {
-    const int lane = threadIdx.x % WARP, first = m0 + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
-    const bool pairs = N % 2 == 0;  // then every pair of columns that begins at an even one is aligned
+    const int lane = threadIdx.x % WARP, m = m0 + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
 #pragma unroll
-    for (int half_tile = 0; half_tile < 2; ++half_tile) {
-        const int m = first + half_tile * 8;
-        if (m >= M) continue;
-        T* const row = c + int64_t{m} * N;
-#pragma unroll
-        for (int j = 0; j < BN / 8; ++j) {
-            const int n = n0 + j * 8 + lane % 4 * 2;
-            struct alignas(2 * sizeof(T)) Pair {
-                T first, second;
-            } out{from_float<T>(d[j * 4 + half_tile * 2]), from_float<T>(d[j * 4 + half_tile * 2 + 1])};
-            if (pairs && n < N) {
-                *reinterpret_cast<Pair*>(row + n) = out;
-            } else {
-                if (n < N) row[n] = out.first;
-                if (n + 1 < N) row[n + 1] = out.second;
-            }
-        }
-    }
+    for (int j = 0; j < BN / 8; ++j) store_eight_columns<T>(d + j * 4, c, M, N, m, n0 + j * 8 + lane % 4 * 2);
 }
 
 }  // namespace kl
