@@ -52,12 +52,13 @@ struct PairOrder {
     TileOrder tiles;  // of pairs
     bool below;
 
-    template <int BM, int BN>
+    // Where the tile of block `rank` begins; BLOCKS is 1 where each stands alone.
+    template <int BM, int BN, int BLOCKS = CLUSTER>
     __host__ __device__ void at(int64_t index, int rank, int* batch, int* m0, int* n0) const {
         int m, n;
         tiles.at(index, batch, &m, &n);
-        *m0 = (below ? m * CLUSTER + rank : m) * BM;
-        *n0 = (below ? n : n * CLUSTER + rank) * BN;
+        *m0 = (below ? m * BLOCKS + rank : m) * BM;
+        *n0 = (below ? n : n * BLOCKS + rank) * BN;
     }
 };
 

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
         registers_decrease<Loader::REGISTERS>();
         if (Loader::takes_part()) {
             for (int64_t tile = blockIdx.x / Loader::BLOCKS; tile < tiles; tile += gridDim.x / Loader::BLOCKS) {
-                order.at<BM, BN>(tile, rank, &batch, &m0, &n0);
+                order.at<BM, BN, Loader::BLOCKS>(tile, rank, &batch, &m0, &n0);
                 const Loader loader(from, p, order.below, batch, m0, n0);
                 for (int i = 0; i < k_tiles; ++i, at.next()) {
                     mbarrier_wait_cluster(empty + at.stage * 8, at.phase ^ 1);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
             }
         };
         for (int64_t tile = blockIdx.x / Loader::BLOCKS; tile < tiles; tile += gridDim.x / Loader::BLOCKS) {
-            order.at<BM, BN>(tile, rank, &batch, &m0, &n0);
+            order.at<BM, BN, Loader::BLOCKS>(tile, rank, &batch, &m0, &n0);
             int before = 0;
             for (int i = 0; i < k_tiles; ++i, at.next()) {
                 const uint32_t stage = stages + at.stage * STAGE_BYTES;
