@@ -9,6 +9,7 @@ import torch
 from cuda_impl import climb, unsupported
 from kernel_ladder.matmul_shapes import output_shape
 from kernel_ladder.precision import tf32_allowed
+from kernel_ladder.strides import collapse
 from kernel_ladder.table import register, untraced
 
 
@@ -66,31 +67,39 @@ def _hopper_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return _mma_unsupported(input, other) or _not_hopper(input.device.index)
 
 
-def _off_the_grid(tensor: torch.Tensor, name: str) -> str | None:
-    """Why TMA cannot address an operand, or None: it counts in 16 bytes."""
+def _not_for_tma(tensor: torch.Tensor, name: str, k: int) -> str | None:
+    """Why TMA cannot read an operand, or None. It addresses multiples of 16 bytes; `k` is the inner dimension."""
     grid = 16 // tensor.element_size()
+    if not torch.compiler.is_compiling() and tensor.storage_offset() % grid:
+        return f"TMA reads from multiples of 16 bytes, where `{name}` does not begin"
     shape, strides = tensor.shape, tensor.stride()
-    # An axis of one element is never stepped along; a vector is a matrix of one row or column.
-    along_rows = len(shape) == 1 or strides[-1] == 1 or shape[-1] == 1
-    leading = strides[-2] if along_rows and len(shape) > 1 else strides[-1]
-    rows = shape[-2] if along_rows and len(shape) > 1 else shape[-1]
-    unit = strides[-1] if along_rows else strides[-2]
-    if unit != 1 and shape[-1 if along_rows else -2] > 1:
-        return f"TMA reads along memory, and `{name}` has no dimension of stride 1"
-    off = (rows > 1 and len(shape) > 1 and (leading % grid or leading <= 0)) or any(
-        stride % grid for size, stride in zip(shape[:-2], strides[:-2], strict=True) if size > 1
-    )
-    if off or (not torch.compiler.is_compiling() and tensor.storage_offset() % grid):
-        return f"TMA reads from multiples of 16 bytes, and rows of `{name}` begin elsewhere (cuda.persistent loads those)"
+    if len(shape) == 1:
+        shape, strides, k = torch.Size((1, *shape)), (0, *strides), -1
+    steps = [size == 1 or (stride > 0 and stride % grid == 0) for size, stride in zip(shape, strides, strict=True)]
+    unit = [size == 1 or stride == 1 for size, stride in zip(shape, strides, strict=True)]
+    x = -3 - k
+    if not (unit[k] and steps[x]) and not (grid == 8 and unit[x] and steps[k]):
+        along = "along memory" if grid == 8 else "tf32 along the inner dimension"
+        return f"TMA reads {along}, in rows that begin at multiples of 16 bytes; `{name}` has strides {tuple(strides)}"
+    if not all(step or stride == 0 for step, stride in zip(steps[:-2], strides[:-2], strict=True)):
+        return f"TMA reads batches that begin at multiples of 16 bytes; `{name}` has strides {tuple(strides)}"
     return None
 
 
 def _tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
-    """For the steps that show TMA alone. Their gradients' operands may be of any layout; see csrc/matmul/hopper.cuh."""
+    """For the steps that show TMA alone.
+
+    The operands of their gradients may still be such that TMA cannot read them: those are loaded as in ``persistent``.
+    """
     reason = _hopper_unsupported(input, other)
     if reason is not None or not input.numel() or not other.numel():
         return reason
-    return _off_the_grid(input, "input") or _off_the_grid(other, "other")
+    if input.dim() > 3 or other.dim() > 3:
+        batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+        strides = [t.expand(*batch, *t.shape[-2:]).stride()[:-2] for t in (input, other) if t.dim() > 1]
+        if len(collapse(batch, *strides)[0]) > 1:
+            return "TMA walks batches of one stride, and these need several"
+    return _not_for_tma(input, "input", -1) or _not_for_tma(other, "other", -2)
 
 
 _TENSOR_CORES = {

@@ -26,6 +26,8 @@ __global__ void __launch_bounds__(THREADS, 1)
             mbarrier_init(empty + s * 8, CLUSTER * CONSUMERS * WARPGROUP / WARP);
         }
         mbarrier_init_fence();
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
     }
     cluster_sync();  // neither block writes into the other before its barriers are there
 

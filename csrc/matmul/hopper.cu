@@ -5,6 +5,25 @@
 namespace kl {
 namespace {
 
+// That an order visits every tile once, for the sizes below: a group that divides the rows, one that does not, one row,
+// one column, fewer rows than a group, several batches.
+constexpr bool visits_every_tile_once(TileOrder order, int batches) {
+    bool seen[64] = {};
+    const int64_t tiles = order.per_batch() * batches;
+    for (int64_t i = 0; i < tiles; ++i) {
+        int batch = 0, m = 0, n = 0;
+        order.at(i, &batch, &m, &n);
+        if (m < 0 || m >= order.tiles_m || n < 0 || n >= order.tiles_n || batch < 0 || batch >= batches) return false;
+        bool& here = seen[(batch * order.tiles_m + m) * order.tiles_n + n];
+        if (here) return false;
+        here = true;
+    }
+    return true;
+}
+static_assert(visits_every_tile_once({8, 5, 4}, 1) && visits_every_tile_once({7, 5, 3}, 1) &&
+              visits_every_tile_once({1, 9, 4}, 2) && visits_every_tile_once({9, 1, 4}, 3) &&
+              visits_every_tile_once({3, 7, 16}, 2) && visits_every_tile_once({5, 4, 1}, 3));
+
 // An operand as TMA reads it, memory along `inner`; batches in a third dimension.
 TmaTensor described(ScalarType dtype, const void* data, int64_t inner, int64_t inner_stride, int64_t outer,
                     int64_t outer_stride, int64_t batches, int64_t batch_stride) {

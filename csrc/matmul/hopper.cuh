@@ -34,8 +34,8 @@ struct TmaOperands {
 struct TileOrder {
     int tiles_m, tiles_n, group;
 
-    __host__ __device__ int64_t per_batch() const { return int64_t{tiles_m} * tiles_n; }
-    __host__ __device__ void at(int64_t index, int* batch, int* m, int* n) const {
+    __host__ __device__ constexpr int64_t per_batch() const { return int64_t{tiles_m} * tiles_n; }
+    __host__ __device__ constexpr void at(int64_t index, int* batch, int* m, int* n) const {
         *batch = static_cast<int>(index / per_batch());
         const int within = static_cast<int>(index % per_batch());
         const int first = within / (group * tiles_n) * group;  // row of the group's first tile
@@ -54,8 +54,8 @@ struct PairOrder {
 
     // Where the tile of block `rank` begins; BLOCKS is 1 where each stands alone.
     template <int BM, int BN, int BLOCKS = CLUSTER>
-    __host__ __device__ void at(int64_t index, int rank, int* batch, int* m0, int* n0) const {
-        int m, n;
+    __host__ __device__ constexpr void at(int64_t index, int rank, int* batch, int* m0, int* n0) const {
+        int m = 0, n = 0;
         tiles.at(index, batch, &m, &n);
         *m0 = (below ? m * BLOCKS + rank : m) * BM;
         *n0 = (below ? n : n * BLOCKS + rank) * BN;

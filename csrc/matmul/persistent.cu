@@ -42,6 +42,10 @@ struct TmaLoader {
 
     __device__ TmaLoader(const Source& from, const Tiled& p, bool below, int batch, int m0, int n0)
         : from(from), m0(m0), n0(n0), a_batch(batch * p.a_step), b_batch(batch * p.b_step), below(below) {}
+    __device__ static void prefetch(const Source& from) {
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
+    }
     __device__ static bool takes_part() { return warp_index() == 0 && elect_one(); }
     __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
         mbarrier_arrive_expect(barrier, STAGE_BYTES);
@@ -71,6 +75,7 @@ struct PlainLoader {
         a = {from.a + a_offset + m0 * q.a_m, q.a_m, q.a_k, p.M - m0};
         b = {from.b + b_offset + n0 * q.b_n, q.b_n, q.b_k, p.N - n0};
     }
+    __device__ static void prefetch(const Source&) {}
     __device__ static bool takes_part() { return true; }
     __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
         const auto thread = static_cast<int>(threadIdx.x);
@@ -146,6 +151,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
             mbarrier_init(empty + s * 8, Loader::BLOCKS * CONSUMERS * WARPGROUP / WARP);
         }
         mbarrier_init_fence();
+        Loader::prefetch(from);
     }
     Loader::BLOCKS > 1 ? cluster_sync() : __syncthreads();
 
@@ -167,6 +173,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
             }
         }
         __syncwarp();
+        if constexpr (Loader::BLOCKS > 1) cluster_sync();
     } else {
         registers_increase<Loader::CONSUMER_REGISTERS>();
         const int half = group - Loader::WARPGROUPS;
@@ -202,8 +209,8 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
         }
         tma_store_wait_read<0>();
         __syncwarp();
+        if constexpr (Loader::BLOCKS > 1) cluster_sync();  // shared memory stays until the other block is done with it
     }
-    if constexpr (Loader::BLOCKS > 1) cluster_sync();  // shared memory stays until the other block is done with it
 #endif
 }
 

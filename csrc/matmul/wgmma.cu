@@ -22,6 +22,8 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers + s * 8, 1);
         mbarrier_init_fence();
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
     }
     __syncthreads();
 
