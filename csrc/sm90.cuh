@@ -79,11 +79,12 @@ __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init
 __device__ inline void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the barrier of the same address in block `rank` of the cluster.
+// Arrives at the barrier of the same address in block `rank` of the cluster. It orders what the copy engine and wgmma do;
+// ordinary writes would need a release at the scope of the cluster, whose price is a fence of the whole GPU.
 __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -103,18 +104,6 @@ __device__ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
 }
 __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     while (!mbarrier_try_wait(barrier, parity)) {
-    }
-}
-// The same where those who arrive stand in other blocks of the cluster: what they did before is seen after.
-__device__ inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-    uint32_t done = 0;
-    while (done == 0) {
-        asm volatile(
-            "{\n.reg .pred done;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
     }
 }
 
@@ -222,9 +211,17 @@ __device__ inline uint32_t cluster_rank() {
 }
 // All threads of all blocks of the cluster. What they wrote before arriving is seen after waiting.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Where only the blocks' being there matters: at a kernel's end, whose shared memory others may still read.
+__device__ inline void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline void cluster_sync() {
     cluster_arrive();
+    cluster_wait();
+}
+__device__ inline void cluster_leave() {
+    cluster_arrive_relaxed();
     cluster_wait();
 }
 

@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (warp == 0 && elect_one()) {
             for (int i = 0; i < k_tiles; ++i, at.next()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
-                mbarrier_wait_cluster(empty + at.stage * 8, at.phase ^ 1);
+                mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
                 mbarrier_arrive_expect(barrier, STAGE_BYTES);  // what this block's TMA and the other's bring
                 load_pair<A, B, BM, BN>(stage, from, barrier, order.below, m0, n0, i * BLOCK_K<T>, batch * p.a_step,
                                         batch * p.b_step);
             }
         }
         __syncwarp();
-        cluster_sync();
+        cluster_leave();
     } else {
         registers_increase<232>();
         const int half = group - 1;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         wgmma_wait<0>();
         wgmma_pin(sum);
-        cluster_arrive();
+        cluster_arrive_relaxed();
         store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
         __syncwarp();
         cluster_wait();  // shared memory stays until the other block writes and arrives no more

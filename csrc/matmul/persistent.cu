@@ -167,13 +167,13 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
                 order.at<BM, BN, Loader::BLOCKS>(tile, rank, &batch, &m0, &n0);
                 const Loader loader(from, p, order.below, batch, m0, n0);
                 for (int i = 0; i < k_tiles; ++i, at.next()) {
-                    mbarrier_wait_cluster(empty + at.stage * 8, at.phase ^ 1);
+                    mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
                     loader.load(stages + at.stage * STAGE_BYTES, full + at.stage * 8, i * BLOCK_K<T>);
                 }
             }
         }
         __syncwarp();
-        if constexpr (Loader::BLOCKS > 1) cluster_sync();
+        if constexpr (Loader::BLOCKS > 1) cluster_leave();
     } else {
         registers_increase<Loader::CONSUMER_REGISTERS>();
         const int half = group - Loader::WARPGROUPS;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
         }
         tma_store_wait_read<0>();
         __syncwarp();
-        if constexpr (Loader::BLOCKS > 1) cluster_sync();  // shared memory stays until the other block is done with it
+        if constexpr (Loader::BLOCKS > 1) cluster_leave();  // shared memory stays until the other block is done with it
     }
 #endif
 }

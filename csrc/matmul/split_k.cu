@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         __syncwarp();
         cluster_sync();
-        cluster_sync();
+        cluster_leave();
     } else {
         registers_increase<232>();
         const int half = group - 1, thread = threadIdx.x - WARPGROUP, lane = threadIdx.x % WARP;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         __syncwarp();
-        cluster_sync();  // shared memory stays until the other blocks have read it
+        cluster_leave();  // shared memory stays until the other blocks have read it
     }
 #endif
 }
