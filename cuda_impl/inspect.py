@@ -76,7 +76,7 @@ class Instance:
 
     @property
     def launch_key(self) -> tuple[str, ...]:
-        """What decides how it is launched: its function, and the shape of its tiles where that is an argument."""
+        """What decides how it is launched: its function, and tiles' shape or loader where they are an argument."""
         return _launch_key(self.name)
 
     @property
@@ -87,7 +87,7 @@ class Instance:
 
 
 def _launch_key(name: str) -> tuple[str, ...]:
-    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>", name))
+    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)", name))
 
 
 def readable(symbol: str) -> str:

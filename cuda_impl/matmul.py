@@ -1,4 +1,8 @@
-"""Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves."""
+"""Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves.
+
+No step needs device memory beyond its output. All but ``split_k`` add up along the inner dimension in one go;
+``split_k`` adds its parts in a fixed order, so that it too gives the same bits in every run.
+"""
 
 from __future__ import annotations
 

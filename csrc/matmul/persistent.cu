@@ -1,6 +1,6 @@
 // matmul, ninth step; the table of the climb stands in matmul.cuh.
 //
-//   persistent   blocks stay, one for each SM; the loading warp runs ahead into the next tile      few tiles leave SMs idle
+//   persistent        blocks stay; loading runs ahead into the next tile     few tiles leave SMs idle
 //
 // While the multiplying warpgroups round and store a tile, the stages already fill with the next one's operands. Sums
 // leave by stmatrix into shared memory, in the swizzle of TMA, which writes them out while the warps go on: 64×64 at a

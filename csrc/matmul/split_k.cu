@@ -1,6 +1,6 @@
 // matmul, tenth step; the table of the climb stands in matmul.cuh.
 //
-//   split_k    the blocks of a cluster share a tile's K, where tiles are few   tiles that do not fill the last turn of the GPU
+//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the GPU's last turn
 //
 // A product of few tiles and a long K leaves most SMs without work. Here a cluster of 2, 4 or 8 blocks makes one 128×256
 // tile, each from its part of K, and adds up through distributed shared memory: every block lays its sums in its own
