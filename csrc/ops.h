@@ -115,6 +115,7 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32);
 void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);

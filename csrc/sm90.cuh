@@ -225,6 +225,16 @@ __device__ inline void cluster_leave() {
     cluster_wait();
 }
 
+// A flag in global memory: what was written before it was stored is seen after it was loaded.
+__device__ inline void store_release(uint32_t* flag, uint32_t value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ inline uint32_t load_acquire(const uint32_t* flag) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+
 // The address, in the cluster's window, of `shared` in block `rank`, and a load from there.
 __device__ inline uint32_t cluster_address(uint32_t shared, uint32_t rank) {
     uint32_t there;

@@ -83,7 +83,7 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
         return call.output;
     }
     const PairOrder order = pair_order(call.tiled, BM, BN);
-    const auto blocks = grid_size(CLUSTER * order.tiles.per_batch() * call.tiled.batches);
+    const int blocks = CLUSTER * tile_count(order.tiles, call.tiled);
     dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
         using T = decltype(zero);
         static DeviceSet asked;

@@ -3,14 +3,15 @@
 #include "hopper.cuh"
 
 namespace kl {
+
 namespace {
 
 // That an order visits every tile once, for the sizes below: a group that divides the rows, one that does not, one row,
 // one column, fewer rows than a group, several batches.
 constexpr bool visits_every_tile_once(TileOrder order, int batches) {
     bool seen[64] = {};
-    const int64_t tiles = order.per_batch() * batches;
-    for (int64_t i = 0; i < tiles; ++i) {
+    const int tiles = order.per_batch() * batches;
+    for (int i = 0; i < tiles; ++i) {
         int batch = 0, m = 0, n = 0;
         order.at(i, &batch, &m, &n);
         if (m < 0 || m >= order.tiles_m || n < 0 || n >= order.tiles_n || batch < 0 || batch >= batches) return false;
@@ -23,6 +24,29 @@ constexpr bool visits_every_tile_once(TileOrder order, int batches) {
 static_assert(visits_every_tile_once({8, 5, 4}, 1) && visits_every_tile_once({7, 5, 3}, 1) &&
               visits_every_tile_once({1, 9, 4}, 2) && visits_every_tile_once({9, 1, 4}, 3) &&
               visits_every_tile_once({3, 7, 16}, 2) && visits_every_tile_once({5, 4, 1}, 3));
+
+// That workers make every k-tile of every tile once; and that of a worker's pieces only the first ends a tile begun by
+// another, and only the last of the shared ones leaves a tile to others: no worker waits for one that may wait for it.
+constexpr bool shares_everything_once(int tiles, int k_tiles, int workers) {
+    int made[128] = {};
+    const Shares shares{tiles, shared_tiles(tiles, k_tiles, workers), k_tiles, workers};
+    for (int worker = 0; worker < workers; ++worker) {
+        Pieces pieces(shares, worker);
+        Piece piece{};
+        for (bool first = true, left = false; pieces.next(&piece); first = false) {
+            if (piece.begin >= piece.end || piece.end > k_tiles || piece.tile >= tiles) return false;
+            if ((piece.begin > 0 && !first) || (left && piece.tile < shares.shared)) return false;
+            left = piece.end < k_tiles;
+            for (int k = piece.begin; k < piece.end; ++k) made[piece.tile * k_tiles + k] += 1;
+        }
+    }
+    for (int i = 0; i < tiles * k_tiles; ++i) {
+        if (made[i] != 1) return false;
+    }
+    return true;
+}
+static_assert(shares_everything_once(7, 5, 4) && shares_everything_once(8, 3, 4) && shares_everything_once(1, 9, 4) &&
+              shares_everything_once(3, 2, 8) && shares_everything_once(13, 7, 5) && shares_everything_once(1, 1, 3));
 
 // An operand as TMA reads it, memory along `inner`; batches in a third dimension.
 TmaTensor described(ScalarType dtype, const void* data, int64_t inner, int64_t inner_stride, int64_t outer,
@@ -64,6 +88,12 @@ PairOrder pair_order(const Tiled& p, int BM, int BN) {
     const int rows = 2048 / BM;
     if (below) return {{static_cast<int>(ceil_div(tiles_m, CLUSTER)), tiles_n, rows / CLUSTER}, true};
     return {{tiles_m, static_cast<int>(ceil_div(tiles_n, CLUSTER)), rows}, false};
+}
+
+int tile_count(const TileOrder& order, const Tiled& p) {
+    const int64_t count = int64_t{order.tiles_m} * order.tiles_n * p.batches;
+    KL_CHECK(count * 2 <= std::numeric_limits<int32_t>::max(), "matmul: too many tiles for 32 bits: ", count);
+    return static_cast<int>(count);
 }
 
 TmaTensor output_tensor(const HopperCall& call) {

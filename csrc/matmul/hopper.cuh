@@ -2,6 +2,8 @@
 // registers. The table of the climb stands in matmul.cuh.
 #pragma once
 
+#include <limits>
+
 #include "../sm90.cuh"
 #include "../tensor_map.h"
 #include "matmul.cuh"
@@ -34,10 +36,10 @@ struct TmaOperands {
 struct TileOrder {
     int tiles_m, tiles_n, group;
 
-    __host__ __device__ constexpr int64_t per_batch() const { return int64_t{tiles_m} * tiles_n; }
-    __host__ __device__ constexpr void at(int64_t index, int* batch, int* m, int* n) const {
-        *batch = static_cast<int>(index / per_batch());
-        const int within = static_cast<int>(index % per_batch());
+    __host__ __device__ constexpr int per_batch() const { return tiles_m * tiles_n; }
+    __host__ __device__ constexpr void at(int index, int* batch, int* m, int* n) const {
+        *batch = index / per_batch();
+        const int within = index % per_batch();
         const int first = within / (group * tiles_n) * group;  // row of the group's first tile
         const int rows = tiles_m - first < group ? tiles_m - first : group;
         const int in_group = within - first * tiles_n;
@@ -54,11 +56,52 @@ struct PairOrder {
 
     // Where the tile of block `rank` begins; BLOCKS is 1 where each stands alone.
     template <int BM, int BN, int BLOCKS = CLUSTER>
-    __host__ __device__ constexpr void at(int64_t index, int rank, int* batch, int* m0, int* n0) const {
+    __host__ __device__ constexpr void at(int index, int rank, int* batch, int* m0, int* n0) const {
         int m = 0, n = 0;
         tiles.at(index, batch, &m, &n);
         *m0 = (below ? m * BLOCKS + rank : m) * BM;
         *n0 = (below ? n : n * BLOCKS + rank) * BN;
+    }
+};
+
+// Who makes which k-tiles of which tiles. The first `shared` tiles are laid end to end along k and cut into equal parts,
+// one for each worker, wherever the cuts fall; the others are made whole, one worker after the other. Where nothing is
+// shared, workers go from tile to tile.
+struct Shares {
+    int tiles, shared, k_tiles, workers;
+
+    // The first of a worker's k-tiles among the shared ones; its last is where the next worker begins.
+    __host__ __device__ constexpr int begin(int worker) const { return shared * k_tiles * worker / workers; }
+};
+// How many tiles to share out so that no worker is without work: those of the last turn, which does not fill the GPU,
+// and those of the turn before it, so that every worker's share is at least a tile where there are so many.
+constexpr int shared_tiles(int tiles, int k_tiles, int workers) {
+    const int shared = tiles < workers ? tiles : tiles % workers + workers;
+    const bool countable = int64_t{shared} * k_tiles * workers <= std::numeric_limits<int32_t>::max();
+    return tiles % workers == 0 || !countable ? 0 : shared;
+}
+struct Piece {
+    int tile, begin, end;  // and its k-tiles
+};
+// The pieces of one worker, in order: of the shared tiles at most one that ends a tile begun by another worker (the
+// first), and one that begins a tile which others end (the last).
+struct Pieces {
+    Shares shares;
+    int at, end, whole;
+
+    __host__ __device__ constexpr Pieces(const Shares& shares, int worker)
+        : shares(shares), at(shares.begin(worker)), end(shares.begin(worker + 1)), whole(shares.shared + worker) {}
+    __host__ __device__ constexpr bool next(Piece* piece) {
+        if (at < end) {
+            const int first = at % shares.k_tiles, rest = shares.k_tiles - first, mine = end - at;
+            *piece = {at / shares.k_tiles, first, first + (mine < rest ? mine : rest)};
+            at += piece->end - first;
+            return true;
+        }
+        if (whole >= shares.tiles) return false;
+        *piece = {whole, 0, shares.k_tiles};
+        whole += shares.workers;
+        return true;
     }
 };
 
@@ -83,12 +126,15 @@ HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_t
 
 // Where TMA cannot read an operand, every step multiplies by the kernel of `persistent` that loads with plain loads.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
-void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on);
+void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
 
 // The output as TMA writes it, in boxes of 64×64; where its rows are not multiples of 16 bytes, TMA cannot.
 TmaTensor output_tensor(const HopperCall& call);
 
 int multiprocessors(int32_t device);
+
+// How many tiles there are in all batches; raises where 32 bits do not count them.
+int tile_count(const TileOrder& order, const Tiled& p);
 
 // Pairs of BM×BN tiles: beside each other only where that leaves fewer tiles without outputs.
 PairOrder pair_order(const Tiled& p, int BM, int BN);
@@ -112,8 +158,8 @@ void dispatch_hopper(const HopperCall& call, ScalarType dtype, F&& f) {
 
 // Launches on clusters of `cluster` blocks; checks once for each kernel and device that it can run there.
 template <typename... Parameters, typename... Arguments>
-void launch_hopper(void (*kernel)(Parameters...), const char* name, unsigned int blocks, int cluster, int threads,
-                   int shared, const Launch& on, DeviceSet& asked, Arguments&&... arguments) {
+void launch_hopper(void (*kernel)(Parameters...), const char* name, int blocks, int cluster, int threads, int shared,
+                   const Launch& on, DeviceSet& asked, Arguments&&... arguments) {
     if (!asked.has(on.device)) {
         check_hopper(reinterpret_cast<const void*>(kernel), on.device, name);
         allow_shared(kernel, shared, on.device, asked);
@@ -122,7 +168,7 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, unsigned int
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned int>(cluster), 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
+    config.gridDim = static_cast<unsigned int>(blocks);
     config.blockDim = threads;
     config.dynamicSmemBytes = shared;
     config.stream = on.stream;

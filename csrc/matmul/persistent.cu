@@ -136,11 +136,45 @@ __device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, co
     }
 }
 
+// Where blocks share the k of a tile: each that does not begin it lays its sums into its place in `sums`, 16 bytes of a
+// thread beside those of the others, and raises its flag; the one that begins it adds them up, in the order of k.
+struct Workspace {
+    float* sums;
+    uint32_t* flags;
+};
+constexpr int ADDERS = CONSUMERS * WARPGROUP;
+__device__ inline float4* place_of(const Workspace& space, int block, int thread) {
+    return reinterpret_cast<float4*>(space.sums) + int64_t{block} * (BM * BN / 4) + thread;
+}
+__device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+    float4* const place = place_of(space, block, thread);
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) {
+        place[j * ADDERS] = make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
+    }
+    __threadfence();
+    named_barrier_sync(1, ADDERS);
+    if (thread == 0) store_release(space.flags + block, 1);
+}
+__device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+    if (thread == 0) {
+        while (load_acquire(space.flags + block) == 0) {
+        }
+    }
+    named_barrier_sync(1, ADDERS);
+    const float4* const place = place_of(space, block, thread);
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) {
+        const float4 v = __ldcg(place + j * ADDERS);
+        sum[j * 4] += v.x, sum[j * 4 + 1] += v.y, sum[j * 4 + 2] += v.z, sum[j * 4 + 3] += v.w;
+    }
+}
+
 template <typename Loader>
 __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 1)
     matmul_persistent_kernel(typename Loader::Element* c, const __grid_constant__ CUtensorMap to, bool by_tma,
                              const __grid_constant__ typename Loader::Source from, Tiled p, PairOrder order,
-                             int64_t tiles) {
+                             Shares shares, Workspace space) {
 #if KL_SM90A
     using T = typename Loader::Element;
     const uint32_t stages = aligned_shared(), panels = stages + STAGES * STAGE_BYTES;
@@ -156,17 +190,19 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
     Loader::BLOCKS > 1 ? cluster_sync() : __syncthreads();
 
     const int rank = Loader::BLOCKS > 1 ? static_cast<int>(cluster_rank()) : 0;
-    const int k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
+    const int worker = static_cast<int>(blockIdx.x) / Loader::BLOCKS;
     const int group = warp_index() / (WARPGROUP / WARP), lane = threadIdx.x % WARP;
     int batch, m0, n0;
     Ring<STAGES> at;
+    Piece piece;
+    Pieces pieces(shares, worker);
     if (group < Loader::WARPGROUPS) {
         registers_decrease<Loader::REGISTERS>();
         if (Loader::takes_part()) {
-            for (int64_t tile = blockIdx.x / Loader::BLOCKS; tile < tiles; tile += gridDim.x / Loader::BLOCKS) {
-                order.at<BM, BN, Loader::BLOCKS>(tile, rank, &batch, &m0, &n0);
+            while (pieces.next(&piece)) {
+                order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
                 const Loader loader(from, p, order.below, batch, m0, n0);
-                for (int i = 0; i < k_tiles; ++i, at.next()) {
+                for (int i = piece.begin; i < piece.end; ++i, at.next()) {
                     mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
                     loader.load(stages + at.stage * STAGE_BYTES, full + at.stage * 8, i * BLOCK_K<T>);
                 }
@@ -177,6 +213,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
     } else {
         registers_increase<Loader::CONSUMER_REGISTERS>();
         const int half = group - Loader::WARPGROUPS;
+        const int thread = static_cast<int>(threadIdx.x) - Loader::WARPGROUPS * WARPGROUP;
         float sum[BN / 2];
         const auto release = [&](int stage) {
             if constexpr (Loader::BLOCKS > 1) {
@@ -185,26 +222,38 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
                 if (lane == 0) mbarrier_arrive(empty + stage * 8);
             }
         };
-        for (int64_t tile = blockIdx.x / Loader::BLOCKS; tile < tiles; tile += gridDim.x / Loader::BLOCKS) {
-            order.at<BM, BN, Loader::BLOCKS>(tile, rank, &batch, &m0, &n0);
+        while (pieces.next(&piece)) {
             int before = 0;
-            for (int i = 0; i < k_tiles; ++i, at.next()) {
+            for (int i = piece.begin; i < piece.end; ++i, at.next()) {
                 const uint32_t stage = stages + at.stage * STAGE_BYTES;
                 mbarrier_wait(full + at.stage * 8, at.phase);
                 multiply_stage<T, Loader::A, Loader::B, BN, Loader::PARTS>(sum, stage + half * PANEL_BYTES,
-                                                                           stage + A_BYTES, i > 0);
+                                                                           stage + A_BYTES, i > piece.begin);
                 wgmma_wait<1>();
-                if (i > 0) release(before);
+                if (i > piece.begin) release(before);
                 before = at.stage;
             }
             wgmma_wait<0>();
             release(before);
             wgmma_pin(sum);
+            if (piece.begin > 0) {
+                lay_down(sum, space, worker * Loader::BLOCKS + rank, thread);
+                continue;
+            }
+            if (piece.end < shares.k_tiles) {
+                const int end = (piece.tile + 1) * shares.k_tiles;
+                for (int other = worker + 1; shares.begin(other) < end; ++other) {
+                    if (shares.begin(other) == shares.begin(other + 1)) continue;  // it has no share
+                    add_up(sum, space, other * Loader::BLOCKS + rank, thread);
+                }
+            }
+            order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
+            T* const out = c + batch * p.c_batch;
             if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
-                store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
+                store_outputs<T, BN>(sum, out, p.M, p.N, m0 + half * PANEL_X, n0);
             } else {
-                store_through_shared<T>(sum, c + batch * p.c_batch, to, by_tma, p, panels + half * 2 * PANEL_BYTES,
-                                        batch, m0 + half * PANEL_X, n0);
+                store_through_shared<T>(sum, out, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
+                                        m0 + half * PANEL_X, n0);
             }
         }
         tma_store_wait_read<0>();
@@ -215,19 +264,33 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
 }
 
 template <typename Loader>
-void launch(const HopperCall& call, const typename Loader::Source& from, const PairOrder& order, const Launch& on) {
+void launch(const HopperCall& call, const typename Loader::Source& from, const PairOrder& order, const Launch& on,
+            bool share) {
     using T = typename Loader::Element;
     static DeviceSet asked;
     const Tiled& p = call.tiled;
-    const int64_t tiles = order.tiles.per_batch() * p.batches;
-    const auto blocks =
-        static_cast<unsigned int>(std::min<int64_t>(tiles, multiprocessors(on.device) / Loader::BLOCKS));
+    const int tiles = tile_count(order.tiles, p);
+    const int fit = multiprocessors(on.device) / Loader::BLOCKS;
+    const auto k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
+    const int shared = share ? shared_tiles(tiles, k_tiles, fit) : 0;
+    const int64_t work = shared > 0 ? int64_t{tiles} * k_tiles : tiles;
+    const Shares shares{tiles, shared, k_tiles, static_cast<int>(std::min<int64_t>(work, fit))};
+    const int blocks = shares.workers * Loader::BLOCKS;
+
+    Tensor memory;  // given back when this returns; what runs on the stream afterwards may have it
+    Workspace space{};
+    if (shared > 0) {
+        memory = empty(call.output, ScalarType::Float, {int64_t{blocks} * (BM * BN + 1)});
+        space.sums = static_cast<float*>(memory.data_ptr());
+        space.flags = reinterpret_cast<uint32_t*>(space.sums + int64_t{blocks} * BM * BN);
+        KL_CUDA_CHECK(cudaMemsetAsync(space.flags, 0, blocks * sizeof(uint32_t), on.stream));
+    }
     const TmaTensor output = output_tensor(call);
     const bool by_tma = sizeof(T) == 2 && tma_can_address(output);
-    launch_hopper(matmul_persistent_kernel<Loader>, "matmul.persistent", blocks * Loader::BLOCKS, Loader::BLOCKS,
+    launch_hopper(matmul_persistent_kernel<Loader>, "matmul.persistent", blocks, Loader::BLOCKS,
                   (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED, on, asked,
                   static_cast<T*>(call.output.data_ptr()), by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, from, p,
-                  order, tiles);
+                  order, shares, space);
 }
 
 }  // namespace
@@ -237,16 +300,16 @@ void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on) {
     const TileOrder tiles{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        launch<PlainLoader<T>>(call,
-                               {static_cast<const T*>(call.a_data), static_cast<const T*>(call.b_data), call.product},
-                               {tiles, false}, on);
+        const typename PlainLoader<T>::Source from{static_cast<const T*>(call.a_data),
+                                                   static_cast<const T*>(call.b_data), call.product};
+        launch<PlainLoader<T>>(call, from, {tiles, false}, on, true);
     });
 }
 
-void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on) {
+void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share) {
     dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
-        launch<TmaLoader<decltype(zero), a_major(), b_major()>>(call, call.operands(), pair_order(call.tiled, BM, BN),
-                                                                on);
+        using Loader = TmaLoader<decltype(zero), a_major(), b_major()>;
+        launch<Loader>(call, call.operands(), pair_order(call.tiled, BM, BN), on, share);
     });
 }
 
@@ -254,7 +317,15 @@ Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf
     const HopperCall call = prepare_hopper(input, other, allow_tf32, "persistent");
     if (call.done()) return call.output;
     const Launch on(input);
-    call.by_tma ? launch_persistent(call, input.scalar_type(), on) : launch_plain(call, input.scalar_type(), on);
+    call.by_tma ? launch_persistent(call, input.scalar_type(), on, false) : launch_plain(call, input.scalar_type(), on);
+    return call.output;
+}
+
+Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    const HopperCall call = prepare_hopper(input, other, allow_tf32, "stream_k");
+    if (call.done()) return call.output;
+    const Launch on(input);
+    call.by_tma ? launch_persistent(call, input.scalar_type(), on, true) : launch_plain(call, input.scalar_type(), on);
     return call.output;
 }
 

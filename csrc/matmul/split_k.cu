@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 }
 
 // How many blocks share a tile: as many as there are SMs for, and at most one for each tile of K.
-int splits_of(int64_t tiles, int64_t k_tiles, int sms) {
+int splits_of(int tiles, int64_t k_tiles, int sms) {
     int splits = 1;
     while (splits < MAX_SPLITS && tiles * splits * 2 <= sms && splits * 2 <= k_tiles) splits *= 2;
     return splits;
@@ -124,15 +124,14 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
     }
     const Tiled& p = call.tiled;
     const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
-    const int64_t tiles = order.per_batch() * p.batches;
+    const int tiles = tile_count(order, p);
     dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
         using T = decltype(zero);
         const int splits = splits_of(tiles, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device));
-        if (splits == 1) return launch_persistent(call, input.scalar_type(), on);
+        if (splits == 1) return launch_persistent(call, input.scalar_type(), on, false);
         static DeviceSet asked;
-        launch_hopper(matmul_split_k_kernel<T, a_major(), b_major()>, "matmul.split_k", grid_size(tiles * splits),
-                      splits, THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
-                      order, splits);
+        launch_hopper(matmul_split_k_kernel<T, a_major(), b_major()>, "matmul.split_k", tiles * splits, splits, THREADS,
+                      SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order, splits);
     });
     return call.output;
 }

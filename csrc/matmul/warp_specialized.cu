@@ -79,7 +79,7 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
     }
     const Tiled& p = call.tiled;
     const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
-    const auto blocks = grid_size(order.per_batch() * p.batches);
+    const int blocks = tile_count(order, p);
     dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
         using T = decltype(zero);
         static DeviceSet asked;
