@@ -50,10 +50,11 @@ _PASSES = {
 
 
 #: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
-#: stage the first of two.
+#: stage the first of two, a product shared out in equal parts that of whole tiles.
 _KERNELS_OF = {
     **{(op, "cluster"): "registers" for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm")},
     ("sum", "coalesced"): "two_stage",
+    ("matmul", "stream_k"): "persistent",
 }
 
 

@@ -1,7 +1,8 @@
 """Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves.
 
-No step needs device memory beyond its output. All but ``split_k`` add up along the inner dimension in one go;
-``split_k`` adds its parts in a fixed order, so that it too gives the same bits in every run.
+No step needs device memory beyond its output, save two: `stream_k`, and `persistent` for operands that TMA cannot read,
+take 128 KiB for each multiprocessor (17 MiB on an H200) where they share out tiles. All give the same bits in every
+run: what is added up in parts is added in a fixed order.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ _TENSOR_CORES = {
     "warp_specialized": _tma_unsupported,
     "cluster": _tma_unsupported,
     "persistent": _hopper_unsupported,
+    "stream_k": _hopper_unsupported,
     "split_k": _hopper_unsupported,
 }
 

@@ -207,6 +207,7 @@ INSTRUCTIONS = [
     ("matmul", "cuda.cluster", r"UTMALDG\.3D\.MULTICAST"),
     ("matmul", "cuda.persistent", r"STSM\.16"),
     ("matmul", "cuda.persistent", r"UTMASTG\.3D"),
+    ("matmul", "cuda.stream_k", r"LDG\.E\.STRONG\.GPU|LD\.E\.STRONG\.GPU"),
     ("matmul", "cuda.split_k", r"UCGABAR_WAIT"),
     ("attention", "cuda.flash", r"HMMA\.16816\.F32\.BF16"),
     ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),

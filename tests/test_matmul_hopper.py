@@ -14,9 +14,9 @@ from kernel_ladder import autograd, table
 
 from .conftest import needs_gpu, skip_unless_it_runs
 
-STEPS = ("wgmma", "warp_specialized", "cluster", "persistent", "split_k")
+STEPS = ("wgmma", "warp_specialized", "cluster", "persistent", "stream_k", "split_k")
 #: Those that take what TMA cannot read.
-ANY_OPERAND = ("persistent", "split_k")
+ANY_OPERAND = ("persistent", "stream_k", "split_k")
 
 
 def step(name: str) -> table.Variant:
@@ -187,10 +187,23 @@ def test_batches_of_several_strides(name):
 @needs_gpu
 @pytest.mark.parametrize("name", STEPS)
 def test_every_run_gives_the_same_bits(name):
-    for m, n, k in [(2048, 2048, 2048), (512, 512, 4096), (16, 8192, 1024)]:
+    for m, n, k in [(2048, 2048, 2048), (512, 512, 4096), (16, 8192, 1024), (2304, 2304, 1024)]:
         a, b = operand((m, k), torch.bfloat16), operand((k, n), torch.bfloat16)
         skip_unless_it_runs(step(name), (a, b), {})
         first = kernel_ladder.matmul(a, b, backend=f"cuda.{name}")
+        for _ in range(20):
+            assert torch.equal(first, kernel_ladder.matmul(a, b, backend=f"cuda.{name}"))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ANY_OPERAND)
+def test_shared_tiles_give_the_same_bits(name):
+    """Off the grid of TMA, blocks share tiles and wait for each other's parts."""
+    for m, n, k in [(2039, 2053, 2063), (131, 259, 8191), (1999, 1, 4099)]:
+        a, b = operand((m, k), torch.bfloat16), operand((k, n), torch.bfloat16)
+        skip_unless_it_runs(step(name), (a, b), {})
+        first = kernel_ladder.matmul(a, b, backend=f"cuda.{name}")
+        assert_product(a, b, first)
         for _ in range(20):
             assert torch.equal(first, kernel_ladder.matmul(a, b, backend=f"cuda.{name}"))
 

@@ -11,6 +11,7 @@
 //   warp_specialized  one warp loads, two warpgroups multiply                every block reads its operands from L2 alone
 //   cluster           two blocks share what both read, by TMA multicast      a block begins and ends with idle tensor cores
 //   persistent        blocks stay; loading runs ahead into the next tile     few tiles leave SMs idle
+//   stream_k          the last turns' k-tiles, not tiles, are shared out     parts that wait for each other
 //   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the GPU's last turn
 //
 // All sum in float32 and round once. Operands are read where they lie: any strides, batches broadcast by zero strides.

@@ -1,6 +1,7 @@
-// matmul, ninth step; the table of the climb stands in matmul.cuh.
+// matmul, ninth and tenth step; the table of the climb stands in matmul.cuh.
 //
 //   persistent        blocks stay; loading runs ahead into the next tile     few tiles leave SMs idle
+//   stream_k          the last turns' k-tiles, not tiles, are shared out     parts that wait for each other
 //
 // While the multiplying warpgroups round and store a tile, the stages already fill with the next one's operands. Sums
 // leave by stmatrix into shared memory, in the swizzle of TMA, which writes them out while the warps go on: 64×64 at a
@@ -11,8 +12,13 @@
 // for 5/3 or 4/3 of the bytes an output; at large sizes the GPU lowers its clock to stay within its power, and bytes
 // cost power; and what ping-pong would hide, a tile's rounding, is about a hundredth of its products at K = 4096.
 //
+// stream_k (Osama et al., "Stream-K", arXiv:2301.03598) is the same kernel where the tiles of the last turn, which does
+// not fill the GPU, and of the turn before are cut into equal parts along k (hopper.cuh, Shares). A block begins with the
+// end of a tile that another begins, and ends with the beginning of one that others end; so that whoever adds up waits
+// for what was made first.
+//
 // Who loads is the kernel's argument: TMA, or warps with plain loads (plain_loader.cuh), for operands that TMA cannot
-// read. The warps that multiply do not see the difference.
+// read. The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared out.
 
 #include "hopper.cuh"
 #include "plain_loader.cuh"

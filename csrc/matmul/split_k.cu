@@ -1,4 +1,4 @@
-// matmul, tenth step; the table of the climb stands in matmul.cuh.
+// matmul, eleventh step; the table of the climb stands in matmul.cuh.
 //
 //   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the GPU's last turn
 //
