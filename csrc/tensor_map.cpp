@@ -2,9 +2,11 @@
 
 #include <cudaTypedefs.h>
 
+#include <atomic>
 #include <cstring>
+#include <limits>
 
-#include "common.cuh"
+#include "check.h"
 
 namespace kl {
 namespace {
@@ -81,16 +83,13 @@ CUtensorMap encode(const TmaTensor& t, const Key& key) {
     return map;
 }
 
-int device_attribute(cudaDeviceAttr attribute, int32_t device) {
-    int value = 0;
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
+void check_status(cudaError_t error) { KL_CHECK(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error)); }
 
 }  // namespace
 
 bool tma_can_address(const TmaTensor& t) {
-    bool can = t.data != nullptr && is_aligned16(t.data) && (t.sizes[0] == 1 || t.strides[0] == 1);
+    bool can =
+        t.data != nullptr && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && (t.sizes[0] == 1 || t.strides[0] == 1);
     for (int d = 0; d < t.dims; ++d) can = can && t.sizes[d] > 0 && t.sizes[d] <= std::numeric_limits<int32_t>::max();
     for (int d = 1; d < t.dims; ++d) {
         const int64_t bytes = t.strides[d] * item_size(t.dtype);
@@ -116,18 +115,21 @@ CUtensorMap tensor_map(const TmaTensor& tensor) {
 }
 
 bool is_hopper(int32_t device) {
-    static DeviceSet known, hopper;
-    if (!known.has(device)) {
-        if (device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9) hopper.add(device);
-        known.add(device);
-    }
-    return device < 64 ? hopper.has(device) : device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9;
+    static std::atomic<uint64_t> known{0},
+        hopper{0};  // a bit for each of the first 64 devices; the others are asked anew
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if ((known.load(std::memory_order_acquire) & bit) != 0) return (hopper.load(std::memory_order_relaxed) & bit) != 0;
+    int major = 0;
+    check_status(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    if (major == 9) hopper.fetch_or(bit, std::memory_order_relaxed);
+    known.fetch_or(bit, std::memory_order_release);
+    return major == 9;
 }
 
 void check_hopper(const void* kernel, int32_t device, const char* name) {
     KL_CHECK(is_hopper(device), name, " needs a GPU of compute capability 9.0");
     cudaFuncAttributes attributes{};
-    KL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    check_status(cudaFuncGetAttributes(&attributes, kernel));
     // What is left of a kernel without wgmma keeps no accumulators.
     KL_CHECK(attributes.numRegs >= 64, name, " was not compiled for sm_90a; add 9.0a to TORCH_CUDA_ARCH_LIST");
 }
