@@ -54,6 +54,13 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
         KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
         KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
+        KL_OP("matmul.wgmma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_wgmma),
+        KL_OP("matmul.warp_specialized(Tensor input, Tensor other, bool allow_tf32) -> Tensor",
+              matmul_warp_specialized),
+        KL_OP("matmul.cluster(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_cluster),
+        KL_OP("matmul.persistent(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_persistent),
+        KL_OP("matmul.stream_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_stream_k),
+        KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
               " -> Tensor",
               attention_naive),
@@ -192,6 +199,11 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_tiled_facts(facts, dtype);
     matmul_registers_facts(facts, dtype);
     matmul_mma_facts(facts, dtype);
+    matmul_wgmma_facts(facts, dtype);
+    matmul_warp_specialized_facts(facts, dtype);
+    matmul_cluster_facts(facts, dtype);
+    matmul_persistent_facts(facts, dtype);
+    matmul_split_k_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);

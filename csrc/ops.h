@@ -117,11 +117,22 @@ Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
 Tensor matmul_tiled(const Tensor& input, const Tensor& other);
 Tensor matmul_registers(const Tensor& input, const Tensor& other);
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32);
 void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // attention/naive.cu, attention/flash.cu, attention/flash_backward.cu
 Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, double scale,

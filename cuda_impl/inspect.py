@@ -50,12 +50,13 @@ _PASSES = {
 
 
 #: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
-#: stage the first of two.
+#: stage the first of two, a product shared out in equal parts that of whole tiles.
 _KERNELS_OF = {
     **{
         (op, "cluster"): "registers" for op in ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
     },
     ("sum", "coalesced"): "two_stage",
+    ("matmul", "stream_k"): "persistent",
 }
 
 
@@ -78,7 +79,7 @@ class Instance:
 
     @property
     def launch_key(self) -> tuple[str, ...]:
-        """What decides how it is launched: its function, and the shape of its tiles where that is an argument."""
+        """What decides how it is launched: its function, and tiles' shape or loader where they are an argument."""
         return _launch_key(self.name)
 
     @property
@@ -89,7 +90,7 @@ class Instance:
 
 
 def _launch_key(name: str) -> tuple[str, ...]:
-    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>", name))
+    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)", name))
 
 
 def readable(symbol: str) -> str:

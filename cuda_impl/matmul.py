@@ -1,13 +1,21 @@
-"""Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves."""
+"""Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves.
+
+No step needs device memory beyond its output, save two: `stream_k`, and `persistent` for operands that TMA cannot read,
+take 128 KiB for each multiprocessor (17 MiB on an H200) where they share out tiles. All give the same bits in every
+run: what is added up in parts is added in a fixed order.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 from cuda_impl import climb, unsupported
 from kernel_ladder.matmul_shapes import output_shape
 from kernel_ladder.precision import tf32_allowed
-from kernel_ladder.table import register
+from kernel_ladder.strides import collapse
+from kernel_ladder.table import register, untraced
 
 
 def _fold(tensor: torch.Tensor, dims: list[int], dim: int) -> torch.Tensor:
@@ -53,9 +61,67 @@ def _mma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return unsupported(input, other)
 
 
+@untraced
+@functools.cache
+def _not_hopper(device: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+
+
+def _hopper_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    return _mma_unsupported(input, other) or _not_hopper(input.device.index)
+
+
+def _not_for_tma(tensor: torch.Tensor, name: str, k: int) -> str | None:
+    """Why TMA cannot read an operand, or None. It addresses multiples of 16 bytes; `k` is the inner dimension."""
+    grid = 16 // tensor.element_size()
+    if not torch.compiler.is_compiling() and tensor.storage_offset() % grid:
+        return f"TMA reads from multiples of 16 bytes, where `{name}` does not begin"
+    shape, strides = tensor.shape, tensor.stride()
+    if len(shape) == 1:
+        shape, strides, k = torch.Size((1, *shape)), (0, *strides), -1
+    steps = [size == 1 or (stride > 0 and stride % grid == 0) for size, stride in zip(shape, strides, strict=True)]
+    unit = [size == 1 or stride == 1 for size, stride in zip(shape, strides, strict=True)]
+    x = -3 - k
+    if not (unit[k] and steps[x]) and not (grid == 8 and unit[x] and steps[k]):
+        along = "along memory" if grid == 8 else "tf32 along the inner dimension"
+        return f"TMA reads {along}, in rows that begin at multiples of 16 bytes; `{name}` has strides {tuple(strides)}"
+    if not all(step or stride == 0 for step, stride in zip(steps[:-2], strides[:-2], strict=True)):
+        return f"TMA reads batches that begin at multiples of 16 bytes; `{name}` has strides {tuple(strides)}"
+    return None
+
+
+def _tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    """For the steps that show TMA alone.
+
+    The operands of their gradients may still be such that TMA cannot read them: those are loaded as in ``persistent``.
+    """
+    reason = _hopper_unsupported(input, other)
+    if reason is not None or not input.numel() or not other.numel():
+        return reason
+    if input.dim() > 3 or other.dim() > 3:
+        batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+        strides = [t.expand(*batch, *t.shape[-2:]).stride()[:-2] for t in (input, other) if t.dim() > 1]
+        if len(collapse(batch, *strides)[0]) > 1:
+            return "TMA walks batches of one stride, and these need several"
+    return _not_for_tma(input, "input", -1) or _not_for_tma(other, "other", -2)
+
+
+_TENSOR_CORES = {
+    "mma": _mma_unsupported,
+    "wgmma": _tma_unsupported,
+    "warp_specialized": _tma_unsupported,
+    "cluster": _tma_unsupported,
+    "persistent": _hopper_unsupported,
+    "stream_k": _hopper_unsupported,
+    "split_k": _hopper_unsupported,
+}
+
+
 def _register(name: str) -> None:
     overload = getattr(torch.ops.kernel_ladder.matmul, name)
-    if name == "mma":
+    takes = _TENSOR_CORES.get(name, unsupported)
+    if name in _TENSOR_CORES:
 
         def run(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             # Only float32 asks for the switch, and only where it is on does `unsupported` let float32 come here.
@@ -76,7 +142,6 @@ def _register(name: str) -> None:
         return input.new_empty(output_shape(input, other))
 
     torch.library.register_fake(f"kernel_ladder::matmul.{name}", fake)
-    takes = _mma_unsupported if name == "mma" else unsupported
     register("matmul", f"cuda.{name}", forward=forward, backward=backward, unsupported=takes)
 
 

@@ -1,0 +1,104 @@
+// matmul, eighth step; the table of the climb stands in matmul.cuh.
+//
+//   cluster           two blocks share what both read, by TMA multicast      a block begins and ends with idle tensor cores
+//
+// A cluster of two blocks makes 256×256 outputs, one below the other, from the same columns of B: each loads half of
+// them, for both. (Of few rows it makes 128×512 and shares A.) What a block asks of L2 falls from 48 to 32 KiB a stage.
+// A stage is filled by both blocks, so that the multiplying warps of both must have left it: each tells both.
+
+#include "hopper.cuh"
+
+namespace kl {
+namespace {
+
+constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
+constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+
+template <typename T, Major A, Major B>
+__global__ void __launch_bounds__(THREADS, 1)
+    matmul_cluster_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, PairOrder order) {
+#if KL_SM90A
+    const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(full + s * 8, 1);
+            mbarrier_init(empty + s * 8, CLUSTER * CONSUMERS * WARPGROUP / WARP);
+        }
+        mbarrier_init_fence();
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
+    }
+    cluster_sync();  // neither block writes into the other before its barriers are there
+
+    int batch, m0, n0;
+    order.at<BM, BN>(blockIdx.x / CLUSTER, cluster_rank(), &batch, &m0, &n0);
+    const int k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
+    const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
+    Ring<STAGES> at;
+    if (group == 0) {
+        registers_decrease<40>();
+        if (warp == 0 && elect_one()) {
+            for (int i = 0; i < k_tiles; ++i, at.next()) {
+                const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
+                mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
+                mbarrier_arrive_expect(barrier, STAGE_BYTES);  // what this block's TMA and the other's bring
+                load_pair<A, B, BM, BN>(stage, from, barrier, order.below, m0, n0, i * BLOCK_K<T>, batch * p.a_step,
+                                        batch * p.b_step);
+            }
+        }
+        __syncwarp();
+        cluster_leave();
+    } else {
+        registers_increase<232>();
+        const int half = group - 1;
+        float sum[BN / 2];
+        int before = 0;
+        for (int i = 0; i < k_tiles; ++i, at.next()) {
+            const uint32_t stage = tiles + at.stage * STAGE_BYTES;
+            mbarrier_wait(full + at.stage * 8, at.phase);
+            multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > 0);
+            wgmma_wait<1>();
+            if (i > 0 && threadIdx.x % WARP < CLUSTER) mbarrier_arrive_at(empty + before * 8, threadIdx.x % WARP);
+            before = at.stage;
+        }
+        wgmma_wait<0>();
+        wgmma_pin(sum);
+        cluster_arrive_relaxed();
+        store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
+        __syncwarp();
+        cluster_wait();  // shared memory stays until the other block writes and arrives no more
+    }
+#endif
+}
+
+}  // namespace
+
+Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    const HopperCall call = prepare_hopper(input, other, allow_tf32, "cluster");
+    if (call.done()) return call.output;
+    const Launch on(input);
+    if (!call.by_tma) {
+        launch_plain(call, input.scalar_type(), on);
+        return call.output;
+    }
+    const PairOrder order = pair_order(call.tiled, BM, BN);
+    const int blocks = CLUSTER * tile_count(order.tiles, call.tiled);
+    dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
+        using T = decltype(zero);
+        static DeviceSet asked;
+        launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster", blocks, CLUSTER, THREADS,
+                      SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), call.tiled, order);
+    });
+    return call.output;
+}
+
+void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
+        facts.push_back(kernel_facts<matmul_cluster_kernel<T, Major::K, B>>("matmul.cluster", THREADS, SHARED));
+    });
+}
+
+}  // namespace kl

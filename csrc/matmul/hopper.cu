@@ -1,0 +1,137 @@
+// The host's side of the steps on Hopper.
+
+#include "hopper.cuh"
+
+namespace kl {
+
+namespace {
+
+// That an order visits every tile once, for the sizes below: a group that divides the rows, one that does not, one row,
+// one column, fewer rows than a group, several batches.
+constexpr bool visits_every_tile_once(TileOrder order, int batches) {
+    bool seen[64] = {};
+    const int tiles = order.per_batch() * batches;
+    for (int i = 0; i < tiles; ++i) {
+        int batch = 0, m = 0, n = 0;
+        order.at(i, &batch, &m, &n);
+        if (m < 0 || m >= order.tiles_m || n < 0 || n >= order.tiles_n || batch < 0 || batch >= batches) return false;
+        bool& here = seen[(batch * order.tiles_m + m) * order.tiles_n + n];
+        if (here) return false;
+        here = true;
+    }
+    return true;
+}
+static_assert(visits_every_tile_once({8, 5, 4}, 1) && visits_every_tile_once({7, 5, 3}, 1) &&
+              visits_every_tile_once({1, 9, 4}, 2) && visits_every_tile_once({9, 1, 4}, 3) &&
+              visits_every_tile_once({3, 7, 16}, 2) && visits_every_tile_once({5, 4, 1}, 3));
+
+// That workers make every k-tile of every tile once; and that of a worker's pieces only the first ends a tile begun by
+// another, and only the last of the shared ones leaves a tile to others: no worker waits for one that may wait for it.
+constexpr bool shares_everything_once(int tiles, int k_tiles, int workers) {
+    int made[128] = {};
+    const Shares shares{tiles, shared_tiles(tiles, k_tiles, workers), k_tiles, workers};
+    for (int worker = 0; worker < workers; ++worker) {
+        Pieces pieces(shares, worker);
+        Piece piece{};
+        for (bool first = true, left = false; pieces.next(&piece); first = false) {
+            if (piece.begin >= piece.end || piece.end > k_tiles || piece.tile >= tiles) return false;
+            if ((piece.begin > 0 && !first) || (left && piece.tile < shares.shared)) return false;
+            left = piece.end < k_tiles;
+            for (int k = piece.begin; k < piece.end; ++k) made[piece.tile * k_tiles + k] += 1;
+        }
+    }
+    for (int i = 0; i < tiles * k_tiles; ++i) {
+        if (made[i] != 1) return false;
+    }
+    return true;
+}
+static_assert(shares_everything_once(7, 5, 4) && shares_everything_once(8, 3, 4) && shares_everything_once(1, 9, 4) &&
+              shares_everything_once(3, 2, 8) && shares_everything_once(13, 7, 5) && shares_everything_once(1, 1, 3));
+
+// An operand as TMA reads it, memory along `inner`; batches in a third dimension.
+TmaTensor described(ScalarType dtype, const void* data, int64_t inner, int64_t inner_stride, int64_t outer,
+                    int64_t outer_stride, int64_t batches, int64_t batch_stride) {
+    const int row = static_cast<int>(SWIZZLE_ROW / (dtype == ScalarType::Float ? sizeof(float) : sizeof(half)));
+    const bool shared =
+        batch_stride == 0;  // one matrix for all: TMA has no stride of zero, the kernel stays at batch 0
+    return {dtype,
+            3,
+            data,
+            {inner, outer, shared ? 1 : batches},
+            {inner_stride, outer_stride, batch_stride},
+            {row, PANEL_X, 1}};
+}
+
+// Whether TMA can read an operand of X rows (columns), along k, or else along x where the tensor cores can.
+bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
+              int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major) {
+    *major = Major::K;
+    *tensor = described(dtype, data, K, stride_k, X, stride_x, batches, batch_stride);
+    if (tma_can_address(*tensor)) return true;
+    if (dtype == ScalarType::Float) return false;
+    *major = Major::MN;
+    *tensor = described(dtype, data, X, stride_x, K, stride_k, batches, batch_stride);
+    return tma_can_address(*tensor);
+}
+
+}  // namespace
+
+int multiprocessors(int32_t device) {
+    int count = 0;
+    KL_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
+PairOrder pair_order(const Tiled& p, int BM, int BN) {
+    const auto tiles_m = static_cast<int>(ceil_div(p.M, BM)), tiles_n = static_cast<int>(ceil_div(p.N, BN));
+    const bool below = tiles_m % CLUSTER == 0 || tiles_n % CLUSTER != 0;
+    const int rows = 2048 / BM;
+    if (below) return {{static_cast<int>(ceil_div(tiles_m, CLUSTER)), tiles_n, rows / CLUSTER}, true};
+    return {{tiles_m, static_cast<int>(ceil_div(tiles_n, CLUSTER)), rows}, false};
+}
+
+int tile_count(const TileOrder& order, const Tiled& p) {
+    const int64_t count = int64_t{order.tiles_m} * order.tiles_n * p.batches;
+    KL_CHECK(count * 2 <= std::numeric_limits<int32_t>::max(), "matmul: too many tiles for 32 bits: ", count);
+    return static_cast<int>(count);
+}
+
+TmaTensor output_tensor(const HopperCall& call) {
+    const Product& p = call.product;
+    return {call.output.scalar_type(), 3, call.output.data_ptr(), {p.N, p.M, p.batches}, {1, p.N, p.M * p.N},
+            {PANEL_X, PANEL_X, 1}};
+}
+
+HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step) {
+    auto [p, output] = prepare(input, other);
+    const ScalarType dtype = input.scalar_type();
+    KL_CHECK(dtype != ScalarType::Float || allow_tf32,
+             "matmul: float32 on tensor cores needs tf32, which is not allowed");
+    HopperCall call{p, output};
+    call.a_data = input.data_ptr();
+    call.b_data = other.data_ptr();
+    KL_CHECK(is_hopper(input.get_device_index()), "matmul: ", step, " needs a GPU of compute capability 9.0");
+    if (p.batches * p.M * p.N == 0) return call;
+    if (p.K == 0) {
+        const Launch on(input);
+        const int64_t size = p.batches * p.M * p.N * (dtype == ScalarType::Float ? 4 : 2);
+        KL_CUDA_CHECK(cudaMemsetAsync(output.data_ptr(), 0, static_cast<size_t>(size), on.stream));
+        return call;
+    }
+    constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
+    KL_CHECK(std::max({p.M, p.N, p.K, p.batches}) <= LIMIT, "matmul: sizes must be below 2^31");
+    const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
+    call.tiled = {static_cast<int>(p.M),
+                  static_cast<int>(p.N),
+                  static_cast<int>(p.K),
+                  static_cast<int>(p.batches),
+                  a_batch != 0,
+                  b_batch != 0,
+                  p.M * p.N};
+    call.by_tma = p.batch_dims <= 1 &&
+                  readable(dtype, call.a_data, p.M, p.a_m, p.K, p.a_k, p.batches, a_batch, &call.a, &call.a_major) &&
+                  readable(dtype, call.b_data, p.N, p.b_n, p.K, p.b_k, p.batches, b_batch, &call.b, &call.b_major);
+    return call;
+}
+
+}  // namespace kl

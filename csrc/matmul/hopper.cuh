@@ -1,0 +1,301 @@
+// What the steps on Hopper's wgmma share: how operands are read, in which order tiles are walked, how outputs leave the
+// registers. The table of the climb stands in matmul.cuh.
+#pragma once
+
+#include <limits>
+
+#include "../sm90.cuh"
+#include "../tensor_map.h"
+#include "matmul.cuh"
+
+namespace kl {
+
+// A tile's 128 bytes of k are four instructions. An operand's tile is panels of 64 rows of 128 bytes (sm90.cuh), each
+// brought by one TMA instruction: 64 of x by 128 bytes of k in either orientation (x = m or n).
+constexpr int STEPS = 4;
+constexpr int PANEL_X = 64;
+constexpr int PANEL_BYTES = 64 * SWIZZLE_ROW;
+template <typename T>
+constexpr int BLOCK_K = SWIZZLE_ROW / sizeof(T);
+
+// A product in numbers of 32 bits, as kernels want it.
+struct Tiled {
+    int M, N, K;
+    int batches;
+    int a_step, b_step;  // 0 where all batches share the operand, else 1
+    int64_t c_batch;     // elements between the outputs of two batches
+};
+
+// Both operands for TMA: coordinates are (k, x, batch) where memory runs along k, (x, k, batch) where along x.
+struct TmaOperands {
+    CUtensorMap a, b;
+};
+
+// In which order tiles are made. Those that run together should share rows of A and columns of B in L2: they are
+// numbered down a group of rows before the next column is begun.
+struct TileOrder {
+    int tiles_m, tiles_n, group;
+
+    __host__ __device__ constexpr int per_batch() const { return tiles_m * tiles_n; }
+    __host__ __device__ constexpr void at(int index, int* batch, int* m, int* n) const {
+        *batch = index / per_batch();
+        const int within = index % per_batch();
+        const int first = within / (group * tiles_n) * group;  // row of the group's first tile
+        const int rows = tiles_m - first < group ? tiles_m - first : group;
+        const int in_group = within - first * tiles_n;
+        *m = first + in_group % rows;
+        *n = in_group / rows;
+    }
+};
+
+// The same for clusters of two blocks, whose tiles lie one below the other, or one beside the other.
+constexpr int CLUSTER = 2;
+struct PairOrder {
+    TileOrder tiles;  // of pairs
+    bool below;
+
+    // Where the tile of block `rank` begins; BLOCKS is 1 where each stands alone.
+    template <int BM, int BN, int BLOCKS = CLUSTER>
+    __host__ __device__ constexpr void at(int index, int rank, int* batch, int* m0, int* n0) const {
+        int m = 0, n = 0;
+        tiles.at(index, batch, &m, &n);
+        *m0 = (below ? m * BLOCKS + rank : m) * BM;
+        *n0 = (below ? n : n * BLOCKS + rank) * BN;
+    }
+};
+
+// Who makes which k-tiles of which tiles. The first `shared` tiles are laid end to end along k and cut into equal parts,
+// one for each worker, wherever the cuts fall; the others are made whole, one worker after the other. Where nothing is
+// shared, workers go from tile to tile.
+struct Shares {
+    int tiles, shared, k_tiles, workers;
+
+    // The first of a worker's k-tiles among the shared ones; its last is where the next worker begins.
+    __host__ __device__ constexpr int begin(int worker) const { return shared * k_tiles * worker / workers; }
+};
+// How many tiles to share out so that no worker is without work: those of the last turn, which does not fill the GPU,
+// and those of the turn before it, so that every worker's share is at least a tile where there are so many.
+constexpr int shared_tiles(int tiles, int k_tiles, int workers) {
+    const int shared = tiles < workers ? tiles : tiles % workers + workers;
+    const bool countable = int64_t{shared} * k_tiles * workers <= std::numeric_limits<int32_t>::max();
+    return tiles % workers == 0 || !countable ? 0 : shared;
+}
+struct Piece {
+    int tile, begin, end;  // and its k-tiles
+};
+// The pieces of one worker, in order: of the shared tiles at most one that ends a tile begun by another worker (the
+// first), and one that begins a tile which others end (the last).
+struct Pieces {
+    Shares shares;
+    int at, end, whole;
+
+    __host__ __device__ constexpr Pieces(const Shares& shares, int worker)
+        : shares(shares), at(shares.begin(worker)), end(shares.begin(worker + 1)), whole(shares.shared + worker) {}
+    __host__ __device__ constexpr bool next(Piece* piece) {
+        if (at < end) {
+            const int first = at % shares.k_tiles, rest = shares.k_tiles - first, mine = end - at;
+            *piece = {at / shares.k_tiles, first, first + (mine < rest ? mine : rest)};
+            at += piece->end - first;
+            return true;
+        }
+        if (whole >= shares.tiles) return false;
+        *piece = {whole, 0, shares.k_tiles};
+        whole += shares.workers;
+        return true;
+    }
+};
+
+// ---- host: hopper.cu ------------------------------------------------------------------------------------------------
+
+// A call as the Hopper steps see it.
+struct HopperCall {
+    Product product;
+    Tensor output;
+    Tiled tiled;
+    bool by_tma;  // whether TMA can read both operands; else they are K-major once they stand in shared memory
+    Major a_major, b_major;
+    TmaTensor a, b;
+
+    const void *a_data, *b_data;
+    bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
+    TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
+};
+
+// Checks a call and allocates its output, which is zeroed where K is 0.
+HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step);
+
+// Where TMA cannot read an operand, every step multiplies by the kernel of `persistent` that loads with plain loads.
+void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
+void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
+
+// The output as TMA writes it, in boxes of 64×64; where its rows are not multiples of 16 bytes, TMA cannot.
+TmaTensor output_tensor(const HopperCall& call);
+
+int multiprocessors(int32_t device);
+
+// How many tiles there are in all batches; raises where 32 bits do not count them.
+int tile_count(const TileOrder& order, const Tiled& p);
+
+// Pairs of BM×BN tiles: beside each other only where that leaves fewer tiles without outputs.
+PairOrder pair_order(const Tiled& p, int BM, int BN);
+
+// Calls f(T{}, a_major, b_major), the last two as types: what a Hopper kernel is compiled for.
+template <Major MAJOR>
+using MajorOf = std::integral_constant<Major, MAJOR>;
+template <typename F>
+void dispatch_hopper(const HopperCall& call, ScalarType dtype, F&& f) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using K = MajorOf<Major::K>;
+        if constexpr (sizeof(zero) == 4) {
+            f(zero, K{}, K{});
+        } else {
+            using MN = MajorOf<Major::MN>;
+            if (call.a_major == Major::K) return call.b_major == Major::K ? f(zero, K{}, K{}) : f(zero, K{}, MN{});
+            return call.b_major == Major::K ? f(zero, MN{}, K{}) : f(zero, MN{}, MN{});
+        }
+    });
+}
+
+// Launches on clusters of `cluster` blocks; checks once for each kernel and device that it can run there.
+template <typename... Parameters, typename... Arguments>
+void launch_hopper(void (*kernel)(Parameters...), const char* name, int blocks, int cluster, int threads, int shared,
+                   const Launch& on, DeviceSet& asked, Arguments&&... arguments) {
+    if (!asked.has(on.device)) {
+        check_hopper(reinterpret_cast<const void*>(kernel), on.device, name);
+        allow_shared(kernel, shared, on.device, asked);
+    }
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned int>(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned int>(blocks);
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared;
+    config.stream = on.stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+    KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
+// ---- device ---------------------------------------------------------------------------------------------------------
+
+// Dynamic shared memory from the first multiple of 1024 bytes on, which panels need; launches ask for 1024 more.
+__device__ inline uint32_t aligned_shared() {
+    extern __shared__ unsigned char shared_bytes[];
+    return (shared_address(shared_bytes) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
+}
+
+// Where one stands in a ring of stages, and the parity of the phase that it completes there in this turn.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// WIDTH of x, from x on, by 128 bytes of k.
+template <Major MAJOR, int WIDTH>
+__device__ inline void load_tile(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k, int batch) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; i += PANEL_X) {
+        const int c0 = MAJOR == Major::K ? k : x + i, c1 = MAJOR == Major::K ? x + i : k;
+        tma_load(shared + i * SWIZZLE_ROW, map, barrier, c0, c1, batch);
+    }
+}
+// The same into several blocks of the cluster.
+template <Major MAJOR, int WIDTH>
+__device__ inline void load_tile_multicast(uint32_t shared, const CUtensorMap& map, uint32_t barrier, uint16_t blocks,
+                                           int x, int k, int batch) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; i += PANEL_X) {
+        const int c0 = MAJOR == Major::K ? k : x + i, c1 = MAJOR == Major::K ? x + i : k;
+        tma_load_multicast(shared + i * SWIZZLE_ROW, map, barrier, blocks, c0, c1, batch);
+    }
+}
+
+// A block's tiles of both operands, BM and BN wide: what only it reads, and its half of what both blocks of the cluster
+// read. Counted at `barrier` in each block, as a whole stage.
+template <Major A, Major B, int BM, int BN>
+__device__ inline void load_pair(uint32_t stage, const TmaOperands& from, uint32_t barrier, bool below, int m0, int n0,
+                                 int k, int a_batch, int b_batch) {
+    constexpr uint16_t BOTH = 0b11;
+    constexpr int A_BYTES = BM * SWIZZLE_ROW, A_HALF = BM / CLUSTER, B_HALF = BN / CLUSTER;
+    const int rank = static_cast<int>(cluster_rank());
+    if (below) {
+        const int part = rank * B_HALF;
+        load_tile<A, BM>(stage, from.a, barrier, m0, k, a_batch);
+        load_tile_multicast<B, B_HALF>(stage + A_BYTES + part * SWIZZLE_ROW, from.b, barrier, BOTH, n0 + part, k,
+                                       b_batch);
+    } else {
+        const int part = rank * A_HALF;
+        load_tile_multicast<A, A_HALF>(stage + part * SWIZZLE_ROW, from.a, barrier, BOTH, m0 + part, k, a_batch);
+        load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, k, b_batch);
+    }
+}
+
+// d += A · B over one stage's k, by one warpgroup: `a` is the panel of its 64 rows of A, `b` the first of B's. PARTS
+// instructions share the BN columns: the widest needs more registers than a thread of a large block begins with.
+template <typename T, Major A, Major B, int BN, int PARTS = 1>
+__device__ inline void multiply_stage(float (&d)[BN / 2], uint32_t a, uint32_t b, bool accumulate) {
+    constexpr int N = BN / PARTS;
+    const uint64_t a_matrix = matrix_descriptor<A>(a, PANEL_BYTES), b_matrix = matrix_descriptor<B>(b, PANEL_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            auto& columns = *reinterpret_cast<float (*)[N / 2]>(d + part * N / 2);
+            Wgmma<N>::template multiply<T, A, B>(columns, a_matrix + step * DESCRIPTOR_STEP<A>,
+                                                 b_matrix + step * DESCRIPTOR_STEP<B> + part * N * SWIZZLE_ROW / 16,
+                                                 accumulate || step > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+// Two sums as two neighbouring outputs of 16 bits.
+template <typename T>
+__device__ inline uint32_t pack_pair(float first, float second) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+        return reinterpret_cast<const uint32_t&>(pair);
+    } else {
+        const half2 pair = __floats2half2_rn(first, second);
+        return reinterpret_cast<const uint32_t&>(pair);
+    }
+}
+
+// Four sums: two neighbouring outputs of row m from column n on, and two of row m + 8.
+template <typename T>
+__device__ inline void store_eight_columns(const float* d, T* c, int M, int N, int m, int n) {
+    struct alignas(2 * sizeof(T)) Pair {
+        T first, second;
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (m + i * 8 >= M) continue;
+        T* const out = c + int64_t{m + i * 8} * N + n;
+        const Pair pair{from_float<T>(d[i * 2]), from_float<T>(d[i * 2 + 1])};
+        if (N % 2 == 0 && n < N) {  // then every pair of columns that begins at an even one is aligned
+            *reinterpret_cast<Pair*>(out) = pair;
+        } else {
+            if (n < N) out[0] = pair.first;
+            if (n + 1 < N) out[1] = pair.second;
+        }
+    }
+}
+
+// A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers.
+template <typename T, int BN>
+__device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int N, int m0, int n0) {
+    const int lane = threadIdx.x % WARP, m = m0 + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) store_eight_columns<T>(d + j * 4, c, M, N, m, n0 + j * 8 + lane % 4 * 2);
+}
+
+}  // namespace kl

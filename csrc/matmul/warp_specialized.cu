@@ -1,0 +1,101 @@
+// matmul, seventh step; the table of the climb stands in matmul.cuh.
+//
+//   warp_specialized  one warp loads, two warpgroups multiply                every block reads its operands from L2 alone
+//
+// A block makes 128×256 outputs. Loading and multiplying meet at two barriers a stage: `full` (its bytes are here) and
+// `empty` (every multiplying warp is done with it), so that neither waits for more than it needs. A multiplying
+// warpgroup holds 64×256 sums, 128 registers a thread, and takes them from the loading one, which needs next to none.
+
+#include "hopper.cuh"
+
+namespace kl {
+namespace {
+
+constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
+constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+
+template <typename T, Major A, Major B>
+__global__ void __launch_bounds__(THREADS, 1)
+    matmul_warp_specialized_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
+#if KL_SM90A
+    const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(full + s * 8, 1);
+            mbarrier_init(empty + s * 8, CONSUMERS * WARPGROUP / WARP);
+        }
+        mbarrier_init_fence();
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
+    }
+    __syncthreads();
+
+    int batch, tile_m, tile_n;
+    order.at(blockIdx.x, &batch, &tile_m, &tile_n);
+    const int m0 = tile_m * BM, n0 = tile_n * BN, k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
+    const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
+    Ring<STAGES> at;
+    if (group == 0) {
+        registers_decrease<40>();
+        if (warp == 0 && elect_one()) {
+            for (int i = 0; i < k_tiles; ++i, at.next()) {
+                const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
+                mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
+                mbarrier_arrive_expect(barrier, STAGE_BYTES);
+                load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
+                load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
+            }
+        }
+    } else {
+        registers_increase<232>();
+        const int half = group - 1;  // of the tile's rows
+        float sum[BN / 2];
+        int before = 0;
+        for (int i = 0; i < k_tiles; ++i, at.next()) {
+            const uint32_t stage = tiles + at.stage * STAGE_BYTES;
+            mbarrier_wait(full + at.stage * 8, at.phase);
+            multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > 0);
+            wgmma_wait<1>();  // these products go on while those of the stage before are done, and it is given back
+            if (i > 0 && threadIdx.x % WARP == 0) mbarrier_arrive(empty + before * 8);
+            before = at.stage;
+        }
+        wgmma_wait<0>();
+        wgmma_pin(sum);
+        store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
+    }
+#endif
+}
+
+}  // namespace
+
+Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    const HopperCall call = prepare_hopper(input, other, allow_tf32, "warp_specialized");
+    if (call.done()) return call.output;
+    const Launch on(input);
+    if (!call.by_tma) {
+        launch_plain(call, input.scalar_type(), on);
+        return call.output;
+    }
+    const Tiled& p = call.tiled;
+    const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+    const int blocks = tile_count(order, p);
+    dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
+        using T = decltype(zero);
+        static DeviceSet asked;
+        launch_hopper(matmul_warp_specialized_kernel<T, a_major(), b_major()>, "matmul.warp_specialized", blocks, 1,
+                      THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order);
+    });
+    return call.output;
+}
+
+void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
+        facts.push_back(
+            kernel_facts<matmul_warp_specialized_kernel<T, Major::K, B>>("matmul.warp_specialized", THREADS, SHARED));
+    });
+}
+
+}  // namespace kl

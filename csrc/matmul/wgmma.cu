@@ -1,0 +1,88 @@
+// matmul, sixth step; the table of the climb stands in matmul.cuh.
+//
+//   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for each other at every stage
+//
+// A block makes 128×128 outputs by two warpgroups of 64×128. One thread asks TMA for tiles of both operands, four stages
+// ahead; wgmma reads them where they land, past the registers. Nothing is computed to load: no addresses, no swizzle.
+
+#include "hopper.cuh"
+
+namespace kl {
+namespace {
+
+constexpr int BM = 128, BN = 128, STAGES = 4, THREADS = 2 * WARPGROUP;
+constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + STAGES * 8;  // tiles, what aligns them, barriers
+
+template <typename T, Major A, Major B>
+__global__ void __launch_bounds__(THREADS)
+    matmul_wgmma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
+#if KL_SM90A
+    const uint32_t tiles = aligned_shared(), barriers = tiles + STAGES * STAGE_BYTES;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers + s * 8, 1);
+        mbarrier_init_fence();
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
+    }
+    __syncthreads();
+
+    int batch, tile_m, tile_n;
+    order.at(blockIdx.x, &batch, &tile_m, &tile_n);
+    const int m0 = tile_m * BM, n0 = tile_n * BN, k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
+    const auto load = [&](int i) {  // by one thread
+        const uint32_t stage = tiles + i % STAGES * STAGE_BYTES, barrier = barriers + i % STAGES * 8;
+        mbarrier_arrive_expect(barrier, STAGE_BYTES);
+        load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
+        load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
+    };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < min(STAGES, k_tiles); ++i) load(i);
+    }
+
+    const int group = warp_index() / (WARPGROUP / WARP);
+    float sum[BN / 2];
+    for (int i = 0; i < k_tiles; ++i) {
+        const uint32_t stage = tiles + i % STAGES * STAGE_BYTES;
+        mbarrier_wait(barriers + i % STAGES * 8, i / STAGES % 2);
+        multiply_stage<T, A, B, BN>(sum, stage + group * PANEL_BYTES, stage + A_BYTES, i > 0);
+        wgmma_wait<0>();
+        __syncthreads();  // both warpgroups have read the stage, which may be filled anew
+        if (threadIdx.x == 0 && i + STAGES < k_tiles) load(i + STAGES);
+    }
+    wgmma_pin(sum);
+    store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + group * PANEL_X, n0);
+#endif
+}
+
+}  // namespace
+
+Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    const HopperCall call = prepare_hopper(input, other, allow_tf32, "wgmma");
+    if (call.done()) return call.output;
+    const Launch on(input);
+    if (!call.by_tma) {
+        launch_plain(call, input.scalar_type(), on);
+        return call.output;
+    }
+    const Tiled& p = call.tiled;
+    const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+    const int blocks = tile_count(order, p);
+    dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
+        using T = decltype(zero);
+        static DeviceSet asked;
+        launch_hopper(matmul_wgmma_kernel<T, a_major(), b_major()>, "matmul.wgmma", blocks, 1, THREADS, SHARED, on,
+                      asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order);
+    });
+    return call.output;
+}
+
+void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
+        facts.push_back(kernel_facts<matmul_wgmma_kernel<T, Major::K, B>>("matmul.wgmma", THREADS, SHARED));
+    });
+}
+
+}  // namespace kl
