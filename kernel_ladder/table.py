@@ -30,6 +30,7 @@ OPS: tuple[str, ...] = (
     "bias_gelu",
     "swiglu",
     "add_rms_norm",
+    "linear",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.
@@ -52,6 +53,8 @@ class Variant:
     ``backward(saved, grad, needs)`` returns one gradient per input, None where ``needs`` is False for it;
     a variant without one is differentiated by PyTorch. Where there are several outputs, `output` and `grad` are tuples.
     ``unsupported(*inputs, **options)`` returns why these inputs cannot be taken, or None.
+    ``inference(*inputs, **options)`` returns the output alone, where no gradient is wanted and `forward` would write
+    more than it for the backward's sake; None where it would not.
     """
 
     op: str
@@ -59,6 +62,13 @@ class Variant:
     forward: Callable[..., tuple[Output, tuple[Any, ...]]]
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None
     unsupported: Callable[..., str | None]
+    inference: Callable[..., Output] | None = None
+
+    def output(self, *inputs: torch.Tensor | None, **options: Any) -> Output:
+        """The output alone, with nothing kept for a backward."""
+        if self.inference is not None:
+            return self.inference(*inputs, **options)
+        return self.forward(*inputs, **options)[0]
 
     @property
     def level(self) -> str:
@@ -97,6 +107,7 @@ def register(
     forward: Callable[..., tuple[Output, tuple[Any, ...]]],
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
     unsupported: Callable[..., str | None] = _supports_all,
+    inference: Callable[..., Output] | None = None,
 ) -> Variant:
     """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`."""
     level, _, step = name.partition(".")
@@ -105,7 +116,7 @@ def register(
     variants = _variants.setdefault((op, level), {})
     if name in variants:
         raise ValueError(f"register: {op} has a variant {name!r} already")
-    variants[name] = Variant(op, name, forward, backward, unsupported)
+    variants[name] = Variant(op, name, forward, backward, unsupported, inference)
     return variants[name]
 
 
