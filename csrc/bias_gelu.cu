@@ -322,6 +322,7 @@ void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(kernel_facts<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
         facts.push_back(kernel_facts<bias_gelu_backward_vectorized_kernel<T, Exact, true>>(
             "bias_gelu_backward.vectorized", BACKWARD));
+        facts.push_back(kernel_facts<sum_shares_kernel<T>>("bias_gelu_backward.vectorized sums", SUM_THREADS));
     });
 }
 

@@ -141,6 +141,14 @@ const std::vector<Schema>& schemas() {
         KL_NORM(add_rms_norm_backward, cluster,
                 "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
                 "needs_weight) -> (Tensor, Tensor)"),
+        KL_OP("linear.naive(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
+              linear_naive),
+        KL_OP("linear.registers(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep)"
+              " -> (Tensor, Tensor)",
+              linear_registers),
+        KL_OP("linear.mma(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, bool allow_tf32)"
+              " -> (Tensor, Tensor)",
+              linear_mma),
     };
     return list;
 }
@@ -189,6 +197,9 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     layer_norm_kernel_facts(facts, dtype);
     rms_norm_kernel_facts(facts, dtype);
     add_rms_norm_kernel_facts(facts, dtype);
+    linear_naive_facts(facts, dtype);
+    linear_registers_facts(facts, dtype);
+    linear_mma_facts(facts, dtype);
     return facts;
 }
 

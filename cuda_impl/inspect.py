@@ -46,6 +46,7 @@ _PASSES = {
     "attention_flash_delta_kernel": ("backward",),
     "attention_flash_query_kernel": ("backward",),
     "attention_flash_key_kernel": ("backward",),
+    "sum_shares_kernel": ("backward",),
 }
 
 
@@ -55,6 +56,8 @@ _KERNELS_OF = {
     **{(op, "cluster"): "registers" for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm")},
     ("sum", "coalesced"): "two_stage",
 }
+#: Kernels that stand in a header, by the variants that run them beside their own.
+_BESIDE = {("bias_gelu", "vectorized"): "sum_shares_kernel"}
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,14 @@ def of_variant(op: str, step: str) -> list[Instance]:
     """The kernels of a variant: ``<op>_<step>…_kernel``, and ``<op>_backward_<step>…_kernel``."""
     step = _KERNELS_OF.get((op, step), step)
     named = re.compile(rf"{op}(_backward)?_{step}(_\w+)?_kernel")
-    return [i for i in instances() if named.fullmatch(i.function)]
+    beside = _BESIDE.get((op, step))
+    return [i for i in instances() if named.fullmatch(i.function) or i.function == beside]
 
 
 @functools.cache
 def source_of(function: str) -> str | None:
     """Where a kernel is defined, None where the package was installed without its sources."""
-    for path in sorted((ROOT / "csrc").rglob("*.cu")):
+    for path in sorted((ROOT / "csrc").rglob("*.cu*")):
         text = path.read_text()
         found = re.search(rf"__global__[^;{{]*?\b{function}\(", text)
         if found is not None:

@@ -292,7 +292,8 @@ def linear(
     Returns:
         A tensor ``(..., N)`` of the same dtype, accumulated in float32 or better; the cuda and triton levels round it
         once. tf32 as for :func:`matmul`. Differentiable once; where a gradient is wanted through an activation, the
-        value before it is kept, a tensor of the output's size.
+        product is kept for it, a tensor of the output's size. At the triton level an input, and in every backward pass
+        a gradient, whose leading dimensions do not fold into one by their strides is copied.
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
     """

@@ -1,7 +1,7 @@
 """A linear layer in Triton: the tiled product, whose tile gets its bias and activation before it leaves the registers.
 
-Where a gradient is wanted through an activation, the tile is stored twice, before it and after. Backward, one kernel
-makes the gradient before the activation and, a share of the rows a program, bias's; two products make the others.
+Where a gradient is wanted through an activation, the tile is stored twice, before bias and activation and after. So
+bias_gelu's own backward makes the gradient before them, and bias's; two products make the others.
 """
 
 from __future__ import annotations
@@ -14,17 +14,12 @@ from kernel_ladder.linear_shapes import ACTIVATIONS, as_rows, output_shape
 from kernel_ladder.precision import tf32_allowed
 from triton_impl import interpreted, register, unsupported
 from triton_impl.aot import entry
-from triton_impl.columns import row_shares, sum_shares
-from triton_impl.elementwise import tile_of
-from triton_impl.gelu import gelu_derivative, gelu_of
+from triton_impl.bias_gelu import bias_gelu_backward
+from triton_impl.gelu import gelu_backward, gelu_of
 from triton_impl.matmul import product
 from triton_impl.matmul_tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, grouped, kind_of
-from triton_impl.tuning import Known, Launch, Launches, Tuned
-
-#: Elements of a tile of the backward kernel, which must be high, so that few programs have partial sums.
-BACKWARD_TILE, BACKWARD_COLUMNS, BACKWARD_WARPS = 4096, 256, 8
-#: Programs of the backward kernel that run on a multiprocessor at once.
-BACKWARD_PROGRAMS = 4
+from triton_impl.sum import summed
+from triton_impl.tuning import Launch, Launches, Tuned
 
 
 @triton.jit
@@ -49,44 +44,18 @@ def _linear_kernel(
         a_ptr, b_ptr, tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
         PRECISION, EVEN_M, EVEN_N, EVEN_K, LARGE, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    if BIAS:
-        acc += tl.load(bias_ptr + offs_n * bias_step, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     i = offs_m[:, None] * N + offs_n[None, :]
     if KEEP:
         tl.store(kept_ptr + i, acc.to(kept_ptr.dtype.element_ty), mask=mask)
-    tl.store(c_ptr + i, activate(acc, ACTIVATION).to(c_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _linear_backward_kernel(
-    before_ptr, partials_ptr, grad_ptr, kept_ptr, rows, columns, rows_a_share, grad_m, grad_n,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """before = grad · activation'(kept), and a share's part of its sums over rows; without activation, of grad's."""
-    blocks = tl.cdiv(columns, BLOCK_N)
-    share = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = tl.minimum((share + 1) * rows_a_share, rows)
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(share * rows_a_share, end, BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        mask = (row < end)[:, None] & (column < columns)[None, :]
-        grad = tl.load(grad_ptr + row[:, None] * grad_m + column[None, :] * grad_n, mask=mask, other=0.0).to(tl.float32)
-        if ACTIVATION is not None:
-            i = row[:, None] * columns + column[None, :]
-            x = tl.load(kept_ptr + i, mask=mask, other=0.0).to(tl.float32)
-            grad *= gelu_derivative(x, ACTIVATION == "tanh")
-            tl.store(before_ptr + i, grad.to(before_ptr.dtype.element_ty), mask=mask)
-        sums += grad
     if BIAS:
-        tl.store(partials_ptr + share * columns + column, tl.sum(sums, axis=0), mask=column < columns)
+        acc += tl.load(bias_ptr + offs_n * bias_step, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(c_ptr + i, activate(acc, ACTIVATION).to(c_ptr.dtype.element_ty), mask=mask)
 
 
 _linear = {
     kind: Tuned(_linear_kernel, [INTERPRETER_CONFIG] if interpreted() else configs, ["tuning_key"])
     for kind, configs in CONFIGS.items()
 }
-_backward = Known(_linear_backward_kernel, num_warps=BACKWARD_WARPS)
 
 #: By all that decides the product and what follows it: the output's shape, and the launch.
 _launches: Launches = Launches()
@@ -95,7 +64,7 @@ _launches: Launches = Launches()
 def _run(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and what stood before the activation if that is to be kept, else the output again."""
+    """The output, and the product alone if it is to be kept, else the output again."""
     if torch.compiler.is_compiling():
         return _first(input, weight, bias, activation, keep)[0]
     tf32 = input.dtype == torch.float32 and tf32_allowed()
@@ -158,35 +127,18 @@ def linear_backward(
     saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     input, weight, bias, kept, activation = saved
-    wants_bias = bias is not None and needs[2]
-    before, grad_bias = as_rows(grad), None
-    if activation is not None or wants_bias:
-        before, grad_bias = _before_activation(before, kept, bias if wants_bias else None, activation)
-    grad_input = product(before, weight, weight.dtype).view(input.shape) if needs[0] else None
-    grad_weight = product(before.mT, as_rows(input), weight.dtype) if needs[1] else None
-    return grad_input, grad_weight, grad_bias
-
-
-def _before_activation(
-    grad: torch.Tensor, kept: torch.Tensor | None, bias: torch.Tensor | None, activation: str | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of what stood before the activation, of the shape ``(M, N)`` of `grad`, and of `bias` if given."""
-    rows, columns = grad.shape
-    before = grad if activation is None else torch.empty_like(grad, memory_format=torch.contiguous_format)
-    if grad.numel() == 0:
-        return before, None if bias is None else bias.new_zeros(bias.shape)
-    _, width = tile_of(columns, BACKWARD_COLUMNS)
-    height, blocks = BACKWARD_TILE // width, triton.cdiv(columns, width)
-    shares, rows_a_share = row_shares(rows, blocks, BACKWARD_PROGRAMS, 2 * height, grad.device)
-    partials = torch.empty((shares, 0 if bias is None else columns), dtype=torch.float32, device=grad.device)
-    form = None if activation is None else ACTIVATIONS[activation]
-    arguments = (rows, columns, rows_a_share, *grad.stride(), bias is not None, form, height, width)
-    _backward(shares * blocks, (before, partials, grad, grad if kept is None else kept), arguments)
-    if bias is None:
-        return before, None
-    grad_bias = bias.new_empty(bias.shape)
-    sum_shares(grad_bias, partials)
-    return before, grad_bias
+    before, grad_bias = as_rows(grad), None  # the gradient of what stands before the activation
+    if activation is not None and bias is not None:
+        before, grad_bias = bias_gelu_backward((as_rows(kept), bias, ACTIVATIONS[activation]), before, (True, True))
+    elif activation is not None:
+        (before,) = gelu_backward((as_rows(kept), ACTIVATIONS[activation]), before, (True,))
+    elif bias is not None and needs[2]:
+        grad_bias = summed(before, (0,), False)
+    return (
+        product(before, weight, weight.dtype).view(input.shape) if needs[0] else None,
+        product(before.mT, as_rows(input), weight.dtype) if needs[1] else None,
+        grad_bias if needs[2] else None,
+    )
 
 
 register(
@@ -203,7 +155,6 @@ _EVEN = {"EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "LARGE": False, "PRECIS
 _MASKED = {"EVEN_M": False, "EVEN_N": False, "EVEN_K": False, "LARGE": True, "PRECISION": "ieee"}
 _GELU = {"BIAS": True, "ACTIVATION": "none", "KEEP": False}
 _TANH_KEPT = {"BIAS": True, "ACTIVATION": "tanh", "KEEP": True}
-_BACKWARD = {"BIAS": True, "BLOCK_M": 16, "BLOCK_N": 256, "grad_n": 1}
 
 AOT = [
     *(entry(_linear_kernel, "bf16", {**_LAYER, **_EVEN, **_GELU}, config) for config in CONFIGS["16-bit"][:4]),
@@ -211,14 +162,4 @@ AOT = [
     entry(_linear_kernel, "fp16", {**_LAYER, **_MASKED, **_TANH_KEPT}, CONFIGS["16-bit"][5]),
     entry(_linear_kernel, "bf16", {**_LAYER, **_MASKED, **_GELU}, CONFIGS["16-bit thin"][0]),
     entry(_linear_kernel, "fp32", {**_LAYER, **_EVEN, **_GELU}, CONFIGS["ieee"][0]),
-    *(
-        entry(
-            _linear_backward_kernel,
-            "bf16",
-            {**_BACKWARD, "ACTIVATION": form},
-            triton.Config({}, num_warps=BACKWARD_WARPS),
-            {"partials_ptr": "*fp32"},
-        )
-        for form in (None, "none", "tanh")
-    ),
 ]
