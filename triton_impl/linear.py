@@ -1,4 +1,4 @@
-"""A linear layer in Triton: the tiled product, whose tile gets its bias and activation before it leaves the registers.
+"""A linear layer in Triton: matmul's products, whose tiles get bias and activation before they leave the registers.
 
 Where a gradient is wanted through an activation, the tile is stored twice, before bias and activation and after. So
 bias_gelu's own backward makes the gradient before them, and bias's; two products make the others.
@@ -6,28 +6,25 @@ bias_gelu's own backward makes the gradient before them, and bias's; two product
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
 from kernel_ladder.linear_shapes import ACTIVATIONS, as_rows, output_shape
+from kernel_ladder.matmul_shapes import as_matrices
 from kernel_ladder.precision import tf32_allowed
 from triton_impl import interpreted, register, unsupported
+from triton_impl import matmul_descriptors as descriptors
 from triton_impl.aot import entry
 from triton_impl.bias_gelu import bias_gelu_backward
-from triton_impl.gelu import gelu_backward, gelu_of
-from triton_impl.matmul import product
+from triton_impl.gelu import gelu_backward
+from triton_impl.matmul import Write, described_entry, product, write_persistent, write_tiled
+from triton_impl.matmul_descriptors import activate
 from triton_impl.matmul_tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, grouped, kind_of
 from triton_impl.sum import summed
 from triton_impl.tuning import Launch, Launches, Tuned
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """None, "none" or "tanh": the forms of GELU by their names."""
-    if ACTIVATION is None:
-        return x
-    return gelu_of(x, ACTIVATION == "tanh")
 
 
 @triton.jit(do_not_specialize=["tuning_key"])
@@ -62,19 +59,25 @@ _launches: Launches = Launches()
 
 
 def _run(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    keep: bool,
+    persistent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the product alone if it is to be kept, else the output again."""
+    asked = (activation, keep, persistent)
     if torch.compiler.is_compiling():
-        return _first(input, weight, bias, activation, keep)[0]
+        return _first(input, weight, bias, *asked)[0]
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     step = None if bias is None else bias.stride()
-    key = (input.shape, input.stride(), weight.shape, weight.stride(), step, input.dtype, activation, keep, tf32)
-    known = _launches.get((key, input.device))
+    operands = (input.shape, input.stride(), weight.shape, weight.stride(), step, input.dtype, tf32, input.device)
+    known = _launches.get((operands, asked))
     if known is None:
-        outputs, launch = _first(input, weight, bias, activation, keep)
+        outputs, launch = _first(input, weight, bias, *asked)
         if launch is not None:
-            _launches.remember((key, input.device), (outputs[0].shape, launch))
+            _launches.remember((operands, asked), (outputs[0].shape, launch))
         return outputs
     shape, launch = known
     output = torch.empty(shape, dtype=input.dtype, device=input.device)
@@ -84,47 +87,52 @@ def _run(
 
 
 def _first(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
-) -> tuple[tuple[torch.Tensor, torch.Tensor], Launch | None]:
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    keep: bool,
+    persistent: bool,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Callable[..., None] | None]:
     """As :func:`_run`, with the launch, if it was one on the memory of these tensors."""
     output = torch.empty(output_shape(input, weight), dtype=input.dtype, device=input.device)
     kept = torch.empty_like(output) if keep else output
     if output.numel() == 0:
         return (output, kept), None
     a, b = as_rows(input), weight.mT
+    form = None if activation is None else ACTIVATIONS[activation]
+    if persistent and input.shape[-1] > 0:
+        follows = descriptors.Epilogue(bias, form, kept if keep else None)
+        launch = descriptors.persistent(as_rows(output), a, b, follows)
+    else:
+        launch = _write_tiled(output, kept, a, b, bias, form, keep)
+    in_place = launch is not None and a.data_ptr() == input.data_ptr()
+    return (output, kept), launch if in_place else None
+
+
+def _write_tiled(
+    output: torch.Tensor,
+    kept: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    form: str | None,
+    keep: bool,
+) -> Launch | None:
     arguments, constants = arguments_of(a, b)
     m, n = arguments[:2]
-    constants |= {
-        "BIAS": bias is not None,
-        "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
-        "KEEP": keep,
-    }
+    constants |= {"BIAS": bias is not None, "ACTIVATION": form, "KEEP": keep}
 
     def grid(meta):
         return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-    tensors = (output, kept, a, b, b if bias is None else bias)  # what is not asked for stands in for what is absent
+    tensors = (output, kept, a, b, b if bias is None else bias)  # what is there stands in for what is absent
     step = 0 if bias is None else bias.stride(0)
-    launch = _linear[kind_of(input.dtype, m, n)](grid, tensors, (*arguments, step), constants)
-    in_place = a.data_ptr() == input.data_ptr() if launch is not None else False
-    return (output, kept), launch if in_place else None
+    return _linear[kind_of(a.dtype, m, n)](grid, tensors, (*arguments, step), constants)
 
 
-def inference(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
-) -> torch.Tensor:
-    return _run(input, weight, bias, activation, False)[0]
-
-
-def linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
-) -> tuple[torch.Tensor, tuple]:
-    output, kept = _run(input, weight, bias, activation, activation is not None)
-    return output, (input, weight, bias, None if activation is None else kept, activation)
-
-
-def linear_backward(
-    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
+def _backward(
+    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...], write: Write
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     input, weight, bias, kept, activation = saved
     before, grad_bias = as_rows(grad), None  # the gradient of what stands before the activation
@@ -135,20 +143,53 @@ def linear_backward(
     elif bias is not None and needs[2]:
         grad_bias = summed(before, (0,), False)
     return (
-        product(before, weight, weight.dtype).view(input.shape) if needs[0] else None,
-        product(before.mT, as_rows(input), weight.dtype) if needs[1] else None,
+        product(before, weight, weight.dtype, write).view(input.shape) if needs[0] else None,
+        product(before.mT, as_rows(input), weight.dtype, write) if needs[1] else None,
         grad_bias if needs[2] else None,
     )
 
 
-register(
-    "linear",
-    "triton.tiled",
-    forward=linear,
-    backward=linear_backward,
-    unsupported=unsupported,
-    inference=inference,
-)
+def _register(name: str, persistent: bool, write: Write, unsupported: Callable[..., str | None]) -> None:
+    def inference(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+    ) -> torch.Tensor:
+        return _run(input, weight, bias, activation, False, persistent)[0]
+
+    def linear(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+    ) -> tuple[torch.Tensor, tuple]:
+        output, kept = _run(input, weight, bias, activation, activation is not None, persistent)
+        return output, (input, weight, bias, None if activation is None else kept, activation)
+
+    def linear_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple:
+        return _backward(saved, grad, needs, write)
+
+    register(
+        "linear",
+        f"triton.{name}",
+        forward=linear,
+        backward=linear_backward,
+        unsupported=unsupported,
+        inference=inference,
+    )
+
+
+def _persistent_unsupported(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: object
+) -> str | None:
+    if (reason := unsupported(input)) is not None:
+        return reason
+    if input.numel() == 0 or weight.numel() == 0:
+        return None
+    a, _ = as_matrices(input, weight.mT)
+    if a.dim() > 2:  # what will be copied
+        a = torch.empty(input.shape, dtype=input.dtype, device="meta").view(-1, input.shape[-1])
+    return descriptors.undescribable(a, weight.mT)
+
+
+_register("tiled", False, write_tiled, unsupported)
+_register("persistent", True, write_persistent, _persistent_unsupported)
+
 
 _LAYER = {"stride_ak": 1, "stride_bk": 1, "bias_step": 1}  # rows of input and of weight dense
 _EVEN = {"EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "LARGE": False, "PRECISION": "ieee"}
@@ -162,4 +203,6 @@ AOT = [
     entry(_linear_kernel, "fp16", {**_LAYER, **_MASKED, **_TANH_KEPT}, CONFIGS["16-bit"][5]),
     entry(_linear_kernel, "bf16", {**_LAYER, **_MASKED, **_GELU}, CONFIGS["16-bit thin"][0]),
     entry(_linear_kernel, "fp32", {**_LAYER, **_EVEN, **_GELU}, CONFIGS["ieee"][0]),
+    *(described_entry("bf16", True, True, each, **_GELU) for each in descriptors.CONFIGS[:7]),
+    described_entry("fp16", True, True, descriptors.CONFIGS[0], **_TANH_KEPT),
 ]

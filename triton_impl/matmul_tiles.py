@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -158,3 +159,56 @@ def _width(inner: int, outer: int) -> int:
     if inner == 1:
         return _UNIT + (_WIDE if outer % 8 == 0 else 0)
     return _WIDE if inner % 8 == 0 else 0
+
+
+#: What the cost model takes a GPU to be where it cannot ask: an H200's multiprocessors.
+_MULTIPROCESSORS = 132
+#: Bytes of shared memory that a multiprocessor has for programs.
+_SHARED = 227 * 1024
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; elsewhere as many as make sense of a model of one."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs_at_once(config: triton.Config, itemsize: int) -> int:
+    """How many programs of a configuration a multiprocessor has shared memory for: stages, and a tile to be stored."""
+    b = config.kwargs
+    stage = (b["BLOCK_M"] + b["BLOCK_N"]) * b["BLOCK_K"] * itemsize
+    tile = b["BLOCK_M"] * b["BLOCK_N"] * itemsize // b.get("SUBTILES", 1)
+    return max(1, min(8, 64 // config.num_warps, _SHARED // (config.num_stages * stage + tile)))
+
+
+def estimate(config: triton.Config, m: int, n: int, k: int, batches: int, itemsize: int, device: torch.device) -> float:
+    """Seconds that a product should take: the largest of what tensor cores, L2 and memory need, on a GPU like an H200.
+
+    It only has to order configurations. A multiprocessor's rate falls with small tiles, which read more of shared
+    memory for each flop; the last wave of tiles costs as much as a full one.
+    """
+    b, sms = config.kwargs, multiprocessors(device)
+    split = b.get("SPLIT", 1)
+    tiles = triton.cdiv(m, b["BLOCK_M"]) * triton.cdiv(n, b["BLOCK_N"]) * batches * split
+    per_tile = 2 * b["BLOCK_M"] * b["BLOCK_N"] * triton.cdiv(k, b["BLOCK_K"] * split) * b["BLOCK_K"]
+    rate = 6.5e12 / (1 + 24 * (1 / b["BLOCK_M"] + 1 / b["BLOCK_N"])) * 2 / itemsize
+    at_once = programs_at_once(config, itemsize)
+    busiest = triton.cdiv(tiles, sms) if tiles <= sms * at_once else triton.cdiv(tiles, sms * at_once) * at_once
+    compute = busiest * per_tile / rate
+    moved = tiles * (b["BLOCK_M"] + b["BLOCK_N"]) * k / split * itemsize
+    least = batches * (m * k + k * n + m * n) * itemsize + (8 * split * batches * m * n if split > 1 else 0)
+    # Bytes in flight: few programs do not fill the memory's latency.
+    stage = (b["BLOCK_M"] + b["BLOCK_N"]) * b["BLOCK_K"] * itemsize
+    in_flight = min(1.0, min(tiles / sms, at_once) * stage * config.num_stages / 2**15)
+    return max(compute, moved / 5.5e12, least / (4.0e12 * in_flight)) + (3e-6 if split > 1 else 0.0)
+
+
+def likeliest(
+    configs: list[triton.Config], count: int, m: int, n: int, k: int, batches: int, itemsize: int, device: torch.device
+) -> list[triton.Config]:
+    """As many configurations as the cost model expects to be fastest, that one first; last one that fits anywhere."""
+    ordered = sorted(configs, key=lambda config: estimate(config, m, n, k, batches, itemsize, device))[:count]
+    smallest = min(configs, key=lambda c: (c.kwargs["BLOCK_M"] + c.kwargs["BLOCK_N"]) * c.num_stages)
+    return ordered if smallest in ordered[-1:] else [*(c for c in ordered if c is not smallest), smallest]
