@@ -44,7 +44,7 @@ def results(returned: Any, backward: bool) -> Results:
 def forward_call(variant: Variant, copies: Copies) -> timing.Call:
     def call(i: int) -> Any:
         with torch.no_grad():
-            return variant.forward(*copies.inputs[i], **copies.options)
+            return (variant.output(*copies.inputs[i], **copies.options),)
 
     return call
 
@@ -99,14 +99,14 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
         return public(**dict(zip(names, (t for t in x if t is not None), strict=True)), **case.options, backend=name)
 
     def own(*x: torch.Tensor | None) -> Output:
-        return variant.forward(*x, **case.options)[0]
+        return variant.output(*x, **case.options)
 
     by_user = through_table if variant.level in LEVELS else own  # a peer's users call its own function
 
     if not backward:
         with torch.no_grad():
             by_name = timing.host_seconds(lambda: by_user(*inputs), device)
-            direct = timing.host_seconds(lambda: variant.forward(*inputs, **case.options), device)
+            direct = timing.host_seconds(lambda: variant.output(*inputs, **case.options), device)
         return by_name * 1e6, direct * 1e6
     outputs = by_user(*inputs)
     grad = tuple(map(torch.ones_like, outputs)) if isinstance(outputs, tuple) else torch.ones_like(outputs)

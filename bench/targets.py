@@ -24,6 +24,7 @@ from kernel_ladder.table import LEVELS, Variant
 #: Sizes that stand for the shapes of all inputs, by operation and how many there are.
 SHORTHAND: dict[tuple[str, int], Callable[..., tuple[tuple[int, ...], ...]]] = {
     ("matmul", 3): lambda m, n, k: ((m, k), (k, n)),
+    ("linear", 3): lambda m, n, k: ((m, k), (n, k), (n,)),
     ("bias_gelu", 2): lambda m, n: ((m, n), (n,)),
     ("swiglu", 2): lambda m, n: ((m, n), (m, n)),
     ("attention", 4): lambda b, h, s, d: ((b, h, s, d),) * 3,

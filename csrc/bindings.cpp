@@ -162,6 +162,14 @@ const std::vector<Schema>& schemas() {
                 "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
         KL_NORM(bias_dropout_add_layer_norm_backward, cluster,
                 "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
+        KL_OP("linear.naive(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
+              linear_naive),
+        KL_OP("linear.registers(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep)"
+              " -> (Tensor, Tensor)",
+              linear_registers),
+        KL_OP("linear.mma(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, bool allow_tf32)"
+              " -> (Tensor, Tensor)",
+              linear_mma),
     };
     return list;
 }
@@ -216,6 +224,9 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     rms_norm_kernel_facts(facts, dtype);
     add_rms_norm_kernel_facts(facts, dtype);
     bias_dropout_add_layer_norm_kernel_facts(facts, dtype);
+    linear_naive_facts(facts, dtype);
+    linear_registers_facts(facts, dtype);
+    linear_mma_facts(facts, dtype);
     return facts;
 }
 

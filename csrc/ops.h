@@ -183,4 +183,16 @@ std::tuple<Tensor, Tensor> swiglu_backward_naive(const Tensor& grad, const Tenso
 std::tuple<Tensor, Tensor> swiglu_backward_vectorized(const Tensor& grad, const Tensor& gate, const Tensor& up);
 void swiglu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
+// linear.cu, matmul/: output, and what stood before the bias where `keep`, else a tensor of no elements.
+std::tuple<Tensor, Tensor> linear_naive(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                        const std::string& activation, bool keep);
+std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& weight,
+                                            const std::optional<Tensor>& bias, const std::string& activation,
+                                            bool keep);
+std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                      const std::string& activation, bool keep, bool allow_tf32);
+void linear_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
 }  // namespace kl

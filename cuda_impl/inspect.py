@@ -129,7 +129,7 @@ def of_variant(op: str, step: str) -> list[Instance]:
 @functools.cache
 def source_of(function: str) -> str | None:
     """Where a kernel is defined, None where the package was installed without its sources."""
-    for path in sorted((ROOT / "csrc").rglob("*.cu")):
+    for path in sorted((ROOT / "csrc").rglob("*.cu*")):
         text = path.read_text()
         found = re.search(rf"__global__[^;{{]*?\b{function}\(", text)
         if found is not None:

@@ -68,6 +68,4 @@ def run(variant: Variant, inputs: Inputs, options: Options) -> Any:
         for x in inputs:  # not any(): a generator costs as much as the rest of this function
             if x is not None and x.requires_grad:
                 return _Differentiable.apply(variant, options, *inputs)
-    if variant.inference is not None:
-        return variant.inference(*inputs, **options)
-    return variant.forward(*inputs, **options)[0]
+    return variant.output(*inputs, **options)

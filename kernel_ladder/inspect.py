@@ -27,7 +27,7 @@ PASSES = ("forward", "backward")
 CODE = ("source", "ttgir", "ptx", "sass")
 
 #: What is said of a pass that leaves nothing to show.
-NO_KERNEL = "this pass has no kernel of its own: its gradients are views, or sums by the kernels of `sum`"
+NO_KERNEL = "this pass has no kernel of its own: its gradients are views, or made by kernels of other operations"
 
 ROOT = Path(__file__).resolve().parent.parent
 

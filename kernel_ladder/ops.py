@@ -302,3 +302,32 @@ def bias_dropout_add_layer_norm(
     """
     inputs = (input, bias, residual, weight, norm_bias)
     return _call("bias_dropout_add_layer_norm", backend, inputs, {"p": p, "seed": seed, "eps": eps})
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``activation(input · weightᵀ + bias)``, as :func:`torch.nn.functional.linear` followed by its ``gelu``.
+
+    Args:
+        input: ``(K,)`` or ``(..., K)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any
+            strides.
+        weight: ``(N, K)``, of the same dtype on the same device; any strides.
+        bias: ``(N,)`` likewise, or None for zeros.
+        activation: None, ``"gelu"`` for the exact form with erf, or ``"gelu_tanh"`` for the approximation with tanh.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor ``(..., N)`` of the same dtype, accumulated in float32 or better; the cuda and triton levels round it
+        once. tf32 as for :func:`matmul`. Differentiable once; where a gradient is wanted through an activation, the
+        product is kept for it, a tensor of the output's size. At the triton level an input, and in every backward pass
+        a gradient, whose leading dimensions do not fold into one by their strides is copied.
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
+    """
+    return _call("linear", backend, (input, weight, bias), {"activation": activation})

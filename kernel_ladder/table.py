@@ -31,6 +31,7 @@ OPS: tuple[str, ...] = (
     "swiglu",
     "add_rms_norm",
     "bias_dropout_add_layer_norm",
+    "linear",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.
@@ -50,10 +51,11 @@ class Variant:
     """One named implementation of an operation at a level.
 
     ``forward(*inputs, **options)`` returns ``(output, saved)``.
-    ``inference(*inputs, **options)``, beside a backward alone, returns the output where nothing need be saved for that.
     ``backward(saved, grad, needs)`` returns one gradient per input, None where ``needs`` is False for it;
     a variant without one is differentiated by PyTorch. Where there are several outputs, `output` and `grad` are tuples.
     ``unsupported(*inputs, **options)`` returns why these inputs cannot be taken, or None.
+    ``inference(*inputs, **options)`` returns the output alone, where no gradient is wanted and `forward` would write
+    more than it for the backward's sake; None where it would not.
     """
 
     op: str
@@ -62,6 +64,12 @@ class Variant:
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None
     unsupported: Callable[..., str | None]
     inference: Callable[..., Output] | None = None
+
+    def output(self, *inputs: torch.Tensor | None, **options: Any) -> Output:
+        """The output alone, with nothing kept for a backward."""
+        if self.inference is not None:
+            return self.inference(*inputs, **options)
+        return self.forward(*inputs, **options)[0]
 
     @property
     def level(self) -> str:

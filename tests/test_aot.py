@@ -34,6 +34,7 @@ def compile_all(op: str) -> None:
                 "target": next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target")),
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "mma": ptx.count("mma.sync"),
+                "tma": ptx.count("cp.async.bulk.tensor"),
                 "local": local_memory(kernel.asm["cubin"]),
             }
             print("AOT", json.dumps(facts), flush=True)
@@ -77,6 +78,9 @@ def test_compiles(op, index, capability, e):
     assert found["target"].startswith(f"sm_{capability}")
     if capability == 90:  # tuned for Hopper; an Ampere that has fewer choices may spill
         assert found["local"] == 0, "registers spill to local memory"
+    if any(t.startswith("tensordesc") for t in e.signature.values()) and capability == 90:
+        assert found["tma"] > 0
+        assert found["wgmma"] > 0
     if "PRECISION" in e.constexprs:  # a matrix product: on tensor cores, save for float32 that must stay float32
         tensor_cores = "*fp32" not in e.signature.values() or e.constexprs["PRECISION"] == "tf32"
         wide = max(e.constexprs["BLOCK_M"], e.constexprs["BLOCK_N"]) >= 64  # rows that wgmma takes; either can be rows

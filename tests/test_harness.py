@@ -261,6 +261,14 @@ def bias_gelu_without_bias(input, bias, *, approximate):
     return torch.nn.functional.gelu(input, approximate=approximate)
 
 
+def linear_without_bias(input, weight, bias, *, activation):
+    return kernel_ladder.linear(input, weight, None, activation, backend="torch")
+
+
+def linear_activated_before_its_bias(input, weight, bias, *, activation):
+    return kernel_ladder.linear(input, weight, None, activation, backend="torch") + bias
+
+
 def swiglu_of_swapped_operands(gate, up):
     return torch.nn.functional.silu(up) * gate
 
@@ -269,6 +277,7 @@ def swiglu_without_the_product(gate, up):
     return torch.sigmoid(gate) * up
 
 
+LAYER = Case("", ((33, 65), (34, 65), (34,)), {"activation": "gelu"})
 DROPOUT = {"p": 0.1, "seed": 42}
 
 WRONG = [
@@ -295,6 +304,8 @@ WRONG = [
     ("dropout", dropout_counted_in_memory_order, Case("", ((16, 17),), DROPOUT, layout="transposed"), torch.bfloat16),
     ("dropout", dropout_that_stops_nan, Case("", ((257,),), DROPOUT, values="nan"), torch.float32),
     ("bias_gelu", bias_gelu_without_bias, Case("", ((64, 65), (65,)), {"approximate": "none"}), torch.bfloat16),
+    ("linear", linear_without_bias, LAYER, torch.bfloat16),
+    ("linear", linear_activated_before_its_bias, LAYER, torch.bfloat16),
     ("swiglu", swiglu_of_swapped_operands, Case("", ((64, 65),) * 2), torch.bfloat16),
     ("swiglu", swiglu_without_the_product, Case("", ((64, 65),) * 2), torch.bfloat16),
 ]

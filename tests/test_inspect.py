@@ -36,7 +36,8 @@ needs_cuobjdump = pytest.mark.skipif(cubin.cuobjdump() is None, reason="no cuobj
 @functools.cache
 def looked_into(op: str, backend: str, pass_: str = "forward", *code: str, arch: str | None = None) -> Inspection:
     (variant,) = (v for v in table.variants(op) if v.name == backend)
-    return inspect(Request(variant, pass_=pass_, code=frozenset(code), arch=arch))
+    dtype = torch.float32 if (op, backend) == ("linear", "cuda.registers") else torch.bfloat16
+    return inspect(Request(variant, dtype=dtype, pass_=pass_, code=frozenset(code), arch=arch))
 
 
 def at_level(level: str) -> list:
@@ -50,11 +51,11 @@ def exists(location: str | None) -> bool:
 
 
 def without_kernels(found: Inspection) -> bool:
-    """Whether a pass has none, and says so: the gradients of `add` and `sum` are views, or sums."""
+    """Whether a pass has none, and says so: its gradients are views, or made by kernels of other operations."""
     if NO_KERNEL not in found.notes:
         return False
     assert not found.kernels
-    assert (found.op, found.pass_) in {("add", "backward"), ("sum", "backward")}
+    assert (found.op, found.pass_) in {("add", "backward"), ("sum", "backward"), ("linear", "backward")}
     return True
 
 
@@ -213,6 +214,8 @@ INSTRUCTIONS = [
     ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),
     ("bias_gelu", "cuda.vectorized", r"LDG\.E\.128"),
     ("swiglu", "cuda.vectorized", r"LDG\.E\.128"),
+    ("linear", "cuda.registers", r"\bFFMA\b"),
+    ("linear", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
 ]
 
 

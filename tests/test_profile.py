@@ -250,6 +250,7 @@ def test_without_a_gpu(argv, message, capsys):
         ("bias_gelu", "3x5", ((3, 5), (5,))),
         ("bias_gelu", "2x3x5,5", ((2, 3, 5), (5,))),
         ("swiglu", "3x5", ((3, 5), (3, 5))),
+        ("linear", "3x5x4", ((3, 4), (5, 4), (5,))),
         ("matmul", "3x4,4x5", ((3, 4), (4, 5))),
         ("matmul", "3x5x4", ((3, 4), (4, 5))),
         ("matmul", "7x3x4, 7x4x5", ((7, 3, 4), (7, 4, 5))),

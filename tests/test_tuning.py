@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ if (reason := table.unavailable("matmul", "triton")) is not None:
 
 import triton
 
-from triton_impl import attention, interpreted, matmul, tuning
+from triton_impl import attention, choosing, interpreted, matmul, matmul_descriptors, matmul_tiles, tuning
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -88,7 +89,7 @@ def test_a_choice_that_does_not_fit_gives_way_to_the_next(monkeypatch):
 def _matmul(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     a = torch.randn(33 * 17 + offset, device=DEVICE)[offset:].view(33, 17)
     b = torch.randn(17, 35, device=DEVICE)
-    return kernel_ladder.matmul(a, b, backend="triton"), a @ b
+    return kernel_ladder.matmul(a, b, backend="triton.tiled"), a @ b
 
 
 def _attention(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,11 +147,85 @@ def test_what_is_remembered_is_bounded(monkeypatch):
         assert launches[key] == key
 
 
+def _chooser() -> choosing.Chooser:
+    return choosing.Chooser(matmul._matmul_kernel)
+
+
+def test_a_choice_is_made_once_for_a_key(monkeypatch):
+    monkeypatch.setattr(tuning, "TUNING", False)
+    configs, ran = [triton.Config({"BLOCK": n}) for n in (64, 32, 16)], []
+
+    def run(config, only_compile):
+        assert not only_compile, "without tuning nothing is compiled for its own sake"
+        ran.append(config.kwargs["BLOCK"])
+        if config.kwargs["BLOCK"] > 16:
+            raise triton.OutOfResources(2, 1, "shared memory")
+
+    choose = _chooser()
+    assert choose(("a",), configs, run) is configs[2]
+    assert ran == [64, 32, 16]
+    assert choose(("a",), configs, run) is configs[2]
+    assert ran == [64, 32, 16, 16], "every call leaves the kernel run"
+    with pytest.raises(triton.OutOfResources):
+        choose(("b",), configs[:2], run)
+
+
+def test_a_choice_on_disk_that_cannot_be_read_is_made_anew(tmp_path):
+    configs = [triton.Config({"BLOCK": n}) for n in (64, 32)]
+    path = tmp_path / "kernel.choice.json"
+    path.write_text(json.dumps({str(configs[0]): 2.0, str(configs[1]): None}))
+    assert choosing._read(str(path), configs) == {configs[0]: 2.0, configs[1]: float("inf")}
+    for text in ("{", "[]", json.dumps({str(configs[0]): 2.0})):
+        path.write_text(text)
+        with pytest.warns(UserWarning, match="cannot be read and is made anew"):
+            assert choosing._read(str(path), configs) is None
+    assert choosing._read(None, configs) is None
+
+
+@pytest.mark.parametrize("shape", [(8192, 8192, 8192), (512, 512, 512), (64, 8192, 8192), (2048, 2048, 65536)], ids=str)
+def test_the_cost_model_leaves_few_configurations(shape):
+    m, n, k = shape
+    configs = matmul_descriptors.CONFIGS
+    found = matmul_tiles.likeliest(configs, 8, m, n, k, 1, 2, torch.device("cpu"))
+    assert len(found) <= 9
+    assert len(set(map(str, found))) == len(found)
+    first = found[0].kwargs
+    if min(shape) >= 2048:
+        assert first["BLOCK_M"] * first["BLOCK_N"] == 128 * 256, "where tiles are many, the largest"
+    if m == n == 512:
+        assert first["BLOCK_M"] * first["BLOCK_N"] <= 64 * 128, "where they are few, more of them"
+
+
+@needs_gpu
+@pytest.mark.skipif(interpreted(), reason="the interpreter has nothing to tune")
+def test_every_configuration_compiles_side_by_side_and_is_timed():
+    a = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
+    run, configs, done = None, matmul_descriptors.CONFIGS[:4], []
+    step = matmul_descriptors.Step(matmul_descriptors.persistent.kernel, persistent=True)
+
+    def choose(key, candidates, given):
+        nonlocal run
+        run = given
+        given(candidates[0], False)
+        return candidates[0]
+
+    step.choose = choose
+    step(torch.empty_like(a), a, a)
+    compiled = choosing.compile_side_by_side(configs, lambda *args: done.append(args) or run(*args))
+    assert compiled == dict.fromkeys(configs, True)
+    assert all(only for _, only in done)
+    timings = choosing.time_in_rounds({**compiled, matmul_descriptors.CONFIGS[4]: False}, run)
+    assert timings.pop(matmul_descriptors.CONFIGS[4]) == float("inf")
+    assert all(0 < ms < 10 for ms in timings.values())
+
+
 TUNE = """
 import torch, kernel_ladder
 a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
 q = torch.randn(1, 1, 256, 64, device="cuda", dtype=torch.bfloat16)
-kernel_ladder.matmul(a, a, backend="triton")
+kernel_ladder.matmul(a, a, backend="triton.tiled")
+kernel_ladder.matmul(a, a, backend="triton.persistent")
+kernel_ladder.matmul(a[:16], a, backend="triton.split_k")
 kernel_ladder.attention(q, q, q, backend="triton")
 """
 
@@ -165,5 +240,7 @@ def test_a_second_process_does_not_tune_again(tmp_path):
         assert result.returncode == 0, result.stderr
         timed.append([line for line in result.stdout.splitlines() if line.startswith("Autotuning kernel")])
     assert any("_matmul_kernel" in line for line in timed[0])
+    assert any("_matmul_persistent_kernel" in line for line in timed[0])
+    assert any("_matmul_split_kernel" in line for line in timed[0])
     assert any("_forward_kernel" in line for line in timed[0])
     assert timed[1] == []

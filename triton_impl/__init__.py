@@ -69,18 +69,29 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     return None
 
 
-def register(op: str, name: str, *, forward: Callable[..., tuple[torch.Tensor, tuple]], **more: Any) -> None:
+def register(
+    op: str,
+    name: str,
+    *,
+    forward: Callable[..., tuple[torch.Tensor, tuple]],
+    inference: Callable[..., torch.Tensor] | None = None,
+    **more: Any,
+) -> None:
     """:func:`kernel_ladder.table.register`, for kernels that Triton launches on the current device.
 
     Where the tensors are on another GPU, that one is made current for the call. (For a backward, autograd does so.)
     """
+    alone = None if inference is None else _on_device(inference)
+    table.register(op, name, forward=_on_device(forward), inference=alone, **more)
 
-    def on_device(*inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, tuple]:
+
+def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_device(*inputs: torch.Tensor, **options: Any) -> Any:
         device = inputs[0].device
         if torch.compiler.is_compiling() or device.type != "cuda" or device.index == torch.cuda.current_device():
-            return forward(*inputs, **options)
+            return function(*inputs, **options)
         with torch.cuda.device(device):
-            return forward(*inputs, **options)
+            return function(*inputs, **options)
 
-    on_device.__doc__ = forward.__doc__
-    table.register(op, name, forward=on_device, **more)
+    on_device.__doc__ = function.__doc__
+    return on_device

@@ -51,7 +51,9 @@ def compile_entry(e: Entry, capability: int) -> Any:
     from triton.compiler import ASTSource
 
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, t in enumerate(e.signature.values()) if t not in ("constexpr", "fp32")
+        (i,): [["tt.divisibility", 16]]
+        for i, t in enumerate(e.signature.values())
+        if t not in ("constexpr", "fp32") and not t.startswith("tensordesc")
     }
     source = ASTSource(e.kernel, e.signature, constexprs=e.constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=e.options)

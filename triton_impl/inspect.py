@@ -73,8 +73,10 @@ def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Ins
     found.arch = arch.name
     inputs = empty_inputs(case, request.dtype, "meta")
     with traced(arch.number, arch.shared_per_block) as calls:
-        output, saved = variant.forward(*inputs, **case.options)
-        if request.pass_ == "backward":
+        if request.pass_ == "forward":
+            variant.output(*inputs, **case.options)
+        else:
+            output, saved = variant.forward(*inputs, **case.options)
             assert variant.backward is not None, "every Triton variant has a backward of its own"
             calls.clear()
             grad = each(torch.empty_like, output) if isinstance(output, tuple) else torch.empty_like(output)

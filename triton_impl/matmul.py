@@ -1,10 +1,18 @@
-"""Matrix product in Triton: one tile of the output a program, its operands streamed through shared memory.
+"""Matrix product in Triton: tiles of the output, one a program, their operands streamed through shared memory.
 
-Triton pipelines the loads (``num_stages`` tiles ahead) and chooses the tensor-core instruction: wgmma on Hopper.
-Next to gain: each program starts its pipeline anew and stores its tile with nothing else in flight.
+naive       one tile a program, in row order, nothing loaded ahead
+tiled       Triton pipelines the loads (``num_stages`` tiles ahead); programs in groups that share the L2; tuned
+tma         the copy engine fetches the tiles, by descriptors; in ``matmul_descriptors.py``, as the next
+persistent  as many programs as run at once take tile after tile, and fetch the next while they store the last
+split_k     where there are few tiles, programs share each one's k; in ``matmul_split.py``. Else as `persistent`
+
+On Hopper the tensor cores are fed by wgmma, save by `naive`, whose tiles are too small for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -14,66 +22,11 @@ from kernel_ladder.matmul_shapes import as_matrices, batch_shape, output_shape, 
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.strides import collapse
 from triton_impl import interpreted, register, unsupported
-from triton_impl.aot import entry
-from triton_impl.dot import dot
+from triton_impl import matmul_descriptors as descriptors
+from triton_impl import matmul_split as split
+from triton_impl.aot import Entry, entry
+from triton_impl.matmul_tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, config, grouped, kind_of
 from triton_impl.tuning import Launch, Launches, Tuned
-
-
-def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> triton.Config:
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8}
-    return triton.Config(blocks, num_warps=num_warps, num_stages=num_stages)
-
-
-#: By kind of product. A configuration that needs more shared memory than the GPU has drops out of the tuning by itself.
-#: The first is the choice without tuning, the last that choice where the first does not fit.
-CONFIGS = {
-    # Two warpgroups hold a 128×256 accumulator in registers; smaller tiles where those would leave SMs idle.
-    "16-bit": [
-        _config(128, 256, 64, 8, 3),
-        _config(128, 256, 64, 8, 4),
-        _config(256, 128, 64, 8, 3),
-        _config(256, 128, 64, 8, 4),
-        _config(128, 128, 64, 4, 4),
-        _config(128, 128, 64, 8, 4),
-        _config(128, 64, 64, 4, 5),
-        _config(64, 128, 64, 4, 5),
-        _config(64, 64, 64, 4, 5),
-    ],
-    # At most 64 rows or columns: bound by reading the other matrix, so narrow tiles (many programs), deep pipelines.
-    "16-bit thin": [
-        _config(16, 32, 256, 4, 4),
-        _config(16, 64, 128, 4, 5),
-        _config(16, 128, 64, 4, 5),
-        _config(32, 64, 128, 4, 5),
-        _config(64, 16, 128, 4, 5),
-        _config(64, 32, 128, 4, 5),
-        _config(64, 64, 128, 4, 4),
-        _config(32, 16, 256, 4, 4),
-    ],
-    "tf32": [
-        _config(128, 256, 32, 8, 3),
-        _config(256, 128, 32, 8, 3),
-        _config(128, 128, 32, 8, 4),
-        _config(128, 128, 32, 4, 4),
-        _config(64, 128, 32, 4, 4),
-        _config(64, 64, 32, 4, 5),
-        _config(16, 64, 64, 4, 4),
-    ],
-    # On the CUDA cores: the tile is a thread's registers, so it stays small.
-    "ieee": [
-        _config(128, 128, 16, 8, 3),
-        _config(128, 64, 16, 4, 3),
-        _config(64, 128, 16, 4, 3),
-        _config(64, 64, 16, 4, 3),
-        _config(64, 32, 32, 4, 3),
-        _config(16, 64, 32, 4, 4),
-    ],
-}
-#: Every block size divides it: sizes that are multiples of it need no masks.
-BLOCK_MULTIPLE = 256
-
-#: The interpreter has nothing to tune.
-INTERPRETER_CONFIG = _config(64, 64, 64, 1, 1)
 
 
 @triton.jit
@@ -83,36 +36,13 @@ def _tile(
     PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LARGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    # Grouped order: programs that run together cover GROUP_M rows of tiles, and share their A and B through the L2.
-    grid_m = tl.cdiv(M, BLOCK_M)
-    per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
-    first_m = tile // per_group * GROUP_M
-    rows = min(grid_m - first_m, GROUP_M)
-    tile_m = first_m + tile % per_group % rows
-    tile_n = tile % per_group // rows
-
-    offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_m = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else offs_m < M
-    mask_n = tl.full((BLOCK_N,), True, tl.int1) if EVEN_N else offs_n < N
-    if LARGE:
-        offs_m, offs_n, offs_k = offs_m.to(tl.int64), offs_n.to(tl.int64), offs_k.to(tl.int64)
-    a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
-    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
-
-    step = tl.full((), BLOCK_K, tl.int64)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        mask_k = tl.full((BLOCK_K,), True, tl.int1) if EVEN_K else offs_k < K - k
-        a = tl.load(a_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
-        acc = dot(a, b, acc, PRECISION)
-        a_ptrs += step * stride_ak
-        b_ptrs += step * stride_bk
-
+    tile_m, tile_n = grouped(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc, offs_m, offs_n, mask = accumulate(
+        a_ptr, b_ptr, tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+        PRECISION, EVEN_M, EVEN_N, EVEN_K, LARGE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     c_ptrs = c_ptr + offs_m[:, None] * N + offs_n[None, :]  # C is contiguous
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tuning_key"])
@@ -165,40 +95,31 @@ def _by_kind(kernel: triton.JITFunction) -> dict[str, Tuned]:
 
 _matmul = _by_kind(_matmul_kernel)
 _batched_matmul = _by_kind(_batched_matmul_kernel)
+#: Small square tiles, in row order, one at a time: what a first program looks like.
+NAIVE = config(32, 32, 32, 4, 1, GROUP_M=1)
+_naive = Tuned(_matmul_kernel, [NAIVE], ["tuning_key"])
+_batched_naive = Tuned(_batched_matmul_kernel, [NAIVE], ["tuning_key"])
 MAX_BATCH_DIMS = 3
-
-
-_UNIT, _WIDE = 1 << 12, 1 << 13  # bits of the tuning key, of A; those of B are two further up
-
-
-def _magnitude(size: int) -> int:
-    """The power of two that a size reaches, up to 2¹⁵: sizes alike in this are tuned alike."""
-    power = 0
-    while power < 15 and size > 1 << power:
-        power += 1
-    return power
-
-
-def _kind(dtype: torch.dtype, m: int, n: int) -> str:
-    if dtype == torch.float32:
-        return "tf32" if tf32_allowed() else "ieee"
-    return "16-bit thin" if m <= 64 or n <= 64 else "16-bit"
 
 
 #: By all that decides how two operands are multiplied: the output's shape, and the launch.
 _launches: Launches = Launches()
 
+#: Writes ``a @ b`` into contiguous `c`, all of the same batch dimensions; returns what does it again, if it was one
+#: launch that takes (c, a, b).
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[..., None] | None]
 
-def _product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+
+def product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, write: Write) -> torch.Tensor:
     """``input @ other`` with the shapes of torch.matmul and any strides, the output contiguous and of `dtype`."""
     if torch.compiler.is_compiling():
-        return _first_product(input, other, dtype)[0]
+        return _first_product(input, other, dtype, write)[0]
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     device = input.device
-    key = (input.shape, input.stride(), other.shape, other.stride(), input.dtype, dtype, tf32, device)
+    key = (input.shape, input.stride(), other.shape, other.stride(), input.dtype, dtype, tf32, device, write)
     known = _launches.get(key)
     if known is None:
-        output, launch = _first_product(input, other, dtype)
+        output, launch = _first_product(input, other, dtype, write)
         if launch is not None:
             _launches.remember(key, (output.shape, launch))
         return output
@@ -208,7 +129,9 @@ def _product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> to
     return output
 
 
-def _first_product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Launch | None]:
+def _first_product(
+    input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, write: Write
+) -> tuple[torch.Tensor, Callable[..., None] | None]:
     """The product, and the launch that made it if it was one launch on the memory of `input` and `other`."""
     a, b = as_matrices(input, other)
     m, k = a.shape[-2:]
@@ -221,47 +144,24 @@ def _first_product(input: torch.Tensor, other: torch.Tensor, dtype: torch.dtype)
         return output, None
     if batch:
         a, b = a.expand(*batch, m, k), b.expand(*batch, k, n)
-    return output, _launch(c, a, b)
+    return output, write(c, a, b)
 
 
-def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Launch | None:
-    """Write ``a @ b`` into contiguous `c`, all of the same batch dimensions."""
-    m, k = a.shape[-2:]
-    n = b.shape[-1]
-    stride_am, stride_ak = a.stride()[-2:]
-    stride_bk, stride_bn = b.stride()[-2:]
-    even_m, even_n, even_k = m % BLOCK_MULTIPLE == 0, n % BLOCK_MULTIPLE == 0, k % BLOCK_MULTIPLE == 0
-    # The last element's offset, with room for the blocks that reach past it.
-    large = (
-        (m + 257) * n >= 2**31
-        or (m + 256) * stride_am + (k + 256) * stride_ak >= 2**31
-        or (k + 256) * stride_bk + (n + 256) * stride_bn >= 2**31
-    )
-    kind = _kind(a.dtype, m, n)
-    tuning_key = _magnitude(m) + (_magnitude(n) << 4) + (_magnitude(k) << 8)
-    # What decides how wide the loads are: the unit strides, and whether the others keep 16-byte alignment.
-    tuning_key += (_WIDE if stride_am % 8 == 0 else 0) + _UNIT if stride_ak == 1 else _WIDE if stride_ak % 8 == 0 else 0
-    wide_b = (_WIDE if stride_bk % 8 == 0 else 0) + _UNIT if stride_bn == 1 else _WIDE if stride_bn % 8 == 0 else 0
-    tuning_key += 4 * wide_b
-    arguments = (m, n, k, stride_am, stride_ak, stride_bk, stride_bn, tuning_key)
-    flags = {
-        "PRECISION": "tf32" if kind == "tf32" else "ieee",
-        "EVEN_M": even_m,
-        "EVEN_N": even_n,
-        "EVEN_K": even_k,
-        "LARGE": large,
-    }
+def _tiles(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, plain: Any, batched: Any) -> Launch | None:
+    """Write ``a @ b`` into contiguous `c`, all of the same batch dimensions, by one of two kernels."""
+    arguments, flags = arguments_of(a, b)
+    m, n = arguments[:2]
     if a.dim() == 2:
 
         def grid(meta):
             return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-        return _matmul[kind](grid, (c, a, b), arguments, flags)
+        return plain(grid, (c, a, b), arguments, flags)
 
     sizes, strides = collapse(c.shape[:-2], a.stride()[:-2], b.stride()[:-2])
     if len(sizes) > MAX_BATCH_DIMS:
         for i in range(c.shape[0]):
-            _launch(c[i], a[i], b[i])
+            _tiles(c[i], a[i], b[i], plain, batched)
         return None
     padding = MAX_BATCH_DIMS - len(sizes)
     batches = c.shape[:-2].numel()
@@ -272,44 +172,122 @@ def _launch(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Launch | None:
     def grid(meta):
         return (batches * triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-    return _batched_matmul[kind](grid, (c, a, b), (*arguments, *batch_arguments), flags)
+    return batched(grid, (c, a, b), (*arguments, *batch_arguments), flags)
 
 
-def matmul(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
-    return _product(input, other, input.dtype), (input, other)
+# ---- the steps ------------------------------------------------------------------------------------------------------
 
 
-def matmul_backward(
-    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``dA = dC · Bᵀ`` and ``dB = Aᵀ · dC``: the same kernel on transposed views."""
-    input, other = saved
-    a, b = as_matrices(input, other)
-    # A view, unless the strides of the gradient keep rows from folding.
-    grad = grad.reshape(*batch_shape(a, b), a.shape[-2], b.shape[-1])
-    grad_a = _gradient(grad, b.mT, a) if needs[0] else None
-    grad_b = _gradient(a.mT, grad, b) if needs[1] else None
-    return (
-        None if grad_a is None else grad_a.view(input.shape),
-        None if grad_b is None else grad_b.view(other.shape),
-    )
+def write_naive(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Launch | None:
+    return _tiles(c, a, b, _naive, _batched_naive)
 
 
-def _gradient(left: torch.Tensor, right: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def write_tiled(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Launch | None:
+    kind = kind_of(a.dtype, a.shape[-2], b.shape[-1])
+    return _tiles(c, a, b, _matmul[kind], _batched_matmul[kind])
+
+
+def _write_described(step: descriptors.Step) -> Write:
+    def write(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[..., None] | None:
+        # A gradient need not be laid out as descriptors want it, and may be summed in float32.
+        if c.dtype != a.dtype or descriptors.undescribable(a, b) is not None:
+            return write_tiled(c, a, b)
+        launch = step(c, a, b)
+        return lambda c, a, b: launch(c, c, a, b, b)
+
+    return write
+
+
+write_tma = _write_described(descriptors.tma)
+write_persistent = _write_described(descriptors.persistent)
+
+
+def write_split(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[..., None] | None:
+    shares = split.shares(c, a, b)
+    return write_persistent(c, a, b) if shares == 1 else split.write(c, a, b, shares)
+
+
+def _register(name: str, write: Write, unsupported: Callable[..., str | None]) -> None:
+    def matmul(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+        return product(input, other, input.dtype, write), (input, other)
+
+    def matmul_backward(
+        saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """``dA = dC · Bᵀ`` and ``dB = Aᵀ · dC``: the same kernel on transposed views."""
+        input, other = saved
+        a, b = as_matrices(input, other)
+        # A view, unless the strides of the gradient keep rows from folding.
+        grad = grad.reshape(*batch_shape(a, b), a.shape[-2], b.shape[-1])
+        grad_a = _gradient(grad, b.mT, a, write) if needs[0] else None
+        grad_b = _gradient(a.mT, grad, b, write) if needs[1] else None
+        return (
+            None if grad_a is None else grad_a.view(input.shape),
+            None if grad_b is None else grad_b.view(other.shape),
+        )
+
+    register("matmul", f"triton.{name}", forward=matmul, backward=matmul_backward, unsupported=unsupported)
+
+
+def _gradient(left: torch.Tensor, right: torch.Tensor, like: torch.Tensor, write: Write) -> torch.Tensor:
     """``left @ right`` in the shape of `like`: summed over broadcast batch dimensions before it is rounded."""
     batch = batch_shape(left, right)
     if batch == like.shape[:-2]:
-        return _product(left, right, like.dtype)
-    return sum_to(_product(left, right, torch.float32), like.shape, like.dtype)
+        return product(left, right, like.dtype, write)
+    return sum_to(product(left, right, torch.float32, write), like.shape, like.dtype)
 
 
-register("matmul", "triton.tiled", forward=matmul, backward=matmul_backward, unsupported=unsupported)
+def _described_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    if (reason := unsupported(input)) is not None:
+        return reason
+    if input.numel() == 0 or other.numel() == 0:
+        return None
+    a, b = as_matrices(input, other)
+    return descriptors.undescribable(a, b)
+
+
+_register("naive", write_naive, unsupported)
+_register("tiled", write_tiled, unsupported)
+_register("tma", write_tma, _described_unsupported)
+_register("persistent", write_persistent, _described_unsupported)
+_register("split_k", write_split, unsupported)
 
 
 _ROWS = {"stride_ak": 1, "stride_bn": 1}  # row-major operands
 _COLUMNS = {"stride_am": 1, "stride_bk": 1}  # both transposed
 _EVEN = {"EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "LARGE": False, "PRECISION": "ieee"}
 _MASKED = {"EVEN_M": False, "EVEN_N": False, "EVEN_K": False, "LARGE": True, "PRECISION": "ieee"}
+
+
+def described_entry(
+    dtype: str,
+    a_along_k: bool,
+    b_along_k: bool,
+    config: triton.Config,
+    kernel: Any = descriptors.persistent.kernel,
+    **more: Any,
+) -> Entry:
+    """An entry of a kernel that takes descriptors."""
+    block = config.kwargs
+    m, n, k = block["BLOCK_M"], block["BLOCK_N"], block["BLOCK_K"]
+    out = f"tensordesc<{dtype}[{m}, {n // block['SUBTILES']}]>"
+    a, b = (m, k) if a_along_k else (k, m), (n, k) if b_along_k else (k, n)
+    types = {
+        "c": out,
+        "kept": out,
+        "a": f"tensordesc<{dtype}[{a[0]}, {a[1]}]>",
+        "b": f"tensordesc<{dtype}[{b[0]}, {b[1]}]>",
+    }
+    constants = {
+        "A_ALONG_K": a_along_k,
+        "B_ALONG_K": b_along_k,
+        "A_BATCHED": False,
+        "B_BATCHED": False,
+        "DESCRIBED": True,
+    }
+    follows = {"BIAS": False, "ACTIVATION": None, "KEEP": False}
+    return entry(kernel, dtype, {**constants, **follows, **more}, config, types)
+
 
 AOT = [
     *(entry(_matmul_kernel, "bf16", {**_ROWS, **_EVEN}, config) for config in CONFIGS["16-bit"][:4]),
@@ -318,4 +296,17 @@ AOT = [
     entry(_matmul_kernel, "fp32", {**_ROWS, **_EVEN, "PRECISION": "tf32"}, CONFIGS["tf32"][0]),
     entry(_matmul_kernel, "fp32", {**_ROWS, **_EVEN}, CONFIGS["ieee"][0]),
     entry(_batched_matmul_kernel, "bf16", {**_ROWS, **_MASKED}, CONFIGS["16-bit"][0]),
+    *(
+        described_entry("bf16", a_along_k, b_along_k, descriptors.CONFIGS[0], kernel)
+        for kernel in (descriptors.tma.kernel, descriptors.persistent.kernel)
+        for a_along_k in (True, False)
+        for b_along_k in (True, False)
+    ),
+    *(described_entry("fp16", True, False, each) for each in descriptors.CONFIGS[1:]),
+    *(
+        entry(split.KERNEL, "bf16", {**_ROWS, **_EVEN}, each, {"partials_ptr": "*fp32"})
+        for each in (split.CONFIGS[0], split.CONFIGS[5])
+    ),
+    entry(split.KERNEL, "fp32", {**_COLUMNS, **_MASKED}, split.FLOAT32[0]),
+    entry(split.SUM_KERNEL, "bf16", {"BLOCK": split.SUM_BLOCK}, types={"partials_ptr": "*fp32"}),
 ]

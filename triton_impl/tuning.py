@@ -50,7 +50,7 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, int]) -> None:
-        self._run = kernel[grid]
+        self._kernel, self._run = kernel, kernel[grid]
         self._grid = (*grid, 1, 1)[:3]
         self._arguments = arguments
         self._options = options
@@ -76,6 +76,10 @@ class Launch:
         else:
             # Of a tensor Triton would ask the address again, and the driver whether it is one.
             run(*addresses, *values, *self._arguments)
+
+    def compile(self, *tensors: torch.Tensor) -> Any:
+        """Compile the kernel for these tensors, as a launch would."""
+        return self._kernel.warmup(*tensors, *self._arguments, grid=self._grid, **self._options)
 
 
 class Step(NamedTuple):
@@ -140,6 +144,11 @@ def recorded() -> Iterator[list[Choice]]:
         yield _choices
     finally:
         _choices = None
+
+
+def recording() -> list[Choice] | None:
+    """Where choices are written down now, or None."""
+    return _choices
 
 
 class Known:

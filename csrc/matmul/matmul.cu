@@ -4,26 +4,28 @@
 
 namespace kl {
 
-Call prepare(const Tensor& input, const Tensor& other) {
-    check_cuda(input, "matmul", "input");
-    check_like(other, input, "matmul", "other");
+Call prepare(const Tensor& input, const Tensor& other, bool transposed, const char* op, const char* other_name) {
+    check_cuda(input, op, "input");
+    check_like(other, input, op, other_name);
     // Each accessor is a call into PyTorch: sizes and strides are fetched once.
     const int64_t a_dim = input.dim(), b_dim = other.dim();
     const int64_t *a_sizes = input.sizes().data(), *a_strides = input.strides().data();
     const int64_t *b_sizes = other.sizes().data(), *b_strides = other.strides().data();
-    KL_CHECK(a_dim > 0 && b_dim > 0, "matmul: arguments `input` and `other` must have at least 1 dimension");
+    KL_CHECK(a_dim > 0 && b_dim > 0, op, ": arguments `input` and `", other_name, "` must have at least 1 dimension");
+    KL_CHECK(!transposed || b_dim == 2, op, ": argument `", other_name, "` must have 2 dimensions");
+    const int64_t row = transposed || b_dim == 1 ? b_dim - 1 : b_dim - 2;  // the dimension of `other` that is K
+    const int64_t column = transposed ? 0 : b_dim - 1;
 
     Product p{};
     p.M = a_dim > 1 ? a_sizes[a_dim - 2] : 1;
     p.K = a_sizes[a_dim - 1];
-    p.N = b_dim > 1 ? b_sizes[b_dim - 1] : 1;
+    p.N = b_dim > 1 ? b_sizes[column] : 1;
     p.a_m = a_dim > 1 ? a_strides[a_dim - 2] : 0;
     p.a_k = a_strides[a_dim - 1];
-    p.b_k = b_strides[b_dim > 1 ? b_dim - 2 : 0];
-    p.b_n = b_dim > 1 ? b_strides[b_dim - 1] : 0;
-    const int64_t inner = b_sizes[b_dim > 1 ? b_dim - 2 : 0];
-    KL_CHECK(p.K == inner, "matmul: the last dimension of `input` must equal the inner dimension of `other`, got ", p.K,
-             " and ", inner);
+    p.b_k = b_strides[row];
+    p.b_n = b_dim > 1 ? b_strides[column] : 0;
+    KL_CHECK(p.K == b_sizes[row], op, ": the last dimension of `input` must equal the inner dimension of `", other_name,
+             "`, got ", p.K, " and ", b_sizes[row]);
 
     const int64_t a_batches = std::max<int64_t>(a_dim - 2, 0), b_batches = std::max<int64_t>(b_dim - 2, 0);
     const int64_t batch_dims = std::max(a_batches, b_batches);
@@ -37,8 +39,8 @@ Call prepare(const Tensor& input, const Tensor& other) {
     for (int64_t d = 0; d < batch_dims; ++d) {
         const int64_t a_d = d - (batch_dims - a_batches), b_d = d - (batch_dims - b_batches);
         const int64_t a_size = a_d >= 0 ? a_sizes[a_d] : 1, b_size = b_d >= 0 ? b_sizes[b_d] : 1;
-        KL_CHECK(a_size == b_size || a_size == 1 || b_size == 1,
-                 "matmul: the batch dimensions of `input` and `other` must broadcast, got ", a_size, " and ", b_size);
+        KL_CHECK(a_size == b_size || a_size == 1 || b_size == 1, op, ": the batch dimensions of `input` and `",
+                 other_name, "` must broadcast, got ", a_size, " and ", b_size);
         const int64_t size = a_size == 1 ? b_size : a_size;
         shape[d] = size;
         p.batches *= size;
@@ -51,14 +53,23 @@ Call prepare(const Tensor& input, const Tensor& other) {
             p.b_batch[last] = b_stride;
             continue;
         }
-        KL_CHECK(p.batch_dims < MAX_DIMS, "matmul: batch strides need more than ", MAX_DIMS, " dimensions");
+        KL_CHECK(p.batch_dims < MAX_DIMS, op, ": batch strides need more than ", MAX_DIMS, " dimensions");
         p.batch_sizes[p.batch_dims] = size;
         p.a_batch[p.batch_dims] = a_stride;
         p.b_batch[p.batch_dims++] = b_stride;
     }
     int64_t dim = batch_dims;
-    if (a_dim > 1) shape[dim++] = p.M;
+    const int64_t rows = p.M;
+    if (a_dim > 1) shape[dim++] = rows;
     if (b_dim > 1) shape[dim++] = p.N;
+    // The rows of batches that multiply the same matrix are rows of one, where their strides fit: fuller tiles.
+    const int last = p.batch_dims - 1;
+    if (last >= 0 && p.b_batch[last] == 0 && (rows == 1 || p.a_batch[last] == rows * p.a_m)) {
+        if (rows == 1) p.a_m = p.a_batch[last];
+        p.M *= p.batch_sizes[last];
+        p.batches /= std::max<int64_t>(p.batch_sizes[last], 1);
+        p.batch_dims = last;
+    }
     int64_t* strides = shape + dim;
     int64_t stride = 1;
     for (int64_t d = dim; d-- > 0;) {

@@ -52,7 +52,9 @@ struct Call {
 };
 
 // Reads shapes as torch.matmul does: a 1-D `input` is one row, a 1-D `other` one column, and the output lacks that
-// dimension; batch dimensions broadcast. Raises unless the operands fit, so that no kernel reads out of bounds.
-Call prepare(const Tensor& input, const Tensor& other);
+// dimension; batch dimensions broadcast. Where `transposed`, `other` is a matrix (N, K). Raises unless the operands fit,
+// so that no kernel reads out of bounds; the messages name them `other_name` and `input` of `op`.
+Call prepare(const Tensor& input, const Tensor& other, bool transposed = false, const char* op = "matmul",
+             const char* other_name = "other");
 
 }  // namespace kl

@@ -12,7 +12,7 @@
 // [x][k].
 
 #include "../mma.cuh"
-#include "matmul.cuh"
+#include "linear.cuh"
 
 namespace kl {
 namespace {
@@ -175,8 +175,8 @@ struct BlockTile {
     }
 };
 
-template <typename T, typename S, Layout A_LAYOUT, Layout B_LAYOUT>
-__global__ void __launch_bounds__(S::THREADS) matmul_mma_kernel(T* c, const T* a, const T* b, Product p) {
+template <typename T, typename S, Layout A_LAYOUT, Layout B_LAYOUT, typename Epilogue>
+__device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Product& p, const Epilogue& epilogue) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t shared = shared_address(shared_bytes);
@@ -248,27 +248,34 @@ __global__ void __launch_bounds__(S::THREADS) matmul_mma_kernel(T* c, const T* a
     }
 
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    c += int64_t{at.batch} * p.M * p.N;
+    const int64_t c_offset = int64_t{at.batch} * p.M * p.N;
     const bool pairs = p.N % 2 == 0;  // then every pair of columns that begins at an even one is aligned
 #pragma unroll
-    for (int i = 0; i < 2 * MI; ++i) {
-        const int64_t m = m0 + warp_m + i * 8 + g;
-        if (m >= p.M) continue;
+    for (int j = 0; j < 2 * NI; ++j) {
+        const int64_t n = n0 + warp_n + j * 8 + t * 2;
+        const auto columns = epilogue.template columns<2>(n, p.N - n);
 #pragma unroll
-        for (int j = 0; j < 2 * NI; ++j) {
-            const int64_t n = n0 + warp_n + j * 8 + t * 2;
-            struct alignas(2 * sizeof(T)) Pair {
-                T first, second;
-            } out{from_float<T>(sum[i / 2][j][i % 2 * 2]), from_float<T>(sum[i / 2][j][i % 2 * 2 + 1])};
-            if (pairs && n < p.N) {
-                *reinterpret_cast<Pair*>(c + m * p.N + n) = out;
-            } else {
-                if (n < p.N) c[m * p.N + n] = out.first;
-                if (n + 1 < p.N) c[m * p.N + n + 1] = out.second;
-            }
+        for (int i = 0; i < 2 * MI; ++i) {
+            const int64_t m = m0 + warp_m + i * 8 + g;
+            if (m >= p.M) continue;
+            const float (&x)[4] = sum[i / 2][j];
+            columns.store(c, c_offset + m * p.N + n, {x[i % 2 * 2], x[i % 2 * 2 + 1]}, pairs);
         }
     }
 #endif
+}
+
+template <typename T, typename S, Layout A_LAYOUT, Layout B_LAYOUT>
+__global__ void __launch_bounds__(S::THREADS)
+    matmul_mma_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p) {
+    multiply<T, S, A_LAYOUT, B_LAYOUT>(c, a, b, p, Identity{});
+}
+
+template <typename T, typename S, Layout LAYOUT>
+__global__ void __launch_bounds__(S::THREADS)
+    linear_mma_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p,
+                      __grid_constant__ const BiasActivation<T> epilogue) {
+    multiply<T, S, LAYOUT, LAYOUT>(c, a, b, p, epilogue);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -285,27 +292,28 @@ Layout layout_of(const void* data, int64_t X, int64_t stride_x, int64_t K, int64
     return Layout::GATHERED;
 }
 
-template <typename T, typename S, Layout A_LAYOUT, Layout B_LAYOUT>
-void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
+template <typename S, auto* KERNEL, typename T, typename... Epilogue>
+void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, const Epilogue&... epilogue) {
     static DeviceSet asked;
     const auto grid = grid_size(p.batches * ceil_div(p.M, S::BM) * ceil_div(p.N, S::BN));
-    auto* kernel = matmul_mma_kernel<T, S, A_LAYOUT, B_LAYOUT>;
-    allow_shared(kernel, S::SHARED, on.device, asked);
-    kernel<<<grid, S::THREADS, S::SHARED, on.stream>>>(c, a, b, p);
+    allow_shared(KERNEL, S::SHARED, on.device, asked);
+    KERNEL<<<grid, S::THREADS, S::SHARED, on.stream>>>(c, a, b, p, epilogue...);
 }
 
 template <typename T, typename S>
-void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
+void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
     const Layout a_layout = layout_of<T>(a, p.M, p.a_m, p.K, p.a_k, p, p.a_batch);
     const Layout b_layout = layout_of<T>(b, p.N, p.b_n, p.K, p.b_k, p, p.b_batch);
     constexpr Layout ALONG_K = Layout::ALONG_K, ALONG_X = Layout::ALONG_X, GATHERED = Layout::GATHERED;
-    if (a_layout == GATHERED || b_layout == GATHERED) return launch<T, S, GATHERED, GATHERED>(c, a, b, p, on);
-    if (a_layout == ALONG_K) {
-        if (b_layout == ALONG_K) return launch<T, S, ALONG_K, ALONG_K>(c, a, b, p, on);
-        return launch<T, S, ALONG_K, ALONG_X>(c, a, b, p, on);
+    if (a_layout == GATHERED || b_layout == GATHERED) {
+        return launch<S, matmul_mma_kernel<T, S, GATHERED, GATHERED>>(c, a, b, p, on);
     }
-    if (b_layout == ALONG_K) return launch<T, S, ALONG_X, ALONG_K>(c, a, b, p, on);
-    return launch<T, S, ALONG_X, ALONG_X>(c, a, b, p, on);
+    if (a_layout == ALONG_K) {
+        if (b_layout == ALONG_K) return launch<S, matmul_mma_kernel<T, S, ALONG_K, ALONG_K>>(c, a, b, p, on);
+        return launch<S, matmul_mma_kernel<T, S, ALONG_K, ALONG_X>>(c, a, b, p, on);
+    }
+    if (b_layout == ALONG_K) return launch<S, matmul_mma_kernel<T, S, ALONG_X, ALONG_K>>(c, a, b, p, on);
+    return launch<S, matmul_mma_kernel<T, S, ALONG_X, ALONG_X>>(c, a, b, p, on);
 }
 
 int device_attribute(cudaDeviceAttr attribute, int device) {
@@ -314,28 +322,60 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
     return value;
 }
 
+// Checks that this GPU can, and says whether large tiles fit in it and are enough to fill it.
+bool large_tiles(const char* op, const Product& p, ScalarType dtype, bool allow_tf32, const Launch& on) {
+    KL_CHECK(dtype != ScalarType::Float || allow_tf32, op,
+             ": float32 on tensor cores needs tf32, which is not allowed");
+    KL_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor, on.device) >= 8, op,
+             ": mma needs compute capability 8.0 or newer");
+    const int64_t tiles = p.batches * ceil_div(p.M, Large::BM) * ceil_div(p.N, Large::BN);
+    return tiles >= device_attribute(cudaDevAttrMultiProcessorCount, on.device) / 2 &&
+           device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, on.device) >= Large::SHARED;
+}
+
 }  // namespace
 
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     auto [p, output] = prepare(input, other);
-    KL_CHECK(input.scalar_type() != ScalarType::Float || allow_tf32,
-             "matmul: float32 on tensor cores needs tf32, which is not allowed");
     if (p.batches * p.M * p.N == 0) return output;
     const Launch on(input);
-    KL_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor, on.device) >= 8,
-             "matmul: mma needs compute capability 8.0 or newer");
-    const int64_t large_tiles = p.batches * ceil_div(p.M, Large::BM) * ceil_div(p.N, Large::BN);
-    const bool large = large_tiles >= device_attribute(cudaDevAttrMultiProcessorCount, on.device) / 2 &&
-                       device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, on.device) >= Large::SHARED;
+    const bool large = large_tiles("matmul", p, input.scalar_type(), allow_tf32, on);
     dispatch(input.scalar_type(), "matmul", [&, &p = p, &output = output](auto zero) {
         using T = decltype(zero);
         auto* c = static_cast<T*>(output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
-        large ? launch<T, Large>(c, a, b, p, on) : launch<T, Small>(c, a, b, p, on);
+        large ? launch_matmul<T, Large>(c, a, b, p, on) : launch_matmul<T, Small>(c, a, b, p, on);
     });
     KL_LAUNCH_CHECK();
     return output;
+}
+
+// Input and weight along k, as a layer has them; anything else is gathered, by the smaller tiles alone.
+std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                      const std::string& activation, bool keep, bool allow_tf32) {
+    const LinearCall call = prepare_linear(input, weight, bias, activation, keep);
+    const Product& p = call.product;
+    if (p.batches * p.M * p.N == 0) return call.outputs();
+    const Launch on(input);
+    const bool large = large_tiles("linear", p, input.scalar_type(), allow_tf32, on);
+    dispatch(input.scalar_type(), "linear", [&](auto zero) {
+        using T = decltype(zero);
+        auto* c = static_cast<T*>(call.output.data_ptr());
+        const auto* a = static_cast<const T*>(input.data_ptr());
+        const auto* b = static_cast<const T*>(weight.data_ptr());
+        const auto epilogue = call.epilogue<T>();
+        if (layout_of<T>(a, p.M, p.a_m, p.K, p.a_k, p, p.a_batch) != Layout::ALONG_K ||
+            layout_of<T>(b, p.N, p.b_n, p.K, p.b_k, p, p.b_batch) != Layout::ALONG_K) {
+            launch<Small, linear_mma_kernel<T, Small, Layout::GATHERED>>(c, a, b, p, on, epilogue);
+        } else if (large) {
+            launch<Large, linear_mma_kernel<T, Large, Layout::ALONG_K>>(c, a, b, p, on, epilogue);
+        } else {
+            launch<Small, linear_mma_kernel<T, Small, Layout::ALONG_K>>(c, a, b, p, on, epilogue);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    return call.outputs();
 }
 
 void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
@@ -346,6 +386,16 @@ void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             kernel_facts<matmul_mma_kernel<T, Large, ALONG_K, ALONG_X>>("matmul.mma", Large::THREADS, Large::SHARED));
         facts.push_back(kernel_facts<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>("matmul.mma small", Small::THREADS,
                                                                                     Small::SHARED));
+    });
+}
+
+void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "linear", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(
+            kernel_facts<linear_mma_kernel<T, Large, Layout::ALONG_K>>("linear.mma", Large::THREADS, Large::SHARED));
+        facts.push_back(kernel_facts<linear_mma_kernel<T, Small, Layout::ALONG_K>>("linear.mma small", Small::THREADS,
+                                                                                   Small::SHARED));
     });
 }
 

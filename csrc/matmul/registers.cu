@@ -12,7 +12,7 @@
 
 #include <cuda_pipeline_primitives.h>
 
-#include "matmul.cuh"
+#include "linear.cuh"
 
 namespace kl {
 namespace {
@@ -143,15 +143,10 @@ struct Fragment {
     }
 };
 
-template <typename T>
-struct alignas(4 * sizeof(T)) Quad {
-    T elements[4];
-};
-
 constexpr uint32_t GROUP = 16;  // rows of blocks that go over the columns together, and so find B in L2
 
-template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, 2) matmul_registers_kernel(T* c, const T* a, const T* b, Product p) {
+template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE, typename Epilogue>
+__device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Product& p, const Epilogue& epilogue) {
     extern __shared__ float4 shared[];
     float* const a_tiles = reinterpret_cast<float*>(shared);
     float* const b_tiles = a_tiles + STAGES * TILE;
@@ -231,28 +226,33 @@ __global__ void __launch_bounds__(THREADS, 2) matmul_registers_kernel(T* c, cons
     }
     __pipeline_wait_prior(0);
 
-    c += int64_t{batch} * p.M * p.N;
+    const int64_t c_offset = int64_t{batch} * p.M * p.N;
     const bool quads = p.N % 4 == 0;  // then every run of four columns that begins at a multiple of 4 is aligned
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int64_t m = m0 + m_thread + i / 4 * 32 + i % 4;
-        if (m >= p.M) continue;
+    for (int run = 0; run < 4; ++run) {
+        const int64_t n = n0 + n_thread + 16 * run;
+        const auto columns = epilogue.template columns<4>(n, p.N - n);
 #pragma unroll
-        for (int run = 0; run < 4; ++run) {
-            const int64_t n = n0 + n_thread + 16 * run;
-            Quad<T> out;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) out.elements[j] = from_float<T>(sum[i][4 * run + j]);
-            if (quads && n + 4 <= p.N) {
-                *reinterpret_cast<Quad<T>*>(c + m * p.N + n) = out;
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (n + j < p.N) c[m * p.N + n + j] = out.elements[j];
-                }
-            }
+        for (int i = 0; i < 8; ++i) {
+            const int64_t m = m0 + m_thread + i / 4 * 32 + i % 4;
+            if (m >= p.M) continue;
+            const float* const x = sum[i] + 4 * run;
+            columns.store(c, c_offset + m * p.N + n, {x[0], x[1], x[2], x[3]}, quads);
         }
     }
+}
+
+template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE>
+__global__ void __launch_bounds__(THREADS, 2)
+    matmul_registers_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p) {
+    multiply<T, A_ALONG_K, B_ALONG_K, WHOLE>(c, a, b, p, Identity{});
+}
+
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(THREADS, 2)
+    linear_registers_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p,
+                            __grid_constant__ const BiasActivation<T> epilogue) {
+    multiply<T, true, true, WHOLE>(c, a, b, p, epilogue);
 }
 
 // Whether every 16-byte run along the stride-1 axis begins at a multiple of 16 bytes, and 32 bits count a tile's bytes.
@@ -264,23 +264,26 @@ bool is_regular(const void* data, int64_t contiguous, int64_t other, const Produ
     return regular;
 }
 
-template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE>
-void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
+template <typename T, bool A_ALONG_K, bool B_ALONG_K>
+bool is_whole(const T* a, const T* b, const Product& p) {
+    return p.M % BLOCK == 0 && p.N % BLOCK == 0 && p.K % BLOCK_K == 0 &&
+           (A_ALONG_K ? is_regular<T>(a, p.a_k, p.a_m, p, p.a_batch) : is_regular<T>(a, p.a_m, p.a_k, p, p.a_batch)) &&
+           (B_ALONG_K ? is_regular<T>(b, p.b_k, p.b_n, p, p.b_batch) : is_regular<T>(b, p.b_n, p.b_k, p, p.b_batch));
+}
+
+template <auto* KERNEL, typename T, typename... Epilogue>
+void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, const Epilogue&... epilogue) {
     static DeviceSet asked;
-    auto* kernel = matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, WHOLE>;
-    allow_shared(kernel, SHARED, on.device, asked);
+    allow_shared(KERNEL, SHARED, on.device, asked);
     const auto grid = grid_size(p.batches * ceil_div(p.M, BLOCK) * ceil_div(p.N, BLOCK));
-    kernel<<<grid, THREADS, SHARED, on.stream>>>(c, a, b, p);
+    KERNEL<<<grid, THREADS, SHARED, on.stream>>>(c, a, b, p, epilogue...);
 }
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
-void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
-    const bool whole =
-        p.M % BLOCK == 0 && p.N % BLOCK == 0 && p.K % BLOCK_K == 0 &&
-        (A_ALONG_K ? is_regular<T>(a, p.a_k, p.a_m, p, p.a_batch) : is_regular<T>(a, p.a_m, p.a_k, p, p.a_batch)) &&
-        (B_ALONG_K ? is_regular<T>(b, p.b_k, p.b_n, p, p.b_batch) : is_regular<T>(b, p.b_n, p.b_k, p, p.b_batch));
-    whole ? launch<T, A_ALONG_K, B_ALONG_K, true>(c, a, b, p, on)
-          : launch<T, A_ALONG_K, B_ALONG_K, false>(c, a, b, p, on);
+void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
+    is_whole<T, A_ALONG_K, B_ALONG_K>(a, b, p)
+        ? launch<matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, true>>(c, a, b, p, on)
+        : launch<matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, false>>(c, a, b, p, on);
 }
 
 }  // namespace
@@ -296,13 +299,37 @@ Tensor matmul_registers(const Tensor& input, const Tensor& other) {
         const auto* b = static_cast<const T*>(other.data_ptr());
         const bool a_along_k = p.a_k <= p.a_m || p.M == 1, b_along_k = p.b_k < p.b_n || p.N == 1;
         if (a_along_k) {
-            b_along_k ? launch<T, true, true>(c, a, b, p, on) : launch<T, true, false>(c, a, b, p, on);
+            b_along_k ? launch_matmul<T, true, true>(c, a, b, p, on) : launch_matmul<T, true, false>(c, a, b, p, on);
         } else {
-            b_along_k ? launch<T, false, true>(c, a, b, p, on) : launch<T, false, false>(c, a, b, p, on);
+            b_along_k ? launch_matmul<T, false, true>(c, a, b, p, on) : launch_matmul<T, false, false>(c, a, b, p, on);
         }
     });
     KL_LAUNCH_CHECK();
     return output;
+}
+
+// Walks both operands along k, whatever their strides: it is right for any, and fast as a layer has them.
+std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& weight,
+                                            const std::optional<Tensor>& bias, const std::string& activation,
+                                            bool keep) {
+    const LinearCall call = prepare_linear(input, weight, bias, activation, keep);
+    const Product& p = call.product;
+    KL_CHECK(input.scalar_type() == ScalarType::Float, "linear: registers takes float32");
+    if (p.batches * p.M * p.N == 0) return call.outputs();
+    const Launch on(input);
+    auto* c = static_cast<float*>(call.output.data_ptr());
+    const auto* a = static_cast<const float*>(input.data_ptr());
+    const auto* b = static_cast<const float*>(weight.data_ptr());
+    const auto epilogue = call.epilogue<float>();
+    is_whole<float, true, true>(a, b, p) ? launch<linear_registers_kernel<float, true>>(c, a, b, p, on, epilogue)
+                                         : launch<linear_registers_kernel<float, false>>(c, a, b, p, on, epilogue);
+    KL_LAUNCH_CHECK();
+    return call.outputs();
+}
+
+void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    if (dtype != ScalarType::Float) return;
+    facts.push_back(kernel_facts<linear_registers_kernel<float, true>>("linear.registers", THREADS, SHARED));
 }
 
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {

@@ -1,0 +1,40 @@
+// linear, activation(input · weightᵀ + bias): the products of the climb, each with an epilogue.
+//
+//   variant    the one idea it adds                                        what limits it now
+//   naive      bias and activation on the sum, in its register             matmul's `coalesced`: loads from L1 and L2
+//   registers  the epilogue of matmul's `registers`, float32               the rate of the float32 units
+//   mma        the epilogue of matmul's `mma`                              mma.sync; the epilogue itself, under nothing
+//
+// What stands before the bias is kept only where a gradient will be wanted through an activation. Backward, bias_gelu's
+// own kernels make the gradient before the activation and bias's, and two products of matmul's make the others.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "epilogue.cuh"
+#include "matmul.cuh"
+
+namespace kl {
+
+// A checked call: the product, and the output and what is kept, allocated (of no elements where nothing is).
+struct LinearCall {
+    Product product;
+    Tensor output, kept;
+    const std::optional<Tensor>& bias;
+    Activation activation;
+    bool keep;
+
+    template <typename T>
+    BiasActivation<T> epilogue() const {
+        return {bias ? static_cast<const T*>(bias->data_ptr()) : nullptr, bias ? bias->stride(0) : 0,
+                keep ? static_cast<T*>(kept.data_ptr()) : nullptr, activation};
+    }
+    std::tuple<Tensor, Tensor> outputs() const { return {output, kept}; }
+};
+
+// `activation`: "none", "gelu" or "gelu_tanh".
+LinearCall prepare_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                          const std::string& activation, bool keep);
+
+}  // namespace kl

@@ -1,0 +1,120 @@
+"""A linear layer in CUDA C++: ``csrc/linear.cu`` and the steps of ``csrc/matmul/`` that have an epilogue.
+
+Backward is made of kernels that other operations have: bias_gelu's gradient, which sums over rows as it goes, the sum
+over rows where there is a bias alone, and matmul's products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cuda_impl import climb, unsupported
+from kernel_ladder.linear_shapes import ACTIVATIONS, as_rows, output_shape
+from kernel_ladder.precision import tf32_allowed
+from kernel_ladder.table import register
+
+#: The steps of bias_gelu, gelu and sum that a step of linear takes its gradients from.
+_BACKWARD = {
+    "naive": ("naive", "naive"),
+    "registers": ("vectorized", "two_stage"),
+    "mma": ("vectorized", "two_stage"),
+}
+
+
+def _naive_unsupported(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+) -> str | None:
+    return unsupported(input)
+
+
+def _registers_unsupported(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+) -> str | None:
+    if input.is_cuda and input.dtype in (torch.float16, torch.bfloat16):
+        return "takes float32; the 16-bit dtypes belong on tensor cores"
+    return unsupported(input)
+
+
+def _mma_unsupported(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+) -> str | None:
+    if input.dtype is torch.float32 and input.is_cuda and not tf32_allowed():
+        return (
+            "float32 on tensor cores is tf32, which is off (torch.backends.cuda.matmul.allow_tf32 = True turns it on)"
+        )
+    return unsupported(input)
+
+
+_UNSUPPORTED = {"naive": _naive_unsupported, "registers": _registers_unsupported, "mma": _mma_unsupported}
+
+
+def _register(name: str) -> None:
+    ops = torch.ops.kernel_ladder
+    overload, multiply_overload = getattr(ops.linear, name), getattr(ops.matmul, name)
+    elementwise, sums = _BACKWARD[name]
+    gelu_backward = getattr(ops.gelu_backward, elementwise)
+    bias_gelu_backward = getattr(ops.bias_gelu_backward, elementwise)
+    sum_of = getattr(ops.sum, sums)
+    on_tensor_cores = name == "mma"
+
+    def run(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if on_tensor_cores:
+            # Only where the switch is on does `unsupported` let float32 come here.
+            return overload(input, weight, bias, activation or "none", keep, input.dtype == torch.float32)
+        return overload(input, weight, bias, activation or "none", keep)
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return multiply_overload(a, b, a.dtype == torch.float32) if on_tensor_cores else multiply_overload(a, b)
+
+    def inference(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+    ) -> torch.Tensor:
+        return run(input, weight, bias, activation, False)[0]
+
+    def forward(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+    ) -> tuple[torch.Tensor, tuple]:
+        output, kept = run(input, weight, bias, activation, activation is not None)
+        return output, (input, weight, bias, None if activation is None else kept, activation)
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        input, weight, bias, kept, activation = saved
+        before, grad_bias = as_rows(grad), None  # the gradient of what stands before the activation
+        if activation is not None and bias is not None:
+            before, grad_bias = bias_gelu_backward(before, as_rows(kept), bias, ACTIVATIONS[activation])
+        elif activation is not None:
+            before = gelu_backward(before, as_rows(kept), ACTIVATIONS[activation])
+        elif bias is not None and needs[2]:
+            grad_bias = sum_of(before, [0], False)
+        return (
+            multiply(before, weight).view(input.shape) if needs[0] else None,
+            multiply(before.mT, as_rows(input)) if needs[1] else None,
+            grad_bias if needs[2] else None,
+        )
+
+    def fake(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        keep: bool,
+        allow_tf32: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = output_shape(input, weight)
+        return input.new_empty(shape), input.new_empty(shape if keep else (0,))
+
+    torch.library.register_fake(f"kernel_ladder::linear.{name}", fake)
+    register(
+        "linear",
+        f"cuda.{name}",
+        forward=forward,
+        backward=backward,
+        unsupported=_UNSUPPORTED[name],
+        inference=inference,
+    )
+
+
+for _name in climb("linear"):
+    _register(_name)

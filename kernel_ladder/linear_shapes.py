@@ -1,0 +1,18 @@
+"""What the levels share of a linear layer: its activations, and its shapes."""
+
+from __future__ import annotations
+
+import torch
+
+#: The activations of linear, each with the form of GELU that it stands for.
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def output_shape(input: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
+    """The shape of ``linear(input, weight)``: the input's, with the rows of `weight` last."""
+    return (*input.shape[:-1], weight.shape[0])
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``(..., K)`` as ``(M, K)``: a view, unless the strides keep the rows from folding; a vector is one row."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])

@@ -1,0 +1,105 @@
+"""Matrix products beside the samples: every layout, thin and long ones, what descriptors refuse, the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder import autograd
+from kernel_ladder.agreement import agreement
+from kernel_ladder.errors import UnsupportedError
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import Case
+
+from .conftest import DEVICE, every_variant, skip_unless_it_runs, variant_id
+
+VARIANTS = [v for v in every_variant("triton", "cuda") if v.op == "matmul"]
+DESCRIBED = ("triton.tma", "triton.persistent")
+#: M, N, K: aligned, ragged in what need not be aligned, thin, long.
+SHAPES = [(64, 72, 80), (130, 200, 136), (1, 136, 264), (16, 72, 520), (40, 16, 2056), (65, 67, 71)]
+if DEVICE.type == "cuda":
+    SHAPES += [
+        (1, 8192, 8192),
+        (16, 4096, 8192),
+        (64, 8192, 4096),
+        (2048, 2056, 2040),
+        (512, 512, 65536),
+        (1999, 2003, 2011),
+    ]
+
+
+def laid_out(rows: int, columns: int, along_rows: bool, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    shape = (rows, columns) if along_rows else (columns, rows)
+    (x,) = make_inputs(Case("", (shape,)), dtype, DEVICE, seed)
+    return x if along_rows else x.mT
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_every_layout_and_the_same_bits_again(variant, dtype, layout, shape):
+    m, n, k = shape
+    if variant.name in ("cuda.naive", "triton.naive") and m * n * k > 2**31:
+        pytest.skip("it would run for long, and larger shapes show nothing more of it")
+    inputs = laid_out(m, k, layout[0] == "N", dtype, 1), laid_out(k, n, layout[1] == "N", dtype, 2)
+    skip_unless_it_runs(variant, inputs)
+    results = []
+
+    def run(*x: torch.Tensor) -> torch.Tensor:
+        results.append(autograd.run(variant, x, {}))
+        return results[-1]
+
+    result = agreement(kernel_ladder.spec("matmul"), run, inputs, {})
+    assert result.agrees, str(result)
+    for _ in range(2):
+        assert torch.equal(run(*inputs), results[0])
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        (
+            lambda x: x(64, 68)[:, :65],
+            lambda x: x(65, 64),
+            "one stride of 1 and the other a multiple of 8, got 68 and 1",
+        ),
+        (
+            lambda x: x(64, 128)[:, ::2],
+            lambda x: x(64, 64),
+            "one stride of 1 and the other a multiple of 8, got 128 and 2",
+        ),
+        (lambda x: x(64, 72)[:, 1:65], lambda x: x(64, 64), "must start on 16 bytes"),
+        (lambda x: x(1, 64).expand(64, 64), lambda x: x(64, 64), "got 0 and 1"),
+        (lambda x: x(2, 64, 3, 64).transpose(1, 2), lambda x: x(2, 3, 64, 64), "batches must lie at one stride"),
+        (lambda x: x(64, 64).float(), lambda x: x(64, 64).float(), "float32 is for `tiled`"),
+    ],
+    ids=["pitch", "step", "start", "expanded", "batches", "float32"],
+)
+def test_what_a_descriptor_cannot_take_is_refused_with_its_reason(name, a, b, reason):
+    def make(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
+
+    inputs = a(make), b(make)
+    (variant,) = (v for v in VARIANTS if v.name == name)
+    skip_unless_it_runs(variant)
+    with pytest.raises(UnsupportedError, match=reason):
+        kernel_ladder.matmul(*inputs, backend=name)
+    kernel_ladder.matmul(*inputs, backend="triton")  # the level has a step that takes them
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize(
+    "batches",
+    [((3, 64, 72), (3, 72, 40)), ((3, 64, 72), (72, 40)), ((64, 72), (3, 72, 41 * 8)), ((1, 72), (3, 72, 40))],
+    ids=str,
+)
+def test_batches_of_descriptors(name, batches):
+    (variant,) = (v for v in VARIANTS if v.name == name)
+    a, b = make_inputs(Case("", batches), torch.bfloat16, DEVICE)
+    for x, y in ((a, b), (a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT)):
+        skip_unless_it_runs(variant, (x, y))
+        result = agreement(kernel_ladder.spec("matmul"), lambda *t: autograd.run(variant, t, {}), (x, y), {})
+        assert result.agrees, str(result)
