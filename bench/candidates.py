@@ -12,7 +12,7 @@ from bench import timing
 from bench.gate import Expected
 from kernel_ladder.agreement import Results, named
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs, Output, as_tuple, each
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.table import LEVELS, Variant
 
 
@@ -54,7 +54,7 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     grads = copies.grads
     if variant.backward is None:
         return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies)
-    needs = tuple(x is not None for x in copies.inputs[0])
+    needs = tuple(has_gradient(x) for x in copies.inputs[0])
     saved: dict[int, Any] = {}  # by copy, at its first use: a slow call uses one copy, and may save gigabytes
 
     def call(i: int) -> Any:
@@ -73,11 +73,12 @@ def _autograd_call(forward: Callable[..., Output], copies: Copies) -> timing.Cal
 
     def call(i: int) -> Any:
         if i not in recorded:
-            leaves = each(lambda x: x.detach().requires_grad_(), copies.inputs[i])
+            leaves = as_leaves(copies.inputs[i])
             recorded[i] = forward(*leaves), leaves
         output, leaves = recorded[i]
-        found = iter(torch.autograd.grad(output, [x for x in leaves if x is not None], grads[i], retain_graph=True))
-        return each(lambda _: next(found), leaves)
+        wanted = [x for x in leaves if has_gradient(x)]
+        found = iter(torch.autograd.grad(output, wanted, grads[i], retain_graph=True))
+        return tuple(next(found) if has_gradient(x) else None for x in leaves)
 
     return call
 

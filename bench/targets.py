@@ -126,8 +126,8 @@ def _parameters(op: str) -> tuple[list[str], dict[str, Any]]:
     """Names of the public function's tensors, and its options with their defaults."""
     arguments = inspect.signature(kernel_ladder.spec(op).check).parameters.values()
     tensors = [p.name for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD]
-    parameters = inspect.signature(getattr(kernel_ladder, op)).parameters.values()
-    options = [p for p in parameters if p.name not in (*tensors, "backend")]
+    known = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY}
+    options = [p for p in inspect.signature(getattr(kernel_ladder, op)).parameters.values() if p.name in known]
     usual = kernel_ladder.spec(op).sweep[0].options  # for an option that has no default
     return tensors, {p.name: usual[p.name] if p.default is p.empty else p.default for p in options}
 
@@ -142,12 +142,13 @@ def _shapes_of(op: str, shape: str, tensors: Sequence[str], cases: Sequence[Case
     sizes = parse_sizes(shape)
     if sizes is not None and len(sizes) == 1 and (op, len(sizes[0])) in SHORTHAND:
         return SHORTHAND[op, len(sizes[0])](*sizes[0])
-    if sizes is not None and len(sizes) == len(tensors):
+    needed = [p.name for p in inspect.signature(kernel_ladder.spec(op).check).parameters.values() if _is_needed(p)]
+    if sizes is not None and len(needed) <= len(sizes) <= len(tensors):
         return sizes
-    wrong = "is neither a case nor sizes" if sizes is None else f"is {len(sizes)} of the {len(tensors)} shapes needed"
-    form = ",".join(["16x64"] * len(tensors))
+    wrong = "is neither a case nor sizes" if sizes is None else f"is {len(sizes)} of the {len(needed)} shapes needed"
+    form = ",".join(["16x64"] * len(needed))
     raise UsageError(
-        f"--shape {shape!r} {wrong}; accepted are sizes of {', '.join(tensors)}, written as {form}, "
+        f"--shape {shape!r} {wrong}; accepted are sizes of {', '.join(needed)}, written as {form}, "
         f"or a case: {', '.join(repr(case.id) for case in cases)}"
     )
 
@@ -155,6 +156,10 @@ def _shapes_of(op: str, shape: str, tensors: Sequence[str], cases: Sequence[Case
 def name_of(shape: str, options: Options) -> str:
     """A shape and what was set beside it, as one name."""
     return " ".join([shape, *(f"{name}={value}" for name, value in options.items())])
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
 
 
 def _check(spec: Spec, case: Case, defaults: Options, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
+KINDS = ("boolean", "hidden_rows", "offsets")
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "nan", "inf", "constant")
 
 
@@ -51,6 +53,12 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     - ``offset``: plus 1000, a mean that squares of it would drown the variance in
     - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
+
+    What ``case.kinds`` names is made apart, in contiguous memory:
+
+    - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
+    - ``offsets@1``: int32, from 0 in random steps up to the first dimension of the argument in place 1;
+      ``offsets:0,3,7`` those that are written there
     """
     if case.values not in VALUES:
         raise ValueError(f"unknown values {case.values!r}; known are {', '.join(VALUES)}")
@@ -77,11 +85,36 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             x.view(-1)[3::14] = -torch.inf
         return x.to(dtype)
 
-    return each(lambda shape: _layout(shape, case.layout, make), case.shapes)
+    def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
+        if shape is None:
+            return None
+        if place in case.kinds:
+            return _of_kind(case, place, shape, generator)
+        return _layout(shape, case.layout, make)
+
+    return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
+
+
+def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    kind, separator, detail = re.split(r"([:@]|$)", case.kinds[place], maxsplit=1)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
+    if separator == ":":
+        return torch.tensor([int(n) for n in detail.split(",")], dtype=torch.int32, device=generator.device)
+    drawn = torch.rand(shape, generator=generator, device=generator.device)
+    if kind == "offsets":
+        (rows, *_) = case.shapes[int(detail)] or (0,)
+        inner = (drawn[1:-1] * (rows + 1)).int().clamp(max=rows).sort().values
+        return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), rows)])
+    seen = drawn < 0.75
+    if kind == "hidden_rows":
+        seen[..., ::3, :] = False
+    return seen
 
 
 def make_grad(spec: Spec, inputs: Inputs, options: Options, seed: int = 1) -> Output:
     """Random gradients for what an operation returns of these inputs: a tensor, or a tuple where it returns several."""
-    shapes = spec.output_shapes(inputs, options)
-    grads = make_inputs(Case("grad", shapes), inputs[0].dtype, inputs[0].device, seed)
+    outputs = spec.outputs(inputs, options)
+    grads = make_inputs(Case("grad", tuple(x.shape for x in outputs)), inputs[0].dtype, inputs[0].device, seed)
+    grads = tuple(grad.to(x.dtype) for grad, x in zip(grads, outputs, strict=True))
     return grads if len(grads) > 1 else grads[0]

@@ -300,4 +300,8 @@ def _resolve_auto(op: str, inputs: Inputs, options: Options) -> Variant:
             for variant in [climb[backend]] if step else reversed(climb.values()):
                 if variant.unsupported(*inputs, **options) is None:
                     return variant
-    return resolve(op, spec(op).baseline, inputs, options)
+    for backend in (spec(op).baseline, "torch.naive"):
+        variant = _at_level(op, "torch")[1][backend]
+        if variant.unsupported(*inputs, **options) is None:
+            return variant
+    return resolve(op, "torch.naive", inputs, options)

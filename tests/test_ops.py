@@ -13,7 +13,7 @@ import cuda_impl
 import kernel_ladder
 from kernel_ladder import table
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import as_tuple, each
+from kernel_ladder.spec import as_leaves, as_tuple, each, has_gradient
 
 from .conftest import DEVICE, elements, every_variant, needs_gpu, plain_cases, typical_case, variant_id
 
@@ -46,7 +46,7 @@ def run_both_passes(variant, inputs, options):
     if variant.backward is None:
         return output, ()
     grad = each(torch.ones_like, output) if isinstance(output, tuple) else torch.ones_like(output)
-    return output, variant.backward(saved, grad, tuple(x is not None for x in inputs))
+    return output, variant.backward(saved, grad, tuple(has_gradient(x) for x in inputs))
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def recorded() -> dict[str, tuple]:
         for case in sorted(plain_cases(variant.op), key=elements, reverse=True)[:8]:
             for dtype in (torch.bfloat16, torch.float32):
                 inputs = make_inputs(case, dtype, DEVICE)
-                if variant.unsupported(*inputs, **case.options) is None:
+                if variant.unsupported(*as_leaves(inputs), **case.options) is None:
                     with recorder, torch.no_grad():
                         run_both_passes(variant, inputs, case.options)
     return recorder.calls
