@@ -17,7 +17,7 @@ from bench import candidates, timing
 from bench.cases import shrink
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
-from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.samples import empty_inputs, make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Spec
 from kernel_ladder.table import LEVELS, Variant
 
@@ -163,7 +163,7 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def _check(spec: Spec, case: Case, defaults: Options, dtype: torch.dtype) -> None:
-    inputs = (None if s is None else torch.empty(s, dtype=dtype, device="meta") for s in case.shapes)
+    inputs = empty_inputs(case, dtype, "meta")
     try:
         spec.check(*inputs, **{**defaults, **case.options})
     except (TypeError, ValueError, IndexError) as error:

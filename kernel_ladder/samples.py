@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each
+from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 KINDS = ("boolean", "hidden_rows", "offsets")
@@ -41,7 +41,13 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
     def make(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    return each(lambda shape: _layout(shape, case.layout, make), case.shapes)
+    def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
+        if shape is None or place not in case.kinds:
+            return None if shape is None else _layout(shape, case.layout, make)
+        kind = torch.int32 if case.kinds[place].startswith("offsets") else torch.bool
+        return torch.empty(shape, dtype=kind, device=device)
+
+    return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
@@ -57,7 +63,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     What ``case.kinds`` names is made apart, in contiguous memory:
 
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
-    - ``offsets@1``: int32, from 0 in random steps up to the first dimension of the argument in place 1;
+    - ``offsets@1``: int32, from 0 up to the first dimension of the argument in place 1, as :func:`offsets` has them;
       ``offsets:0,3,7`` those that are written there
     """
     if case.values not in VALUES:
@@ -95,18 +101,21 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
 
 
+def offsets(rows: int, count: int) -> list[int]:
+    """`count` offsets from 0 to `rows`, in steps that grow."""
+    return [rows * i * i // (count - 1) ** 2 for i in range(count)]
+
+
 def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     kind, separator, detail = re.split(r"([:@]|$)", case.kinds[place], maxsplit=1)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
     if separator == ":":
         return torch.tensor([int(n) for n in detail.split(",")], dtype=torch.int32, device=generator.device)
-    drawn = torch.rand(shape, generator=generator, device=generator.device)
     if kind == "offsets":
         (rows, *_) = case.shapes[int(detail)] or (0,)
-        inner = (drawn[1:-1] * (rows + 1)).int().clamp(max=rows).sort().values
-        return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), rows)])
-    seen = drawn < 0.75
+        return torch.tensor(offsets(rows, shape[0]), dtype=torch.int32, device=generator.device)
+    seen = torch.rand(shape, generator=generator, device=generator.device) < 0.75
     if kind == "hidden_rows":
         seen[..., ::3, :] = False
     return seen

@@ -22,6 +22,7 @@ OPS: tuple[str, ...] = (
     "softmax",
     "matmul",
     "attention",
+    "attention_varlen",
     "add",
     "sum",
     "layer_norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -141,7 +142,7 @@ def test_rejects_wrong_gradients(op):
 def test_rejects_nan_that_was_swallowed(op):
     right = right_of(op)
     case = typical_case(op)
-    case = Case("nan", case.shapes, case.options, values="nan")
+    case = dataclasses.replace(case, id="nan", layout="contiguous", values="nan")
     run = lambda *x, **options: right(*each(torch.nan_to_num, x), **options)  # noqa: E731
     assert not judge(op, run, case, torch.float32).agrees
 

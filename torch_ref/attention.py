@@ -514,7 +514,7 @@ SPEC = register_spec(
 )
 
 
-def _too_large(
+def too_large(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor | None, **options: object
 ) -> str | None:
     """Why the matrix of scores does not fit in the GPU's memory, or None."""
@@ -552,7 +552,7 @@ def _other_options(
     return None
 
 
-def _faults(*inputs: torch.Tensor) -> str | None:
+def faults(*inputs: torch.Tensor) -> str | None:
     """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
 
     Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; so do
@@ -585,7 +585,7 @@ def _builtin_unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    return _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options) or _faults(query, key, value)
+    return _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options) or faults(query, key, value)
 
 
 def _pinned(backend: SDPBackend) -> Callable[..., tuple[torch.Tensor, tuple]]:
@@ -612,7 +612,7 @@ def _pinned_unsupported(
     if query.dim() != 4:
         return f"PyTorch's {name} attention takes 4 dimensions (B, H, S, D), got {query.dim()}"
     lengths = query.shape[-2], key.shape[-2]
-    if (reason := _other_options(attn_mask, lengths, **options) or _faults(query, key, value)) is not None:
+    if (reason := _other_options(attn_mask, lengths, **options) or faults(query, key, value)) is not None:
         return reason
     causal = options["is_causal"]
     if name == "flash":
@@ -650,7 +650,7 @@ def _builtin(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tu
     return builtin(*inputs, **options), ()
 
 
-register("attention", "torch.naive", forward=_naive, unsupported=_too_large)
+register("attention", "torch.naive", forward=_naive, unsupported=too_large)
 register("attention", "torch.builtin", forward=_builtin, unsupported=_builtin_unsupported)
 register("attention", "torch.flash", forward=_pinned(SDPBackend.FLASH_ATTENTION), unsupported=_flash_unsupported)
 register("attention", "torch.cudnn", forward=_pinned(SDPBackend.CUDNN_ATTENTION), unsupported=_cudnn_unsupported)

@@ -237,7 +237,6 @@ AOT = [
     ahead_of_time(_forward_kernel, 128, 128, 64, 8, 3, BETWEEN_DIAGONALS),
     ahead_of_time(_forward_kernel, 128, 64, 32, 4, 2, mask=BOOLEAN),
     ahead_of_time(_forward_kernel, 64, 64, 64, 4, 3, mask=ADDITIVE),
-    ahead_of_time(_forward_kernel, 128, 128, 64, 8, 3, BELOW_DIAGONAL, VARLEN=True),
     ahead_of_time(_key_value_kernel, 64, 64, 128, 8, 2, BELOW_DIAGONAL),
     ahead_of_time(_key_value_kernel, 128, 32, 64, 4, 2),
     ahead_of_time(_key_value_kernel, 256, 32, 32, 8, 2, BELOW_DIAGONAL),

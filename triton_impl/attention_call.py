@@ -10,7 +10,18 @@ import torch
 from kernel_ladder.band import band
 from kernel_ladder.spec import Output
 from triton_impl import unsupported
-from triton_impl.attention_tiles import LN_2, band_kind, block, mask_kind
+from triton_impl.attention_tiles import (
+    BELOW_DIAGONAL,
+    BETWEEN_DIAGONALS,
+    EVERYTHING,
+    LN_2,
+    band_kind,
+    block,
+    mask_kind,
+)
+
+#: Past every length, and such that a length can be added to it in 32 bits.
+UNLIMITED = 2**29
 
 
 class Call(NamedTuple):
@@ -48,6 +59,34 @@ class Call(NamedTuple):
         lengths = q.shape[2], k.shape[2]
         limits = band(is_causal, window_size, *lengths)
         return cls(q, k, v, mask, None, None, lengths, limits, band_kind(*limits, *lengths), scale_of(query, scale))
+
+    @classmethod
+    def of_packed(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        is_causal: bool | str,
+        scale: float | None,
+        window_size: tuple[int, int],
+    ) -> Call:
+        """A call on (total, H, D). Where the longest lengths are not known, there is no more than all together."""
+        sequences = cu_seqlens_q.shape[0] - 1
+        q, k, v = (x.transpose(0, 1).expand(sequences, -1, -1, -1) for x in (query, key, value))
+        lengths = (
+            query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, query.shape[0]),
+            key.shape[0] if max_seqlen_k is None else min(max_seqlen_k, key.shape[0]),
+        )
+        left, right = window_size
+        if is_causal:
+            right = 0
+        limits = (-UNLIMITED if left < 0 else -left), (UNLIMITED if right < 0 else right)
+        kind = BETWEEN_DIAGONALS if left >= 0 else BELOW_DIAGONAL if right >= 0 else EVERYTHING
+        return cls(q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, limits, kind, scale_of(query, scale))
 
     @property
     def packed(self) -> bool:

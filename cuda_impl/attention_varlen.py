@@ -1,0 +1,1 @@
+"""Attention of packed sequences in CUDA C++: no variant yet."""
