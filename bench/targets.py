@@ -111,13 +111,15 @@ def case_of(op: str, shape: str | None, options: Options, dtype: torch.dtype, de
         case = case if device.type == "cuda" else shrink(case, spec)
     else:
         by_id = (c for c in cases if c.id == shape)
-        case = next(by_id, None) or Case(shape, _shapes_of(op, shape, tensors, cases), defaults)
+        case = next(by_id, None) or Case(
+            shape, _shapes_of(op, shape, tensors, cases), defaults, kinds=spec.sweep[0].kinds
+        )
     case = dataclasses.replace(case, options={**case.options, **options})
     _check(spec, case, defaults, dtype)
     # Sizes and options that make up a case go by its name, as in the rows of a sweep.
     for other in cases:
-        described = (other.shapes, other.layout, other.values, {**defaults, **other.options})
-        if described == (case.shapes, case.layout, case.values, {**defaults, **case.options}):
+        described = (other.shapes, other.layout, other.values, other.kinds, {**defaults, **other.options})
+        if described == (case.shapes, case.layout, case.values, case.kinds, {**defaults, **case.options}):
             return dataclasses.replace(case, id=other.id)
     return dataclasses.replace(case, id=name_of(case.id, options))
 

@@ -55,17 +55,18 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
         KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
         KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
-        KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
-              " -> Tensor",
+        KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_naive),
-        KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
-              " -> (Tensor, Tensor)",
+        KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_flash),
-        KL_OP("attention_backward.naive(Tensor grad, Tensor query, Tensor key, Tensor value, bool is_causal,"
-              " float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+        KL_OP("attention_backward.naive(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor? attn_mask, int first, int last, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
               attention_backward_naive),
-        KL_OP("attention_backward.flash(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
-              " bool is_causal, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+        KL_OP("attention_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor output, Tensor lse, Tensor? attn_mask, int first, int last, float scale, bool enable_gqa)"
+              " -> (Tensor, Tensor, Tensor)",
               attention_backward_flash),
         KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),
         KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),

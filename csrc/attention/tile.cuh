@@ -10,7 +10,6 @@
 namespace kl {
 
 constexpr float LN2 = 0.693147180559945f;
-constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Tile sizes of the three kernels by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the tile that
 // stays; tiles of the other operands stream past.
@@ -131,6 +130,36 @@ struct Squares {
 // The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie, and the column of element 0.
 __device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
 __device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
+
+// Scores of a warp's squares, which begin at query row0 and key column0, in powers of 2 after mask and band: −inf where a
+// query does not see a key.
+template <typename T, int M, int N>
+__device__ void hide_squares(Squares<M, N>& scores, const Mask& mask, int64_t offset, int row0, int column0,
+                             const Attention& a, float to_log2) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = row0 + lane_row(m, h);
+            const int begin = row + a.first, end = min(a.S_k, row < a.S_q ? row + 1 + a.last : 0);
+            const int64_t mask_row = offset + row * mask.row;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = column0 + lane_column(n) + e;
+                    float& score = scores.x[m][n][2 * h + e];
+                    score *= to_log2;
+                    if (column < begin || column >= end) {
+                        score = -INFINITE;
+                    } else if (mask.kind != MaskKind::NONE) {
+                        score = mask.template apply<T>(score, mask_row + column * mask.column, LOG2E);
+                    }
+                }
+            }
+        }
+    }
+}
 
 // c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another. Each
 // fragment of B serves all M squares.
