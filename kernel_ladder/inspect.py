@@ -20,7 +20,7 @@ from kernel_ladder import autograd, table
 from kernel_ladder.architecture import Architecture, occupancy
 from kernel_ladder.errors import InspectError
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs, Output, as_tuple, each, as_leaves, has_gradient
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
 
 PASSES = ("forward", "backward")
 #: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.

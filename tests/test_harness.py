@@ -12,7 +12,7 @@ import torch
 import kernel_ladder
 from kernel_ladder.agreement import agreement
 from kernel_ladder.samples import make_grad, make_inputs
-from kernel_ladder.spec import Case, as_leaves, as_tuple, converted, has_gradient
+from kernel_ladder.spec import Case, as_leaves, as_tuple, converted, each, has_gradient
 
 from .conftest import elements, plain_cases, typical_case
 

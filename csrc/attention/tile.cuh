@@ -69,14 +69,15 @@ __device__ inline uint32_t step_chunks(uint32_t address, int chunks) {
 }
 
 // Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS; read only where EDGE) and `columns`
-// columns are inside the operand. Outside stand zeros. WHOLE: 16 bytes at a time, and asynchronously.
+// columns are inside the operand. Outside stand zeros. WHOLE: 16 bytes at a time, and asynchronously. `thread` is one of THREADS.
 template <int ROWS, int HEAD_DIM, int THREADS, bool WHOLE, bool EDGE, typename T>
-__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns) {
+__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns,
+                          int thread = threadIdx.x) {
     constexpr int CHUNKS = HEAD_DIM / 8;
     if constexpr (WHOLE) {
         constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
         static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP & (STEP - 1)) == 0);
-        const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+        const int chunk = thread % CHUNKS, row = thread / CHUNKS;
         const bool inside = chunk * 8 < columns;
         const uint32_t place = shared + tile_offset<HEAD_DIM>(row, chunk);
         const T* p = source + row * view.row + chunk * 8;
@@ -88,7 +89,7 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
         }
     } else {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, chunk = i % CHUNKS;
             Vec<T> v;
 #pragma unroll
@@ -104,9 +105,12 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
 
 // The same where only the launch knows whether the operand can be read whole.
 template <int ROWS, int HEAD_DIM, int THREADS, typename T>
-__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns) {
-    if (view.whole) return load_tile<ROWS, HEAD_DIM, THREADS, true, true>(shared, source, view, rows_left, columns);
-    load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns);
+__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns,
+                          int thread = threadIdx.x) {
+    if (view.whole) {
+        return load_tile<ROWS, HEAD_DIM, THREADS, true, true>(shared, source, view, rows_left, columns, thread);
+    }
+    load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns, thread);
 }
 
 // A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t)
