@@ -61,6 +61,9 @@ const std::vector<Schema>& schemas() {
         KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_flash),
+        KL_OP("attention.pingpong(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_pingpong),
         KL_OP("attention.split_kv(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_split_kv),
@@ -184,6 +187,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_mma_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
+    attention_pingpong_kernel_facts(facts, dtype);
     attention_split_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
     add_kernel_facts(facts, dtype);

@@ -117,13 +117,16 @@ void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// attention/naive.cu, attention/flash.cu, attention/split_kv.cu, attention/flash_backward.cu
+// attention/*.cu
 std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& key, const Tensor& value,
                                            const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                            double scale, bool enable_gqa);
 std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value,
                                            const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                            double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_pingpong(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                              double scale, bool enable_gqa);
 std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                               double scale, bool enable_gqa);
@@ -138,6 +141,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                                             int64_t last, double scale, bool enable_gqa);
 void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_split_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 

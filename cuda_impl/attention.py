@@ -11,8 +11,8 @@ from kernel_ladder.band import NO_WINDOW, band
 from kernel_ladder.spec import Output
 from kernel_ladder.table import register
 
-#: Shared memory of the largest tiles, those of the backward pass, as csrc/attention/flash_backward.cu sizes them.
-FLASH_SHARED_BYTES = 129 * 1024
+#: Shared memory of the largest tiles, those of csrc/attention/split_kv.cu for a head dimension of 256.
+FLASH_SHARED_BYTES = 136 * 1024
 
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
@@ -69,6 +69,45 @@ def _flash_unsupported(
     if (reason := unsupported(query)) is not None:
         return reason
     return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _read_by_tma(x: torch.Tensor) -> bool:
+    """Whether rows are dense, and each starts at a multiple of 16 bytes."""
+    if x.storage_offset() % 8:
+        return False
+    *strides, last = x.stride()
+    *sizes, columns = x.shape
+    return (last == 1 or columns == 1) and all(
+        size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(sizes, strides, strict=True)
+    )
+
+
+def _pingpong_unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    if (reason := _flash_unsupported(query, key, value, attn_mask, **options)) is not None:
+        return reason
+    if not _is_hopper(query.get_device()):
+        return "pingpong needs compute capability 9.0 (wgmma, TMA)"
+    if attn_mask is not None:
+        return "pingpong takes causal masks and windows, but no mask in memory"
+    if query.dim() != 4:
+        return f"pingpong takes 4 dimensions (B, H, S, D), got {query.dim()}"
+    if query.shape[3] % 8 or value.shape[3] % 8:
+        return f"head dimensions must be multiples of 8, got {query.shape[3]} and {value.shape[3]}"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not _read_by_tma(x):
+            return f"TMA reads dense rows that start on 16 bytes; those of `{name}` do not"
+    return None
 
 
 def _split_unsupported(
@@ -136,6 +175,7 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
 _STEPS = {
     "naive": (_naive_unsupported, "naive"),
     "flash": (_flash_unsupported, "flash"),
+    "pingpong": (_pingpong_unsupported, "flash"),
     "split_kv": (_split_unsupported, "flash"),
 }
 

@@ -296,7 +296,8 @@ def _query_kernel(
 
 
 def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    return choose(KEY_VALUE_CHOICES, configs, kwargs)
+    # Where a packed sequence lies takes registers that larger tiles do not have.
+    return choose(KEY_VALUE_CHOICES, configs, kwargs)[-1 if kwargs["VARLEN"] else 0 :]
 
 
 def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
