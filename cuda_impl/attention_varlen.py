@@ -1,1 +1,1 @@
-"""Attention of packed sequences in CUDA C++: no variant yet."""
+"""Attention of packed sequences has no step in CUDA C++ yet: the level lists nothing for it."""

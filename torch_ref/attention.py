@@ -282,6 +282,8 @@ def _cases() -> list[Case]:
         # Causal from the lower right: fewer queries than keys, as in decoding with a cache, and more, so that the first
         # see no key.
         case("decode", 2, 4, 2, 1, 67, 16, causal=LOWER_RIGHT),
+        case("decode-long", 1, 4, 2, 3, 1100, 16, causal=LOWER_RIGHT),
+        case("decode-window", 1, 2, 2, 2, 1500, 16, window=(900, 0), lse=True),
         case("fewer", 1, 2, 2, 5, 133, 16, causal=LOWER_RIGHT),
         case("fewer-tile", 1, 1, 1, 65, 130, 64, causal=LOWER_RIGHT),
         case("more", 1, 2, 1, 133, 35, 16, causal=LOWER_RIGHT),

@@ -128,7 +128,7 @@ def _combine_kernel(
     acc = tl.full([BLOCK_DV], 0.0, dtype=tl.float32)
     for index in range(0, runs):
         weight = tl.sum(tl.where(i == index, weights, 0.0), 0)
-        of_run = (row + index.to(tl.int64) * num_rows) * head_dim_v
+        of_run = (row + tl.cast(index, tl.int64) * num_rows) * head_dim_v
         acc += weight * tl.load(partial_ptr + of_run + dims, mask=dims < head_dim_v, other=0.0)
     b, h, query = row // (heads * seqlen_q), row // seqlen_q % heads, row % seqlen_q
     tl.store(out_ptr + b * o_b + h * o_h + query * o_s + dims, (acc / total).to(out_ptr.dtype.element_ty),
