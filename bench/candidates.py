@@ -12,7 +12,7 @@ from bench import timing
 from bench.gate import Expected
 from kernel_ladder.agreement import Results, named
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs, Output, as_tuple, each
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.table import LEVELS, Variant
 
 
@@ -56,7 +56,7 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
         # A peer may write over what it saved, which others here read.
         own = variant.level == "peer"
         return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies, own)
-    needs = tuple(x is not None for x in copies.inputs[0])
+    needs = tuple(has_gradient(x) for x in copies.inputs[0])
     saved: dict[int, Any] = {}  # by copy, at its first use: a slow call uses one copy, and may save gigabytes
 
     def call(i: int) -> Any:
@@ -75,11 +75,12 @@ def _autograd_call(forward: Callable[..., Output], copies: Copies, own: bool = F
 
     def call(i: int) -> Any:
         if i not in recorded:
-            leaves = each(lambda x: (x.clone() if own else x.detach()).requires_grad_(), copies.inputs[i])
+            leaves = as_leaves(each(torch.clone, copies.inputs[i]) if own else copies.inputs[i])
             recorded[i] = forward(*leaves), leaves
         output, leaves = recorded[i]
-        found = iter(torch.autograd.grad(output, [x for x in leaves if x is not None], grads[i], retain_graph=True))
-        return each(lambda _: next(found), leaves)
+        wanted = [x for x in leaves if has_gradient(x)]
+        found = iter(torch.autograd.grad(output, wanted, grads[i], retain_graph=True))
+        return tuple(next(found) if has_gradient(x) else None for x in leaves)
 
     return call
 

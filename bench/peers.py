@@ -308,8 +308,19 @@ def _quack_matmul() -> Call:
 
 
 def _flash_attn_4_shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool | str,
+    return_lse: bool = False,
+    **options: Any,
 ) -> str | None:
+    if attn_mask is not None:
+        return "takes no mask but causal ones and windows"
+    if return_lse:
+        return "its log-sum-exp is not differentiable"
     if query.dim() != 4:
         return f"takes 4 dimensions (B, H, S, D), got {query.dim()}"
     largest = 256 if torch.cuda.get_device_capability(query.device)[0] == 9 else 128
@@ -317,7 +328,7 @@ def _flash_attn_4_shapes(
         if dim % 8 or not 8 <= dim <= largest:
             return f"head dimensions must be multiples of 8 up to {largest}, got {dim}"
     lengths = query.shape[-2], key.shape[-2]
-    if is_causal and lengths[0] != lengths[1]:
+    if is_causal is True and lengths[0] != lengths[1]:
         return f"its causal mask counts from the bottom right, another one for {lengths[0]} queries, {lengths[1]} keys"
     return None
 
@@ -331,14 +342,16 @@ def _flash_attn_4() -> Call:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        is_causal: bool,
+        is_causal: bool | str,
         scale: float | None,
         enable_gqa: bool,
+        window_size: tuple[int, int] = (-1, -1),
+        return_lse: bool = False,
     ) -> torch.Tensor:
         # (B, S, H, D) as views: the kernel reads strides. Grouped queries it knows by the shapes.
-        output, _ = flash_attn_func(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), softmax_scale=scale, causal=is_causal
-        )
+        inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        window = tuple(None if n < 0 else n for n in window_size)
+        output, _ = flash_attn_func(*inputs, softmax_scale=scale, causal=bool(is_causal), window_size=window)
         return output.transpose(1, 2)
 
     return attention

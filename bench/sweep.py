@@ -88,7 +88,8 @@ def groups(choice: Choice, device: torch.device) -> list[Group]:
 
 def _with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
     """Without the backward pass that moves nothing: its gradients are views, and there is no kernel to time."""
-    return [pass_ for pass_ in passes if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]
+    of_case = (pass_ for pass_ in passes if pass_ in case.passes)
+    return [pass_ for pass_ in of_case if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]
 
 
 class Sweep:

@@ -17,7 +17,7 @@ from bench import candidates, timing
 from bench.cases import shrink
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
-from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.samples import empty_inputs, make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Spec
 from kernel_ladder.table import LEVELS, Variant
 
@@ -112,13 +112,15 @@ def case_of(op: str, shape: str | None, options: Options, dtype: torch.dtype, de
         case = case if device.type == "cuda" else shrink(case, spec)
     else:
         by_id = (c for c in cases if c.id == shape)
-        case = next(by_id, None) or Case(shape, _shapes_of(op, shape, tensors, cases), defaults)
+        case = next(by_id, None) or Case(
+            shape, _shapes_of(op, shape, tensors, cases), defaults, kinds=spec.sweep[0].kinds
+        )
     case = dataclasses.replace(case, options={**case.options, **options})
     _check(spec, case, defaults, dtype)
     # Sizes and options that make up a case go by its name, as in the rows of a sweep.
     for other in cases:
-        described = (other.shapes, other.layout, other.values, {**defaults, **other.options})
-        if described == (case.shapes, case.layout, case.values, {**defaults, **case.options}):
+        described = (other.shapes, other.layout, other.values, other.kinds, {**defaults, **other.options})
+        if described == (case.shapes, case.layout, case.values, case.kinds, {**defaults, **case.options}):
             return dataclasses.replace(case, id=other.id)
     return dataclasses.replace(case, id=name_of(case.id, options))
 
@@ -127,8 +129,8 @@ def _parameters(op: str) -> tuple[list[str], dict[str, Any]]:
     """Names of the public function's tensors, and its options with their defaults."""
     arguments = inspect.signature(kernel_ladder.spec(op).check).parameters.values()
     tensors = [p.name for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD]
-    parameters = inspect.signature(getattr(kernel_ladder, op)).parameters.values()
-    options = [p for p in parameters if p.name not in (*tensors, "backend")]
+    known = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY}
+    options = [p for p in inspect.signature(getattr(kernel_ladder, op)).parameters.values() if p.name in known]
     usual = kernel_ladder.spec(op).sweep[0].options  # for an option that has no default
     return tensors, {p.name: usual[p.name] if p.default is p.empty else p.default for p in options}
 
@@ -143,12 +145,13 @@ def _shapes_of(op: str, shape: str, tensors: Sequence[str], cases: Sequence[Case
     sizes = parse_sizes(shape)
     if sizes is not None and len(sizes) == 1 and (op, len(sizes[0])) in SHORTHAND:
         return SHORTHAND[op, len(sizes[0])](*sizes[0])
-    if sizes is not None and len(sizes) == len(tensors):
+    needed = [p.name for p in inspect.signature(kernel_ladder.spec(op).check).parameters.values() if _is_needed(p)]
+    if sizes is not None and len(needed) <= len(sizes) <= len(tensors):
         return sizes
-    wrong = "is neither a case nor sizes" if sizes is None else f"is {len(sizes)} of the {len(tensors)} shapes needed"
-    form = ",".join(["16x64"] * len(tensors))
+    wrong = "is neither a case nor sizes" if sizes is None else f"is {len(sizes)} of the {len(needed)} shapes needed"
+    form = ",".join(["16x64"] * len(needed))
     raise UsageError(
-        f"--shape {shape!r} {wrong}; accepted are sizes of {', '.join(tensors)}, written as {form}, "
+        f"--shape {shape!r} {wrong}; accepted are sizes of {', '.join(needed)}, written as {form}, "
         f"or a case: {', '.join(repr(case.id) for case in cases)}"
     )
 
@@ -158,8 +161,12 @@ def name_of(shape: str, options: Options) -> str:
     return " ".join([shape, *(f"{name}={value}" for name, value in options.items())])
 
 
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+
+
 def _check(spec: Spec, case: Case, defaults: Options, dtype: torch.dtype) -> None:
-    inputs = (None if s is None else torch.empty(s, dtype=dtype, device="meta") for s in case.shapes)
+    inputs = empty_inputs(case, dtype, "meta")
     try:
         spec.check(*inputs, **{**defaults, **case.options})
     except (TypeError, ValueError, IndexError) as error:

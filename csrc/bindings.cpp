@@ -61,17 +61,24 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.persistent(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_persistent),
         KL_OP("matmul.stream_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_stream_k),
         KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
-        KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
-              " -> Tensor",
+        KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_naive),
-        KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
-              " -> (Tensor, Tensor)",
+        KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_flash),
-        KL_OP("attention_backward.naive(Tensor grad, Tensor query, Tensor key, Tensor value, bool is_causal,"
-              " float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+        KL_OP("attention.pingpong(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_pingpong),
+        KL_OP("attention.split_kv(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_split_kv),
+        KL_OP("attention_backward.naive(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor? attn_mask, int first, int last, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
               attention_backward_naive),
-        KL_OP("attention_backward.flash(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
-              " bool is_causal, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+        KL_OP("attention_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor output, Tensor lse, Tensor? attn_mask, int first, int last, float scale, bool enable_gqa)"
+              " -> (Tensor, Tensor, Tensor)",
               attention_backward_flash),
         KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),
         KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),
@@ -214,6 +221,8 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_split_k_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
+    attention_pingpong_kernel_facts(facts, dtype);
+    attention_split_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
     add_kernel_facts(facts, dtype);
     sum_kernel_facts(facts, dtype);

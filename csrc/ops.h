@@ -134,20 +134,32 @@ void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// attention/naive.cu, attention/flash.cu, attention/flash_backward.cu
-Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, double scale,
-                       bool enable_gqa);
-std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
+// attention/*.cu
+std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                            double scale, bool enable_gqa);
-std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, const Tensor& query, const Tensor& key,
-                                                            const Tensor& value, bool is_causal, double scale,
-                                                            bool enable_gqa);
-std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const Tensor& query, const Tensor& key,
-                                                            const Tensor& value, const Tensor& output,
-                                                            const Tensor& lse, bool is_causal, double scale,
-                                                            bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                           double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_pingpong(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                              double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                              double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const std::optional<Tensor>& attn_mask, int64_t first,
+                                                            int64_t last, double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const Tensor& output, const Tensor& lse,
+                                                            const std::optional<Tensor>& attn_mask, int64_t first,
+                                                            int64_t last, double scale, bool enable_gqa);
 void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_split_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // add.cu

@@ -6,11 +6,9 @@
 
 #include <cstdint>
 
-#include <torch/headeronly/core/ScalarType.h>
+#include "tensor.h"
 
 namespace kl {
-
-using torch::headeronly::ScalarType;
 
 constexpr int TMA_DIMS = 5;
 

@@ -7,10 +7,15 @@ import functools
 import torch
 
 from cuda_impl import climb, unsupported
+from kernel_ladder.band import NO_WINDOW, band
+from kernel_ladder.spec import Output
 from kernel_ladder.table import register
 
-#: Shared memory of the largest tiles, those of the backward pass, as csrc/attention/flash_backward.cu sizes them.
-FLASH_SHARED_BYTES = 129 * 1024
+#: Shared memory of the largest tiles, those of csrc/attention/split_kv.cu for a head dimension of 256.
+FLASH_SHARED_BYTES = 136 * 1024
+
+#: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
+SPLIT_ROWS = 16
 
 
 # Asked at every call, and so by device index, which is cheaper to make than a device.
@@ -19,8 +24,21 @@ def _memory_bytes(device: int) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def _naive_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
-    if (reason := unsupported(query)) is not None:
+def _no_mask_gradient(attn_mask: torch.Tensor | None) -> str | None:
+    """What every backward asks of a call."""
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        return "the gradient of an additive mask is given at the torch and compile levels only"
+    return None
+
+
+def _naive_unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    if (reason := unsupported(query) or _no_mask_gradient(attn_mask)) is not None:
         return reason
     scores_bytes = 4 * query.numel() // query.shape[-1] * key.shape[-2]
     if scores_bytes > (limit := _memory_bytes(query.get_device())):
@@ -39,67 +57,128 @@ def _flash_unavailable(device: int) -> str | None:
     return None
 
 
-def _flash_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
+def _flash_unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
     if query.is_cuda and (query.dtype is torch.bfloat16 or query.dtype is torch.float16):
-        return _flash_unavailable(query.get_device())
+        return _flash_unavailable(query.get_device()) or _no_mask_gradient(attn_mask)
     if (reason := unsupported(query)) is not None:
         return reason
     return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
 
 
-def _scale(query: torch.Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else float(scale)
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _read_by_tma(x: torch.Tensor) -> bool:
+    """Whether rows are dense, and each starts at a multiple of 16 bytes."""
+    if x.storage_offset() % 8:
+        return False
+    *strides, last = x.stride()
+    *sizes, columns = x.shape
+    return (last == 1 or columns == 1) and all(
+        size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(sizes, strides, strict=True)
+    )
+
+
+def _pingpong_unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    if (reason := _flash_unsupported(query, key, value, attn_mask, **options)) is not None:
+        return reason
+    if not _is_hopper(query.get_device()):
+        return "pingpong needs compute capability 9.0 (wgmma, TMA)"
+    if attn_mask is not None:
+        return "pingpong takes causal masks and windows, but no mask in memory"
+    if query.dim() != 4:
+        return f"pingpong takes 4 dimensions (B, H, S, D), got {query.dim()}"
+    if query.shape[3] % 8 or value.shape[3] % 8:
+        return f"head dimensions must be multiples of 8, got {query.shape[3]} and {value.shape[3]}"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not _read_by_tma(x):
+            return f"TMA reads dense rows that start on 16 bytes; those of `{name}` do not"
+    return None
+
+
+def _split_unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
+    if rows > SPLIT_ROWS:
+        return f"split_kv is for few queries: at most {SPLIT_ROWS} share a head of keys, got {rows}"
+    return _flash_unsupported(query, key, value, attn_mask, **options)
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-    return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+    return (*(g if need else None for g, need in zip(gradients, needs[:3], strict=True)), *(None for _ in needs[3:]))
 
 
-def _register_naive() -> None:
-    run, run_backward = torch.ops.kernel_ladder.attention.naive, torch.ops.kernel_ladder.attention_backward.naive
+def _register(name: str, unsupported, *, backward_of: str) -> None:
+    """Add a step of the climb. Its backward is its own, or that of an earlier step, which takes the same lse."""
+    run = getattr(torch.ops.kernel_ladder.attention, name)
+    run_backward = getattr(torch.ops.kernel_ladder.attention_backward, backward_of)
+    takes_output = backward_of != "naive"
 
-    def forward(query, key, value, *, is_causal, scale, enable_gqa) -> tuple[torch.Tensor, tuple]:
-        scale = _scale(query, scale)
-        return run(query, key, value, is_causal, scale, enable_gqa), (query, key, value, is_causal, scale, enable_gqa)
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *,
+        is_causal: bool | str,
+        scale: float | None,
+        enable_gqa: bool,
+        window_size: tuple[int, int] = NO_WINDOW,
+        return_lse: bool = False,
+    ) -> tuple[Output, tuple]:
+        first, last = band(is_causal, window_size, query.shape[-2], key.shape[-2])
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        output, lse = run(query, key, value, attn_mask, first, last, scale, enable_gqa)
+        results = (output, lse) if takes_output else ()
+        saved = (query, key, value, *results, attn_mask, first, last, scale, enable_gqa)
+        return ((output, lse) if return_lse else output), saved
 
-    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(run_backward(grad, *saved), needs)
+    def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+        grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
+        return _gradients(run_backward(grad, grad_lse, *saved), needs)
 
-    @torch.library.register_fake("kernel_ladder::attention.naive")
-    def _(query, key, value, is_causal, scale, enable_gqa):
-        return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-    @torch.library.register_fake("kernel_ladder::attention_backward.naive")
-    def _(grad, query, key, value, is_causal, scale, enable_gqa):
-        return tuple(x.new_empty(x.shape) for x in (query, key, value))
-
-    register("attention", "cuda.naive", forward=forward, backward=backward, unsupported=_naive_unsupported)
-
-
-def _register_flash() -> None:
-    run, run_backward = torch.ops.kernel_ladder.attention.flash, torch.ops.kernel_ladder.attention_backward.flash
-
-    def forward(query, key, value, *, is_causal, scale, enable_gqa) -> tuple[torch.Tensor, tuple]:
-        scale = _scale(query, scale)
-        output, lse = run(query, key, value, is_causal, scale, enable_gqa)
-        return output, (query, key, value, output, lse, is_causal, scale, enable_gqa)
-
-    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(run_backward(grad, *saved), needs)
-
-    @torch.library.register_fake("kernel_ladder::attention.flash")
-    def _(query, key, value, is_causal, scale, enable_gqa):
+    @torch.library.register_fake(f"kernel_ladder::attention.{name}")
+    def _(query, key, value, attn_mask, first, last, scale, enable_gqa):
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
-    @torch.library.register_fake("kernel_ladder::attention_backward.flash")
-    def _(grad, query, key, value, output, lse, is_causal, scale, enable_gqa):
-        return tuple(x.new_empty(x.shape) for x in (query, key, value))
+    if name == backward_of:
 
-    register("attention", "cuda.flash", forward=forward, backward=backward, unsupported=_flash_unsupported)
+        @torch.library.register_fake(f"kernel_ladder::attention_backward.{name}")
+        def _(grad, grad_lse, query, key, value, *others):
+            return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+    register("attention", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
 
 
-_REGISTER = {"naive": _register_naive, "flash": _register_flash}
+_STEPS = {
+    "naive": (_naive_unsupported, "naive"),
+    "flash": (_flash_unsupported, "flash"),
+    "pingpong": (_pingpong_unsupported, "flash"),
+    "split_kv": (_split_unsupported, "flash"),
+}
 
 for _name in climb("attention"):
-    _REGISTER[_name]()
+    _reason, _backward = _STEPS[_name]
+    _register(_name, _reason, backward_of=_backward)

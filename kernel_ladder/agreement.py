@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernel_ladder.spec import Inputs, Options, Output, Spec, as_tuple, each
+from kernel_ladder.spec import Inputs, Options, Output, Spec, as_leaves, as_tuple, converted, has_gradient
 
 #: An implementation under test: inputs to output, differentiable where gradients are to be checked.
 Implementation = Callable[..., Output]
@@ -75,9 +75,9 @@ def evaluate(run: Implementation, inputs: Inputs, options: Options, grad: Output
     if grad is None:
         with torch.no_grad():
             return named(as_tuple(run(*inputs, **options)))
-    leaves = each(lambda x: x.detach().requires_grad_(), inputs)
+    leaves = as_leaves(inputs)
     outputs = as_tuple(run(*leaves, **options))
-    wanted = {f"grad {i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
+    wanted = {f"grad {i}": leaf for i, leaf in enumerate(leaves) if has_gradient(leaf)}
     grads = torch.autograd.grad(outputs, list(wanted.values()), as_tuple(grad))
     return {**named(tuple(x.detach() for x in outputs)), **dict(zip(wanted, grads, strict=True))}
 
@@ -97,19 +97,21 @@ def _by_parts(
 ) -> Results:
     """:func:`evaluate` in `dtype`, one independent part at a time where the spec can split the case."""
     whole: Results = {}
+    shapes = dict(enumerate(spec.output_shapes(inputs, options)))
     for input_index, output_index in [] if spec.parts is None else spec.parts(inputs):
-        part = tuple(x[i].to(dtype) for x, i in zip(inputs, input_index, strict=True))
-        assert not isinstance(grad, tuple), "what is split into parts has one output"
-        results = evaluate(run, part, options, None if grad is None else grad[output_index].to(dtype))
-        for name, value in results.items():
-            index = output_index if name == "output" else input_index[int(name.removeprefix("grad "))]
+        part = converted(tuple(x[i] for x, i in zip(inputs, input_index, strict=True)), dtype)
+        part_grad = None if grad is None else tuple(g[output_index].to(dtype) for g in as_tuple(grad))
+        for name, value in evaluate(run, part, options, part_grad).items():
+            of, _, number = name.partition(" ")
+            place = int(number or 0)
+            index = output_index if of == "output" else input_index[place]
             if name not in whole:
-                like = spec.output_shapes(inputs, options)[0] if name == "output" else inputs[int(name[5:])].shape
-                whole[name] = torch.empty(like, dtype=value.dtype, device=inputs[0].device)
-            whole[name][index] = value
+                shape = shapes[place] if of == "output" else inputs[place].shape
+                whole[name] = torch.zeros(shape, dtype=value.dtype, device=inputs[0].device)
+            whole[name][index] += value  # parts may share an input: its gradient is their sum
     if whole:
         return whole
-    return evaluate(run, each(lambda x: x.to(dtype), inputs), options, _to(grad, dtype))
+    return evaluate(run, converted(inputs, dtype), options, _to(grad, dtype))
 
 
 def _to(grad: Output | None, dtype: torch.dtype) -> Output | None:
@@ -141,7 +143,7 @@ def baseline(spec: Spec, inputs: Inputs, options: Options, grad: Output | None, 
     if inputs[0].dtype != torch.float64:
         return _rounded(spec, inputs, options, grad)
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    inputs, grad = each(torch.Tensor.float, inputs), _to(grad, torch.float32)
+    inputs, grad = converted(inputs, torch.float32), _to(grad, torch.float32)
     rounded = _rounded(spec, inputs, options, grad)
     oracle32 = oracle(spec, inputs, options, grad)
     return {name: exact[name] + ratio * (rounded[name].double() - oracle32[name]) for name in exact}

@@ -20,7 +20,7 @@ from kernel_ladder import autograd, table
 from kernel_ladder.architecture import Architecture, occupancy
 from kernel_ladder.errors import InspectError
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs, Output, as_tuple, each
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
 
 PASSES = ("forward", "backward")
 #: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.
@@ -209,7 +209,7 @@ def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
         inputs = make_inputs(case, request.dtype, device)
         reason = variant.unsupported(*inputs, **case.options)
         if reason is None:
-            return case, each(lambda x: x.requires_grad_(request.pass_ == "backward"), inputs)
+            return case, as_leaves(inputs) if request.pass_ == "backward" else inputs
         reasons.append(reason)
     raise InspectError(f"{variant.op}: {variant.name} does not support this call: {reasons[0]}")
 
@@ -237,5 +237,5 @@ def one_pass(request: Request, inputs: Inputs, case: Case) -> Callable[[], objec
         return forward
     outputs = as_tuple(forward())
     grads = each(torch.ones_like, outputs)
-    wanted = [x for x in inputs if x is not None]
+    wanted = [x for x in inputs if has_gradient(x)]
     return lambda: torch.autograd.grad(outputs, wanted, grads)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from kernel_ladder import autograd, table
+from kernel_ladder.band import NO_WINDOW, causal_of
 from kernel_ladder.reduction import Dim
 from kernel_ladder.spec import Inputs
 
@@ -72,30 +75,122 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     *,
-    is_causal: bool = False,
+    is_causal: bool | str = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window_size: Sequence[int] | None = NO_WINDOW,
+    return_lse: bool = False,
+    dropout_p: float = 0.0,
     backend: str | None = None,
-) -> torch.Tensor:
-    """``softmax(query · keyᵀ · scale) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
+) -> Any:
+    """``softmax(query · keyᵀ · scale + mask) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
+
+    A query that sees no key, because everything is hidden from it or there is none, gives a row of zeros.
 
     Args:
         query: ``(B, H, S_q, D)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any strides.
         key: ``(B, H_kv, S_k, D)``.
         value: ``(B, H_kv, S_k, D_v)``.
-        is_causal: query row i sees keys 0 … i (aligned at the top left, as PyTorch does).
+        attn_mask: broadcasts to the scores ``(B, H, S_q, S_k)``, and is read where it lies. Boolean, True where a query
+            sees a key; or of the query's dtype, to be added to the scores; or PyTorch's own
+            :func:`torch.nn.attention.bias.causal_upper_left` or ``causal_lower_right``, which is never expanded.
+        is_causal: True: query i sees keys 0 … i, aligned at the upper left as PyTorch does. ``"lower_right"``: the last
+            query sees every key, query i keys 0 … i + S_k − S_q, as with ``causal_lower_right``. Either may stand
+            beside a mask.
         scale: a positive factor on the scores; ``1/√D`` where None.
         enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head.
+        window_size: (left, right): query i sees keys i + S_k − S_q − left … i + S_k − S_q + right alone, aligned at the
+            lower right as FlashAttention's is, whatever `is_causal` says; −1 or None for no limit.
+        return_lse: return the logarithm of each row's sum of exponentials as well.
+        dropout_p: 0; there is no dropout of weights.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(B, H, S_q, D_v)``. Differentiable once.
+        A tensor ``(B, H, S_q, D_v)``; with `return_lse` that and one of shape ``(B, H, S_q)`` in float32 (float64 for
+        float64), −inf for a query that sees no key. Differentiable once, in the query, key and value, and at the torch
+        and compile levels in an additive mask.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return _call("attention", backend, (query, key, value), options)
+    if type(dropout_p) is not float or dropout_p:
+        _no_dropout("attention", dropout_p)
+    if isinstance(attn_mask, CausalBias):
+        is_causal, attn_mask = causal_of("attention", attn_mask, is_causal, query, key), None
+    options = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "window_size": NO_WINDOW if window_size is None else _hashable(window_size),
+        "return_lse": return_lse,
+    }
+    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    return _call("attention", backend, inputs, options)
+
+
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: Sequence[int] | None = NO_WINDOW,
+    return_lse: bool = False,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Any:
+    """:func:`attention` within sequences of several lengths, packed one after the other without padding.
+
+    Args:
+        query: ``(T_q, H, D)``, the queries of all sequences; float16, bfloat16, float32 (float64 at the torch and
+            compile levels); any strides.
+        key: ``(T_k, H_kv, D)``.
+        value: ``(T_k, H_kv, D_v)``.
+        cu_seqlens_q: ``(B + 1,)``, int32, dense: sequence b has the queries from ``cu_seqlens_q[b]`` up to, but not
+            including, ``cu_seqlens_q[b + 1]``. From 0 up to T_q; what it says is not looked at on the host.
+        cu_seqlens_k: likewise for keys and values.
+        max_seqlen_q: at least the longest number of queries; None for T_q, which is right, but costs time.
+        max_seqlen_k: likewise for keys.
+        is_causal: within each sequence, aligned at the lower right: the last query sees every key.
+        scale: a positive factor on the scores; ``1/√D`` where None.
+        enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head.
+        window_size: as for :func:`attention`, within each sequence.
+        return_lse: return the logarithm of each row's sum of exponentials as well.
+        dropout_p: 0; there is no dropout of weights.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor ``(T_q, H, D_v)``; with `return_lse` that and one of shape ``(H, T_q)`` in float32 (float64 for
+        float64). A query that sees no key gives zeros and −inf. Differentiable once, in query, key and value.
+
+    Source: Dao, FlashAttention-2, arXiv:2307.08691, whose ``flash_attn_varlen_func`` it stands for.
+    """
+    if type(dropout_p) is not float or dropout_p:
+        _no_dropout("attention_varlen", dropout_p)
+    options = {
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "window_size": NO_WINDOW if window_size is None else _hashable(window_size),
+        "return_lse": return_lse,
+    }
+    return _call("attention_varlen", backend, (query, key, value, cu_seqlens_q, cu_seqlens_k), options)
+
+
+def _no_dropout(op: str, dropout_p: Any) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"{op}: argument `dropout_p` must be a number, got {type(dropout_p).__name__}")
+    if dropout_p != 0:
+        raise ValueError(f"{op}: argument `dropout_p` must be 0: weights are not dropped here, got {dropout_p}")
 
 
 def add(input: torch.Tensor, other: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
 
-from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each
+from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
+KINDS = ("boolean", "hidden_rows", "offsets")
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "nan", "inf", "constant")
 
 
@@ -39,7 +41,13 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
     def make(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    return each(lambda shape: _layout(shape, case.layout, make), case.shapes)
+    def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
+        if shape is None or place not in case.kinds:
+            return None if shape is None else _layout(shape, case.layout, make)
+        kind = torch.int32 if case.kinds[place].startswith("offsets") else torch.bool
+        return torch.empty(shape, dtype=kind, device=device)
+
+    return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
@@ -51,6 +59,12 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     - ``offset``: plus 1000, a mean that squares of it would drown the variance in
     - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
+
+    What ``case.kinds`` names is made apart, in contiguous memory:
+
+    - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
+    - ``offsets@1``: int32, from 0 up to the first dimension of the argument in place 1, as :func:`offsets` has them;
+      ``offsets:0,3,7`` those that are written there
     """
     if case.values not in VALUES:
         raise ValueError(f"unknown values {case.values!r}; known are {', '.join(VALUES)}")
@@ -77,11 +91,39 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             x.view(-1)[3::14] = -torch.inf
         return x.to(dtype)
 
-    return each(lambda shape: _layout(shape, case.layout, make), case.shapes)
+    def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
+        if shape is None:
+            return None
+        if place in case.kinds:
+            return _of_kind(case, place, shape, generator)
+        return _layout(shape, case.layout, make)
+
+    return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
+
+
+def offsets(rows: int, count: int) -> list[int]:
+    """`count` offsets from 0 to `rows`, in steps that grow."""
+    return [rows * i * i // (count - 1) ** 2 for i in range(count)]
+
+
+def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    kind, separator, detail = re.split(r"([:@]|$)", case.kinds[place], maxsplit=1)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
+    if separator == ":":
+        return torch.tensor([int(n) for n in detail.split(",")], dtype=torch.int32, device=generator.device)
+    if kind == "offsets":
+        (rows, *_) = case.shapes[int(detail)] or (0,)
+        return torch.tensor(offsets(rows, shape[0]), dtype=torch.int32, device=generator.device)
+    seen = torch.rand(shape, generator=generator, device=generator.device) < 0.75
+    if kind == "hidden_rows":
+        seen[..., ::3, :] = False
+    return seen
 
 
 def make_grad(spec: Spec, inputs: Inputs, options: Options, seed: int = 1) -> Output:
     """Random gradients for what an operation returns of these inputs: a tensor, or a tuple where it returns several."""
-    shapes = spec.output_shapes(inputs, options)
-    grads = make_inputs(Case("grad", shapes), inputs[0].dtype, inputs[0].device, seed)
+    outputs = spec.outputs(inputs, options)
+    grads = make_inputs(Case("grad", tuple(x.shape for x in outputs)), inputs[0].dtype, inputs[0].device, seed)
+    grads = tuple(grad.to(x.dtype) for grad, x in zip(grads, outputs, strict=True))
     return grads if len(grads) > 1 else grads[0]

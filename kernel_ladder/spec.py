@@ -23,8 +23,10 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32,
 class Case:
     """One call of an operation, described by data, so that tests and the benchmark make the same inputs from it.
 
-    ``shapes`` has one entry per tensor argument, None for an optional one that is absent. ``layout`` and ``values`` are
-    names that :func:`kernel_ladder.samples.make_inputs` knows. ``options`` are the keyword arguments of a variant.
+    ``shapes`` has one entry per tensor argument, None for an optional one that is absent. ``layout``, ``values`` and
+    ``kinds`` are names that :func:`kernel_ladder.samples.make_inputs` knows; ``kinds`` has one for each argument that
+    is not of the case's dtype, by its place. ``options`` are the keyword arguments of a variant. ``passes`` are those
+    that the benchmark measures.
     """
 
     id: str
@@ -33,6 +35,8 @@ class Case:
     layout: str = "contiguous"
     values: str = "normal"
     quick: bool = False
+    kinds: Mapping[int, str] = field(default_factory=dict)
+    passes: tuple[str, ...] = ("forward", "backward")
 
     def __str__(self) -> str:
         return self.id
@@ -100,15 +104,34 @@ class Spec:
         names = inspect.signature(self.check).parameters
         return {name: x for name, x in zip(names, inputs, strict=False) if x is not None}
 
+    def outputs(self, inputs: Inputs, options: Options) -> tuple[torch.Tensor, ...]:
+        """Each output as a tensor without data, which has its shape and dtype."""
+        without_data = each(lambda x: torch.empty_like(x, device="meta"), inputs)
+        return as_tuple(self.reference(*without_data, **options))
+
     def output_shapes(self, inputs: Inputs, options: Options) -> tuple[torch.Size, ...]:
         """The shape of each output, found without computing it."""
-        without_data = each(lambda x: torch.empty_like(x, device="meta"), inputs)
-        return tuple(x.shape for x in as_tuple((self.builtin or self.reference)(*without_data, **options)))
+        return tuple(x.shape for x in self.outputs(inputs, options))
 
 
 def each(function: Callable[[Any], Any], inputs: Inputs) -> Inputs:
     """`function` of every tensor, or of its shape; what is absent stays so."""
     return tuple(None if x is None else function(x) for x in inputs)
+
+
+def has_gradient(x: torch.Tensor | None) -> bool:
+    """Whether an argument is one that a gradient can be asked for: there, and of floating-point numbers."""
+    return x is not None and x.is_floating_point()
+
+
+def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The tensors in another floating-point dtype; booleans and integers stay what they are."""
+    return each(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+
+
+def as_leaves(inputs: Inputs) -> Inputs:
+    """The tensors cut off from any graph, each that can have a gradient asking for one."""
+    return each(lambda x: x.detach().requires_grad_(x.is_floating_point()), inputs)
 
 
 def as_tuple(output: Output) -> tuple[torch.Tensor, ...]:

@@ -22,6 +22,7 @@ OPS: tuple[str, ...] = (
     "softmax",
     "matmul",
     "attention",
+    "attention_varlen",
     "add",
     "sum",
     "layer_norm",
@@ -312,4 +313,8 @@ def _resolve_auto(op: str, inputs: Inputs, options: Options) -> Variant:
             for variant in [climb[backend]] if step else reversed(climb.values()):
                 if variant.unsupported(*inputs, **options) is None:
                     return variant
-    return resolve(op, spec(op).baseline, inputs, options)
+    for backend in (spec(op).baseline, "torch.naive"):
+        variant = _at_level(op, "torch")[1][backend]
+        if variant.unsupported(*inputs, **options) is None:
+            return variant
+    return resolve(op, "torch.naive", inputs, options)

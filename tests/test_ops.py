@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cuda_impl
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import as_tuple, each
+from kernel_ladder.samples import empty_inputs, make_inputs
+from kernel_ladder.spec import as_leaves, as_tuple, each, has_gradient
 
 from .conftest import DEVICE, elements, every_variant, needs_gpu, plain_cases, typical_case, variant_id
 
@@ -46,7 +46,7 @@ def run_both_passes(variant, inputs, options):
     if variant.backward is None:
         return output, ()
     grad = each(torch.ones_like, output) if isinstance(output, tuple) else torch.ones_like(output)
-    return output, variant.backward(saved, grad, tuple(x is not None for x in inputs))
+    return output, variant.backward(saved, grad, tuple(has_gradient(x) for x in inputs))
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def recorded() -> dict[str, tuple]:
         for case in sorted(plain_cases(variant.op), key=elements, reverse=True)[:8]:
             for dtype in (torch.bfloat16, torch.float32):
                 inputs = make_inputs(case, dtype, DEVICE)
-                if variant.unsupported(*inputs, **case.options) is None:
+                if variant.unsupported(*as_leaves(inputs), **case.options) is None:
                     with recorder, torch.no_grad():
                         run_both_passes(variant, inputs, case.options)
     return recorder.calls
@@ -81,7 +81,12 @@ def test_opcheck(overload):
         ("softmax_backward.naive", lambda x: (x, x[:1], 0), "argument `output` must have the shape of"),
         ("gelu_backward.vectorized", lambda x: (x, x.double(), "none"), "argument `input` must have the dtype of"),
         ("matmul.mma", lambda x: (x, x.cpu(), False), "argument `other` must be a CUDA tensor"),
-        ("attention.flash", lambda x: (x, x, x, False, 1.0, False), "must have at least 3 dimensions"),
+        ("attention.flash", lambda x: (x, x, x, None, -4, 4, 1.0, False), "must have at least 3 dimensions"),
+        (
+            "attention.flash",
+            lambda x: (x[None], x[None], x[None], x[:3], -4, 4, 1.0, False),
+            "argument `attn_mask` must have the shape of the scores",
+        ),
         ("add.vectorized", lambda x: (x, x[:, :3]), "sizes 4 and 3 do not broadcast"),
         ("sum.two_stage", lambda x: (x, [0, 2], False), "argument `dim` must hold each dimension once"),
         ("sum.naive", lambda x: (x, [1, 1], False), "argument `dim` must hold each dimension once"),
@@ -126,8 +131,10 @@ def test_fakes_give_the_shape_and_dtype_of_the_real_result(variant):
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op)
     shapes = spec.output_shapes(make_inputs(case, torch.float32, "cpu"), case.options)
     with FakeTensorMode():
-        inputs = tuple(torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in case.shapes)
+        inputs = empty_inputs(case, torch.bfloat16, "cuda")
         output, grads = run_both_passes(variant, inputs, case.options)
     for made, shape in zip(as_tuple(output), shapes, strict=True):
         assert (made.shape, made.dtype, made.device.type) == (shape, torch.bfloat16, "cuda")
-    assert variant.backward is None or [g.shape for g in grads] == [x.shape for x in inputs]
+    assert variant.backward is None or [g.shape for g in grads if g is not None] == [
+        x.shape for x in inputs if has_gradient(x)
+    ]

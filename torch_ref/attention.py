@@ -1,9 +1,12 @@
-"""Attention, ``softmax(query · keyᵀ · scale) · value`` (Vaswani et al., arXiv:1706.03762, equation 1).
+"""Attention, ``softmax(query · keyᵀ · scale + mask) · value`` (Vaswani et al., arXiv:1706.03762, equation 1).
 
-scores:  S[i, j] = scale · Σ_d query[i, d] · key[j, d];  causal: only j ≤ i, counted from the top left
+scores:  S[i, j] = scale · Σ_d query[i, d] · key[j, d] + mask[i, j], and −inf where query i does not see key j
 weights: P[i, j] = exp(S[i, j] − max_j S[i, j]) / Σ_j exp(S[i, j] − max_j S[i, j])
 output:  O[i, d] = Σ_j P[i, j] · value[j, d]
+lse:     L[i] = log Σ_j exp(S[i, j])
 
+A query that sees no key gives zeros, and −inf as its log-sum-exp. Which keys it sees by its place alone, through a
+causal mask or a sliding window, is in :mod:`kernel_ladder.band`.
 Grouped queries (Ainslie et al., arXiv:2305.13245): consecutive query heads share one head of key and value.
 """
 
@@ -14,8 +17,10 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
-from kernel_ladder.spec import Case, ErrorCase, Inputs, Spec, check_tensors
+from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
+from kernel_ladder.spec import Case, ErrorCase, Inputs, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
 MAX_HEAD_DIM = 256
@@ -25,33 +30,82 @@ def naive(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     *,
-    is_causal: bool = False,
+    is_causal: bool | str = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+) -> Output:
     """The formula: the whole matrix of scores goes out to memory and comes back at every step."""
     if enable_gqa and key.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-1, -2)
-    if scores.shape[-1] == 0:
-        return scores @ value  # a sum over no keys: zeros, as PyTorch gives
-    if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
+    lengths = scores.shape[-2:]
+    if lengths[1] == 0:
+        output = scores @ value  # a sum over no keys: zeros, as PyTorch gives
+        return (output, scores.sum(-1, dtype=lse_dtype(scores)) - math.inf) if return_lse else output
+    limits = band(is_causal, window_size, *lengths)
+    if not hides_nothing(*limits, *lengths):
+        scores = scores.masked_fill(~seen(*limits, *lengths, scores.device), -math.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -math.inf)
+    return weighted(scores, value, return_lse)
+
+
+def weighted(scores: torch.Tensor, value: torch.Tensor, return_lse: bool) -> Output:
+    """Softmax of the scores, times the values. A row of nothing but −inf gives zeros."""
     # The result does not depend on what is subtracted, so no gradient goes through the maximum.
-    exp = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
-    return (exp / exp.sum(-1, keepdim=True)) @ value
+    row_max = scores.detach().amax(-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0)
+    exp = torch.exp(scores - row_max)
+    row_sum = exp.sum(-1, keepdim=True)
+    sees_nothing = row_sum == 0
+    output = (exp / row_sum.masked_fill(sees_nothing, 1)) @ value
+    if not return_lse:
+        return output
+    row_sum = exp.sum(-1, keepdim=True, dtype=lse_dtype(exp))
+    lse = row_max + row_sum.masked_fill(sees_nothing, 1).log()
+    return output, lse.masked_fill(sees_nothing, -math.inf).squeeze(-1)
 
 
-def builtin(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
-    """PyTorch's own choice among its kernels."""
-    return F.scaled_dot_product_attention(query, key, value, **options)
+def lse_dtype(x: torch.Tensor) -> torch.dtype:
+    """Of the log-sum-exp: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def builtin(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool | str = False,
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+    **options: object,
+) -> torch.Tensor:
+    """PyTorch's own choice among its kernels. It has no sliding window, and keeps the log-sum-exp to itself."""
+    assert window_size == NO_WINDOW
+    assert not return_lse
+    if is_causal == LOWER_RIGHT:
+        is_causal, attn_mask = False, causal_lower_right(query.shape[-2], key.shape[-2])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
 
 
 def check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: object, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool | str = False,
+    scale: object = None,
+    enable_gqa: bool = False,
+    window_size: object = NO_WINDOW,
+    return_lse: bool = False,
 ) -> None:
     check_tensors("attention", query=query, key=key, value=value)
     q, k, v = query.shape, key.shape, value.shape
@@ -67,14 +121,17 @@ def check(
         and isinstance(enable_gqa, bool)
         and k[-3] == q[-3]
         and scale is None
+        and window_size == NO_WINDOW
+        and isinstance(return_lse, bool)
     ):
-        _check_each(q, k, v, is_causal, scale, enable_gqa)
+        _check_each(q, k, v)
+        check_options("attention", q[-3], k[-3], is_causal, scale, enable_gqa, window_size, return_lse)
+    if attn_mask is not None:
+        _check_mask(query, key, attn_mask)
 
 
-def _check_each(
-    q: torch.Size, k: torch.Size, v: torch.Size, is_causal: object, scale: object, enable_gqa: object
-) -> None:
-    """Raise for the first thing wrong with the shapes and options, if there is one."""
+def _check_each(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    """Raise for the first thing wrong with the shapes, if there is one."""
     if len(q) < 3:
         raise ValueError(f"attention: argument `query` must have at least 3 dimensions (..., H, S, D), got {tuple(q)}")
     for name, shape in (("key", k), ("value", v)):
@@ -93,26 +150,65 @@ def _check_each(
     for name, dim in (("query", q[-1]), ("value", v[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"attention: argument `{name}` has head dimension {dim}; accepted are 1 to {MAX_HEAD_DIM}")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+
+
+def check_options(
+    op: str,
+    heads: int,
+    heads_kv: int,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
+    window_size: object,
+    return_lse: object,
+) -> None:
+    """Raise for the first thing wrong with the options of any form of attention, if there is one."""
+    if is_causal != LOWER_RIGHT and not isinstance(is_causal, bool):
+        if isinstance(is_causal, str):
+            raise ValueError(f"{op}: argument `is_causal` must be a bool or {LOWER_RIGHT!r}, got {is_causal!r}")
+        raise TypeError(f"{op}: argument `is_causal` must be a bool, got {type(is_causal).__name__}")
+    for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
-            raise TypeError(f"attention: argument `{name}` must be a bool, got {type(flag).__name__}")
-    if k[-3] != q[-3]:
+            raise TypeError(f"{op}: argument `{name}` must be a bool, got {type(flag).__name__}")
+    if heads_kv != heads:
         if not enable_gqa:
             raise ValueError(
-                f"attention: argument `key` must have the {q[-3]} heads of `query` unless `enable_gqa` is True, "
-                f"got {k[-3]}"
+                f"{op}: argument `key` must have the {heads} heads of `query` unless `enable_gqa` is True, "
+                f"got {heads_kv}"
             )
-        if k[-3] == 0 or q[-3] % k[-3]:
+        if heads_kv == 0 or heads % heads_kv:
             raise ValueError(
-                f"attention: argument `key` must have a number of heads that divides query's {q[-3]}, got {k[-3]}"
+                f"{op}: argument `key` must have a number of heads that divides query's {heads}, got {heads_kv}"
             )
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-            raise TypeError(
-                f"attention: argument `scale` must be a positive number or None, got {type(scale).__name__}"
-            )
+            raise TypeError(f"{op}: argument `scale` must be a positive number or None, got {type(scale).__name__}")
         if not 0 < scale < math.inf:
-            raise ValueError(f"attention: argument `scale` must be positive and finite, got {scale}")
+            raise ValueError(f"{op}: argument `scale` must be positive and finite, got {scale}")
+    if not (
+        isinstance(window_size, tuple)
+        and len(window_size) == 2
+        and all(isinstance(n, int) and not isinstance(n, bool) for n in window_size)
+    ):
+        raise TypeError(f"{op}: argument `window_size` must be two ints (left, right) or None, got {window_size!r}")
+    if min(window_size) < -1:
+        raise ValueError(f"{op}: argument `window_size` must hold numbers from -1, for no limit, up, got {window_size}")
+
+
+def _check_mask(query: torch.Tensor, key: torch.Tensor, attn_mask: object) -> None:
+    """Raise unless a mask is boolean or of query's dtype, on its device, and broadcasts to the scores."""
+    if not (isinstance(attn_mask, torch.Tensor) and attn_mask.dtype is torch.bool):
+        check_tensors("attention", query=query, attn_mask=attn_mask)
+    elif attn_mask.device != query.device:
+        raise ValueError(
+            f"attention: arguments `query` and `attn_mask` must be on the same device, "
+            f"got {query.device} and {attn_mask.device}"
+        )
+    scores, mask = (*query.shape[:-1], key.shape[-2]), tuple(attn_mask.shape)
+    if len(mask) > len(scores) or any(m not in (1, s) for m, s in zip(mask[::-1], scores[::-1], strict=False)):
+        raise ValueError(
+            f"attention: argument `attn_mask` must broadcast to the shape {scores} of the scores, got {mask}"
+        )
 
 
 def _shapes(batch: tuple[int, ...], heads: int, heads_kv: int, s_q: int, s_k: int, d: int, d_v: int | None = None):
@@ -120,11 +216,18 @@ def _shapes(batch: tuple[int, ...], heads: int, heads_kv: int, s_q: int, s_k: in
 
 
 def _cases() -> list[Case]:
-    def case(name: str, *shape: int, causal: bool = False, d_v: int | None = None, batch=None, **more) -> Case:
+    def case(name: str, *shape: int, causal: bool | str = False, d_v: int | None = None, batch=None, **more) -> Case:
         b, h, h_kv, s_q, s_k, d = shape
         options = {"is_causal": causal, "scale": more.pop("scale", None), "enable_gqa": h != h_kv}
+        options |= {"window_size": more.pop("window")} if "window" in more else {}
+        options |= {"return_lse": True} if more.pop("lse", False) else {}
         shapes = _shapes((b,) if batch is None else batch, h, h_kv, s_q, s_k, d, d_v)
-        return Case(f"{name}-causal" if causal else name, shapes, options, **more)
+        if (mask := more.pop("mask", None)) is not None:
+            shapes = (*shapes, mask)
+        suffix = {False: "", True: "-causal", LOWER_RIGHT: "-lower-right"}[causal]
+        return Case(name + suffix, shapes, options, **more)
+
+    booleans, hidden_rows = {3: "boolean"}, {3: "hidden_rows"}
 
     return [
         # One of everything, and nothing.
@@ -176,6 +279,44 @@ def _cases() -> list[Case]:
         # Values.
         case("large", 1, 2, 2, 97, 97, 8, d_v=2, values="large", scale=2**-12),
         case("nan", 1, 2, 2, 9, 17, 8, values="nan"),
+        # Causal from the lower right: fewer queries than keys, as in decoding with a cache, and more, so that the first
+        # see no key.
+        case("decode", 2, 4, 2, 1, 67, 16, causal=LOWER_RIGHT),
+        case("decode-long", 1, 4, 2, 3, 1100, 16, causal=LOWER_RIGHT),
+        case("decode-window", 1, 2, 2, 2, 1500, 16, window=(900, 0), lse=True),
+        case("fewer", 1, 2, 2, 5, 133, 16, causal=LOWER_RIGHT),
+        case("fewer-tile", 1, 1, 1, 65, 130, 64, causal=LOWER_RIGHT),
+        case("more", 1, 2, 1, 133, 35, 16, causal=LOWER_RIGHT),
+        # Sliding windows: one-sided, both sides, the diagonal alone, past a tile, and such that some see nothing.
+        case("window", 1, 2, 2, 67, 67, 8, window=(9, 0), causal=True),
+        case("window-both", 1, 2, 2, 67, 67, 8, window=(5, 3)),
+        case("window-none", 1, 1, 1, 33, 33, 8, window=(0, 0)),
+        case("window-small", 1, 1, 1, 7, 5, 4, window=(2, 1)),
+        case("window-left", 1, 1, 1, 35, 67, 8, window=(4, -1)),
+        case("window-right", 1, 1, 1, 67, 35, 8, window=(-1, 4)),
+        case("window-tile", 1, 1, 1, 260, 260, 40, window=(70, 0), causal=LOWER_RIGHT),
+        case("window-gqa", 1, 4, 2, 40, 203, 16, window=(64, 20)),
+        case("window-and-causal", 1, 1, 1, 37, 60, 8, window=(30, 2), causal=True),
+        # Masks: boolean and additive, of every shape that broadcasts, in other orders of memory, with rows hidden.
+        case("mask", 1, 2, 2, 35, 67, 8, mask=(35, 67), kinds=booleans),
+        case("mask-keys", 2, 2, 2, 33, 35, 8, mask=(2, 1, 1, 35), kinds=booleans),
+        case("mask-hidden-rows", 2, 4, 2, 35, 33, 16, mask=(4, 35, 33), kinds=hidden_rows),
+        case("mask-tile", 1, 1, 1, 130, 131, 64, mask=(1, 1, 130, 131), kinds=booleans),
+        case("mask", 1, 2, 2, 65, 65, 8, mask=(65, 1), kinds=booleans, causal=True),
+        case("mask-window", 1, 1, 1, 40, 70, 8, mask=(40, 70), kinds=hidden_rows, window=(20, 4)),
+        case("mask-additive", 1, 2, 2, 17, 19, 8, mask=(1, 2, 17, 19)),
+        case("mask-additive-head", 2, 2, 1, 9, 11, 8, mask=(2, 1, 11)),
+        case("mask-additive-strided", 1, 2, 2, 17, 18, 8, mask=(1, 17, 18), layout="strided", causal=LOWER_RIGHT),
+        case("mask-additive-transposed", 2, 1, 1, 13, 11, 8, mask=(1, 1, 13, 11), layout="transposed"),
+        case("mask-additive-small", 1, 1, 1, 5, 6, 4, mask=(5, 6)),
+        case("mask-no-keys", 1, 1, 1, 3, 0, 8, mask=(3, 0), kinds=booleans),
+        # The log-sum-exp beside the output.
+        case("lse", 2, 2, 2, 33, 67, 8, lse=True),
+        case("lse", 1, 4, 2, 65, 65, 64, lse=True, causal=True, layout="bshd"),
+        case("lse-hidden", 1, 2, 2, 37, 21, 16, lse=True, causal=LOWER_RIGHT),
+        case("lse-mask", 1, 2, 2, 37, 21, 16, lse=True, mask=(37, 21), kinds=hidden_rows),
+        case("lse-no-keys", 1, 2, 2, 3, 0, 8, lse=True),
+        case("lse-3d", 0, 2, 2, 17, 18, 8, lse=True, batch=(), window=(3, 3)),
     ]
 
 
@@ -224,6 +365,53 @@ ERRORS = [
         "group", _bad(k=(2, 3, 5, 8), enable_gqa=True), ValueError, r"`key` must have .* divides query's 4, got 3"
     ),
     ErrorCase("is-causal", _bad(is_causal=1), TypeError, r"`is_causal` must be a bool, got int"),
+    ErrorCase(
+        "is-causal-name", _bad(is_causal="left"), ValueError, r"`is_causal` must be a bool or 'lower_right', got"
+    ),
+    ErrorCase("return-lse", _bad(return_lse=1), TypeError, r"`return_lse` must be a bool, got int"),
+    ErrorCase("dropout", _bad(dropout_p=0.1), ValueError, r"`dropout_p` must be 0: .* got 0\.1"),
+    ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be a number, got NoneType"),
+    ErrorCase("window-type", _bad(window_size=3), TypeError, r"`window_size` must be two ints .* or None, got 3"),
+    ErrorCase(
+        "window-three", _bad(window_size=(1, 2, 3)), TypeError, r"`window_size` must be two ints .* got \(1, 2, 3\)"
+    ),
+    ErrorCase(
+        "window-low", _bad(window_size=(-2, 0)), ValueError, r"`window_size` must hold numbers from -1, .* \(-2, 0\)"
+    ),
+    ErrorCase("mask-type", _bad(attn_mask=1), TypeError, r"`attn_mask` must be a torch\.Tensor, got int"),
+    ErrorCase(
+        "mask-integer", _bad(attn_mask=torch.ones(5, 5).int()), TypeError, r"`attn_mask` has dtype int32; accepted"
+    ),
+    ErrorCase(
+        "mask-dtype",
+        _bad(attn_mask=torch.ones(5, 5).half()),
+        TypeError,
+        r"`query` and `attn_mask` must have the same dtype, got float32 and float16",
+    ),
+    ErrorCase(
+        "mask-device",
+        _bad(attn_mask=torch.ones(5, 5, dtype=torch.bool, device="meta")),
+        ValueError,
+        r"`query` and `attn_mask` must be on the same device, got cpu and meta",
+    ),
+    ErrorCase(
+        "mask-shape",
+        _bad(attn_mask=torch.ones(4, 5, dtype=torch.bool)),
+        ValueError,
+        r"`attn_mask` must broadcast to the shape \(2, 4, 5, 5\) of the scores, got \(4, 5\)",
+    ),
+    ErrorCase(
+        "bias-lengths",
+        _bad(attn_mask=causal_lower_right(5, 6)),
+        ValueError,
+        r"`attn_mask` is a causal bias for lengths \(5, 6\), got \(5, 5\)",
+    ),
+    ErrorCase(
+        "bias-causal",
+        _bad(attn_mask=causal_lower_right(5, 5), is_causal=True),
+        ValueError,
+        r"`is_causal` must be False where `attn_mask` is a causal bias",
+    ),
     ErrorCase("enable-gqa", _bad(enable_gqa=None), TypeError, r"`enable_gqa` must be a bool, got NoneType"),
     ErrorCase("scale-type", _bad(scale="1"), TypeError, r"`scale` must be a positive number or None, got str"),
     ErrorCase("scale-bool", _bad(scale=True), TypeError, r"`scale` must be a positive number or None, got bool"),
@@ -236,46 +424,71 @@ ERRORS = [
 
 def _sweep() -> list[Case]:
     quick = {(4096, 128, False), (4096, 128, True), (512, 64, False)}
+    both = {512, 2048, 4096, 16384}
     tokens, model_dim = 16384, 2048
     cases = []
-    for d in (64, 128):
-        for s in (512, 2048, 4096, 16384):
+    for d in (64, 128, 256):
+        for s in (512, 1024, 2048, 4096, 8192, 16384):
             for causal in (False, True):
                 b, h = tokens // s, model_dim // d
                 options = {"is_causal": causal, "scale": None, "enable_gqa": False}
                 ident = f"B{b} H{h} S{s} D{d} {'causal' if causal else 'full'}"
-                cases.append(Case(ident, _shapes((b,), h, h, s, s, d), options, quick=(s, d, causal) in quick))
-    options = {"is_causal": True, "scale": None, "enable_gqa": True}
-    cases.append(Case("B2 H32/8 S4096 D128 causal", _shapes((2,), 32, 8, 4096, 4096, 128), options))
+                passes = ("forward", "backward") if d < 256 and s in both else ("forward",)
+                shapes = _shapes((b,), h, h, s, s, d)
+                cases.append(Case(ident, shapes, options, quick=(s, d, causal) in quick, passes=passes))
+    grouped = {"is_causal": True, "scale": None, "enable_gqa": True}
+    cases.append(Case("B2 H32/8 S4096 D128 causal", _shapes((2,), 32, 8, 4096, 4096, 128), grouped))
+    ours = {"is_causal": True, "scale": None, "enable_gqa": False}
+    cases.append(Case("B2 H16 S4096 D96 causal", _shapes((2,), 16, 16, 4096, 4096, 96), ours))
+    window = {**ours, "window_size": (1023, 0)}
+    cases.append(Case("B1 H16 S16384 D128 window", _shapes((1,), 16, 16, 16384, 16384, 128), window))
+    # One more token for each of several sequences, whose keys and values are cached. No one trains so.
+    for b, s_k in ((8, 8192), (8, 131072), (32, 32768), (64, 4096)):
+        decode = {**grouped, "is_causal": LOWER_RIGHT}
+        shapes = _shapes((b,), 32, 8, 1, s_k, 128)
+        cases.append(Case(f"B{b} H32/8 Q1 S{s_k} D128 decode", shapes, decode, passes=("forward",)))
     return cases
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    q, _, v = case.shapes
-    inputs, output = sum(map(math.prod, case.shapes)), math.prod((*q[:-1], v[-1]))
+    q, _, v, *mask = case.shapes
+    inputs, output = sum(map(math.prod, case.shapes[:3])), math.prod((*q[:-1], v[-1]))
     # Forward reads query, key, value and writes the output.
     # Backward reads these, the output and its gradient and writes three gradients.
-    return itemsize * (2 * inputs + 2 * output if backward else inputs + output)
+    moved = itemsize * (2 * inputs + 2 * output if backward else inputs + output)
+    # A mask is read, and where it is additive its gradient is written. The log-sum-exp is one float32 a query.
+    if mask:
+        moved += math.prod(mask[0]) * (1 if 3 in case.kinds else (2 * itemsize if backward else itemsize))
+    return moved + (4 * math.prod(q[:-1]) if case.options.get("return_lse") else 0)
 
 
 def _flops(case: Case, backward: bool) -> int:
-    (*batch, s_q, d), (*_, s_k, _), (*_, d_v) = case.shapes
-    pairs = s_q * s_k
-    if case.options["is_causal"]:
-        square = min(s_q, s_k)
-        pairs = square * (square + 1) // 2 + max(s_q - s_k, 0) * s_k
+    (*batch, s_q, d), (*_, s_k, _), (*_, d_v), *_ = case.shapes
+    scores = pairs(*band(case.options["is_causal"], case.options.get("window_size", NO_WINDOW), s_q, s_k), s_q, s_k)
     # Forward: scores and output. Backward: the scores again, and the gradients of query, key, weights and value.
-    return 2 * math.prod(batch) * pairs * (3 * d + 2 * d_v if backward else d + d_v)
+    return 2 * math.prod(batch) * scores * (3 * d + 2 * d_v if backward else d + d_v)
 
 
 def _parts(inputs: Inputs) -> Iterator[tuple[tuple, tuple]]:
     """One part per batch entry and head of key and value, with the query heads that share it."""
-    query, key, _ = inputs
+    query, key, _, *masks = inputs
     heads_kv = key.shape[-3]
     group = query.shape[-3] // max(heads_kv, 1)
     for *batch, head in _indices((*query.shape[:-3], heads_kv)):
         of_query, of_key = (*batch, slice(head * group, (head + 1) * group)), (*batch, slice(head, head + 1))
-        yield (of_query, of_key, of_key), of_query
+        of_mask = [_of_mask(mask, of_query, query.dim()) for mask in masks if mask is not None]
+        yield (of_query, of_key, of_key, *of_mask), of_query
+
+
+def _of_mask(mask: torch.Tensor, of_query: tuple, dims: int) -> tuple:
+    """What of a mask goes with some batch entry and heads of query. It may have fewer dimensions, and broadcast."""
+    missing = dims - mask.dim()
+    sizes = mask.shape[:-2] if mask.dim() >= 2 else ()
+    chosen = of_query[missing:] if missing < len(of_query) else ()
+    keep_all, first = slice(None), 0
+    return tuple(
+        (keep_all if isinstance(i, slice) else first) if n == 1 else i for i, n in zip(chosen, sizes, strict=True)
+    )
 
 
 def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -303,7 +516,9 @@ SPEC = register_spec(
 )
 
 
-def _too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> str | None:
+def too_large(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor | None, **options: object
+) -> str | None:
     """Why the matrix of scores does not fit in the GPU's memory, or None."""
     if not query.is_cuda:
         return None
@@ -318,7 +533,28 @@ def _too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **op
     return None
 
 
-def _faults(*inputs: torch.Tensor) -> str | None:
+def _other_options(
+    attn_mask: torch.Tensor | None,
+    lengths: tuple[int, int],
+    *,
+    is_causal: bool | str,
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+    **others: object,
+) -> str | None:
+    """What scaled_dot_product_attention cannot be asked for, or None."""
+    if window_size != NO_WINDOW:
+        return "scaled_dot_product_attention has no sliding window"
+    if return_lse:
+        return "scaled_dot_product_attention does not return the log-sum-exp"
+    if is_causal and attn_mask is not None:
+        return "scaled_dot_product_attention takes no causal mask beside another mask"
+    if is_causal == LOWER_RIGHT and lengths[0] > lengths[1]:
+        return f"PyTorch's lower right causal bias gives NaN for more queries than keys, {lengths[0]} and {lengths[1]}"
+    return None
+
+
+def faults(*inputs: torch.Tensor) -> str | None:
     """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
 
     Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; so do
@@ -344,20 +580,32 @@ def _faults(*inputs: torch.Tensor) -> str | None:
     return None
 
 
-def _builtin_unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
-    return _faults(*inputs)
+def _builtin_unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    return _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options) or faults(query, key, value)
 
 
 def _pinned(backend: SDPBackend) -> Callable[..., tuple[torch.Tensor, tuple]]:
     def forward(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tuple]:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*inputs, **options), ()
+            return builtin(*inputs, **options), ()
 
     return forward
 
 
 def _pinned_unsupported(
-    name: str, takes: Callable[..., bool], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: bool
+    name: str,
+    takes: Callable[..., bool],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
 ) -> str | None:
     if not query.is_cuda:
         return f"PyTorch's {name} attention takes CUDA tensors, got {query.device.type}"
@@ -365,27 +613,34 @@ def _pinned_unsupported(
         return f"PyTorch's {name} attention takes float16 and bfloat16, got {str(query.dtype).removeprefix('torch.')}"
     if query.dim() != 4:
         return f"PyTorch's {name} attention takes 4 dimensions (B, H, S, D), got {query.dim()}"
-    if (reason := _faults(query, key, value)) is not None:
+    lengths = query.shape[-2], key.shape[-2]
+    if (reason := _other_options(attn_mask, lengths, **options) or faults(query, key, value)) is not None:
         return reason
     causal = options["is_causal"]
     if name == "flash":
+        if attn_mask is not None:
+            return "PyTorch's flash attention takes no mask but a causal one"
         if value.shape[-1] != query.shape[-1]:
             return f"value's head dimension must be query's, {query.shape[-1]}, got {value.shape[-1]}"
-        if causal and query.shape[-2] != key.shape[-2]:
-            return f"a causal mask needs as many queries as keys, got {query.shape[-2]} and {key.shape[-2]}"
+        if causal is True and lengths[0] != lengths[1]:
+            return f"a causal mask needs as many queries as keys, got {lengths[0]} and {lengths[1]}"
+    elif causal == LOWER_RIGHT and lengths[0] != lengths[1]:
+        return (
+            f"a causal mask from the lower right is flash attention's alone, got lengths {lengths[0]} and {lengths[1]}"
+        )
     elif query.shape[-1] % 8 or value.shape[-1] % 8:
         return f"head dimensions must be multiples of 8, got {query.shape[-1]} and {value.shape[-1]}"
-    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, options["enable_gqa"])
+    params = torch.backends.cuda.SDPAParams(query, key, value, attn_mask, 0.0, causal is True, options["enable_gqa"])
     if not takes(params):
         return f"PyTorch's {name} attention does not take these shapes or strides on this GPU"
     return None
 
 
-def _flash_unsupported(*inputs: torch.Tensor, **options: bool) -> str | None:
+def _flash_unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     return _pinned_unsupported("flash", torch.backends.cuda.can_use_flash_attention, *inputs, **options)
 
 
-def _cudnn_unsupported(*inputs: torch.Tensor, **options: bool) -> str | None:
+def _cudnn_unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     return _pinned_unsupported("cuDNN", torch.backends.cuda.can_use_cudnn_attention, *inputs, **options)
 
 
@@ -397,7 +652,7 @@ def _builtin(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tu
     return builtin(*inputs, **options), ()
 
 
-register("attention", "torch.naive", forward=_naive, unsupported=_too_large)
+register("attention", "torch.naive", forward=_naive, unsupported=too_large)
 register("attention", "torch.builtin", forward=_builtin, unsupported=_builtin_unsupported)
 register("attention", "torch.flash", forward=_pinned(SDPBackend.FLASH_ATTENTION), unsupported=_flash_unsupported)
 register("attention", "torch.cudnn", forward=_pinned(SDPBackend.CUDNN_ATTENTION), unsupported=_cudnn_unsupported)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -10,6 +11,13 @@ from triton_impl.tuning import to_time
 
 # Softmax runs in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+LN_2 = 0.6931471805599453
+
+#: What BAND says of the band of scores that queries see: all of them, all up to the diagonal, or between two diagonals.
+EVERYTHING, BELOW_DIAGONAL, BETWEEN_DIAGONALS = range(3)
+#: What MASK says of the mask: none, one byte a score, or a number to add.
+NO_MASK, BOOLEAN, ADDITIVE = range(3)
 
 # A section of heads whose keys and values take no more than this stays in L2, of which Hopper has 50 MB or more.
 L2_SHARE = 24 * 2**20
@@ -71,6 +79,65 @@ def store_tile(
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def hide(scores, scale_log2, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND: tl.constexpr, MASK: tl.constexpr):
+    """Scores, −inf where a query does not see a key; with an additive mask times their scale, in base two.
+
+    `rows` and `cols` are the places of queries and keys, in the shapes that make a matrix of them, and `mask` points to
+    each score's own.
+    """
+    seen = cols < seqlen_k
+    if BAND != 0:
+        seen = seen & (cols <= rows + last)
+    if BAND == 2:
+        seen = seen & (cols >= rows + first)
+    if MASK != 0:
+        inside = (rows < seqlen_q) & (cols < seqlen_k)
+        value = tl.load(mask, mask=inside, other=0)
+        if MASK == 1:
+            seen = seen & (value != 0)
+        else:
+            scores = scores * scale_log2 + value.to(tl.float32) * _LOG2_E
+    return tl.where(seen, scores, -float("inf"))
+
+
+@triton.jit
+def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, WIDE: tl.constexpr):
+    """Where the mask lies of the scores that begin at (start_m, start_n); `rows` and `cols` count from there."""
+    base += tl.cast(start_m, tl.int64) * m_q + tl.cast(start_n, tl.int64) * m_k
+    if WIDE:
+        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    return base + (rows * m_q + cols * m_k)
+
+
+@triton.jit
+def key_range(start_m, seqlen_k, first, last, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, whole, end): BLOCK_M queries see no key outside begin … end, and of a causal mask all before `whole`."""
+    begin = 0
+    whole = seqlen_k // BLOCK_N * BLOCK_N
+    end = seqlen_k
+    if BAND != 0:
+        end = tl.maximum(tl.minimum(seqlen_k, start_m + BLOCK_M + last), 0)
+        whole = tl.maximum(tl.minimum(seqlen_k, start_m + 1 + last), 0) // BLOCK_N * BLOCK_N
+    if BAND == 2:
+        begin = tl.maximum(start_m + first, 0) // BLOCK_N * BLOCK_N
+    return begin, whole, end
+
+
+@triton.jit
+def load_lse(pointer, mask):
+    """Log-sum-exps in base two; +inf for rows outside and for those that see nothing, whose weights are then 0."""
+    lse = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=float("inf"))
+    return tl.where(lse == -float("inf"), float("inf"), lse)
+
+
+@triton.jit
+def sequence(cu_seqlens_ptr, b):
+    """Where a packed sequence begins, and its length."""
+    start = tl.load(cu_seqlens_ptr + b)
+    return start.to(tl.int64), tl.load(cu_seqlens_ptr + b + 1) - start
+
+
 #: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions; 0 stands for
 #: float32, which is multiplied on CUDA cores. See :func:`triton_impl.tuning.to_time` on the first and last of a row.
 Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
@@ -90,6 +157,8 @@ def choose(choices: Choices, configs: list[triton.Config], constants: dict) -> l
         return configs
     width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
     row = choices[0 if constants["PRECISION"] == "ieee" else width]
+    if constants["MASK"]:  # what is read of a mask takes registers that larger tiles do not have
+        row = row[-1:]
     return to_time([c for choice in row for c in configs if _is(c, choice)])
 
 
@@ -98,7 +167,7 @@ def _is(config: triton.Config, choice: tuple[int, int, int, int]) -> bool:
 
 
 #: What decides the choice.
-TUNING_KEY = ("BLOCK_D", "BLOCK_DV", "IS_CAUSAL", "seqlen_class")
+TUNING_KEY = ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "seqlen_class")
 
 
 def block(head_dim: int) -> int:
@@ -109,6 +178,20 @@ def block(head_dim: int) -> int:
 def wide(*strides: tuple[int, ...]) -> bool:
     """Whether offsets inside a tile of 256 by 256 may pass 32 bits."""
     return max(map(max, strides)) >= 2**22
+
+
+def mask_kind(mask: torch.Tensor | None) -> int:
+    """What MASK is for a mask, of which booleans are seen as bytes."""
+    if mask is None:
+        return NO_MASK
+    return BOOLEAN if mask.dtype == torch.uint8 else ADDITIVE
+
+
+def band_kind(first: int, last: int, seqlen_q: int, seqlen_k: int) -> int:
+    """What BAND is for a band of scores, as :func:`kernel_ladder.band.band` has it."""
+    if first != -seqlen_q:
+        return BETWEEN_DIAGONALS
+    return EVERYTHING if last == seqlen_k else BELOW_DIAGONAL
 
 
 def section(is_causal: bool, group: int, bytes_per_head: int) -> int:

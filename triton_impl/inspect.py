@@ -38,7 +38,7 @@ from kernel_ladder.inspect import (
     this_gpu,
 )
 from kernel_ladder.samples import empty_inputs
-from kernel_ladder.spec import Case, each
+from kernel_ladder.spec import Case, each, has_gradient
 from triton_impl import interpreted, tuning
 from triton_impl.aot import Call, traced
 
@@ -80,7 +80,7 @@ def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Ins
             assert variant.backward is not None, "every Triton variant has a backward of its own"
             calls.clear()
             grad = each(torch.empty_like, output) if isinstance(output, tuple) else torch.empty_like(output)
-            variant.backward(saved, grad, tuple(x is not None for x in inputs))
+            variant.backward(saved, grad, tuple(has_gradient(x) for x in inputs))
     with tempfile.TemporaryDirectory() as folder:
         made = [(call, _kernel(call, arch, Path(folder, f"{i}.cubin"))) for i, call in enumerate(calls)]
         found.kernels = keep_named(request, [kernel for _, kernel in made])
@@ -203,7 +203,8 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     shapes = each(tuple, asked_case["shapes"])
     # JSON knows no tuples, and options are keys.
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in asked_case["options"].items()}
-    case = Case(**{**asked_case, "shapes": shapes, "options": options})
+    kinds = {int(place): kind for place, kind in asked_case["kinds"].items()}  # nor numbers as keys
+    case = Case(**{**asked_case, "shapes": shapes, "options": options, "kinds": kinds})
     (variant,) = table.named(asked["op"], asked["variant"])
     request = Request(
         variant,

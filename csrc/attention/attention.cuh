@@ -1,12 +1,17 @@
 // Attention, O = softmax(Q · Kᵀ · scale) · V, with the shapes of scaled_dot_product_attention: what every step shares.
 //
-//   variant  the one idea it adds                                              what limits it now
-//   naive    one thread per element; scores go out to memory and come back     memory, and CUDA cores
-//   flash    tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
+//   variant   the one idea it adds                                              what limits it now
+//   naive     one thread per element; scores go out to memory and come back     memory, and CUDA cores
+//   flash     tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
+//   pingpong  TMA and wgmma: softmax of one warpgroup under another's products  each block loads its own keys and values
+//   split_kv  few queries: keys are split among blocks, so that all SMs read    the reading of keys and values
 //
 // query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query head h reads head h / (H / H_kv) of key
-// and value. Causal: query i sees keys j ≤ i. Operands are read where they lie, by any strides.
+// and value. Query i sees the keys j of a band, i + first ≤ j ≤ i + last: causal masks and windows are no more than that.
+// A mask tells more, score by score. Operands are read where they lie, by any strides.
 #pragma once
+
+#include <optional>
 
 #include "../common.cuh"
 #include "../ops.h"
@@ -14,7 +19,8 @@
 namespace kl {
 
 constexpr int MAX_HEAD_DIM = 256;
-constexpr int MAX_LENGTH = 1 << 30;  // leaves room for a tile past the end in 32 bits
+constexpr int MAX_LENGTH = 1 << 29;  // of two, the sum and a tile past the end fit in 32 bits
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // One operand in terms of memory: element (batch, head, row, column). Strides count elements.
 template <typename T>
@@ -30,17 +36,38 @@ struct View {
     }
 };
 
+enum class MaskKind { NONE, BOOLEAN, ADDITIVE };
+
+// A mask of scores: element (batch, head, query, key), strides of zero where it broadcasts.
+struct Mask {
+    const void* data = nullptr;
+    Strided batch;
+    int64_t head = 0, row = 0, column = 0;
+    MaskKind kind = MaskKind::NONE;
+
+    __device__ int64_t at(int64_t batch_index, int head_index) const {
+        return batch.offset(batch_index) + head_index * head;
+    }
+    // A score, in powers of 2 (`unit` is log2 e) or of e (1), after what the mask says of it.
+    template <typename T>
+    __device__ float apply(float score, int64_t element, float unit) const {
+        if (kind == MaskKind::BOOLEAN) return static_cast<const uint8_t*>(data)[element] != 0 ? score : -INFINITE;
+        return fmaf(to_float(static_cast<const T*>(data)[element]), unit, score);
+    }
+};
+
 // The sizes of one call, checked.
 struct Attention {
     int64_t batches;  // products of the others pass 2³¹, they do not
     int heads, heads_kv;
     int S_q, S_k;
     int D, D_v;
-    bool causal;
+    int first, last;  // of the band; −S_q and S_k where a side hides nothing
     float scale;
 
     __host__ __device__ int group() const { return heads_kv > 0 ? heads / heads_kv : 1; }
     int64_t rows() const { return batches * heads * S_q; }
+    bool hides_left() const { return first > -S_q; }
 };
 
 template <typename T>
@@ -61,8 +88,8 @@ View<T> make_view(const Tensor& tensor, int group = 1) {
 }
 
 // Raises unless the operands fit together, so that no kernel reads out of bounds.
-inline Attention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
-                                   double scale, bool enable_gqa) {
+inline Attention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value, int64_t first,
+                                   int64_t last, double scale, bool enable_gqa) {
     const char* op = "attention";
     check_cuda(query, op, "query");
     check_like(key, query, op, "key");
@@ -99,8 +126,39 @@ inline Attention prepare_attention(const Tensor& query, const Tensor& key, const
             static_cast<int>(S_k),
             static_cast<int>(D),
             static_cast<int>(D_v),
-            is_causal,
+            static_cast<int>(std::min(std::max(first, -S_q), S_k)),
+            static_cast<int>(std::min(std::max(last, -S_q), S_k)),
             static_cast<float>(scale)};
+}
+
+// A mask must have been broadcast to the shape of the scores.
+inline Mask make_mask(const std::optional<Tensor>& mask, const Tensor& query, const Attention& a) {
+    if (!mask.has_value()) return {};
+    const char* op = "attention";
+    check_cuda(*mask, op, "attn_mask");
+    const bool boolean = mask->scalar_type() == ScalarType::Bool;
+    KL_CHECK(boolean || mask->scalar_type() == query.scalar_type(), op,
+             ": argument `attn_mask` must be boolean or have the dtype of `query`");
+    KL_CHECK(mask->get_device_index() == query.get_device_index(), op,
+             ": argument `attn_mask` must be on the device of `query`");
+    const int64_t dim = query.dim();
+    bool same = mask->dim() == dim && mask->size(dim - 1) == a.S_k;
+    for (int64_t d = 0; same && d < dim - 1; ++d) same = mask->size(d) == query.size(d);
+    KL_CHECK(same, op, ": argument `attn_mask` must have the shape of the scores");
+    const auto strides = mask->strides();
+    return {mask->data_ptr(), collapse(mask->sizes().data(), strides.data(), dim - 3, op),
+            strides[dim - 3], strides[dim - 2],
+            strides[dim - 1], boolean ? MaskKind::BOOLEAN : MaskKind::ADDITIVE};
+}
+
+// The gradient of the log-sum-exp, or null where there is none.
+inline const float* grad_lse_pointer(const std::optional<Tensor>& grad_lse, const Tensor& query, const Attention& a) {
+    if (!grad_lse.has_value()) return nullptr;
+    KL_CHECK(grad_lse->is_cuda() && grad_lse->get_device_index() == query.get_device_index() &&
+                 grad_lse->scalar_type() == ScalarType::Float && grad_lse->is_contiguous() &&
+                 grad_lse->numel() == a.rows(),
+             "attention_backward: argument `grad_lse` must be a dense float32 tensor of one value a query");
+    return static_cast<const float*>(grad_lse->data_ptr());
 }
 
 // The gradient of the output, or the output itself: query's batches, heads and length, and D_v columns.
@@ -124,10 +182,13 @@ inline Tensor empty_dense(const Tensor& like) {
     return empty(like, like.scalar_type(), std::vector<int64_t>(shape.begin(), shape.end()));
 }
 
-// A gradient of no summands.
+// Gradients of no summands, and outputs of queries that see no key.
 inline void fill_zero(Tensor& tensor, cudaStream_t stream) {
     const size_t bytes = static_cast<size_t>(tensor.numel()) * tensor.element_size();
     if (bytes > 0) KL_CUDA_CHECK(cudaMemsetAsync(tensor.data_ptr(), 0, bytes, stream));
 }
+
+// Log-sum-exps of queries that see no key: −inf. (No memset of bytes makes one.)
+void attention_fill_negative_infinity(Tensor& lse, cudaStream_t stream);
 
 }  // namespace kl

@@ -8,6 +8,9 @@
 // Gimelshein, arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the logarithm of each row's sum
 // of exponentials goes out, for the backward pass.
 //
+// A mask in memory, or a window, makes another instance, which asks of every score whether it is seen; tiles outside the
+// band are passed over. Without one, only the tiles on the diagonal and at the end ask.
+//
 // What bounds the tiles: a fragment of keys or values that ldmatrix brings serves as many squares of 16 rows as a warp
 // has, and shared memory could not feed the tensor cores were that one; but scores and output stand in registers, two
 // blocks to an SM, so that one block's softmax runs beside the other's products.
@@ -22,6 +25,10 @@ using Shape64 = FlashShape<64, 128, 128, 4>;
 using Shape128 = FlashShape<128, 128, 64, 4>;
 using Shape256 = FlashShape<256, 64, 64, 4>;
 
+// What is read of a mask takes registers that two squares of rows a warp do not leave.
+using MaskedShape64 = FlashShape<64, 64, 64, 4>;
+using MaskedShape128 = FlashShape<128, 64, 64, 4>;
+
 template <typename S>
 constexpr int SHARED = S::BLOCK_BYTES + 2 * S::STREAM_BYTES;  // Q, K and V
 
@@ -29,10 +36,11 @@ template <typename T>
 struct Operands {
     View<T> output, query, key, value;
     float* lse;
+    Mask mask;
 };
 
-// WHOLE: all operands can be read 16 bytes at a time.
-template <typename T, typename S, bool WHOLE>
+// WHOLE: all operands can be read 16 bytes at a time. MASKED: there is a mask, or a band with a left side.
+template <typename T, typename S, bool WHOLE, bool MASKED>
 __global__ void __launch_bounds__(S::THREADS, 2)
     attention_flash_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
@@ -47,23 +55,35 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     const int batch = static_cast<int>(outer / a.heads), head = static_cast<int>(outer % a.heads);
     const T* key = p.key.at(batch, head);
     const T* value = p.value.at(batch, head);
-    const int keys = a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k;  // no later one is seen
-    const int steps = (keys + S::STREAM - 1) / S::STREAM;
+    const int keys = min(a.S_k, q0 + S::BLOCK + a.last);  // no later one is seen
+    const int steps = max((keys + S::STREAM - 1) / S::STREAM, 1);
     // So many tiles of keys hold nothing to mask; the edge and the diagonal lie in those that follow.
-    const int unmasked = min(a.S_k, a.causal ? q0 + 1 : a.S_k) / S::STREAM;
+    const int unmasked = max(min(a.S_k, q0 + 1 + a.last), 0) / S::STREAM;
+    const int begin = MASKED ? min(max(q0 + a.first, 0) / S::STREAM, steps - 1) : 0;
 
     const auto load = [&](uint32_t tile, const T* source, const View<T>& view, int n, int columns, auto masked) {
         const int k0 = n * S::STREAM;
-        load_tile<S::STREAM, D, S::THREADS, WHOLE, decltype(masked)::value>(tile, source + k0 * view.row, view,
-                                                                            a.S_k - k0, columns);
+        if constexpr (MASKED) {
+            load_tile<S::STREAM, D, S::THREADS>(tile, source + k0 * view.row, view, a.S_k - k0, columns);
+        } else {
+            load_tile<S::STREAM, D, S::THREADS, WHOLE, decltype(masked)::value>(tile, source + k0 * view.row, view,
+                                                                                a.S_k - k0, columns);
+        }
         cp_async_commit();
     };
-    load_tile<S::BLOCK, D, S::THREADS, WHOLE, true>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query,
-                                                    a.S_q - q0, a.D);
+    if constexpr (MASKED) {
+        load_tile<S::BLOCK, D, S::THREADS>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query, a.S_q - q0,
+                                           a.D);
+    } else {
+        load_tile<S::BLOCK, D, S::THREADS, WHOLE, true>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query,
+                                                        a.S_q - q0, a.D);
+    }
     load(k_tile, key, p.key, steps - 1, a.D, std::true_type{});
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
-    const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
+    const int64_t mask_offset = MASKED ? p.mask.at(batch, head) : 0;
+    const float to_log2 = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
+    const float scale = MASKED ? 1.0f : to_log2;
     float row_max[M][2];
     Squares<M, D / 8> output;
     Squares<M, 1> row_sum;  // the same in every column
@@ -86,16 +106,18 @@ __global__ void __launch_bounds__(S::THREADS, 2)
 
         cp_async_wait<0>();
         __syncthreads();  // values n have landed for all, and all have done with keys n
-        if (n > 0) load(k_tile, key, p.key, n - 1, a.D, std::false_type{});
+        if (n > begin) load(k_tile, key, p.key, n - 1, a.D, std::false_type{});
 
-        if constexpr (decltype(masked)::value) {
+        if constexpr (MASKED) {
+            hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, n * S::STREAM, a, to_log2);
+        } else if constexpr (decltype(masked)::value) {
             const int k0 = n * S::STREAM;
 #pragma unroll
             for (int m = 0; m < M; ++m) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int row = q0 + warp_row + lane_row(m, h);
-                    const int left = (a.causal ? min(a.S_k, row + 1) : a.S_k) - k0;
+                    const int left = min(a.S_k, row + 1 + a.last) - k0;
 #pragma unroll
                     for (int j = 0; j < N; ++j) {
                         if (lane_column(j) >= left) scores.x[m][j][2 * h] = -INFINITE;
@@ -145,8 +167,12 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         multiply_accumulate<T, D>(output, weights, v_tile, 0);
     };
     int n = steps - 1;
-    for (; n >= unmasked; --n) step(n, std::true_type{});
-    for (; n >= 0; --n) step(n, std::false_type{});
+    if constexpr (MASKED) {
+        for (; n >= begin; --n) step(n, std::true_type{});
+    } else {
+        for (; n >= unmasked; --n) step(n, std::true_type{});
+        for (; n >= 0; --n) step(n, std::false_type{});
+    }
 
     const int rows_left = a.S_q - q0 - warp_row;
     float* lse = p.lse + int64_t{outer} * a.S_q + q0 + warp_row;
@@ -156,19 +182,19 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         for (int h = 0; h < 2; ++h) {
             const int row = lane_row(m, h);
             if (threadIdx.x % 4 == 0 && row < rows_left) {
-                lse[row] = row_max[m][h] * a.scale + logf(row_sum.x[m][0][2 * h]);
+                lse[row] = row_max[m][h] * (MASKED ? LN2 : a.scale) + logf(row_sum.x[m][0][2 * h]);
             }
         }
     }
-    // A row of nothing but −inf sums to 0, and 0 / 0 is the NaN that PyTorch gives.
+    // A row of nothing but −inf sums to 0, and its output is 0.
     store_squares(output, p.output.at(batch, head) + (q0 + warp_row) * p.output.row, p.output.row, rows_left, a.D_v,
-                  [&](int m, int h) { return 1.0f / row_sum.x[m][0][2 * h]; });
+                  [&](int m, int h) { return row_sum.x[m][0][2 * h] == 0.0f ? 0.0f : 1.0f / row_sum.x[m][0][2 * h]; });
 #endif
 }
 
-template <typename T, typename S, bool WHOLE>
+template <typename T, typename S, bool WHOLE, bool MASKED>
 void launch_flash(const Operands<T>& operands, const Attention& a, const Launch& launch) {
-    const auto kernel = attention_flash_kernel<T, S, WHOLE>;
+    const auto kernel = attention_flash_kernel<T, S, WHOLE, MASKED>;
     static DeviceSet asked;
     allow_shared(kernel, SHARED<S>, launch.device, asked);
     const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
@@ -178,27 +204,38 @@ void launch_flash(const Operands<T>& operands, const Attention& a, const Launch&
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal,
+std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                            double scale, bool enable_gqa) {
-    const Attention a = prepare_attention(query, key, value, is_causal, scale, enable_gqa);
+    const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
+    const Mask mask = make_mask(attn_mask, query, a);
     const Launch launch(query);
     Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
     Tensor lse = empty_like_query(query, ScalarType::Float, 0);
     if (a.rows() == 0) return {output, lse};
-    if (a.S_k == 0) {  // a sum over no keys; its logarithm is read by no one
+    if (a.S_k == 0) {  // sums over no keys
         fill_zero(output, launch.stream);
-        fill_zero(lse, launch.stream);
+        attention_fill_negative_infinity(lse, launch.stream);
         return {output, lse};
     }
     dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
         using T = decltype(zero);
-        const Operands<T> operands{make_view<T>(output), make_view<T>(query), make_view<T>(key, a.group()),
-                                   make_view<T>(value, a.group()), static_cast<float*>(lse.data_ptr())};
-        dispatch_shape<Shape64, Shape128, Shape256>(std::max(a.D, a.D_v), [&](auto shape) {
+        const Operands<T> operands{make_view<T>(output),
+                                   make_view<T>(query),
+                                   make_view<T>(key, a.group()),
+                                   make_view<T>(value, a.group()),
+                                   static_cast<float*>(lse.data_ptr()),
+                                   mask};
+        const int head_dim = std::max(a.D, a.D_v);
+        if (mask.kind != MaskKind::NONE || a.hides_left()) {
+            return dispatch_shape<MaskedShape64, MaskedShape128, Shape256>(
+                head_dim, [&](auto shape) { launch_flash<T, decltype(shape), false, true>(operands, a, launch); });
+        }
+        dispatch_shape<Shape64, Shape128, Shape256>(head_dim, [&](auto shape) {
             using S = decltype(shape);
             const bool whole = operands.query.whole && operands.key.whole && operands.value.whole;
-            if (whole) return launch_flash<T, S, true>(operands, a, launch);
-            launch_flash<T, S, false>(operands, a, launch);
+            if (whole) return launch_flash<T, S, true, false>(operands, a, launch);
+            launch_flash<T, S, false, false>(operands, a, launch);
         });
     });
     return {output, lse};
@@ -210,7 +247,7 @@ void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dt
         const auto add = [&](const char* name, auto shape) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_flash_kernel<T, S, true>>(name, S::THREADS, SHARED<S>));
+            facts.push_back(kernel_facts<attention_flash_kernel<T, S, true, false>>(name, S::THREADS, SHARED<S>));
         };
         add("attention.flash.64", Shape64{});
         add("attention.flash.128", Shape128{});

@@ -4,7 +4,7 @@
 //
 // FlashAttention-2 (Dao, arXiv:2307.08691), in three kernels. With P the weights and dP = dO · Vᵀ:
 //
-//   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij
+//   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij; less the gradient of the log-sum-exp, where there is one
 //   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has queries and walks over keys
 //   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of all heads that share them
 //
@@ -40,10 +40,14 @@ struct Operands {
     View<T> query, key, value, grad;
     View<T> grad_query, grad_key, grad_value;
     const float *lse, *delta;
+    Mask mask;
 };
 
+// A log-sum-exp in powers of 2. Of a query that sees nothing, infinite: exp(−∞), its weights are 0.
+__device__ float weight_shift(float lse) { return lse == -INFINITE ? INFINITE : lse * LOG2E; }
+
 template <typename T>
-__global__ void attention_flash_delta_kernel(float* delta, const __grid_constant__ View<T> grad,
+__global__ void attention_flash_delta_kernel(float* delta, const float* grad_lse, const __grid_constant__ View<T> grad,
                                              const __grid_constant__ View<T> output,
                                              const __grid_constant__ Attention a) {
     int64_t index = int64_t{blockIdx.x} * (DELTA_THREADS / WARP) + threadIdx.x / WARP;
@@ -57,10 +61,10 @@ __global__ void attention_flash_delta_kernel(float* delta, const __grid_constant
         sum = fmaf(to_float(g[d * grad.column]), to_float(o[d * output.column]), sum);
     }
     sum = warp_reduce(sum, Sum{});
-    if (threadIdx.x % WARP == 0) delta[index] = sum;
+    if (threadIdx.x % WARP == 0) delta[index] = sum - (grad_lse != nullptr ? grad_lse[index] : 0.0f);
 }
 
-template <typename T, typename S>
+template <typename T, typename S, bool MASKED>
 __global__ void __launch_bounds__(S::THREADS)
     attention_flash_query_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
@@ -77,8 +81,10 @@ __global__ void __launch_bounds__(S::THREADS)
     const int q0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * S::BLOCK;
     const T* key = p.key.at(batch, head);
     const T* value = p.value.at(batch, head);
-    const int keys = a.causal ? min(a.S_k, q0 + S::BLOCK) : a.S_k;
+    const int keys = max(min(a.S_k, q0 + S::BLOCK + a.last), 0);
     const int steps = (keys + S::STREAM - 1) / S::STREAM;
+    const int begin = MASKED ? min(max(q0 + a.first, 0) / S::STREAM, max(steps - 1, 0)) : 0;
+    const int64_t mask_offset = MASKED ? p.mask.at(batch, head) : 0;
 
     const auto load = [&](int n) {
         const int k0 = n * S::STREAM;
@@ -88,7 +94,7 @@ __global__ void __launch_bounds__(S::THREADS)
     };
     load_tile<S::BLOCK, D, S::THREADS>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query, a.S_q - q0, a.D);
     load_tile<S::BLOCK, D, S::THREADS>(grad_tile, p.grad.at(batch, head) + q0 * p.grad.row, p.grad, a.S_q - q0, a.D_v);
-    load(0);
+    load(begin);
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const float scale = a.scale * LOG2E;
@@ -97,13 +103,13 @@ __global__ void __launch_bounds__(S::THREADS)
     for (int h = 0; h < 2; ++h) {
         const int row = q0 + warp_row + lane_row(0, h);
         const int64_t index = int64_t{outer} * a.S_q + row;
-        lse[h] = row < a.S_q ? p.lse[index] * LOG2E : INFINITE;  // exp(−∞): weights of rows outside are 0
+        lse[h] = row < a.S_q ? weight_shift(p.lse[index]) : INFINITE;  // weights of rows outside are 0
         delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
     }
     Squares<1, D / 8> grad_query;
     grad_query.clear();
 
-    for (int n = 0; n < steps; ++n) {
+    for (int n = begin; n < steps; ++n) {
         cp_async_wait<0>();
         __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
         if (n + 1 < steps) load(n + 1);
@@ -112,28 +118,30 @@ __global__ void __launch_bounds__(S::THREADS)
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
         multiply_rows<T, D>(grad_weights, grad_tile, warp_row, v_tile(n));
         const int k0 = n * S::STREAM;
+        if constexpr (MASKED) hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, k0, a, scale);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = q0 + warp_row + lane_row(0, h);
-            const int left = (a.causal ? min(a.S_k, row + 1) : a.S_k) - k0;
+            const int left = min(a.S_k, row + 1 + a.last) - k0;
 #pragma unroll
             for (int j = 0; j < N; ++j) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& s = scores.x[0][j][2 * h + e];
-                    const float weight = exp2_approx(fmaf(s, scale, -lse[h]));
+                    const float weight = exp2_approx(MASKED ? s - lse[h] : fmaf(s, scale, -lse[h]));
                     s = lane_column(j) + e < left ? weight * (grad_weights.x[0][j][2 * h + e] - delta[h]) : 0.0f;
                 }
             }
         }
         multiply_accumulate<T, D>(grad_query, round_squares<T>(scores), k_tile(n), 0);
     }
+    cp_async_wait<0>();  // where these queries see no key, tiles are still under way
     store_squares(grad_query, p.grad_query.at(batch, head) + (q0 + warp_row) * p.grad_query.row, p.grad_query.row,
                   a.S_q - q0 - warp_row, a.D, [&](int, int) { return a.scale; });
 #endif
 }
 
-template <typename T, typename S>
+template <typename T, typename S, bool MASKED>
 __global__ void __launch_bounds__(S::THREADS)
     attention_flash_key_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
@@ -152,7 +160,9 @@ __global__ void __launch_bounds__(S::THREADS)
     const int k0 = block % tiles * S::BLOCK;  // with a causal mask the longest come first
     const int head_kv = block / tiles % a.heads_kv, batch = block / tiles / a.heads_kv;
     const int group = a.group(), head_begin = head_kv * group, head_end = head_begin + group;
-    const int q_begin = a.causal ? k0 / S::STREAM * S::STREAM : 0;  // queries before do not see the tile's first key
+    // Queries before do not see the tile's first key, and those from q_end on not its last.
+    const int q_begin = max(k0 - a.last, 0) / S::STREAM * S::STREAM;
+    const int q_end = MASKED ? min(a.S_q, max(k0 + S::BLOCK - a.first, 0)) : a.S_q;
 
     int next_head = head_begin;
     int next_q0 = q_begin;
@@ -167,17 +177,17 @@ __global__ void __launch_bounds__(S::THREADS)
             const int row = next_q0 + static_cast<int>(threadIdx.x % S::STREAM);
             const int64_t index = (int64_t{batch} * a.heads + next_head) * a.S_q + row;
             float fact = is_lse ? INFINITE : 0.0f;  // exp(−∞): weights of rows outside are 0
-            if (row < a.S_q) fact = is_lse ? p.lse[index] * LOG2E : p.delta[index];
+            if (row < a.S_q) fact = is_lse ? weight_shift(p.lse[index]) : p.delta[index];
             row_facts[stage * 2 * S::STREAM + threadIdx.x] = fact;
         }
         next_q0 += S::STREAM;
-        if (next_q0 >= a.S_q) next_q0 = q_begin, ++next_head;
+        if (next_q0 >= q_end) next_q0 = q_begin, ++next_head;
     };
     load_tile<S::BLOCK, D, S::THREADS>(k_tile, p.key.at(batch, head_kv) + k0 * p.key.row, p.key, a.S_k - k0, a.D);
     load_tile<S::BLOCK, D, S::THREADS>(v_tile, p.value.at(batch, head_kv) + k0 * p.value.row, p.value, a.S_k - k0,
                                        a.D_v);
     cp_async_commit();
-    if (q_begin < a.S_q) load_next(0);
+    if (q_begin < q_end) load_next(0);
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const float scale = a.scale * LOG2E;
@@ -187,7 +197,8 @@ __global__ void __launch_bounds__(S::THREADS)
 
     int stage = 0;
     for (int head = head_begin; head < head_end; ++head) {
-        for (int q0 = q_begin; q0 < a.S_q; q0 += S::STREAM, stage ^= 1) {
+        const int64_t mask_offset = MASKED ? p.mask.at(batch, head) : 0;
+        for (int q0 = q_begin; q0 < q_end; q0 += S::STREAM, stage ^= 1) {
             cp_async_wait<0>();
             __syncthreads();  // this stage has landed for all, and all have done with the other, which is filled next
             if (next_head < head_end) load_next(stage ^ 1);
@@ -202,7 +213,8 @@ __global__ void __launch_bounds__(S::THREADS)
             for (int h = 0; h < 2; ++h) {
                 const int row = k0 + warp_row + lane_row(0, h);
                 // The first query of the tile that sees this key; none sees a key outside.
-                const int begin = row >= a.S_k ? S::STREAM : a.causal ? row - q0 : 0;
+                const int begin = row >= a.S_k ? S::STREAM : row - a.last - q0;
+                const int end = MASKED ? min(a.S_q, row - a.first + 1) - q0 : S::STREAM;
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
 #pragma unroll
@@ -210,8 +222,13 @@ __global__ void __launch_bounds__(S::THREADS)
                         const int column = lane_column(j) + e;
                         float& weight = weights.x[0][j][2 * h + e];
                         float& grad = grad_scores.x[0][j][2 * h + e];
-                        weight = exp2_approx(fmaf(weight, scale, -lse[column]));
-                        const bool inside = column >= begin;
+                        const bool inside = column >= begin && (!MASKED || column < end);
+                        float score = fmaf(weight, scale, -lse[column]);
+                        if (MASKED && inside && p.mask.kind != MaskKind::NONE) {
+                            const int64_t element = mask_offset + (q0 + column) * p.mask.row + row * p.mask.column;
+                            score = p.mask.template apply<T>(score, element, LOG2E);
+                        }
+                        weight = exp2_approx(score);
                         grad = inside ? weight * (grad - delta[column]) : 0.0f;
                         weight = inside ? weight : 0.0f;
                     }
@@ -231,13 +248,42 @@ __global__ void __launch_bounds__(S::THREADS)
 #endif
 }
 
+template <typename T, bool MASKED>
+void launch_backward(const Operands<T>& operands, const Attention& a, const Launch& launch) {
+    const int head_dim = std::max(a.D, a.D_v);
+    dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, [&](auto shape) {
+        using S = decltype(shape);
+        const auto kernel = attention_flash_query_kernel<T, S, MASKED>;
+        static DeviceSet asked;
+        allow_shared(kernel, SHARED<S>, launch.device, asked);
+        const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
+        kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
+    });
+    KL_LAUNCH_CHECK();
+    Operands<T> by_key = operands;  // there, heads of key and value count, not those of query
+    by_key.key.group = by_key.value.group = 1;
+    dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, [&](auto shape) {
+        using S = decltype(shape);
+        const auto kernel = attention_flash_key_kernel<T, S, MASKED>;
+        static DeviceSet asked;
+        allow_shared(kernel, KEY_SHARED<S>, launch.device, asked);
+        const int64_t parts = S::HEAD_DIM / S::COLUMNS;
+        const auto grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::BLOCK) * parts);
+        kernel<<<grid, S::THREADS, KEY_SHARED<S>, launch.stream>>>(by_key, a);
+    });
+    KL_LAUNCH_CHECK();
+}
+
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const Tensor& query, const Tensor& key,
-                                                            const Tensor& value, const Tensor& output,
-                                                            const Tensor& lse, bool is_causal, double scale,
-                                                            bool enable_gqa) {
-    const Attention a = prepare_attention(query, key, value, is_causal, scale, enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const Tensor& output, const Tensor& lse,
+                                                            const std::optional<Tensor>& attn_mask, int64_t first,
+                                                            int64_t last, double scale, bool enable_gqa) {
+    const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
+    const Mask mask = make_mask(attn_mask, query, a);
+    const float* of_lse = grad_lse_pointer(grad_lse, query, a);
     check_attention_output(grad, query, a, "grad");
     check_attention_output(output, query, a, "output");
     check_cuda(lse, "attention_backward", "lse");
@@ -261,33 +307,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                    make_view<T>(grad_key),
                                    make_view<T>(grad_value),
                                    static_cast<const float*>(lse.data_ptr()),
-                                   static_cast<const float*>(delta.data_ptr())};
+                                   static_cast<const float*>(delta.data_ptr()),
+                                   mask};
         const auto delta_grid = grid_size(ceil_div(a.rows(), DELTA_THREADS / WARP));
         attention_flash_delta_kernel<T><<<delta_grid, DELTA_THREADS, 0, launch.stream>>>(
-            static_cast<float*>(delta.data_ptr()), operands.grad, make_view<T>(output), a);
+            static_cast<float*>(delta.data_ptr()), of_lse, operands.grad, make_view<T>(output), a);
         KL_LAUNCH_CHECK();
-        const int head_dim = std::max(a.D, a.D_v);
-        dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, [&](auto shape) {
-            using S = decltype(shape);
-            const auto kernel = attention_flash_query_kernel<T, S>;
-            static DeviceSet asked;
-            allow_shared(kernel, SHARED<S>, launch.device, asked);
-            const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
-            kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a);
-        });
-        KL_LAUNCH_CHECK();
-        Operands<T> by_key = operands;  // there, heads of key and value count, not those of query
-        by_key.key.group = by_key.value.group = 1;
-        dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, [&](auto shape) {
-            using S = decltype(shape);
-            const auto kernel = attention_flash_key_kernel<T, S>;
-            static DeviceSet asked;
-            allow_shared(kernel, KEY_SHARED<S>, launch.device, asked);
-            const int64_t parts = S::HEAD_DIM / S::COLUMNS;
-            const auto grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::BLOCK) * parts);
-            kernel<<<grid, S::THREADS, KEY_SHARED<S>, launch.stream>>>(by_key, a);
-        });
-        KL_LAUNCH_CHECK();
+        if (mask.kind != MaskKind::NONE || a.hides_left()) return launch_backward<T, true>(operands, a, launch);
+        launch_backward<T, false>(operands, a, launch);
     });
     return {grad_query, grad_key, grad_value};
 }
@@ -299,8 +326,8 @@ void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, Scal
         const auto add = [&](const char* query_name, const char* key_name, auto query_shape, auto key_shape) {
             using Q = decltype(query_shape);
             using K = decltype(key_shape);
-            facts.push_back(kernel_facts<attention_flash_query_kernel<T, Q>>(query_name, Q::THREADS, SHARED<Q>));
-            facts.push_back(kernel_facts<attention_flash_key_kernel<T, K>>(key_name, K::THREADS, KEY_SHARED<K>));
+            facts.push_back(kernel_facts<attention_flash_query_kernel<T, Q, false>>(query_name, Q::THREADS, SHARED<Q>));
+            facts.push_back(kernel_facts<attention_flash_key_kernel<T, K, false>>(key_name, K::THREADS, KEY_SHARED<K>));
         };
         facts.push_back(kernel_facts<attention_flash_delta_kernel<T>>("attention_backward.flash.delta", DELTA_THREADS));
         add("attention_backward.flash.query.64", "attention_backward.flash.key.64", QueryShape64{}, KeyShape64{});

@@ -12,7 +12,6 @@ namespace {
 
 constexpr int THREADS = 256;
 constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow with the number of partial sums only
-constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed over `summed` consecutive heads of A
 // and B for each of C's.
@@ -20,12 +19,14 @@ struct Sizes {
     int64_t batches, rows, columns, length;
     int heads, summed;
     float factor;
-    bool causal;  // C is a matrix of scores: −inf where j > i
+    bool scores = false;  // C is a matrix of scores: −inf where query i does not see key j
+    int first = 0, last = 0;
+    Mask mask = {};
 };
 
 template <typename TC, typename TA, typename TB>
 __global__ void attention_naive_product_kernel(const __grid_constant__ View<TC> c, const __grid_constant__ View<TA> a,
-                                               const __grid_constant__ View<TB> b, Sizes s) {
+                                               const __grid_constant__ View<TB> b, const __grid_constant__ Sizes s) {
     int64_t index = int64_t{blockIdx.x} * THREADS + threadIdx.x;
     const int64_t column = index % s.columns;
     index /= s.columns;
@@ -35,8 +36,8 @@ __global__ void attention_naive_product_kernel(const __grid_constant__ View<TC> 
     const int64_t batch = index / s.heads;
     if (batch >= s.batches) return;
     TC* out = c.at(batch, head) + row * c.row + column * c.column;
-    if (s.causal && column > row) {
-        *out = from_float<TC>(NEG_INF);
+    if (s.scores && (column > row + s.last || column < row + s.first)) {
+        *out = from_float<TC>(-INFINITE);
         return;
     }
     float sum = 0.0f;
@@ -51,26 +52,33 @@ __global__ void attention_naive_product_kernel(const __grid_constant__ View<TC> 
             sum += partial;
         }
     }
-    *out = from_float<TC>(sum * s.factor);
+    sum *= s.factor;
+    if (s.mask.kind != MaskKind::NONE) {
+        sum = s.mask.template apply<TA>(sum, s.mask.at(batch, head) + row * s.mask.row + column * s.mask.column, 1.0f);
+    }
+    *out = from_float<TC>(sum);
 }
 
-// weights = softmax(scores) by row, in place; a warp a row.
-__global__ void attention_naive_softmax_kernel(float* scores, int64_t rows, int64_t columns) {
+// weights = softmax(scores) by row, in place; a warp a row. A row of nothing but −inf becomes zeros.
+__global__ void attention_naive_softmax_kernel(float* scores, float* lse, int64_t rows, int64_t columns) {
     const int64_t row = int64_t{blockIdx.x} * (THREADS / WARP) + threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     if (row >= rows) return;
     scores += row * columns;
-    float row_max = NEG_INF, row_sum = 0.0f;
+    float row_max = -INFINITE, row_sum = 0.0f;
     for (int64_t j = lane; j < columns; j += WARP) row_max = Max{}(row_max, scores[j]);
     row_max = warp_reduce(row_max, Max{});
-    for (int64_t j = lane; j < columns; j += WARP) row_sum += expf(scores[j] - row_max);
+    const float shift = row_max == -INFINITE ? 0.0f : row_max;
+    for (int64_t j = lane; j < columns; j += WARP) row_sum += expf(scores[j] - shift);
     row_sum = warp_reduce(row_sum, Sum{});
-    for (int64_t j = lane; j < columns; j += WARP) scores[j] = expf(scores[j] - row_max) / row_sum;
+    if (lane == 0) lse[row] = row_max + logf(row_sum);
+    const float total = row_sum == 0.0f ? 1.0f : row_sum;
+    for (int64_t j = lane; j < columns; j += WARP) scores[j] = expf(scores[j] - shift) / total;
 }
 
-// grad_scores = weights ∘ (grad_weights − Σ_j weights ∘ grad_weights), in place of grad_weights; a warp a row.
-__global__ void attention_naive_softmax_backward_kernel(float* grad_weights, const float* weights, int64_t rows,
-                                                        int64_t columns) {
+// grad_scores = weights ∘ (grad_weights + grad_lse − Σ_j weights ∘ grad_weights), in place of grad_weights; a warp a row.
+__global__ void attention_naive_softmax_backward_kernel(float* grad_weights, const float* weights,
+                                                        const float* grad_lse, int64_t rows, int64_t columns) {
     const int64_t row = int64_t{blockIdx.x} * (THREADS / WARP) + threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     if (row >= rows) return;
@@ -79,6 +87,7 @@ __global__ void attention_naive_softmax_backward_kernel(float* grad_weights, con
     float sum = 0.0f;
     for (int64_t j = lane; j < columns; j += WARP) sum = fmaf(weights[j], grad_weights[j], sum);
     sum = warp_reduce(sum, Sum{});
+    if (grad_lse != nullptr) sum -= grad_lse[row];
     for (int64_t j = lane; j < columns; j += WARP) grad_weights[j] = weights[j] * (grad_weights[j] - sum);
 }
 
@@ -99,69 +108,92 @@ void product(const View<TC>& c, const View<TA>& a, const View<TB>& b, const Size
     KL_LAUNCH_CHECK();
 }
 
-// softmax(Q · Kᵀ · scale), in memory: float32 (…, H, S_q, S_k).
+// Sets every element to −inf.
+__global__ void attention_fill_kernel(float* values, int64_t count) {
+    const int64_t index = int64_t{blockIdx.x} * THREADS + threadIdx.x;
+    if (index < count) values[index] = -INFINITE;
+}
+
+// softmax(Q · Kᵀ · scale + mask), in memory: float32 (…, H, S_q, S_k).
 template <typename T>
-Tensor attention_weights(const Attention& a, const Tensor& query, const Tensor& key, cudaStream_t stream) {
+Tensor attention_weights(const Attention& a, const Mask& mask, const Tensor& query, const Tensor& key, Tensor& lse,
+                         cudaStream_t stream) {
     const auto shape = query.sizes();
     std::vector<int64_t> sizes(shape.begin(), shape.end() - 1);
     sizes.push_back(a.S_k);
     Tensor weights = empty(query, ScalarType::Float, sizes);
     if (weights.numel() == 0) return weights;
     product(make_view<float>(weights), make_view<T>(query), transpose(make_view<T>(key, a.group())),
-            {a.batches, a.S_q, a.S_k, a.D, a.heads, 1, a.scale, a.causal}, stream);
+            {a.batches, a.S_q, a.S_k, a.D, a.heads, 1, a.scale, true, a.first, a.last, mask}, stream);
     const int64_t rows = a.rows();
     attention_naive_softmax_kernel<<<grid_size(ceil_div(rows, THREADS / WARP)), THREADS, 0, stream>>>(
-        static_cast<float*>(weights.data_ptr()), rows, a.S_k);
+        static_cast<float*>(weights.data_ptr()), static_cast<float*>(lse.data_ptr()), rows, a.S_k);
     KL_LAUNCH_CHECK();
     return weights;
 }
 
 }  // namespace
 
-Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, double scale,
-                       bool enable_gqa) {
-    const Attention a = prepare_attention(query, key, value, is_causal, scale, enable_gqa);
-    const Launch launch(query);
-    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
-    if (output.numel() == 0) return output;
-    dispatch(query.scalar_type(), "attention", [&](auto zero) {
-        using T = decltype(zero);
-        const Tensor weights = attention_weights<T>(a, query, key, launch.stream);
-        product(make_view<T>(output), make_view<float>(weights), make_view<T>(value, a.group()),
-                {a.batches, a.S_q, a.D_v, a.S_k, a.heads, 1, 1.0f, false}, launch.stream);
-    });
-    return output;
+void attention_fill_negative_infinity(Tensor& lse, cudaStream_t stream) {
+    const int64_t count = lse.numel();
+    if (count == 0) return;
+    attention_fill_kernel<<<grid_size(ceil_div(count, THREADS)), THREADS, 0, stream>>>(
+        static_cast<float*>(lse.data_ptr()), count);
+    KL_LAUNCH_CHECK();
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, const Tensor& query, const Tensor& key,
-                                                            const Tensor& value, bool is_causal, double scale,
-                                                            bool enable_gqa) {
-    const Attention a = prepare_attention(query, key, value, is_causal, scale, enable_gqa);
+std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                           double scale, bool enable_gqa) {
+    const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
+    const Mask mask = make_mask(attn_mask, query, a);
+    const Launch launch(query);
+    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
+    Tensor lse = empty_like_query(query, ScalarType::Float, 0);
+    if (output.numel() == 0) return {output, lse};
+    if (a.S_k == 0) attention_fill_negative_infinity(lse, launch.stream);
+    dispatch(query.scalar_type(), "attention", [&](auto zero) {
+        using T = decltype(zero);
+        const Tensor weights = attention_weights<T>(a, mask, query, key, lse, launch.stream);
+        product(make_view<T>(output), make_view<float>(weights), make_view<T>(value, a.group()),
+                {a.batches, a.S_q, a.D_v, a.S_k, a.heads, 1, 1.0f}, launch.stream);
+    });
+    return {output, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const std::optional<Tensor>& attn_mask, int64_t first,
+                                                            int64_t last, double scale, bool enable_gqa) {
+    const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
+    const Mask mask = make_mask(attn_mask, query, a);
     check_attention_output(grad, query, a, "grad");
+    const float* of_lse = grad_lse_pointer(grad_lse, query, a);
     const Launch launch(query);
     Tensor grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
+    Tensor lse = empty_like_query(query, ScalarType::Float, 0);
     dispatch(query.scalar_type(), "attention_backward", [&](auto zero) {
         using T = decltype(zero);
         const cudaStream_t stream = launch.stream;
-        const Tensor weights = attention_weights<T>(a, query, key, stream);
+        const Tensor weights = attention_weights<T>(a, mask, query, key, lse, stream);
         const auto p = make_view<float>(weights);
         const auto g = make_view<T>(grad);
         product(make_view<T>(grad_value), transpose(p), g,
-                {a.batches, a.S_k, a.D_v, a.S_q, a.heads_kv, a.group(), 1.0f, false}, stream);
+                {a.batches, a.S_k, a.D_v, a.S_q, a.heads_kv, a.group(), 1.0f}, stream);
 
         const Tensor grad_scores = empty_dense(weights);
         const auto ds = make_view<float>(grad_scores);
-        product(ds, g, transpose(make_view<T>(value, a.group())),
-                {a.batches, a.S_q, a.S_k, a.D_v, a.heads, 1, 1.0f, false}, stream);
+        product(ds, g, transpose(make_view<T>(value, a.group())), {a.batches, a.S_q, a.S_k, a.D_v, a.heads, 1, 1.0f},
+                stream);
         if (const int64_t rows = a.rows(); rows * a.S_k > 0) {
             attention_naive_softmax_backward_kernel<<<grid_size(ceil_div(rows, THREADS / WARP)), THREADS, 0, stream>>>(
-                ds.data, p.data, rows, a.S_k);
+                ds.data, p.data, of_lse, rows, a.S_k);
             KL_LAUNCH_CHECK();
         }
         product(make_view<T>(grad_query), ds, make_view<T>(key, a.group()),
-                {a.batches, a.S_q, a.D, a.S_k, a.heads, 1, a.scale, false}, stream);
+                {a.batches, a.S_q, a.D, a.S_k, a.heads, 1, a.scale}, stream);
         product(make_view<T>(grad_key), transpose(ds), make_view<T>(query),
-                {a.batches, a.S_k, a.D, a.S_q, a.heads_kv, a.group(), a.scale, false}, stream);
+                {a.batches, a.S_k, a.D, a.S_q, a.heads_kv, a.group(), a.scale}, stream);
     });
     return {grad_query, grad_key, grad_value};
 }

@@ -10,7 +10,6 @@
 namespace kl {
 
 constexpr float LN2 = 0.693147180559945f;
-constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Tile sizes of the three kernels by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the tile that
 // stays; tiles of the other operands stream past.
@@ -70,14 +69,15 @@ __device__ inline uint32_t step_chunks(uint32_t address, int chunks) {
 }
 
 // Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS; read only where EDGE) and `columns`
-// columns are inside the operand. Outside stand zeros. WHOLE: 16 bytes at a time, and asynchronously.
+// columns are inside the operand. Outside stand zeros. WHOLE: 16 bytes at a time, and asynchronously. `thread` is one of THREADS.
 template <int ROWS, int HEAD_DIM, int THREADS, bool WHOLE, bool EDGE, typename T>
-__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns) {
+__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns,
+                          int thread = threadIdx.x) {
     constexpr int CHUNKS = HEAD_DIM / 8;
     if constexpr (WHOLE) {
         constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
         static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP & (STEP - 1)) == 0);
-        const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+        const int chunk = thread % CHUNKS, row = thread / CHUNKS;
         const bool inside = chunk * 8 < columns;
         const uint32_t place = shared + tile_offset<HEAD_DIM>(row, chunk);
         const T* p = source + row * view.row + chunk * 8;
@@ -89,7 +89,7 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
         }
     } else {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        for (int i = thread; i < ROWS * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, chunk = i % CHUNKS;
             Vec<T> v;
 #pragma unroll
@@ -105,9 +105,12 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
 
 // The same where only the launch knows whether the operand can be read whole.
 template <int ROWS, int HEAD_DIM, int THREADS, typename T>
-__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns) {
-    if (view.whole) return load_tile<ROWS, HEAD_DIM, THREADS, true, true>(shared, source, view, rows_left, columns);
-    load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns);
+__device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns,
+                          int thread = threadIdx.x) {
+    if (view.whole) {
+        return load_tile<ROWS, HEAD_DIM, THREADS, true, true>(shared, source, view, rows_left, columns, thread);
+    }
+    load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns, thread);
 }
 
 // A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t)
@@ -131,6 +134,36 @@ struct Squares {
 // The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie, and the column of element 0.
 __device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
 __device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
+
+// Scores of a warp's squares, which begin at query row0 and key column0, in powers of 2 after mask and band: −inf where a
+// query does not see a key.
+template <typename T, int M, int N>
+__device__ void hide_squares(Squares<M, N>& scores, const Mask& mask, int64_t offset, int row0, int column0,
+                             const Attention& a, float to_log2) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = row0 + lane_row(m, h);
+            const int begin = row + a.first, end = min(a.S_k, row < a.S_q ? row + 1 + a.last : 0);
+            const int64_t mask_row = offset + row * mask.row;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = column0 + lane_column(n) + e;
+                    float& score = scores.x[m][n][2 * h + e];
+                    score *= to_log2;
+                    if (column < begin || column >= end) {
+                        score = -INFINITE;
+                    } else if (mask.kind != MaskKind::NONE) {
+                        score = mask.template apply<T>(score, mask_row + column * mask.column, LOG2E);
+                    }
+                }
+            }
+        }
+    }
+}
 
 // c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another. Each
 // fragment of B serves all M squares.

@@ -1,0 +1,315 @@
+// Attention of few queries over long keys, as in decoding; the table of the climb stands in attention.cuh.
+//
+//   split_kv   keys are split among blocks, so that a single query keeps every SM reading   the reading of keys and values
+//
+// A block has all queries that share one head of keys and values (of grouped heads too: keys are read once), packed as
+// 16 rows of one tile, and a run of the keys; its warps walk through tiles of the run in turn, each with a ring of its
+// own in shared memory and no barrier but its own. Each warp ends with a softmax of what it has seen, the block with
+// that of its run, and a second kernel weighs the runs by their log-sum-exps (Flash-Decoding, Dao et al.,
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Runs are added up in their order: results repeat, but how many
+// runs there are, and so the last bits, depends on the number of SMs.
+
+#include "tile.cuh"
+
+namespace kl {
+namespace {
+
+constexpr int ROWS = 16, WARPS = 4, THREADS = WARPS * WARP;
+constexpr int MIN_RUN = 256;  // keys: fewer are not worth a block of their own
+constexpr int COMBINE_THREADS = 128;
+
+template <int HEAD_DIM_, int TILE_, int STAGES_, int BLOCKS_>
+struct SplitShape {
+    static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_;
+    static constexpr int BLOCKS = BLOCKS_;  // an SM
+    static constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = TILE * HEAD_DIM * 2;
+    static constexpr int SHARED = Q_BYTES + WARPS * STAGES * 2 * TILE_BYTES;
+    // What the warps leave at the end takes the place of the rings.
+    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= WARPS * STAGES * 2 * TILE_BYTES);
+};
+//                       head dim, keys, stages, blocks
+using Split64 = SplitShape<64, 32, 3, 2>;
+using Split128 = SplitShape<128, 16, 3, 2>;
+using Split256 = SplitShape<256, 16, 2, 1>;
+
+template <typename T>
+struct Operands {
+    View<T> query, key, value;
+    T* output;       // (batch, head, query, D_v), dense
+    float* partial;  // the same for each run, where there are several
+    float* lse;      // (run, batch, head, query)
+    Mask mask;
+};
+
+struct Runs {
+    int begin, end;  // the keys that are seen at all
+    int length, count;
+};
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(THREADS, S::BLOCKS)
+    attention_split_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a, Runs runs) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8;
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    const uint32_t q_tile = shared_address(shared_bytes);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const uint32_t ring = q_tile + S::Q_BYTES + warp * S::STAGES * 2 * S::TILE_BYTES;
+
+    const int run = static_cast<int>(blockIdx.x % runs.count);
+    const int64_t outer = blockIdx.x / runs.count, batch = outer / a.heads_kv;
+    const int head_kv = static_cast<int>(outer % a.heads_kv), head0 = head_kv * a.group();
+    const int rows = a.group() * a.S_q;
+    const T* key = p.key.at(batch, head_kv);
+    const T* value = p.value.at(batch, head_kv);
+    const int run_begin = runs.begin + run * runs.length, run_end = min(run_begin + runs.length, runs.end);
+    const int tiles = (run_end - run_begin + S::TILE - 1) / S::TILE;  // zero where no key is seen
+    const int mine = tiles > warp ? (tiles - warp + WARPS - 1) / WARPS : 0;
+
+    const auto load = [&](int i) {  // this warp's i-th tile, if there is one
+        if (i < mine) {
+            const uint32_t place = ring + i % S::STAGES * 2 * S::TILE_BYTES;
+            const int k0 = run_begin + (i * WARPS + warp) * S::TILE;
+            load_tile<S::TILE, D, WARP>(place, key + k0 * p.key.row, p.key, run_end - k0, a.D, lane);
+            load_tile<S::TILE, D, WARP>(place + S::TILE_BYTES, value + k0 * p.value.row, p.value, run_end - k0, a.D_v,
+                                        lane);
+        }
+        cp_async_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < S::STAGES - 1; ++i) load(i);
+
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const T* source = p.query.at(batch, head0 + row / a.S_q) + row % a.S_q * p.query.row;
+        Vec<T> v;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const int column = chunk * 8 + e;
+            v[e] = row < rows && column < a.D ? source[column * p.query.column] : from_float<T>(0.0f);
+        }
+        store_shared16(q_tile + tile_offset<D>(row, chunk), *reinterpret_cast<const uint4*>(&v));
+    }
+    __syncthreads();
+
+    // Of this lane's two rows: the keys that they see, and their mask.
+    int first[2], end[2];
+    int64_t mask_row[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = lane_row(0, h), query = row % a.S_q;
+        first[h] = query + a.first;
+        end[h] = row < rows ? min(run_end, query + a.last + 1) : 0;
+        mask_row[h] = p.mask.at(batch, head0 + min(row, rows - 1) / a.S_q) + query * p.mask.row;
+    }
+    const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
+    float row_max[2] = {-INFINITE, -INFINITE};
+    Squares<1, D / 8> output;
+    Squares<1, 1> row_sum;  // the same in every column
+    output.clear();
+    row_sum.clear();
+
+    for (int i = 0; i < mine; ++i) {
+        cp_async_wait<S::STAGES - 2>();
+        __syncwarp();  // tile i has landed for all lanes, and all have done with tile i − 1, whose place is filled next
+        load(i + S::STAGES - 1);
+        const uint32_t k_tile = ring + i % S::STAGES * 2 * S::TILE_BYTES;
+        const int k0 = run_begin + (i * WARPS + warp) * S::TILE;
+
+        Squares<1, N> scores;
+        multiply_rows<T, D>(scores, q_tile, 0, k_tile);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float new_max = row_max[h];
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = k0 + lane_column(j) + e;
+                    float& score = scores.x[0][j][2 * h + e];
+                    score *= scale;
+                    if (column < first[h] || column >= end[h]) {
+                        score = -INFINITE;
+                    } else if (p.mask.kind != MaskKind::NONE) {
+                        score = p.mask.template apply<T>(score, mask_row[h] + column * p.mask.column, LOG2E);
+                    }
+                    new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
+                }
+            }
+            new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
+            new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
+            const float shift = new_max == -INFINITE ? 0.0f : new_max;
+            const float rescale = exp2_approx(row_max[h] - shift);
+            row_max[h] = new_max;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; ++e) scores.x[0][j][e] = exp2_approx(scores.x[0][j][e] - shift);
+            }
+#pragma unroll
+            for (int e = 2 * h; e < 2 * h + 2; ++e) {
+                row_sum.x[0][0][e] *= rescale;
+#pragma unroll
+                for (int j = 0; j < D / 8; ++j) output.x[0][j][e] *= rescale;
+            }
+        }
+        const auto weights = round_squares<T>(scores);
+        add_row_sums<T>(row_sum, weights);
+        multiply_accumulate<T, D>(output, weights, k_tile + S::TILE_BYTES, 0);
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // all warps have done with their rings
+
+    // The warps' results, side by side: output, then maximum and sum, of each row.
+    float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
+    float* facts = results + WARPS * ROWS * D;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = warp * ROWS + lane_row(0, h);
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j) {
+            results[row * D + lane_column(j)] = output.x[0][j][2 * h];
+            results[row * D + lane_column(j) + 1] = output.x[0][j][2 * h + 1];
+        }
+        if (lane % 4 == 0) {
+            facts[row * 2] = row_max[h];
+            facts[row * 2 + 1] = row_sum.x[0][0][2 * h];
+        }
+    }
+    __syncthreads();
+    const int64_t all_rows = a.batches * a.heads * a.S_q;
+    for (int row = warp; row < rows; row += WARPS) {
+        float max_of_all = -INFINITE, sum = 0.0f, factor[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) max_of_all = fmaxf(max_of_all, facts[(w * ROWS + row) * 2]);
+        const float shift = max_of_all == -INFINITE ? 0.0f : max_of_all;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            factor[w] = exp2_approx(facts[(w * ROWS + row) * 2] - shift);
+            sum = fmaf(factor[w], facts[(w * ROWS + row) * 2 + 1], sum);
+        }
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int64_t index = ((batch * a.heads + head0 + row / a.S_q) * a.S_q) + row % a.S_q;
+        if (lane == 0) p.lse[run * all_rows + index] = max_of_all * LN2 + logf(sum);
+        for (int column = lane; column < a.D_v; column += WARP) {
+            float total = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) total = fmaf(factor[w], results[(w * ROWS + row) * D + column], total);
+            total *= inverse;
+            if (runs.count > 1) {
+                p.partial[(run * all_rows + index) * a.D_v + column] = total;
+            } else {
+                p.output[index * a.D_v + column] = from_float<T>(total);
+            }
+        }
+    }
+#endif
+}
+
+// One query's runs, weighed by their share of its sum of exponentials; a block a query.
+template <typename T>
+__global__ void __launch_bounds__(COMBINE_THREADS)
+    attention_combine_kernel(T* output, float* lse, const float* partial, const float* partial_lse, int64_t rows,
+                             int runs, int D_v) {
+    const int64_t row = blockIdx.x;
+    float max_of_all = -INFINITE, sum = 0.0f;
+    for (int r = 0; r < runs; ++r) max_of_all = fmaxf(max_of_all, partial_lse[r * rows + row]);
+    const float shift = max_of_all == -INFINITE ? 0.0f : max_of_all;
+    for (int r = 0; r < runs; ++r) sum += exp2_approx((partial_lse[r * rows + row] - shift) * LOG2E);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    if (threadIdx.x == 0) lse[row] = max_of_all + logf(sum);
+    for (int column = threadIdx.x; column < D_v; column += COMBINE_THREADS) {
+        float total = 0.0f;
+        for (int r = 0; r < runs; ++r) {
+            const float weight = exp2_approx((partial_lse[r * rows + row] - shift) * LOG2E);
+            total = fmaf(weight, partial[(r * rows + row) * D_v + column], total);
+        }
+        output[row * D_v + column] = from_float<T>(total * inverse);
+    }
+}
+
+// As many runs as fill the GPU once, none of too few keys.
+Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
+    int sms = 0;
+    KL_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    const int begin = std::min(std::max(0, a.first), a.S_k);
+    const int end = std::max(begin, std::min(a.S_k, a.S_q + a.last));
+    const int64_t blocks = std::max<int64_t>(a.batches * a.heads_kv, 1);
+    const int64_t wanted = std::min<int64_t>(int64_t{sms} * blocks_per_sm / blocks, (end - begin) / MIN_RUN);
+    const int64_t length = ceil_div(std::max(end - begin, 1), std::max<int64_t>(wanted, 1));
+    const int rounded = static_cast<int>(ceil_div(length, 64) * 64);
+    return {begin, end, rounded, static_cast<int>(std::max<int64_t>(ceil_div(end - begin, rounded), 1))};
+}
+
+template <typename T, typename S>
+void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const Attention& a, const Launch& launch) {
+    const Runs runs = split(a, S::BLOCKS, launch.device);
+    std::optional<Tensor> partial, partial_lse;
+    if (runs.count > 1) {
+        partial = empty(query, ScalarType::Float, {runs.count, a.rows(), a.D_v});
+        partial_lse = empty(query, ScalarType::Float, {runs.count, a.rows()});
+        operands.partial = static_cast<float*>(partial->data_ptr());
+        operands.lse = static_cast<float*>(partial_lse->data_ptr());
+    }
+    const auto kernel = attention_split_kernel<T, S>;
+    static DeviceSet asked;
+    allow_shared(kernel, S::SHARED, launch.device, asked);
+    const auto grid = grid_size(a.batches * a.heads_kv * runs.count);
+    kernel<<<grid, THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
+    KL_LAUNCH_CHECK();
+    if (runs.count == 1) return;
+    attention_combine_kernel<T><<<grid_size(a.rows()), COMBINE_THREADS, 0, launch.stream>>>(
+        operands.output, static_cast<float*>(lse.data_ptr()), operands.partial, operands.lse, a.rows(), runs.count,
+        a.D_v);
+    KL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                              double scale, bool enable_gqa) {
+    const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
+    const Mask mask = make_mask(attn_mask, query, a);
+    KL_CHECK(int64_t{a.group()} * a.S_q <= ROWS, "attention: split_kv takes at most ", ROWS,
+             " queries that share a head of keys, got ", int64_t{a.group()} * a.S_q);
+    const Launch launch(query);
+    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
+    Tensor lse = empty_like_query(query, ScalarType::Float, 0);
+    if (a.rows() == 0) return {output, lse};
+    if (a.S_k == 0) {  // sums over no keys
+        fill_zero(output, launch.stream);
+        attention_fill_negative_infinity(lse, launch.stream);
+        return {output, lse};
+    }
+    dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
+        using T = decltype(zero);
+        const Operands<T> operands{make_view<T>(query),
+                                   make_view<T>(key),
+                                   make_view<T>(value),
+                                   static_cast<T*>(output.data_ptr()),
+                                   nullptr,
+                                   static_cast<float*>(lse.data_ptr()),
+                                   mask};
+        dispatch_shape<Split64, Split128, Split256>(std::max(a.D, a.D_v), [&](auto shape) {
+            launch_split<T, decltype(shape)>(operands, lse, query, a, launch);
+        });
+    });
+    return {output, lse};
+}
+
+void attention_split_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    if (dtype == ScalarType::Float) return;
+    dispatch_16bit(dtype, "attention", [&](auto zero) {
+        const auto add = [&](const char* name, auto shape) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            facts.push_back(kernel_facts<attention_split_kernel<T, S>>(name, THREADS, S::SHARED));
+        };
+        add("attention.split_kv.64", Split64{});
+        add("attention.split_kv.128", Split128{});
+        add("attention.split_kv.256", Split256{});
+    });
+}
+
+}  // namespace kl

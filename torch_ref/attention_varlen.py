@@ -1,0 +1,376 @@
+"""Attention within sequences of several lengths, packed one after the other without padding.
+
+Sequence b has the queries from cu_seqlens_q[b] up to, but not including, cu_seqlens_q[b + 1], and the keys and values
+from cu_seqlens_k[b] up to cu_seqlens_k[b + 1]: cumulative offsets, as FlashAttention's function of this name has them
+(Dao, arXiv:2307.08691). Within a sequence it is :mod:`torch_ref.attention`'s formula, and a causal mask is aligned to
+the lower right corner, so that a sequence whose first keys are cached sees them.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, pairs
+from kernel_ladder.samples import offsets
+from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
+from kernel_ladder.table import register, register_spec
+from torch_ref import attention
+from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
+
+
+def naive(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+) -> Output:
+    """The formula: scores of all queries with all keys, of which those between sequences are hidden."""
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    if enable_gqa:
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-1, -2)
+    if scores.shape[-1] == 0:
+        output = (scores @ v).transpose(0, 1).contiguous()
+        return (output, scores.sum(-1, dtype=attention.lse_dtype(scores)) - math.inf) if return_lse else output
+    seen = _seen(cu_seqlens_q, cu_seqlens_k, scores.shape[-2:], is_causal, window_size)
+    results = weighted(scores.masked_fill(~seen, -math.inf), v, return_lse)
+    if isinstance(results, tuple):
+        return results[0].transpose(0, 1).contiguous(), results[1]
+    return results.transpose(0, 1).contiguous()
+
+
+def _seen(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    totals: tuple[int, int],
+    is_causal: bool | str,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """Which query sees which key, as a boolean matrix."""
+    places, sequences, from_the_end = [], [], []
+    for cu_seqlens, total in zip((cu_seqlens_q, cu_seqlens_k), totals, strict=True):
+        place = torch.arange(total, device=cu_seqlens.device)
+        sequence = torch.searchsorted(cu_seqlens, place, right=True, out_int32=True) - 1
+        end = cu_seqlens[(sequence + 1).clamp(max=cu_seqlens.shape[0] - 1)]
+        places.append(place)
+        sequences.append(sequence)
+        from_the_end.append(end - place)
+    # The last query stands at the last key: of a band aligned to the lower right, only the distance to it counts.
+    after = from_the_end[0][:, None] - from_the_end[1][None, :]  # how far a key lies behind its query
+    left, right = window_size
+    seen = sequences[0][:, None] == sequences[1][None, :]
+    if is_causal:
+        right = 0
+    if right >= 0:
+        seen = seen & (after <= right)
+    return seen if left < 0 else seen & (after >= -left)
+
+
+def by_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool | str = False,
+    return_lse: bool = False,
+    **options: Any,
+) -> Output:
+    """The same, one sequence at a time: it needs memory for the scores of one alone."""
+    outputs, lses = [], []
+    for q, k, v in zip(
+        _sequences(query, cu_seqlens_q), _sequences(key, cu_seqlens_k), _sequences(value, cu_seqlens_k), strict=True
+    ):
+        causal = LOWER_RIGHT if is_causal else False
+        output, lse = attention.naive(q, k, v, is_causal=causal, return_lse=True, **options)
+        outputs.append(output.transpose(0, 1))
+        lses.append(lse)
+    output = torch.cat(outputs)
+    return (output, torch.cat(lses, 1)) if return_lse else output
+
+
+def _sequences(x: torch.Tensor, cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
+    """Each sequence as (H, S, D)."""
+    starts = cu_seqlens.tolist()
+    return [x[a:b].transpose(0, 1) for a, b in itertools.pairwise(starts)]
+
+
+def check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: object = None,
+    max_seqlen_k: object = None,
+    is_causal: bool | str = False,
+    scale: object = None,
+    enable_gqa: bool = False,
+    window_size: object = NO_WINDOW,
+    return_lse: bool = False,
+) -> None:
+    op = "attention_varlen"
+    check_tensors(op, query=query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 3:
+            raise ValueError(f"{op}: argument `{name}` must have 3 dimensions (total, H, D), got {tuple(x.shape)}")
+    if value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            f"{op}: argument `value` must have the length and heads of `key` {tuple(key.shape[:2])}, "
+            f"got {tuple(value.shape[:2])}"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"{op}: argument `key` must have the head dimension of `query`, {query.shape[2]}, got {key.shape[2]}"
+        )
+    for name, dim in (("query", query.shape[2]), ("value", value.shape[2])):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{op}: argument `{name}` has head dimension {dim}; accepted are 1 to {MAX_HEAD_DIM}")
+    _check_offsets(op, query, cu_seqlens_q, cu_seqlens_k)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+            raise TypeError(f"{op}: argument `{name}` must be an int or None, got {type(length).__name__}")
+        if length is not None and length < 0:
+            raise ValueError(f"{op}: argument `{name}` must be a length, got {length}")
+    check_options(op, query.shape[1], key.shape[1], is_causal, scale, enable_gqa, window_size, return_lse)
+
+
+def _check_offsets(op: str, query: torch.Tensor, cu_seqlens_q: object, cu_seqlens_k: object) -> None:
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: argument `{name}` must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            given = str(x.dtype).removeprefix("torch.")
+            raise TypeError(f"{op}: argument `{name}` has dtype {given}; accepted is int32")
+        if x.dim() != 1 or x.shape[0] < 2 or not x.is_contiguous():
+            raise ValueError(
+                f"{op}: argument `{name}` must be a dense vector of at least two offsets, got shape {tuple(x.shape)} "
+                f"with strides {x.stride()}"
+            )
+        if x.device != query.device:
+            raise ValueError(
+                f"{op}: arguments `query` and `{name}` must be on the same device, got {query.device} and {x.device}"
+            )
+    assert isinstance(cu_seqlens_q, torch.Tensor)
+    assert isinstance(cu_seqlens_k, torch.Tensor)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"{op}: argument `cu_seqlens_k` must have as many offsets as `cu_seqlens_q`, {cu_seqlens_q.shape[0]}, "
+            f"got {cu_seqlens_k.shape[0]}"
+        )
+
+
+def _options(causal: bool, h: int, h_kv: int, **more: Any) -> dict[str, Any]:
+    return {"is_causal": causal, "scale": None, "enable_gqa": h != h_kv, **more}
+
+
+def _cases() -> list[Case]:
+    def case(
+        name: str,
+        of_q: list[int],
+        of_k: list[int],
+        h: int,
+        h_kv: int,
+        d: int,
+        causal: bool = False,
+        d_v: int = 0,
+        **more,
+    ) -> Case:
+        layout = more.pop("layout", "contiguous")
+        shapes = (of_q[-1], h, d), (of_k[-1], h_kv, d), (of_k[-1], h_kv, d_v or d), (len(of_q),), (len(of_k),)
+        kinds = {3: "offsets:" + ",".join(map(str, of_q)), 4: "offsets:" + ",".join(map(str, of_k))}
+        ident = f"{name}-causal" if causal else name
+        return Case(ident, shapes, _options(causal, h, h_kv, **more), layout=layout, kinds=kinds)
+
+    same = [0, 5, 5, 38, 167, 168]
+    return [
+        case("tail", [0, 5, 38, 67], [0, 5, 38, 67], 1, 1, 40),
+        case("one", [0, 1], [0, 1], 1, 1, 1),
+        case("small", [0, 2, 5], [0, 3, 5], 1, 1, 6),
+        case("sequence", [0, 35], [0, 67], 2, 2, 16),
+        case("several", same, same, 2, 2, 40),
+        case("several", same, same, 2, 2, 16, True),
+        case("tiles", [0, 64, 192, 257], [0, 64, 192, 257], 1, 1, 64, True, max_seqlen_q=128, max_seqlen_k=128),
+        case("cached", [0, 1, 4, 5], [0, 70, 133, 140], 4, 2, 16, True),
+        case("fewer-keys", [0, 20, 50], [0, 7, 40], 2, 1, 8, True),
+        case("no-keys", [0, 3, 9], [0, 0, 17], 2, 2, 8),
+        case("no-queries", [0, 0, 9], [0, 5, 17], 2, 2, 8),
+        case("none-at-all", [0, 0, 0], [0, 3, 5], 1, 1, 8),
+        case("nothing-to-see", [0, 2, 3], [0, 0, 0], 1, 1, 8),
+        case("gqa", [0, 33, 70], [0, 33, 70], 6, 2, 16, True),
+        case("d24-dv40", [0, 21, 47], [0, 30, 64], 2, 2, 24, d_v=40),
+        case("window", [0, 67, 90], [0, 67, 113], 2, 2, 8, window_size=(9, 3)),
+        case("window", [0, 67, 90], [0, 67, 113], 2, 2, 8, True, window_size=(20, -1)),
+        case("lse", [0, 20, 50], [0, 7, 40], 2, 1, 8, True, return_lse=True),
+        case("lse-no-keys", [0, 3, 9], [0, 0, 17], 2, 2, 8, return_lse=True),
+        case("strided", [0, 17, 40], [0, 20, 33], 2, 2, 16, layout="strided"),
+        case("sliced", [0, 17, 40], [0, 20, 33], 2, 2, 64, True, layout="sliced"),
+    ]
+
+
+def _bad(
+    q: tuple[int, ...] = (5, 4, 8),
+    k: tuple[int, ...] = (7, 4, 8),
+    v: tuple[int, ...] | None = None,
+    of_q: Any = (0, 2, 5),
+    of_k: Any = (0, 3, 7),
+    dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> Callable[[], tuple[tuple[Any, ...], dict]]:
+    def arguments() -> tuple[tuple[Any, ...], dict]:
+        tensors = [torch.zeros(shape, dtype=dtype) for shape in (q, k, k if v is None else v)]
+        places = [torch.tensor(x, dtype=torch.int32) if isinstance(x, tuple) else x for x in (of_q, of_k)]
+        return (*tensors, *places), dict(options)
+
+    return arguments
+
+
+ERRORS = [
+    ErrorCase("integer", _bad(dtype=torch.int32), TypeError, r"`query` has dtype int32; accepted are float16"),
+    ErrorCase("offsets-type", _bad(of_q=[0, 2]), TypeError, r"`cu_seqlens_q` must be a torch\.Tensor, got list"),
+    ErrorCase(
+        "offsets-dtype",
+        _bad(of_k=torch.tensor([0, 7])),
+        TypeError,
+        r"`cu_seqlens_k` has dtype int64; accepted is int32",
+    ),
+    ErrorCase("offsets-one", _bad(of_q=(0,)), ValueError, r"`cu_seqlens_q` must be a dense vector of at least two"),
+    ErrorCase("offsets-many", _bad(of_k=(0, 7)), ValueError, r"`cu_seqlens_k` must have as many offsets .* 3, got 2"),
+    ErrorCase("dimensions", _bad(q=(1, 5, 4, 8)), ValueError, r"`query` must have 3 dimensions .* got \(1, 5, 4, 8\)"),
+    ErrorCase(
+        "value", _bad(v=(6, 4, 8)), ValueError, r"`value` must have the length and heads .* \(7, 4\), got \(6, 4"
+    ),
+    ErrorCase("head-dim", _bad(k=(7, 4, 9)), ValueError, r"`key` must have the head dimension of `query`, 8, got 9"),
+    ErrorCase("head-dim-257", _bad(v=(7, 4, 257)), ValueError, r"`value` has .* 257; accepted are 1 to 256"),
+    ErrorCase("heads", _bad(k=(7, 2, 8)), ValueError, r"`key` must have the 4 heads of `query` unless .* got 2"),
+    ErrorCase("max-type", _bad(max_seqlen_q=2.0), TypeError, r"`max_seqlen_q` must be an int or None, got float"),
+    ErrorCase("max-negative", _bad(max_seqlen_k=-1), ValueError, r"`max_seqlen_k` must be a length, got -1"),
+    ErrorCase("is-causal", _bad(is_causal=None), TypeError, r"`is_causal` must be a bool, got NoneType"),
+    ErrorCase("window", _bad(window_size=(0, -3)), ValueError, r"`window_size` must hold numbers from -1"),
+    ErrorCase("dropout", _bad(dropout_p=0.5), ValueError, r"`dropout_p` must be 0"),
+]
+
+
+def _sweep() -> list[Case]:
+    def case(h: int, h_kv: int, d: int, causal: bool, quick: bool = False) -> Case:
+        total, count = 16384, 9
+        shapes = (total, h, d), (total, h_kv, d), (total, h_kv, d), (count,), (count,)
+        kinds = {3: "offsets@0", 4: "offsets@1"}
+        longest = max(b - a for a, b in itertools.pairwise(offsets(total, count)))
+        options = _options(causal, h, h_kv, max_seqlen_q=longest, max_seqlen_k=longest)
+        heads = f"H{h}" if h == h_kv else f"H{h}/{h_kv}"
+        name = f"T{total} {heads} D{d} {'causal' if causal else 'full'}"
+        return Case(name, shapes, options, quick=quick, kinds=kinds)
+
+    return [case(16, 16, 128, True, quick=True), case(16, 16, 128, False), case(32, 8, 128, True)]
+
+
+def _lengths(case: Case) -> list[tuple[int, int]]:
+    """(queries, keys) of each sequence of a case."""
+    starts = []
+    for place in (3, 4):
+        _, _, written = case.kinds[place].partition(":")
+        count = case.shapes[place][0]  # type: ignore[index]
+        rows = case.shapes[place - 3][0]  # type: ignore[index]
+        starts.append([int(n) for n in written.split(",")] if written else offsets(rows, count))
+    of_q, of_k = ([b - a for a, b in itertools.pairwise(s)] for s in starts)
+    return list(zip(of_q, of_k, strict=True))
+
+
+def _bytes(case: Case, itemsize: int, backward: bool) -> int:
+    (total, heads, _), _, (*_, d_v), *_ = case.shapes
+    inputs, output = sum(map(math.prod, case.shapes[:3])), total * heads * d_v
+    # The offsets are as good as nothing.
+    moved = itemsize * (2 * inputs + 2 * output if backward else inputs + output)
+    return moved + (4 * total * heads if case.options.get("return_lse") else 0)
+
+
+def _flops(case: Case, backward: bool) -> int:
+    (_, heads, d), _, (*_, d_v), *_ = case.shapes
+    causal = LOWER_RIGHT if case.options["is_causal"] else False
+    window = case.options.get("window_size", NO_WINDOW)
+    scores = sum(pairs(*band(causal, window, *lengths), *lengths) for lengths in _lengths(case))
+    return 2 * heads * scores * (3 * d + 2 * d_v if backward else d + d_v)
+
+
+SPEC = register_spec(
+    Spec(
+        name="attention_varlen",
+        reference=naive,
+        builtin=None,
+        check=check,
+        samples=_cases(),
+        errors=ERRORS,
+        sweep=_sweep(),
+        bytes=_bytes,
+        flops=_flops,
+        auto=("cuda", "triton", "torch.flash", "torch.naive"),
+        oracle=by_sequence,
+        yardstick=by_sequence,
+    )
+)
+
+
+def _too_large(*inputs: Any, **options: Any) -> str | None:
+    return attention.too_large(*(x.transpose(0, 1) for x in inputs[:3]), **options)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    enable_gqa: bool,
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, tuple]:
+    left, right = window_size
+    results = torch.ops.aten._flash_attention_forward(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, bool(is_causal), False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return results[0], ()
+
+
+def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
+    query, key, value = inputs[:3]
+    if not query.is_cuda:
+        return f"PyTorch's flash attention takes CUDA tensors, got {query.device.type}"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"PyTorch's flash attention takes float16 and bfloat16, got {str(query.dtype).removeprefix('torch.')}"
+    if options.get("max_seqlen_q") is None or options.get("max_seqlen_k") is None:
+        return "PyTorch's flash attention must be told `max_seqlen_q` and `max_seqlen_k`"
+    if options.get("return_lse"):
+        return "PyTorch's flash attention gives no gradient through the log-sum-exp"
+    if value.shape[2] != query.shape[2] or query.shape[2] % 8:
+        return f"head dimensions must be equal and multiples of 8, got {query.shape[2]} and {value.shape[2]}"
+    return attention.faults(query, key, value)
+
+
+register(
+    "attention_varlen", "torch.naive", forward=lambda *x, **options: (naive(*x, **options), ()), unsupported=_too_large
+)
+register("attention_varlen", "torch.flash", forward=_flash, unsupported=_flash_unsupported)

@@ -1,0 +1,204 @@
+"""One call of attention as its kernels see it: four dimensions, a band, a mask, and sequences that may be packed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_ladder.band import band
+from kernel_ladder.spec import Output
+from triton_impl import unsupported
+from triton_impl.attention_tiles import (
+    BELOW_DIAGONAL,
+    BETWEEN_DIAGONALS,
+    EVERYTHING,
+    LN_2,
+    band_kind,
+    block,
+    mask_kind,
+)
+
+#: Past every length, and such that a length can be added to it in 32 bits.
+UNLIMITED = 2**29
+
+
+class Call(NamedTuple):
+    """Operands of four dimensions (B, H, S, D), and what else decides a call.
+
+    Of packed sequences, S is the length of all together, and every batch entry is a view of the same memory; offsets
+    tell the sequences apart.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None  # broadcast to the scores; booleans seen as bytes
+    cu_q: torch.Tensor | None
+    cu_k: torch.Tensor | None
+    lengths: tuple[int, int]  # of queries and keys; of packed sequences the longest
+    limits: tuple[int, int]  # of the band; of packed sequences relative to the lower right corner of each
+    kind: int  # BAND of the kernels
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool | str,
+        scale: float | None,
+        window_size: tuple[int, int],
+    ) -> Call:
+        """A call on (..., H, S, D)."""
+        q, k, v = _batched(query), _batched(key), _batched(value)
+        mask = None if attn_mask is None else _batched_mask(attn_mask, query, key.shape[-2])
+        lengths = q.shape[2], k.shape[2]
+        limits = band(is_causal, window_size, *lengths)
+        return cls(q, k, v, mask, None, None, lengths, limits, band_kind(*limits, *lengths), scale_of(query, scale))
+
+    @classmethod
+    def of_packed(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        is_causal: bool | str,
+        scale: float | None,
+        window_size: tuple[int, int],
+    ) -> Call:
+        """A call on (total, H, D). Where the longest lengths are not known, there is no more than all together."""
+        sequences = cu_seqlens_q.shape[0] - 1
+        q, k, v = (x.transpose(0, 1).expand(sequences, -1, -1, -1) for x in (query, key, value))
+        lengths = (
+            query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, query.shape[0]),
+            key.shape[0] if max_seqlen_k is None else min(max_seqlen_k, key.shape[0]),
+        )
+        left, right = window_size
+        if is_causal:
+            right = 0
+        limits = (-UNLIMITED if left < 0 else -left), (UNLIMITED if right < 0 else right)
+        kind = BETWEEN_DIAGONALS if left >= 0 else BELOW_DIAGONAL if right >= 0 else EVERYTHING
+        return cls(q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, limits, kind, scale_of(query, scale))
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_q is not None
+
+    @property
+    def what(self) -> tuple:
+        """All that decides a launch."""
+        q, k, v, mask, _, _, lengths, limits, kind, scale = self
+        return (
+            q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device,
+            None if mask is None else (mask.stride(), mask.dtype), lengths, limits, kind, scale, self.packed,
+        )  # fmt: skip
+
+    @property
+    def others(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mask and offsets for a kernel, to which what is absent is any address."""
+        mask = self.q if self.mask is None else self.mask
+        return (mask, self.cu_q, self.cu_k) if self.packed else (mask, self.q, self.q)  # type: ignore[return-value]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The kernels' constants but tile sizes, WIDE and what one of them has alone."""
+        head_dim, head_dim_v = self.q.shape[3], self.v.shape[3]
+        block_d, block_dv = block(head_dim), block(head_dim_v)
+        return {
+            "BAND": self.kind,
+            "MASK": mask_kind(self.mask),
+            "VARLEN": self.packed,
+            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "EVEN_D": head_dim == block_d,
+            "EVEN_DV": head_dim_v == block_dv,
+        }
+
+    @property
+    def mask_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
+
+    @property
+    def lse_strides(self) -> tuple[int, int]:
+        """Of batch entry and head in the log-sum-exp, (B, H, S) or packed (H, S)."""
+        _, heads, rows, _ = self.q.shape
+        return (0 if self.packed else heads * rows), rows
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Packed (total, H, D) as (B, H, total, D), every batch entry the same memory."""
+        return x.transpose(0, 1).expand(self.q.shape[0], -1, -1, -1)
+
+    def new_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Room for the gradient of an operand, in its shape."""
+        if not self.packed:
+            return torch.empty_like(x)
+        _, heads, total, dim = x.shape
+        return self.spread(x.new_empty((total, heads, dim)))
+
+    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the output, in the memory order of the query where that leaves rows dense, and the log-sum-exp."""
+        (batch, heads, rows, head_dim), dim = self.q.shape, self.v.shape[3]
+        if self.packed:
+            return self.spread(self.q.new_empty((rows, heads, dim))), self._empty_lse((heads, rows))
+        output = torch.empty_like(self.q)
+        if dim != head_dim or output.stride(3) != 1:
+            output = self.q.new_empty((batch, heads, rows, dim))
+        return output, self._empty_lse((batch * heads, rows))
+
+    def _empty_lse(self, shape: tuple[int, int]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+
+    def see_nothing(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """The results where there is no key."""
+        (output[:1] if self.packed else output).zero_()
+        lse.fill_(-math.inf)
+
+
+def scale_of(query: torch.Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    """(..., H, S, D) as (B, H, S, D): a view wherever the strides of the batch dimensions allow one."""
+    return x if x.dim() == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _batched_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """A mask as (B, H, S_q, S_k), broadcast by strides of zero."""
+    if mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    mask = mask[(None,) * (query.dim() - mask.dim())]
+    mask = _batched(mask.expand(*query.shape[:-3], *mask.shape[-3:]))
+    return mask.expand(-1, *query.shape[-3:-1], seqlen_k)
+
+
+def finished(
+    query: torch.Tensor, call: Call, output: torch.Tensor, lse: torch.Tensor, return_lse: bool
+) -> tuple[Output, tuple]:
+    """What a forward returns, and what the backward needs, from the results of four dimensions."""
+    saved = (output, lse, tuple(query.shape[:-3]), *call)
+    if query.dim() != 4:
+        output = output.view(*query.shape[:-1], output.shape[-1])
+    return ((output, (lse * LN_2).view(query.shape[:-1])) if return_lse else output), saved
+
+
+def mask_grad_unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    """What the backward asks of a call: it has no gradient of the mask."""
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        return "the gradient of an additive mask is given at the torch and compile levels only"
+    return unsupported(query)

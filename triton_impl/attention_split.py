@@ -1,0 +1,255 @@
+"""Attention of few queries over long keys in Triton, as in decoding: the keys are split, so that every SM has some.
+
+One program has all queries that share a head of keys and values, packed as the rows of one tile (grouped heads read
+their keys once), and a run of the keys. It leaves its own softmax and log-sum-exp; a second kernel weighs the runs by
+these (Flash-Decoding, Dao et al., https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The runs are added up in
+their order, so that results repeat; how many there are, and so the last bits, depends on the GPU's number of SMs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_ladder.band import NO_WINDOW
+from kernel_ladder.spec import Output
+from triton_impl import interpreted
+from triton_impl.attention_aot import ahead_of_time
+from triton_impl.attention_call import Call, finished, mask_grad_unsupported
+from triton_impl.attention_tiles import (
+    BELOW_DIAGONAL,
+    BOOLEAN,
+    LOG2_E,
+    hide,
+    load_tile,
+    wide,
+)
+from triton_impl.dot import dot
+from triton_impl.fast_math import exp2
+from triton_impl.tuning import Launch, Launches, Tuned
+
+#: Queries, of all heads that share keys, that one tile holds.
+MAX_ROWS = 64
+#: Fewer keys than this are not worth a program of their own.
+MIN_RUN = 256
+#: Programs an SM has at a time, about.
+PROGRAMS_PER_SM = 4
+
+CONFIGS = [
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=4),
+    triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=2),
+    triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=2),
+]
+
+
+@triton.jit(do_not_specialize=["first", "last", "key_begin", "key_end", "run"])
+def _split_kernel(
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, scale_log2,
+    o_run, o_b, o_h, o_s, lse_run, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k,
+    heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, key_begin, key_end, run,
+    BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention to the keys ``key_begin + i · run …`` of program i, of all queries that share them."""
+    scale_log2 = tl.cast(scale_log2, tl.float32)  # torch.compile passes a float as float64
+    index, head = tl.program_id(0), tl.program_id(1)
+    b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
+    rows = tl.arange(0, BLOCK_M)
+    inside = rows < group * seqlen_q
+    h = h_kv * group + rows // seqlen_q
+    query = rows % seqlen_q
+    dims = tl.arange(0, BLOCK_D)
+    q_rows = q_ptr + b * q_b + (h * q_h + query * q_s)
+    q = tl.load(q_rows[:, None] + dims[None, :] * q_d, mask=inside[:, None] & (dims[None, :] < head_dim), other=0.0)
+    k_base = k_ptr + b * k_b + h_kv * k_h
+    v_base = v_ptr + b * v_b + h_kv * v_h
+    mask_rows = mask_ptr + b * m_b + (h * m_h + query.to(tl.int64) * m_q)
+    # Rows outside see nothing.
+    query = tl.where(inside, query, seqlen_q)
+
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, dtype=tl.float32)
+    row_sum = tl.full([BLOCK_M], 0.0, dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    factor = scale_log2
+    if MASK == 2:
+        factor = 1.0
+    start = key_begin + index * run
+    for start_n in range(start, tl.minimum(start + run, key_end), BLOCK_N):
+        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, WIDE)
+        scores = dot(q, tl.trans(k), None, PRECISION)
+        cols = start_n + tl.arange(0, BLOCK_N)
+        mask = mask_rows[:, None] + cols[None, :].to(tl.int64) * m_k
+        scores = hide(
+            scores, scale_log2, mask, query[:, None], cols[None, :], seqlen_q, tl.minimum(start + run, key_end),
+            first, last, BAND, MASK,
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weights = exp2(scores * factor - shift[:, None])
+        correction = exp2(row_max - shift)
+        row_sum = row_sum * correction + tl.sum(weights, 1)
+        row_max = new_max
+        acc = acc * correction[:, None]
+        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE)
+        acc = dot(weights.to(v.dtype), v, acc, PRECISION)
+
+    query = rows % seqlen_q
+    lse_rows = (b * heads_kv * group + h) * seqlen_q + query
+    tl.store(lse_ptr + index * lse_run + lse_rows, row_max + tl.log2(row_sum), mask=inside)
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    dims_v = tl.arange(0, BLOCK_DV)
+    out_rows = out_ptr + index.to(tl.int64) * o_run + b * o_b + (h * o_h + query * o_s)
+    tl.store(
+        out_rows[:, None] + dims_v[None, :], acc.to(out_ptr.dtype.element_ty),
+        mask=inside[:, None] & (dims_v[None, :] < head_dim_v),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["runs"])
+def _combine_kernel(
+    partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, o_b, o_h, o_s, heads, seqlen_q, head_dim_v, num_rows, runs,
+    BLOCK_RUNS: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Weigh the runs' results of one query by their share of its sum of exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_RUNS)
+    dims = tl.arange(0, BLOCK_DV)
+    lse = tl.load(partial_lse_ptr + row + i * num_rows, mask=i < runs, other=-float("inf"))
+    row_max = tl.max(lse, 0)
+    shift = tl.where(row_max == -float("inf"), 0.0, row_max)
+    weights = exp2(lse - shift)
+    row_sum = tl.sum(weights, 0)
+    tl.store(lse_ptr + row, row_max + tl.log2(row_sum))
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = tl.full([BLOCK_DV], 0.0, dtype=tl.float32)
+    for index in range(0, runs):
+        weight = tl.sum(tl.where(i == index, weights, 0.0), 0)
+        of_run = (row + tl.cast(index, tl.int64) * num_rows) * head_dim_v
+        acc += weight * tl.load(partial_ptr + of_run + dims, mask=dims < head_dim_v, other=0.0)
+    b, h, query = row // (heads * seqlen_q), row // seqlen_q % heads, row % seqlen_q
+    tl.store(out_ptr + b * o_b + h * o_h + query * o_s + dims, (acc / total).to(out_ptr.dtype.element_ty),
+             mask=dims < head_dim_v)  # fmt: skip
+
+
+_split = Tuned(
+    _split_kernel,
+    CONFIGS[-1:] if interpreted() else CONFIGS,
+    ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "BLOCK_M"),
+)
+
+#: By all that decides a forward pass: its launches.
+_launches: Launches = Launches()
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+
+
+def runs_of(programs: int, keys: int, num_sms: int) -> tuple[int, int]:
+    """(runs, keys of each) for as many programs a run: enough runs to fill the GPU, none of too few keys."""
+    runs = max(1, min(PROGRAMS_PER_SM * num_sms // max(programs, 1), keys // MIN_RUN))
+    run = triton.cdiv(triton.cdiv(keys, runs), 128) * 128
+    return max(1, triton.cdiv(keys, run)), max(run, 128)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool | str,
+    scale: float | None,
+    enable_gqa: bool,
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+) -> tuple[Output, tuple]:
+    call = Call.of(query, key, value, attn_mask, is_causal, scale, window_size)
+    output, lse = _forward(call)
+    return finished(query, call, output, lse, return_lse)
+
+
+def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    output, lse = call.empty_results()
+    q, k, v = call.q, call.k, call.v
+    batch, heads, seqlen_q, _ = q.shape
+    heads_kv, seqlen_k = k.shape[1:3]
+    if seqlen_k == 0 or output.numel() == 0:
+        call.see_nothing(output, lse)
+        return output, lse
+    first, last = call.limits
+    begin, end = max(0, first), max(0, min(seqlen_k, seqlen_q + last))
+    runs, run = runs_of(batch * heads_kv, end - begin, _num_sms(q.device))
+    of_runs, partial_lse = output, lse
+    if runs > 1:
+        of_runs = q.new_empty((runs, batch, heads, seqlen_q, v.shape[3]), dtype=torch.float32)
+        partial_lse = q.new_empty((runs, batch * heads * seqlen_q), dtype=torch.float32)
+    tensors = (of_runs, partial_lse, q, k, v, call.others[0])
+    combining = (of_runs, partial_lse, output, lse)
+    what = (call.what, runs)
+    known = None if torch.compiler.is_compiling() else _launches.get(what)
+    if known is None:
+        launches = _first_launches(call, tensors, combining, (begin, end, run))
+        if launches[0] is not None:
+            _launches.remember(what, launches)
+    else:
+        split, combine = known
+        split(*tensors)
+        if combine is not None:
+            combine(*combining)
+    return output, lse
+
+
+def _first_launches(
+    call: Call, tensors: tuple, combining: tuple, keys: tuple[int, int, int]
+) -> tuple[Launch | None, Launch | None]:
+    of_runs, _, output, _ = combining
+    q, k, v = call.q, call.k, call.v
+    batch, heads, seqlen_q, head_dim = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    group = heads // heads_kv
+    constants = call.constants
+    constants.pop("VARLEN")
+    constants["BLOCK_M"] = max(16, triton.next_power_of_2(group * seqlen_q))
+    constants["WIDE"] = wide(k.stride(), v.stride())
+    runs = of_runs.shape[0] if of_runs is not output else 1
+    to_run, strides = (0, output.stride()) if runs == 1 else (of_runs.stride(0), of_runs.stride()[1:])
+    arguments = (
+        call.scale * LOG2_E, to_run, *strides[:3], batch * heads * seqlen_q,
+        *q.stride(), *k.stride(), *v.stride(), *call.mask_strides,
+        heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits, *keys,
+    )  # fmt: skip
+    split = _split(lambda meta: (runs, batch * heads_kv), tensors, arguments, constants)
+    if runs == 1:
+        return split, None
+    rows = batch * heads * seqlen_q
+    arguments = (*output.stride()[:3], heads, seqlen_q, head_dim_v, rows, runs)
+    arguments += (triton.next_power_of_2(runs), constants["BLOCK_DV"])
+    _combine_kernel[(rows,)](*combining, *arguments)
+    return split, None if torch.compiler.is_compiling() else Launch(_combine_kernel, (rows,), arguments, {})
+
+
+def unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
+    if rows > MAX_ROWS:
+        return f"split_kv is for few queries: at most {MAX_ROWS} share a head of keys, got {rows}"
+    return mask_grad_unsupported(query, key, value, attn_mask)
+
+
+AOT = [
+    ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),
+    ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
+    ahead_of_time(_split_kernel, 256, 64, 64, 4, 3),
+    ahead_of_time(_split_kernel, 64, 32, 64, 4, 4, mask=BOOLEAN),
+]
