@@ -137,7 +137,7 @@ __device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, co
             }
         } else {
             __syncwarp();
-            T* out = c + int64_t{m0 + warp * 16} * p.N + n_part + lane;
+            T* out = c + batch * p.c_batch + int64_t{m0 + warp * 16} * p.N + n_part + lane;
 #pragma unroll 1
             for (int r = warp * 16; r < warp * 16 + 16 && m0 + r < p.M; ++r, out += p.N) {
 #pragma unroll
@@ -263,11 +263,10 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
                 }
             }
             order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
-            T* const out = c + batch * p.c_batch;
             if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
-                store_outputs<T, BN>(sum, out, p.M, p.N, m0 + half * PANEL_X, n0);
+                store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
             } else {
-                store_through_shared<T>(sum, out, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
+                store_through_shared<T>(sum, c, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
                                         m0 + half * PANEL_X, n0);
             }
         }
