@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -53,8 +54,6 @@ def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, d
     ],
 )
 def test_what_tma_cannot_read_is_said(tensor, reason):
-    import re
-
     said = _not_for_tma(tensor, "input", -1)
     assert (said is None) == (reason is None), said
     assert reason is None or re.search(reason, said)
@@ -154,6 +153,16 @@ def test_operands_off_the_grid_of_tma(name, layout, dtype, tf32):
         a = operand((m, k), dtype, transposed=layout[0], offset=offset)
         b = operand((k, n), dtype, transposed=layout[1], pad=offset, offset=3)
         check(name, a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ANY_OPERAND)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_operand_off_the_grid_of_tma(name, dtype, tf32):
+    for a_offset, b_offset in [(0, 1), (1, 0)]:
+        a = operand((300, 520), dtype, offset=a_offset)
+        check(name, a, operand((520, 264), dtype, transposed=True, offset=b_offset))
+    check(name, operand((300, 520), dtype), operand((520, 264), dtype))  # tf32: B does not run along k
 
 
 @needs_gpu

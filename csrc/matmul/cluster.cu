@@ -78,7 +78,7 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
     const HopperCall call = prepare_hopper(input, other, allow_tf32, "cluster");
     if (call.done()) return call.output;
     const Launch on(input);
-    if (!call.by_tma) {
+    if (!call.by_tma()) {
         launch_plain(call, input.scalar_type(), on);
         return call.output;
     }

@@ -128,9 +128,11 @@ HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_t
                   a_batch != 0,
                   b_batch != 0,
                   p.M * p.N};
-    call.by_tma = p.batch_dims <= 1 &&
-                  readable(dtype, call.a_data, p.M, p.a_m, p.K, p.a_k, p.batches, a_batch, &call.a, &call.a_major) &&
-                  readable(dtype, call.b_data, p.N, p.b_n, p.K, p.b_k, p.batches, b_batch, &call.b, &call.b_major);
+    // TMA walks one dimension of batches.
+    call.a_by_tma = p.batch_dims <= 1 &&
+                    readable(dtype, call.a_data, p.M, p.a_m, p.K, p.a_k, p.batches, a_batch, &call.a, &call.a_major);
+    call.b_by_tma = p.batch_dims <= 1 &&
+                    readable(dtype, call.b_data, p.N, p.b_n, p.K, p.b_k, p.batches, b_batch, &call.b, &call.b_major);
     return call;
 }
 

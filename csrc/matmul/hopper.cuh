@@ -112,19 +112,20 @@ struct HopperCall {
     Product product;
     Tensor output;
     Tiled tiled;
-    bool by_tma;  // whether TMA can read both operands; else they are K-major once they stand in shared memory
+    bool a_by_tma, b_by_tma;  // whether TMA can read them, and in which orientation
     Major a_major, b_major;
     TmaTensor a, b;
 
     const void *a_data, *b_data;
     bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
+    bool by_tma() const { return a_by_tma && b_by_tma; }
     TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
 };
 
 // Checks a call and allocates its output, which is zeroed where K is 0.
 HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step);
 
-// Where TMA cannot read an operand, every step multiplies by the kernel of `persistent` that loads with plain loads.
+// Where TMA cannot read an operand, every step multiplies by the kernel of `persistent` that loads it with plain loads.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
 

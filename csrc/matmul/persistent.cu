@@ -59,22 +59,26 @@ struct TmaLoader {
     }
 };
 
-// Two warpgroups load, each block for itself.
+// Two warpgroups load, each block for itself. An operand that TMA can read along k is left to it.
 template <typename T>
 struct PlainLoader {
     using Element = T;
     struct Source {
+        TmaOperands tma;
+        bool a_by_tma, b_by_tma;
         const T *a, *b;
         Product product;
     };
     static constexpr Major A = Major::K, B = Major::K;
-    static constexpr int BLOCKS = 1, WARPGROUPS = 2, ARRIVALS = WARPGROUPS * WARPGROUP / WARP;
+    static constexpr int BLOCKS = 1, WARPGROUPS = 2, ARRIVALS = WARPGROUPS * WARPGROUP / WARP + 1;
     static constexpr int REGISTERS = 88, CONSUMER_REGISTERS = 168, PARTS = 2;
 
+    const Source& from;
     PlainOperand<T, WARPGROUPS * WARPGROUP> a, b;
-    int K;
+    int K, m0, n0, a_batch, b_batch;
 
-    __device__ PlainLoader(const Source& from, const Tiled& p, bool, int batch, int m0, int n0) : K(p.K) {
+    __device__ PlainLoader(const Source& from, const Tiled& p, bool, int batch, int m0, int n0)
+        : from(from), K(p.K), m0(m0), n0(n0), a_batch(batch * p.a_step), b_batch(batch * p.b_step) {
         const Product& q = from.product;
         int64_t a_offset, b_offset;
         q.batch_offsets(batch, &a_offset, &b_offset);
@@ -85,8 +89,13 @@ struct PlainLoader {
     __device__ static bool takes_part() { return true; }
     __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
         const auto thread = static_cast<int>(threadIdx.x);
-        a.template load<BM>(stage, thread, k, K - k);
-        b.template load<BN>(stage + A_BYTES, thread, k, K - k);
+        if (thread == 0) {
+            mbarrier_arrive_expect(barrier, (from.a_by_tma ? A_BYTES : 0) + (from.b_by_tma ? B_BYTES : 0));
+            if (from.a_by_tma) load_tile<Major::K, BM>(stage, from.tma.a, barrier, m0, k, a_batch);
+            if (from.b_by_tma) load_tile<Major::K, BN>(stage + A_BYTES, from.tma.b, barrier, n0, k, b_batch);
+        }
+        if (!from.a_by_tma) a.template load<BM>(stage, thread, k, K - k);
+        if (!from.b_by_tma) b.template load<BN>(stage + A_BYTES, thread, k, K - k);
         fence_async_shared();
         __syncwarp();
         if (threadIdx.x % WARP == 0) mbarrier_arrive(barrier);
@@ -128,7 +137,7 @@ __device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, co
             }
         } else {
             __syncwarp();
-            T* out = c + int64_t{m0 + warp * 16} * p.N + n_part + lane;
+            T* out = c + batch * p.c_batch + int64_t{m0 + warp * 16} * p.N + n_part + lane;
 #pragma unroll 1
             for (int r = warp * 16; r < warp * 16 + 16 && m0 + r < p.M; ++r, out += p.N) {
 #pragma unroll
@@ -254,11 +263,10 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
                 }
             }
             order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
-            T* const out = c + batch * p.c_batch;
             if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
-                store_outputs<T, BN>(sum, out, p.M, p.N, m0 + half * PANEL_X, n0);
+                store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
             } else {
-                store_through_shared<T>(sum, out, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
+                store_through_shared<T>(sum, c, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
                                         m0 + half * PANEL_X, n0);
             }
         }
@@ -306,8 +314,15 @@ void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on) {
     const TileOrder tiles{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        const typename PlainLoader<T>::Source from{static_cast<const T*>(call.a_data),
-                                                   static_cast<const T*>(call.b_data), call.product};
+        const bool a_by_tma = call.a_by_tma && call.a_major == Major::K;
+        const bool b_by_tma = call.b_by_tma && call.b_major == Major::K;
+        const typename PlainLoader<T>::Source from{
+            {a_by_tma ? tensor_map(call.a) : CUtensorMap{}, b_by_tma ? tensor_map(call.b) : CUtensorMap{}},
+            a_by_tma,
+            b_by_tma,
+            static_cast<const T*>(call.a_data),
+            static_cast<const T*>(call.b_data),
+            call.product};
         launch<PlainLoader<T>>(call, from, {tiles, false}, on, true);
     });
 }
@@ -323,7 +338,8 @@ Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf
     const HopperCall call = prepare_hopper(input, other, allow_tf32, "persistent");
     if (call.done()) return call.output;
     const Launch on(input);
-    call.by_tma ? launch_persistent(call, input.scalar_type(), on, false) : launch_plain(call, input.scalar_type(), on);
+    call.by_tma() ? launch_persistent(call, input.scalar_type(), on, false)
+                  : launch_plain(call, input.scalar_type(), on);
     return call.output;
 }
 
@@ -331,7 +347,8 @@ Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32
     const HopperCall call = prepare_hopper(input, other, allow_tf32, "stream_k");
     if (call.done()) return call.output;
     const Launch on(input);
-    call.by_tma ? launch_persistent(call, input.scalar_type(), on, true) : launch_plain(call, input.scalar_type(), on);
+    call.by_tma() ? launch_persistent(call, input.scalar_type(), on, true)
+                  : launch_plain(call, input.scalar_type(), on);
     return call.output;
 }
 

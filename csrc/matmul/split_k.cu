@@ -118,7 +118,7 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
     const HopperCall call = prepare_hopper(input, other, allow_tf32, "split_k");
     if (call.done()) return call.output;
     const Launch on(input);
-    if (!call.by_tma) {
+    if (!call.by_tma()) {
         launch_plain(call, input.scalar_type(), on);
         return call.output;
     }

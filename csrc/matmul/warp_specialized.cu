@@ -73,7 +73,7 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
     const HopperCall call = prepare_hopper(input, other, allow_tf32, "warp_specialized");
     if (call.done()) return call.output;
     const Launch on(input);
-    if (!call.by_tma) {
+    if (!call.by_tma()) {
         launch_plain(call, input.scalar_type(), on);
         return call.output;
     }

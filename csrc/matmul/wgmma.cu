@@ -2,15 +2,16 @@
 //
 //   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for each other at every stage
 //
-// A block makes 128×128 outputs by two warpgroups of 64×128. One thread asks TMA for tiles of both operands, four stages
+// A block makes 128×128 outputs by two warpgroups of 64×128. One thread asks TMA for tiles of both operands, three stages
 // ahead; wgmma reads them where they land, past the registers. Nothing is computed to load: no addresses, no swizzle.
+// Two blocks fit on an SM, so that one multiplies while the other waits.
 
 #include "hopper.cuh"
 
 namespace kl {
 namespace {
 
-constexpr int BM = 128, BN = 128, STAGES = 4, THREADS = 2 * WARPGROUP;
+constexpr int BM = 128, BN = 128, STAGES = 3, THREADS = 2 * WARPGROUP;
 constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + STAGES * 8;  // tiles, what aligns them, barriers
 
@@ -61,7 +62,7 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     const HopperCall call = prepare_hopper(input, other, allow_tf32, "wgmma");
     if (call.done()) return call.output;
     const Launch on(input);
-    if (!call.by_tma) {
+    if (!call.by_tma()) {
         launch_plain(call, input.scalar_type(), on);
         return call.output;
     }
