@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 #: ``window_size`` that hides nothing.
 NO_WINDOW = (-1, -1)
@@ -51,7 +51,16 @@ def pairs(first: int, last: int, seqlen_q: int, seqlen_k: int) -> int:
     return int(((rows + last + 1).clamp(max=seqlen_k) - (rows + first).clamp(min=0)).clamp(min=0).sum())
 
 
-def causal_of(op: str, bias: CausalBias, is_causal: Any, query: Any, key: Any) -> bool | str:
+def is_causal_bias(mask: Any) -> bool:
+    """Whether a mask is one of PyTorch's causal bias objects.
+
+    Their module imports the compiler, which takes seconds. Where it has not been imported there is no such object.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
+def causal_of(op: str, bias: Any, is_causal: Any, query: Any, key: Any) -> bool | str:
     """What a causal bias object says, as ``is_causal``.
 
     Raises:
@@ -64,4 +73,4 @@ def causal_of(op: str, bias: CausalBias, is_causal: Any, query: Any, key: Any) -
         expected = query.shape[-2], key.shape[-2]
         if lengths != expected:
             raise ValueError(f"{op}: argument `attn_mask` is a causal bias for lengths {lengths}, got {expected}")
-    return True if bias.variant == CausalVariant.UPPER_LEFT else LOWER_RIGHT
+    return True if bias.variant.name == "UPPER_LEFT" else LOWER_RIGHT

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import CausalBias
 
 from kernel_ladder import autograd, table
-from kernel_ladder.band import NO_WINDOW, causal_of
+from kernel_ladder.band import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.reduction import Dim
 from kernel_ladder.spec import Inputs
 
@@ -116,7 +115,7 @@ def attention(
     """
     if type(dropout_p) is not float or dropout_p:
         _no_dropout("attention", dropout_p)
-    if isinstance(attn_mask, CausalBias):
+    if attn_mask is not None and type(attn_mask) is not torch.Tensor and is_causal_bias(attn_mask):
         is_causal, attn_mask = causal_of("attention", attn_mask, is_causal, query, key), None
     options = {
         "is_causal": is_causal,
