@@ -55,6 +55,7 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
         KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
         KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
+        KL_OP("matmul.skinny(Tensor input, Tensor other) -> Tensor", matmul_skinny),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, bool enable_gqa)"
               " -> Tensor",
               attention_naive),
@@ -149,6 +150,8 @@ const std::vector<Schema>& schemas() {
         KL_OP("linear.mma(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, bool allow_tf32)"
               " -> (Tensor, Tensor)",
               linear_mma),
+        KL_OP("linear.skinny(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
+              linear_skinny),
     };
     return list;
 }
@@ -186,6 +189,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_tiled_facts(facts, dtype);
     matmul_registers_facts(facts, dtype);
     matmul_mma_facts(facts, dtype);
+    matmul_skinny_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
@@ -200,6 +204,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     linear_naive_facts(facts, dtype);
     linear_registers_facts(facts, dtype);
     linear_mma_facts(facts, dtype);
+    linear_skinny_facts(facts, dtype);
     return facts;
 }
 

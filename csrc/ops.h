@@ -111,11 +111,13 @@ Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
 Tensor matmul_tiled(const Tensor& input, const Tensor& other);
 Tensor matmul_registers(const Tensor& input, const Tensor& other);
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_skinny(const Tensor& input, const Tensor& other);
 void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // attention/naive.cu, attention/flash.cu, attention/flash_backward.cu
 Tensor attention_naive(const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, double scale,
@@ -174,8 +176,11 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
                                             bool keep);
 std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                       const std::string& activation, bool keep, bool allow_tf32);
+std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                         const std::string& activation, bool keep);
 void linear_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 }  // namespace kl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, skinny_unsupported, unsupported
 from kernel_ladder.matmul_shapes import output_shape
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.table import register
@@ -53,6 +53,13 @@ def _mma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return unsupported(input, other)
 
 
+def _skinny_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    return unsupported(input, other) or skinny_unsupported(input, other)
+
+
+_UNSUPPORTED = {"mma": _mma_unsupported, "skinny": _skinny_unsupported}
+
+
 def _register(name: str) -> None:
     overload = getattr(torch.ops.kernel_ladder.matmul, name)
     if name == "mma":
@@ -64,19 +71,25 @@ def _register(name: str) -> None:
     else:
         run = overload
 
+    def many_rows(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.ops.kernel_ladder.matmul.mma(input, other, False)
+
+    # The gradient of `other` has as many rows as it has.
+    multiply = many_rows if name == "skinny" else run
+
     def forward(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
         return run(input, other), (input, other)
 
     def backward(
         saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return _gradients(run, *saved, grad, needs)
+        return _gradients(multiply, *saved, grad, needs)
 
     def fake(input: torch.Tensor, other: torch.Tensor, allow_tf32: bool = False) -> torch.Tensor:
         return input.new_empty(output_shape(input, other))
 
     torch.library.register_fake(f"kernel_ladder::matmul.{name}", fake)
-    takes = _mma_unsupported if name == "mma" else unsupported
+    takes = _UNSUPPORTED.get(name, unsupported)
     register("matmul", f"cuda.{name}", forward=forward, backward=backward, unsupported=takes)
 
 

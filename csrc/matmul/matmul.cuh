@@ -7,6 +7,7 @@
 //   tiled      a block shares tiles of A and B through shared memory       two shared loads per multiply-add
 //   registers  8×16 outputs per thread, fragments and tiles loaded ahead   the rate of the float32 units
 //   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync: Hopper's full rate needs wgmma
+//   skinny     at most 16 rows: `other` straight into the tensor cores     reading it; few columns leave SMs idle
 //
 // All sum in float32 and round once. Operands are read where they lie: any strides, batches broadcast by zero strides.
 #pragma once
