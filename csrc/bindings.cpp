@@ -61,6 +61,7 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.persistent(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_persistent),
         KL_OP("matmul.stream_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_stream_k),
         KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
+        KL_OP("matmul.skinny(Tensor input, Tensor other) -> Tensor", matmul_skinny),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_naive),
@@ -177,6 +178,8 @@ const std::vector<Schema>& schemas() {
         KL_OP("linear.mma(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, bool allow_tf32)"
               " -> (Tensor, Tensor)",
               linear_mma),
+        KL_OP("linear.skinny(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
+              linear_skinny),
     };
     return list;
 }
@@ -219,6 +222,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_cluster_facts(facts, dtype);
     matmul_persistent_facts(facts, dtype);
     matmul_split_k_facts(facts, dtype);
+    matmul_skinny_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_pingpong_kernel_facts(facts, dtype);
@@ -236,6 +240,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     linear_naive_facts(facts, dtype);
     linear_registers_facts(facts, dtype);
     linear_mma_facts(facts, dtype);
+    linear_skinny_facts(facts, dtype);
     return facts;
 }
 

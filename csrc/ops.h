@@ -123,6 +123,7 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
 Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_skinny(const Tensor& input, const Tensor& other);
 void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
@@ -133,6 +134,7 @@ void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType d
 void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // attention/*.cu
 std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -203,8 +205,11 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
                                             bool keep);
 std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                       const std::string& activation, bool keep, bool allow_tf32);
+std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                         const std::string& activation, bool keep);
 void linear_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 }  // namespace kl

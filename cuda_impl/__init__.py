@@ -8,6 +8,8 @@ from types import ModuleType
 
 import torch
 
+from kernel_ladder.matmul_shapes import as_matrices
+
 
 @functools.cache
 def extension() -> ModuleType | None:
@@ -39,4 +41,28 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
         return f"CUDA kernels take CUDA tensors, got {inputs[0].device.type}"
     if inputs[0].dtype == torch.float64:
         return "float64 is supported at the torch and compile levels only"
+    return None
+
+
+#: Rows of a product, at most, for the steps named `skinny`.
+SKINNY_ROWS = 16
+
+
+def skinny_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    """Why the steps for at most 16 rows do not take ``input @ other``, `other` a matrix ``(K, N)``, or None."""
+    if input.dtype not in (torch.float16, torch.bfloat16):
+        return "takes float16 and bfloat16"
+    if torch.compiler.is_compiling():
+        return "needs to know where operands begin, which torch.compile does not while it traces"
+    if other.dim() != 2:
+        return f"takes one matrix as `other`, got {other.dim()} dimensions"
+    a, _ = as_matrices(input, other)
+    if a.dim() != 2 or a.shape[0] > SKINNY_ROWS:
+        return f"takes at most {SKINNY_ROWS} rows that lie at one stride, got shape {tuple(input.shape)}"
+    (m, k), n = a.shape, other.shape[1]
+    rows = (a.stride(1) == 1 or k <= 1) and (m <= 1 or a.stride(0) % 8 == 0) and k % 8 == 0
+    along_k = other.stride(0) == 1 and (n <= 1 or other.stride(1) % 8 == 0)
+    along_n = other.stride(1) == 1 and other.stride(0) % 8 == 0 and n % 8 == 0
+    if not rows or not (along_k or along_n) or a.data_ptr() % 16 or other.data_ptr() % 16:
+        return "needs rows that are dense and start on 16 bytes, of both operands"
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, skinny_unsupported, unsupported
 from kernel_ladder.linear_shapes import ACTIVATIONS, as_rows, output_shape
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.table import register
@@ -18,6 +18,7 @@ _BACKWARD = {
     "naive": ("naive", "naive"),
     "registers": ("vectorized", "two_stage"),
     "mma": ("vectorized", "two_stage"),
+    "skinny": ("vectorized", "two_stage"),
 }
 
 
@@ -45,28 +46,46 @@ def _mma_unsupported(
     return unsupported(input)
 
 
-_UNSUPPORTED = {"naive": _naive_unsupported, "registers": _registers_unsupported, "mma": _mma_unsupported}
+def _skinny_unsupported(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+) -> str | None:
+    if (reason := unsupported(input)) is not None:
+        return reason
+    if weight.stride(1) != 1:
+        return "needs a weight whose rows are dense"
+    return skinny_unsupported(input, weight.mT)
+
+
+_UNSUPPORTED = {
+    "naive": _naive_unsupported,
+    "registers": _registers_unsupported,
+    "mma": _mma_unsupported,
+    "skinny": _skinny_unsupported,
+}
 
 
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
-    overload, multiply_overload = getattr(ops.linear, name), getattr(ops.matmul, name)
+    overload = getattr(ops.linear, name)
+    multiply_overload = getattr(ops.matmul, "mma" if name == "skinny" else name)  # a gradient has many rows
     elementwise, sums = _BACKWARD[name]
     gelu_backward = getattr(ops.gelu_backward, elementwise)
     bias_gelu_backward = getattr(ops.bias_gelu_backward, elementwise)
     sum_of = getattr(ops.sum, sums)
-    on_tensor_cores = name == "mma"
+    asks_for_tf32, multiplies_on_tensor_cores = name == "mma", name in ("mma", "skinny")
 
     def run(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if on_tensor_cores:
+        if asks_for_tf32:
             # Only where the switch is on does `unsupported` let float32 come here.
             return overload(input, weight, bias, activation or "none", keep, input.dtype == torch.float32)
         return overload(input, weight, bias, activation or "none", keep)
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return multiply_overload(a, b, a.dtype == torch.float32) if on_tensor_cores else multiply_overload(a, b)
+        if multiplies_on_tensor_cores:
+            return multiply_overload(a, b, a.dtype == torch.float32)
+        return multiply_overload(a, b)
 
     def inference(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, skinny_unsupported, unsupported
 from kernel_ladder.matmul_shapes import output_shape
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.strides import collapse
@@ -107,6 +107,11 @@ def _tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return _not_for_tma(input, "input", -1) or _not_for_tma(other, "other", -2)
 
 
+def _skinny_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    return unsupported(input, other) or skinny_unsupported(input, other)
+
+
+#: Steps that take tf32, with what keeps each from a call.
 _TENSOR_CORES = {
     "mma": _mma_unsupported,
     "wgmma": _tma_unsupported,
@@ -120,7 +125,7 @@ _TENSOR_CORES = {
 
 def _register(name: str) -> None:
     overload = getattr(torch.ops.kernel_ladder.matmul, name)
-    takes = _TENSOR_CORES.get(name, unsupported)
+    takes = _skinny_unsupported if name == "skinny" else _TENSOR_CORES.get(name, unsupported)
     if name in _TENSOR_CORES:
 
         def run(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -130,13 +135,19 @@ def _register(name: str) -> None:
     else:
         run = overload
 
+    def many_rows(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.ops.kernel_ladder.matmul.mma(input, other, False)
+
+    # The gradient of `other` has as many rows as it has.
+    multiply = many_rows if name == "skinny" else run
+
     def forward(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
         return run(input, other), (input, other)
 
     def backward(
         saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return _gradients(run, *saved, grad, needs)
+        return _gradients(multiply, *saved, grad, needs)
 
     def fake(input: torch.Tensor, other: torch.Tensor, allow_tf32: bool = False) -> torch.Tensor:
         return input.new_empty(output_shape(input, other))

@@ -214,6 +214,7 @@ INSTRUCTIONS = [
     ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),
     ("bias_gelu", "cuda.vectorized", r"LDG\.E\.128"),
     ("swiglu", "cuda.vectorized", r"LDG\.E\.128"),
+    ("matmul", "cuda.skinny", r"LDG\.E\.128"),
     ("linear", "cuda.registers", r"\bFFMA\b"),
     ("linear", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
 ]

@@ -103,6 +103,7 @@ SAMPLES = [
     _case("tile-1", (63, 31), 127, "gelu"),
     _case("aligned", (130, 72), 136, "gelu"),
     _case("many-rows", (331, 24), 40, "gelu"),
+    _case("thin", (9, 104), 72, "gelu"),
     _case("long-k", (3, 1021), 5, "gelu"),
     _case("3d", (2, 19, 24), 23, "gelu"),
     _case("4d", (2, 3, 5, 16), 8, None),

@@ -203,6 +203,6 @@ AOT = [
     entry(_linear_kernel, "fp16", {**_LAYER, **_MASKED, **_TANH_KEPT}, CONFIGS["16-bit"][5]),
     entry(_linear_kernel, "bf16", {**_LAYER, **_MASKED, **_GELU}, CONFIGS["16-bit thin"][0]),
     entry(_linear_kernel, "fp32", {**_LAYER, **_EVEN, **_GELU}, CONFIGS["ieee"][0]),
-    *(described_entry("bf16", True, True, each, **_GELU) for each in descriptors.CONFIGS[:7]),
+    *(described_entry("bf16", True, True, each, **_GELU) for each in descriptors.CONFIGS[:5]),
     described_entry("fp16", True, True, descriptors.CONFIGS[0], **_TANH_KEPT),
 ]

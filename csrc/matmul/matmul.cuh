@@ -5,7 +5,7 @@
 //   naive             one thread per output                                  a warp's loads fall on 32 cache lines
 //   coalesced         the threads of a warp run along N                      every operand element comes from L1 or L2
 //   tiled             a block shares tiles of A and B through shared memory  two shared loads per multiply-add
-//   registers         8×16 outputs per thread, tiles loaded ahead            the rate of the float32 units
+//   registers         8×16 outputs per thread, fragments and tiles ahead     the rate of the float32 units
 //   mma               tensor cores, fed by a cp.async pipeline and ldmatrix  mma.sync: Hopper's full rate needs wgmma
 //   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for each other at every stage
 //   warp_specialized  one warp loads, two warpgroups multiply                every block reads its operands from L2 alone
@@ -13,6 +13,7 @@
 //   persistent        blocks stay; loading runs ahead into the next tile     few tiles leave SMs idle
 //   stream_k          the last turns' k-tiles, not tiles, are shared out     parts that wait for each other
 //   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the GPU's last turn
+//   skinny            at most 16 rows: `other` straight into the tensor cores  reading it; few columns leave SMs idle
 //
 // All sum in float32 and round once. Operands are read where they lie: any strides, batches broadcast by zero strides.
 // From wgmma on the steps need compute capability 9.0, and share hopper.cuh.
