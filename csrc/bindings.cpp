@@ -226,7 +226,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_pingpong_kernel_facts(facts, dtype);
-    attention_split_kernel_facts(facts, dtype);
+    attention_split_kv_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
     add_kernel_facts(facts, dtype);
     sum_kernel_facts(facts, dtype);

@@ -161,7 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
 void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_split_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // add.cu

@@ -60,6 +60,10 @@ _KERNELS_OF = {
 }
 
 
+#: Variants whose backward pass is that of an earlier step.
+_BACKWARD_OF = {("attention", "pingpong"): "flash", ("attention", "split_kv"): "flash"}
+
+
 @dataclass(frozen=True)
 class Instance:
     """One instance of a kernel's template in the binary."""
@@ -176,6 +180,8 @@ def _that_runs_here(built: list[int]) -> int | None:
 def inspect(request: Request) -> Inspection:
     variant = request.variant
     step = variant.name.partition(".")[2]
+    if request.pass_ == "backward":
+        step = _BACKWARD_OF.get((variant.op, step), step)
     of_all = of_variant(variant.op, step)
     dtypes = sorted({i.dtype for i in of_all if i.dtype is not None})
     if request.dtype_name not in dtypes:

@@ -211,6 +211,8 @@ INSTRUCTIONS = [
     ("matmul", "cuda.stream_k", r"LDG\.E\.STRONG\.GPU|LD\.E\.STRONG\.GPU"),
     ("matmul", "cuda.split_k", r"UCGABAR_WAIT"),
     ("attention", "cuda.flash", r"HMMA\.16816\.F32\.BF16"),
+    ("attention", "cuda.pingpong", r"HGMMA\.64x128x16\.F32\.BF16"),
+    ("attention", "cuda.split_kv", r"LDGSTS\.E"),
     ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),
     ("bias_gelu", "cuda.vectorized", r"LDG\.E\.128"),
     ("swiglu", "cuda.vectorized", r"LDG\.E\.128"),

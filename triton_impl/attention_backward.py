@@ -155,8 +155,8 @@ def _key_value_kernel(
     grad_v = tl.full([BLOCK_N, BLOCK_DV], 0.0, dtype=tl.float32)
 
     # Queries in three runs: those on the diagonal, those that see every key of the tile, and the ragged end. Where all
-    # scores must be asked about, one.
-    ASK_ALL: tl.constexpr = BAND == 2 or MASK != 0
+    # scores must be asked about, one; and of packed sequences, whose places leave no registers for three.
+    ASK_ALL: tl.constexpr = BAND == 2 or MASK != 0 or VARLEN
     whole = seqlen_q // BLOCK_M * BLOCK_M
     begin, diagonal, end = 0, 0, seqlen_q
     if BAND != 0:
@@ -173,7 +173,7 @@ def _key_value_kernel(
         mask_base = mask_ptr + b * m_b + h * m_h
         lse_base = lse_ptr + row_offset + h * lse_h
         delta_base = delta_ptr + row_offset + h * lse_h
-        if BAND != 0 or MASK != 0:
+        if BAND != 0 or ASK_ALL:
             grad_k, grad_v = _gather_queries(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, start_n, begin, diagonal,
                 scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
@@ -296,8 +296,7 @@ def _query_kernel(
 
 
 def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    # Where a packed sequence lies takes registers that larger tiles do not have.
-    return choose(KEY_VALUE_CHOICES, configs, kwargs)[-1 if kwargs["VARLEN"] else 0 :]
+    return choose(KEY_VALUE_CHOICES, configs, kwargs)
 
 
 def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:

@@ -32,7 +32,7 @@ from triton_impl.fast_math import exp2
 from triton_impl.tuning import Launch, Launches, Tuned
 
 #: Queries, of all heads that share keys, that one tile holds.
-MAX_ROWS = 64
+MAX_ROWS = 32
 #: Fewer keys than this are not worth a program of their own.
 MIN_RUN = 256
 #: Programs an SM has at a time, about.
@@ -250,6 +250,6 @@ def unsupported(
 AOT = [
     ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),
     ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
-    ahead_of_time(_split_kernel, 256, 64, 64, 4, 3),
+    ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),
     ahead_of_time(_split_kernel, 64, 32, 64, 4, 4, mask=BOOLEAN),
 ]

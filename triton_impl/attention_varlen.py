@@ -63,6 +63,6 @@ register(
 AOT = [
     ahead_of_time(_forward_kernel, 128, 128, 64, 8, 3, BELOW_DIAGONAL, VARLEN=True),
     ahead_of_time(_forward_kernel, 64, 64, 64, 4, 3, BETWEEN_DIAGONALS, VARLEN=True),
-    ahead_of_time(_key_value_kernel, 128, 32, 64, 4, 2, BELOW_DIAGONAL, VARLEN=True, EVEN_Q=False),
+    ahead_of_time(_key_value_kernel, 128, 32, 128, 8, 2, BELOW_DIAGONAL, VARLEN=True, EVEN_Q=False),
     ahead_of_time(_query_kernel, 128, 64, 64, 4, 2, BELOW_DIAGONAL, VARLEN=True),
 ]

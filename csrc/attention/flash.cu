@@ -244,14 +244,18 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
-        const auto add = [&](const char* name, auto shape) {
+        const auto add = [&](const char* name, auto shape, auto masked) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_flash_kernel<T, S, true, false>>(name, S::THREADS, SHARED<S>));
+            constexpr bool MASKED = decltype(masked)::value;
+            facts.push_back(kernel_facts<attention_flash_kernel<T, S, !MASKED, MASKED>>(name, S::THREADS, SHARED<S>));
         };
-        add("attention.flash.64", Shape64{});
-        add("attention.flash.128", Shape128{});
-        add("attention.flash.256", Shape256{});
+        add("attention.flash.64", Shape64{}, std::false_type{});
+        add("attention.flash.128", Shape128{}, std::false_type{});
+        add("attention.flash.256", Shape256{}, std::false_type{});
+        add("attention.flash.masked.64", MaskedShape64{}, std::true_type{});
+        add("attention.flash.masked.128", MaskedShape128{}, std::true_type{});
+        add("attention.flash.masked.256", Shape256{}, std::true_type{});
     });
 }
 

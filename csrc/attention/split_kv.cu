@@ -48,7 +48,7 @@ struct Runs {
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS)
-    attention_split_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a, Runs runs) {
+    attention_split_kv_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a, Runs runs) {
 #if __CUDA_ARCH__ >= 800
     constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS)
 // One query's runs, weighed by their share of its sum of exponentials; a block a query.
 template <typename T>
 __global__ void __launch_bounds__(COMBINE_THREADS)
-    attention_combine_kernel(T* output, float* lse, const float* partial, const float* partial_lse, int64_t rows,
-                             int runs, int D_v) {
+    attention_split_kv_combine_kernel(T* output, float* lse, const float* partial, const float* partial_lse,
+                                      int64_t rows, int runs, int D_v) {
     const int64_t row = blockIdx.x;
     float max_of_all = -INFINITE, sum = 0.0f;
     for (int r = 0; r < runs; ++r) max_of_all = fmaxf(max_of_all, partial_lse[r * rows + row]);
@@ -251,14 +251,14 @@ void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const 
         operands.partial = static_cast<float*>(partial->data_ptr());
         operands.lse = static_cast<float*>(partial_lse->data_ptr());
     }
-    const auto kernel = attention_split_kernel<T, S>;
+    const auto kernel = attention_split_kv_kernel<T, S>;
     static DeviceSet asked;
     allow_shared(kernel, S::SHARED, launch.device, asked);
     const auto grid = grid_size(a.batches * a.heads_kv * runs.count);
     kernel<<<grid, THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
-    attention_combine_kernel<T><<<grid_size(a.rows()), COMBINE_THREADS, 0, launch.stream>>>(
+    attention_split_kv_combine_kernel<T><<<grid_size(a.rows()), COMBINE_THREADS, 0, launch.stream>>>(
         operands.output, static_cast<float*>(lse.data_ptr()), operands.partial, operands.lse, a.rows(), runs.count,
         a.D_v);
     KL_LAUNCH_CHECK();
@@ -298,14 +298,16 @@ std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor&
     return {output, lse};
 }
 
-void attention_split_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
         const auto add = [&](const char* name, auto shape) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_split_kernel<T, S>>(name, THREADS, S::SHARED));
+            facts.push_back(kernel_facts<attention_split_kv_kernel<T, S>>(name, THREADS, S::SHARED));
         };
+        facts.push_back(kernel_facts<attention_split_kv_combine_kernel<decltype(zero)>>("attention.split_kv.combine",
+                                                                                        COMBINE_THREADS));
         add("attention.split_kv.64", Split64{});
         add("attention.split_kv.128", Split128{});
         add("attention.split_kv.256", Split256{});
