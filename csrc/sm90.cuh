@@ -79,8 +79,8 @@ __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init
 __device__ inline void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the barrier of the same address in block `rank` of the cluster. It orders what the copy engine and wgmma do;
-// ordinary writes would need a release at the scope of the cluster, whose price is a fence of the whole GPU.
+// Arrives at the barrier of the same address in block `rank` of the cluster. It orders what the copy engine and wgmma
+// do; ordinary writes would need a release at the scope of the cluster, whose price is a fence of the whole GPU.
 __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -327,9 +327,9 @@ struct Wgmma;
 #define KL_D96 KL_D88, KL_D8(88)
 #define KL_D128 KL_D96, KL_D8(96), KL_D8(104), KL_D8(112), KL_D8(120)
 
-// N outputs a row in R registers. P0 … P6 number the operands after them: from shared memory the descriptors of A and B,
-// whether to accumulate, and the transposing bits of A and B; from registers A's four, B's descriptor, accumulate, and
-// B's bit.
+// N outputs a row in R registers. P0 … P6 number the operands after them: from shared memory the descriptors of A and
+// B, whether to accumulate, and the transposing bits of A and B; from registers A's four, B's descriptor, accumulate,
+// and B's bit.
 #define KL_WGMMA_SHARED(N, K, TYPE, R, A, B, ACCUMULATE, BITS, ...)                              \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE                \
                  ", 0;\n"                                                                        \

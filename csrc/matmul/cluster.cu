@@ -1,6 +1,6 @@
 // matmul, eighth step; the table of the climb stands in matmul.cuh.
 //
-//   cluster           two blocks share what both read, by TMA multicast      a block begins and ends with idle tensor cores
+//   cluster           two blocks share what both read, by TMA multicast      idle tensor cores as a block begins, ends
 //
 // A cluster of two blocks makes 256×256 outputs, one below the other, from the same columns of B: each loads half of
 // them, for both. (Of few rows it makes 128×512 and shares A.) What a block asks of L2 falls from 48 to 32 KiB a stage.

@@ -64,8 +64,8 @@ struct PairOrder {
     }
 };
 
-// Who makes which k-tiles of which tiles. The first `shared` tiles are laid end to end along k and cut into equal parts,
-// one for each worker, wherever the cuts fall; the others are made whole, one worker after the other. Where nothing is
+// Who makes which k-tiles of which tiles. The first `shared` tiles are laid end to end along k and cut into equal
+// parts, one for each worker, wherever the cuts fall; the others are made whole, one worker after the other. Where nothing is
 // shared, workers go from tile to tile.
 struct Shares {
     int tiles, shared, k_tiles, workers;

@@ -7,13 +7,13 @@
 //   tiled             a block shares tiles of A and B through shared memory  two shared loads per multiply-add
 //   registers         8×16 outputs per thread, fragments and tiles ahead     the rate of the float32 units
 //   mma               tensor cores, fed by a cp.async pipeline and ldmatrix  mma.sync: Hopper's full rate needs wgmma
-//   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for each other at every stage
-//   warp_specialized  one warp loads, two warpgroups multiply                every block reads its operands from L2 alone
-//   cluster           two blocks share what both read, by TMA multicast      a block begins and ends with idle tensor cores
+//   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for all, at every stage
+//   warp_specialized  one warp loads, two warpgroups multiply                each block reads from L2 for itself
+//   cluster           two blocks share what both read, by TMA multicast      idle tensor cores as a block begins, ends
 //   persistent        blocks stay; loading runs ahead into the next tile     few tiles leave SMs idle
 //   stream_k          the last turns' k-tiles, not tiles, are shared out     parts that wait for each other
-//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the GPU's last turn
-//   skinny            at most 16 rows: `other` straight into the tensor cores  reading it; few columns leave SMs idle
+//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the last turn
+//   skinny            at most 16 rows: `other` straight to tensor cores      reading it; few columns leave SMs idle
 //
 // All sum in float32 and round once. Operands are read where they lie: any strides, batches broadcast by zero strides.
 // From wgmma on the steps need compute capability 9.0, and share hopper.cuh.

@@ -13,12 +13,13 @@
 // cost power; and what ping-pong would hide, a tile's rounding, is about a hundredth of its products at K = 4096.
 //
 // stream_k (Osama et al., "Stream-K", arXiv:2301.03598) is the same kernel where the tiles of the last turn, which does
-// not fill the GPU, and of the turn before are cut into equal parts along k (hopper.cuh, Shares). A block begins with the
-// end of a tile that another begins, and ends with the beginning of one that others end; so that whoever adds up waits
+// not fill the GPU, and of the turn before are cut into equal parts along k (hopper.cuh, Shares). A block begins with
+// the end of a tile that another begins, and ends with the beginning of one that others end; so that whoever adds up waits
 // for what was made first.
 //
 // Who loads is the kernel's argument: TMA, or warps with plain loads (plain_loader.cuh), for operands that TMA cannot
-// read. The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared out.
+// read. The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared
+// out.
 
 #include "hopper.cuh"
 #include "plain_loader.cuh"

@@ -106,8 +106,8 @@ struct PlainOperand {
         }
     }
 
-    // A thread turns four rows of k of one chunk of x into E rows of x of four elements of k. Those side by side hold all
-    // k of a row, so that their stores fill whole rows.
+    // A thread turns four rows of k of one chunk of x into E rows of x of four elements of k. Those side by side hold
+    // all k of a row, so that their stores fill whole rows.
     template <int WIDTH>
     __device__ void along_x(uint32_t tile, int thread, const T* source, int k_left) const {
         constexpr int ROWS = 4, FOURS = SWIZZLE_ROW / (ROWS * sizeof(T)), STEP = THREADS / FOURS * E;

@@ -1,9 +1,9 @@
 // matmul, eleventh step; the table of the climb stands in matmul.cuh.
 //
-//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the GPU's last turn
+//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the last turn
 //
-// A product of few tiles and a long K leaves most SMs without work. Here a cluster of 2, 4 or 8 blocks makes one 128×256
-// tile, each from its part of K, and adds up through distributed shared memory: every block lays its sums in its own
+// A product of few tiles and a long K leaves most SMs without work. Here a cluster of 2, 4 or 8 blocks makes one
+// 128×256 tile, each from its part of K, and adds up through distributed shared memory: every block lays its sums in its own
 // shared memory, and finishes its part of the columns from all of them. They are added in the order of K, whoever comes
 // first, so that every run gives the same bits; and no workspace is needed in global memory.
 //

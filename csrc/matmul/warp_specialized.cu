@@ -1,6 +1,6 @@
 // matmul, seventh step; the table of the climb stands in matmul.cuh.
 //
-//   warp_specialized  one warp loads, two warpgroups multiply                every block reads its operands from L2 alone
+//   warp_specialized  one warp loads, two warpgroups multiply                each block reads from L2 for itself
 //
 // A block makes 128×256 outputs. Loading and multiplying meet at two barriers a stage: `full` (its bytes are here) and
 // `empty` (every multiplying warp is done with it), so that neither waits for more than it needs. A multiplying

@@ -1,9 +1,9 @@
 // matmul, sixth step; the table of the climb stands in matmul.cuh.
 //
-//   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for each other at every stage
+//   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for all, at every stage
 //
-// A block makes 128×128 outputs by two warpgroups of 64×128. One thread asks TMA for tiles of both operands, three stages
-// ahead; wgmma reads them where they land, past the registers. Nothing is computed to load: no addresses, no swizzle.
+// A block makes 128×128 outputs by two warpgroups of 64×128. One thread asks TMA for tiles of both operands, three
+// stages ahead; wgmma reads them where they land, past the registers. Nothing is computed to load: no addresses, no swizzle.
 // Two blocks fit on an SM, so that one multiplies while the other waits.
 
 #include "hopper.cuh"
