@@ -7,7 +7,7 @@
 // second set of registers, and the tiles of the next two turns, from global into shared memory. A float32 tile travels
 // by cp.async, past the registers; 16-bit elements rest in registers for most of a turn, and are widened then.
 //
-// A block of 128 threads makes 128×128 outputs and walks K in tiles of 16, one barrier per tile. Two blocks share an
+// A block of 128 threads makes 128×128 outputs and walks K in tiles of 32 or 16, a barrier per tile. Two blocks share an
 // SM: while one waits at its barrier, the other multiplies.
 
 #include <cuda_pipeline_primitives.h>
@@ -19,15 +19,19 @@ namespace {
 
 constexpr int THREADS = 128;
 constexpr int BLOCK = 128;  // rows of A, and columns of B, per block
-constexpr int BLOCK_K = 16;
+// k of a tile: as many as two blocks of an SM have shared memory for, save that 16-bit tiles rest in registers.
+template <typename T>
+constexpr int BLOCK_K = sizeof(T) == sizeof(float) ? 32 : 16;
 constexpr int STAGES = 3;  // tiles in shared memory: one that is multiplied, two on their way
 constexpr int BURST = 8;   // copies that a thread starts at once: on their own among loads each costs three empty slots
 
 // Both tiles lie in shared memory as [k][x], with x = m or n: the inner loop reads rows of it, 4 floats at a time. The
 // pitch keeps those aligned, and moves each k on by 4 banks: lanes that store 8 k of 4 x meet 32 different ones.
 constexpr int PITCH = BLOCK + 4;
-constexpr int TILE = BLOCK_K * PITCH;  // floats
-constexpr int SHARED = STAGES * 2 * TILE * static_cast<int>(sizeof(float));
+template <typename T>
+constexpr int TILE = BLOCK_K<T> * PITCH;  // floats
+template <typename T>
+constexpr int SHARED = STAGES * 2 * TILE<T> * static_cast<int>(sizeof(float));
 
 // Like __pipeline_memcpy_async of one element, or of a zero, without a branch between the two.
 __device__ inline void copy_or_zero(float* shared, const float* global, bool copy) {
@@ -45,10 +49,11 @@ __device__ inline void copy_or_zero(float* shared, const float* global, bool cop
 // 1, every run of 16 bytes is aligned, every tile lies inside the operand and spans less than 4 GiB.
 template <typename T, bool ALONG_K, bool WHOLE>
 struct Loader {
+    static constexpr int BK = BLOCK_K<T>;
     static constexpr bool ASYNC = sizeof(T) == sizeof(float);  // cp.async cannot convert
     // Elements per copy. A float32 operand along k is transposed by copies of one element.
     static constexpr int V = WHOLE && !(ASYNC && ALONG_K) ? Vec<T>::size : 1;
-    static constexpr int COPIES = BLOCK_K / V;
+    static constexpr int COPIES = BK / V;
     // A warp's single elements along k are 8 k of 4 x: whole sectors of 32 bytes. Longer runs are one row per thread.
     static constexpr int K_LANES = V == 1 ? 8 : 1, X_LANES = THREADS / K_LANES;  // where ALONG_K
     static constexpr int X_RUNS = BLOCK / V;                                     // else: runs in a row of the tile
@@ -61,7 +66,7 @@ struct Loader {
     int x_left;                 // rows or columns of the operand from this thread's first on
     int64_t k_left;             // the same along k, and no more than a tile's of it
     int k_inside;
-    Vec<T> staged[ASYNC ? 1 : BLOCK_K / Vec<T>::size];
+    Vec<T> staged[ASYNC ? 1 : BK / Vec<T>::size];
 
     __device__ Loader(const T* operand, int64_t x0, int64_t X, int64_t K, int64_t stride_x, int64_t stride_k)
         : source(operand + x0 * stride_x + (WHOLE ? 0 : x_of(0) * stride_x + k_of(0) * stride_k)),
@@ -69,7 +74,7 @@ struct Loader {
           stride_k(stride_k),
           x_left(static_cast<int>(min(X - x0 - x_of(0), int64_t{BLOCK}))),
           k_left(K - k_of(0)),
-          k_inside(static_cast<int>(min(k_left, int64_t{BLOCK_K}))) {
+          k_inside(static_cast<int>(min(k_left, int64_t{BK}))) {
         const uint32_t bytes_x = stride_x * sizeof(T), bytes_k = stride_k * sizeof(T);
         for (int i = 0; i < OFFSETS; ++i) offsets[i] = x_of(i) * bytes_x + k_of(i) * bytes_k;
     }
@@ -111,7 +116,7 @@ struct Loader {
     __device__ void store(float* tile) const {
         if constexpr (!ASYNC) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_K; ++i) {  // elements
+            for (int i = 0; i < BK; ++i) {  // elements
                 const int at = k_of(i / V) * PITCH + x_of(i / V) + i % V * (ALONG_K ? PITCH : 1);
                 tile[at] = to_float(staged[i / Vec<T>::size][i % Vec<T>::size]);
             }
@@ -121,9 +126,9 @@ struct Loader {
     // On to the next tile, if there is one. Else fetch copies a WHOLE operand's last tile again, rather than branch;
     // and of any other nothing, for nothing is inside.
     __device__ void advance(bool more) {
-        k_left -= BLOCK_K;
-        k_inside = static_cast<int>(min(k_left, int64_t{BLOCK_K}));
-        source += more ? BLOCK_K * stride_k : 0;
+        k_left -= BK;
+        k_inside = static_cast<int>(min(k_left, int64_t{BK}));
+        source += more ? BK * stride_k : 0;
     }
 };
 
@@ -147,9 +152,10 @@ constexpr uint32_t GROUP = 16;  // rows of blocks that go over the columns toget
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE, typename Epilogue>
 __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Product& p, const Epilogue& epilogue) {
+    constexpr int BK = BLOCK_K<T>;
     extern __shared__ float4 shared[];
     float* const a_tiles = reinterpret_cast<float*>(shared);
-    float* const b_tiles = a_tiles + STAGES * TILE;
+    float* const b_tiles = a_tiles + STAGES * TILE<T>;
     const uint32_t tiles_m = ceil_div(p.M, BLOCK), tiles_n = ceil_div(p.N, BLOCK);  // fewer than 2³¹ blocks in all
     const uint32_t batch = blockIdx.x / (tiles_m * tiles_n), within = blockIdx.x % (tiles_m * tiles_n);
     const uint32_t group = within / tiles_n / GROUP, in_group = within - group * GROUP * tiles_n;
@@ -167,20 +173,20 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     const int m_thread = warp / 2 * 64 + lane / 2 % 8 * 4, n_thread = warp % 2 * 64 + (lane % 2 + lane / 16 * 2) * 4;
     float sum[8][16] = {};
 
-    int reading = 0, writing = (STAGES - 1) * TILE;  // where the tile that is multiplied, and the one fetched, begin
-    const auto next_stage = [](int at) { return at == (STAGES - 1) * TILE ? 0 : at + TILE; };
+    int reading = 0, writing = (STAGES - 1) * TILE<T>;  // where the tile that is multiplied, and the one fetched, begin
+    const auto next_stage = [](int at) { return at == (STAGES - 1) * TILE<T> ? 0 : at + TILE<T>; };
     if (p.K > 0) {
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; ++stage) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_K; ++i) {
-                a_loader.fetch(i, a_tiles + stage * TILE);
-                b_loader.fetch(i, b_tiles + stage * TILE);
+            for (int i = 0; i < BK; ++i) {
+                a_loader.fetch(i, a_tiles + stage * TILE<T>);
+                b_loader.fetch(i, b_tiles + stage * TILE<T>);
             }
-            a_loader.store(a_tiles + stage * TILE);
-            b_loader.store(b_tiles + stage * TILE);
+            a_loader.store(a_tiles + stage * TILE<T>);
+            b_loader.store(b_tiles + stage * TILE<T>);
             __pipeline_commit();
-            const bool more = (stage + 1) * BLOCK_K < p.K;
+            const bool more = (stage + 1) * BK < p.K;
             a_loader.advance(more);
             b_loader.advance(more);
         }
@@ -189,27 +195,27 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     __syncthreads();
     Fragment fragments[2];
     if (p.K > 0) fragments[0].load(a_tiles + m_thread, b_tiles + n_thread);
-    for (int64_t k0 = 0; k0 < p.K; k0 += BLOCK_K) {
+    for (int64_t k0 = 0; k0 < p.K; k0 += BK) {
 #pragma unroll
-        for (int k = 0; k < BLOCK_K; ++k) {
+        for (int k = 0; k < BK; ++k) {
             if (k % BURST == 0) {
 #pragma unroll
                 for (int i = k; i < k + BURST; ++i) a_loader.fetch(i, a_tiles + writing);
 #pragma unroll
                 for (int i = k; i < k + BURST; ++i) b_loader.fetch(i, b_tiles + writing);
             }
-            if (k == BLOCK_K * 3 / 4) {
+            if (k == BK * 3 / 4) {
                 a_loader.store(a_tiles + writing);
                 b_loader.store(b_tiles + writing);
             }
             int next = reading + (k + 1) * PITCH;
-            if (k == BLOCK_K - 1) {
+            if (k == BK - 1) {
                 // Every thread has read its last values of this tile, and past the barrier all of the next tile is
                 // there: so the next turn may fetch over this one.
                 __pipeline_commit();
                 __pipeline_wait_prior(STAGES - 2);
                 __syncthreads();
-                const bool more = k0 + STAGES * BLOCK_K < p.K;
+                const bool more = k0 + STAGES * BK < p.K;
                 a_loader.advance(more);
                 b_loader.advance(more);
                 writing = reading;
@@ -266,7 +272,7 @@ bool is_regular(const void* data, int64_t contiguous, int64_t other, const Produ
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
 bool is_whole(const T* a, const T* b, const Product& p) {
-    return p.M % BLOCK == 0 && p.N % BLOCK == 0 && p.K % BLOCK_K == 0 &&
+    return p.M % BLOCK == 0 && p.N % BLOCK == 0 && p.K % BLOCK_K<T> == 0 &&
            (A_ALONG_K ? is_regular<T>(a, p.a_k, p.a_m, p, p.a_batch) : is_regular<T>(a, p.a_m, p.a_k, p, p.a_batch)) &&
            (B_ALONG_K ? is_regular<T>(b, p.b_k, p.b_n, p, p.b_batch) : is_regular<T>(b, p.b_n, p.b_k, p, p.b_batch));
 }
@@ -274,9 +280,9 @@ bool is_whole(const T* a, const T* b, const Product& p) {
 template <auto* KERNEL, typename T, typename... Epilogue>
 void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, const Epilogue&... epilogue) {
     static DeviceSet asked;
-    allow_shared(KERNEL, SHARED, on.device, asked);
+    allow_shared(KERNEL, SHARED<T>, on.device, asked);
     const auto grid = grid_size(p.batches * ceil_div(p.M, BLOCK) * ceil_div(p.N, BLOCK));
-    KERNEL<<<grid, THREADS, SHARED, on.stream>>>(c, a, b, p, epilogue...);
+    KERNEL<<<grid, THREADS, SHARED<T>, on.stream>>>(c, a, b, p, epilogue...);
 }
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
@@ -329,14 +335,14 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
 
 void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     if (dtype != ScalarType::Float) return;
-    facts.push_back(kernel_facts<linear_registers_kernel<float, true>>("linear.registers", THREADS, SHARED));
+    facts.push_back(kernel_facts<linear_registers_kernel<float, true>>("linear.registers", THREADS, SHARED<float>));
 }
 
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         facts.push_back(
-            kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", THREADS, SHARED));
+            kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", THREADS, SHARED<T>));
     });
 }
 
