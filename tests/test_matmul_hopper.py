@@ -127,7 +127,7 @@ SIZES = [
 
 @needs_gpu
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("layout", itertools.product([False, True], repeat=2), ids=["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_layout_and_size(name, layout, dtype):
     for m, n, k in SIZES:
@@ -146,7 +146,7 @@ def test_tf32_along_k(name, sizes, tf32):
 
 @needs_gpu
 @pytest.mark.parametrize("name", ANY_OPERAND)
-@pytest.mark.parametrize("layout", itertools.product([False, True], repeat=2), ids=["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_operands_off_the_grid_of_tma(name, layout, dtype, tf32):
     for (m, n, k), offset in zip([(1, 1, 1), (127, 255, 63), (131, 259, 67), (515, 1031, 517)], range(4), strict=True):

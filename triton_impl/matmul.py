@@ -305,7 +305,7 @@ AOT = [
     *(described_entry("fp16", True, False, each) for each in descriptors.CONFIGS[1:]),
     *(
         entry(split.KERNEL, "bf16", {**_ROWS, **_EVEN}, each, {"partials_ptr": "*fp32"})
-        for each in (split.CONFIGS[0], split.CONFIGS[5])
+        for each in (split.CONFIGS[2], split.CONFIGS[5])
     ),
     entry(split.KERNEL, "fp32", {**_COLUMNS, **_MASKED}, split.FLOAT32[0]),
     entry(split.SUM_KERNEL, "bf16", {"BLOCK": split.SUM_BLOCK}, types={"partials_ptr": "*fp32"}),
