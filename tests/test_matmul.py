@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -103,3 +106,15 @@ def test_batches_of_descriptors(name, batches):
         skip_unless_it_runs(variant, (x, y))
         result = agreement(kernel_ladder.spec("matmul"), lambda *t: autograd.run(variant, t, {}), (x, y), {})
         assert result.agrees, str(result)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_no_tensor_outlives_its_last_use(variant):
+    """Launches are remembered; the tensors that they were first made for are not."""
+    inputs = make_inputs(Case("", ((16, 104), (104, 88))), torch.bfloat16, DEVICE)
+    skip_unless_it_runs(variant, inputs)
+    output = autograd.run(variant, inputs, {})
+    alive = [weakref.ref(x) for x in (*inputs, output)]
+    del inputs, output
+    gc.collect()
+    assert [x() for x in alive] == [None] * 3

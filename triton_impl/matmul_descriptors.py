@@ -265,7 +265,9 @@ class DescriptorLaunch:
         options: dict[str, int],
     ) -> None:
         self._kernel, self._run, self._grid = kernel, kernel[(programs,)], (programs, 1, 1)
-        self._describe, self._arguments, self._options = describe, arguments, options
+        # Without the tensors that they were made for, which a launch that is kept would keep.
+        self._describe = tuple(None if d is None else _moved(d, None) for d in describe)
+        self._arguments, self._options = arguments, options
         self._aligned: dict[int, Callable[..., None]] = {}  # by device
 
     def __call__(self, *tensors: torch.Tensor) -> None:
@@ -287,7 +289,7 @@ class DescriptorLaunch:
         return self._kernel.warmup(*given, *self._arguments, grid=self._grid, **self._options)
 
 
-def _moved(descriptor: TensorDescriptor, tensor: torch.Tensor) -> TensorDescriptor:
+def _moved(descriptor: TensorDescriptor, tensor: torch.Tensor | None) -> TensorDescriptor:
     """The same description of another tensor's memory; checked when it was first made."""
     moved = object.__new__(TensorDescriptor)
     moved.__dict__.update(descriptor.__dict__)
