@@ -333,7 +333,7 @@ _fused_backward = Tuned(
 _backward_rows = Tuned(_norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
 _backward_columns = Tuned(
     _norm_backward_columns_kernel,
-    [c for stages in (3, 1) for c in blocks_of((2048, 4), (1024, 4), (4096, 8), STAGES=stages)],
+    blocks_of((2048, 4), (1024, 4), (4096, 8), stages=(3, 1)),
     (*KEY, "NEEDS_WEIGHTS"),
 )
 

@@ -63,7 +63,14 @@ def suitable_backward(configs: list[triton.Config], named_args: dict, **constant
     return _chosen(configs, backward_shapes(constants["BLOCK"]))
 
 
-def blocks_of(*choices: tuple[int, int], **more: int) -> list[triton.Config]:
-    """Configurations of a program that goes through a row: (elements at a time, warps)."""
-    every = [triton.Config({"BLOCK": block, **more}, num_warps=warps, num_stages=1) for block, warps in choices]
+def blocks_of(*choices: tuple[int, int], stages: tuple[int, ...] = (0,)) -> list[triton.Config]:
+    """Configurations of a program that goes through a row: (elements at a time, warps), and STAGES where there are any.
+
+    The interpreter, to which all are the same, gets one.
+    """
+    every = [
+        triton.Config({"BLOCK": block, **({"STAGES": s} if s else {})}, num_warps=warps, num_stages=1)
+        for s in stages
+        for block, warps in choices
+    ]
     return every[:1] if interpreted() else every
