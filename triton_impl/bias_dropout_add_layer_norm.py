@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from triton_impl import layer_norm, norms, register, unsupported
-from triton_impl.aot import entry
+from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
 from triton_impl.elementwise import tile_of
 from triton_impl.norms import Needs, as_matrix, as_parameter, normalize_row_again, normalize_rows, rstd_of, store_stats
@@ -228,22 +228,22 @@ def _variant(name: str, fused: bool) -> None:
 _variant("triton.online", fused=False)
 _variant("triton.fused", fused=True)
 
-_TYPES = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
 _FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "FOURS": True}
+_FLOATS = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
 
 
-def _config(warps: int, **constants: int) -> triton.Config:
-    return triton.Config(constants, num_warps=warps, num_stages=1)
+def _entry(kernel: Any, warps: int, constants: dict[str, Any], **tuned: int) -> Entry:
+    types = {name: type for name, type in _FLOATS.items() if name in kernel.arg_names}
+    return entry(kernel, "bf16", constants, triton.Config(tuned, num_warps=warps, num_stages=1), types)
 
 
-def _fused_entry(block: int, keep: bool) -> Any:
+def _fused_entry(block: int, keep: bool) -> Entry:
     rows, warps = forward_shapes(block)[0]
-    constants = {**_FLAGS, "KEEP": keep, "BLOCK": block}
-    return entry(_fused_kernel, "bf16", constants, _config(warps, ROWS=rows), _TYPES)
+    return _entry(_fused_kernel, warps, {**_FLAGS, "KEEP": keep, "BLOCK": block}, ROWS=rows)
 
 
 AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
-    entry(_online_kernel, "bf16", _FLAGS, _config(8, BLOCK=4096), _TYPES),
-    entry(_backward_kernel, "bf16", {"FOURS": True}, _config(WARPS, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS), _TYPES),
+    _entry(_online_kernel, 8, _FLAGS, BLOCK=4096),
+    _entry(_backward_kernel, WARPS, {"FOURS": True}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

@@ -109,7 +109,7 @@ void product(const View<TC>& c, const View<TA>& a, const View<TB>& b, const Size
 }
 
 // Sets every element to −inf.
-__global__ void attention_fill_kernel(float* values, int64_t count) {
+__global__ void attention_naive_fill_kernel(float* values, int64_t count) {
     const int64_t index = int64_t{blockIdx.x} * THREADS + threadIdx.x;
     if (index < count) values[index] = -INFINITE;
 }
@@ -137,7 +137,7 @@ Tensor attention_weights(const Attention& a, const Mask& mask, const Tensor& que
 void attention_fill_negative_infinity(Tensor& lse, cudaStream_t stream) {
     const int64_t count = lse.numel();
     if (count == 0) return;
-    attention_fill_kernel<<<grid_size(ceil_div(count, THREADS)), THREADS, 0, stream>>>(
+    attention_naive_fill_kernel<<<grid_size(ceil_div(count, THREADS)), THREADS, 0, stream>>>(
         static_cast<float*>(lse.data_ptr()), count);
     KL_LAUNCH_CHECK();
 }
