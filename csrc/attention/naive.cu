@@ -206,6 +206,7 @@ void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dt
         facts.push_back(kernel_facts<attention_naive_product_kernel<T, float, T>>("attention.naive.output", THREADS));
         facts.push_back(
             kernel_facts<attention_naive_softmax_backward_kernel>("attention_backward.naive.softmax", THREADS));
+        facts.push_back(kernel_facts<attention_naive_fill_kernel>("attention.naive.fill", THREADS));
     });
 }
 
