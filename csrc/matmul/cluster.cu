@@ -75,22 +75,18 @@ __global__ void __launch_bounds__(THREADS, 1)
 }  // namespace
 
 Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32) {
-    const HopperCall call = prepare_hopper(input, other, allow_tf32, "cluster");
-    if (call.done()) return call.output;
-    const Launch on(input);
-    if (!call.by_tma()) {
-        launch_plain(call, input.scalar_type(), on);
-        return call.output;
-    }
-    const PairOrder order = pair_order(call.tiled, BM, BN);
-    const int blocks = CLUSTER * tile_count(order.tiles, call.tiled);
-    dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
-        using T = decltype(zero);
-        static DeviceSet asked;
-        launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster", blocks, CLUSTER, THREADS,
-                      SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), call.tiled, order);
+    const ScalarType dtype = input.scalar_type();
+    return run_hopper(input, other, allow_tf32, "cluster", [&](const HopperCall& call, const Launch& on) {
+        const PairOrder order = pair_order(call.tiled, BM, BN);
+        const int blocks = CLUSTER * tile_count(order.tiles, call.tiled);
+        dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
+            using T = decltype(zero);
+            static DeviceSet asked;
+            launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster", blocks, CLUSTER, THREADS,
+                          SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), call.tiled,
+                          order);
+        });
     });
-    return call.output;
 }
 
 void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {

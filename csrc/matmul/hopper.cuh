@@ -129,6 +129,16 @@ HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_t
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
 
+// A call of a step: `by_tma(call, launch)` launches it where TMA can read both operands.
+template <typename F>
+Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step, F&& by_tma) {
+    const HopperCall call = prepare_hopper(input, other, allow_tf32, step);
+    if (call.done()) return call.output;
+    const Launch on(input);
+    call.by_tma() ? by_tma(call, on) : launch_plain(call, input.scalar_type(), on);
+    return call.output;
+}
+
 // The output as TMA writes it, in boxes of 64×64; where its rows are not multiples of 16 bytes, TMA cannot.
 TmaTensor output_tensor(const HopperCall& call);
 

@@ -336,21 +336,15 @@ void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& o
 }
 
 Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32) {
-    const HopperCall call = prepare_hopper(input, other, allow_tf32, "persistent");
-    if (call.done()) return call.output;
-    const Launch on(input);
-    call.by_tma() ? launch_persistent(call, input.scalar_type(), on, false)
-                  : launch_plain(call, input.scalar_type(), on);
-    return call.output;
+    return run_hopper(input, other, allow_tf32, "persistent", [&](const HopperCall& call, const Launch& on) {
+        launch_persistent(call, input.scalar_type(), on, false);
+    });
 }
 
 Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
-    const HopperCall call = prepare_hopper(input, other, allow_tf32, "stream_k");
-    if (call.done()) return call.output;
-    const Launch on(input);
-    call.by_tma() ? launch_persistent(call, input.scalar_type(), on, true)
-                  : launch_plain(call, input.scalar_type(), on);
-    return call.output;
+    return run_hopper(input, other, allow_tf32, "stream_k", [&](const HopperCall& call, const Launch& on) {
+        launch_persistent(call, input.scalar_type(), on, true);
+    });
 }
 
 void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {

@@ -115,25 +115,21 @@ int splits_of(int tiles, int64_t k_tiles, int sms) {
 }  // namespace
 
 Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
-    const HopperCall call = prepare_hopper(input, other, allow_tf32, "split_k");
-    if (call.done()) return call.output;
-    const Launch on(input);
-    if (!call.by_tma()) {
-        launch_plain(call, input.scalar_type(), on);
-        return call.output;
-    }
-    const Tiled& p = call.tiled;
-    const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
-    const int tiles = tile_count(order, p);
-    dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
-        using T = decltype(zero);
-        const int splits = splits_of(tiles, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device));
-        if (splits == 1) return launch_persistent(call, input.scalar_type(), on, false);
-        static DeviceSet asked;
-        launch_hopper(matmul_split_k_kernel<T, a_major(), b_major()>, "matmul.split_k", tiles * splits, splits, THREADS,
-                      SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order, splits);
+    const ScalarType dtype = input.scalar_type();
+    return run_hopper(input, other, allow_tf32, "split_k", [&](const HopperCall& call, const Launch& on) {
+        const Tiled& p = call.tiled;
+        const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+        const int tiles = tile_count(order, p);
+        dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
+            using T = decltype(zero);
+            const int splits = splits_of(tiles, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device));
+            if (splits == 1) return launch_persistent(call, dtype, on, false);
+            static DeviceSet asked;
+            launch_hopper(matmul_split_k_kernel<T, a_major(), b_major()>, "matmul.split_k", tiles * splits, splits,
+                          THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
+                          order, splits);
+        });
     });
-    return call.output;
 }
 
 void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {

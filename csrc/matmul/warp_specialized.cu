@@ -70,23 +70,19 @@ __global__ void __launch_bounds__(THREADS, 1)
 }  // namespace
 
 Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32) {
-    const HopperCall call = prepare_hopper(input, other, allow_tf32, "warp_specialized");
-    if (call.done()) return call.output;
-    const Launch on(input);
-    if (!call.by_tma()) {
-        launch_plain(call, input.scalar_type(), on);
-        return call.output;
-    }
-    const Tiled& p = call.tiled;
-    const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
-    const int blocks = tile_count(order, p);
-    dispatch_hopper(call, input.scalar_type(), [&](auto zero, auto a_major, auto b_major) {
-        using T = decltype(zero);
-        static DeviceSet asked;
-        launch_hopper(matmul_warp_specialized_kernel<T, a_major(), b_major()>, "matmul.warp_specialized", blocks, 1,
-                      THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order);
+    const ScalarType dtype = input.scalar_type();
+    return run_hopper(input, other, allow_tf32, "warp_specialized", [&](const HopperCall& call, const Launch& on) {
+        const Tiled& p = call.tiled;
+        const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+        const int blocks = tile_count(order, p);
+        dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
+            using T = decltype(zero);
+            static DeviceSet asked;
+            launch_hopper(matmul_warp_specialized_kernel<T, a_major(), b_major()>, "matmul.warp_specialized", blocks, 1,
+                          THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
+                          order);
+        });
     });
-    return call.output;
 }
 
 void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
