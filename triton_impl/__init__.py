@@ -27,6 +27,14 @@ def interpreted() -> bool:
     return _INTERPRETED
 
 
+@functools.cache
+def multiprocessors(device: torch.device, elsewhere: int) -> int:
+    """Of a GPU; `elsewhere`, where there is none to ask, so many as suit the caller."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return elsewhere
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _interpret_standard_library() -> None:
     """Let the interpreter take ``tl.cdiv``, ``tl.zeros``, ``tl.sum`` and so on.
 

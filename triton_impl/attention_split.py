@@ -8,15 +8,13 @@ their order, so that results repeat; how many there are, and so the last bits, d
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
-from triton_impl import interpreted
+from triton_impl import interpreted, multiprocessors
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_call import Call, finished, mask_grad_unsupported
 from triton_impl.attention_tiles import (
@@ -145,11 +143,6 @@ _split = Tuned(
 _launches: Launches = Launches()
 
 
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-
-
 def runs_of(programs: int, keys: int, num_sms: int) -> tuple[int, int]:
     """(runs, keys of each) for as many programs a run: enough runs to fill the GPU, none of too few keys."""
     runs = max(1, min(PROGRAMS_PER_SM * num_sms // max(programs, 1), keys // MIN_RUN))
@@ -184,7 +177,7 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         return output, lse
     first, last = call.limits
     begin, end = max(0, first), max(0, min(seqlen_k, seqlen_q + last))
-    runs, run = runs_of(batch * heads_kv, end - begin, _num_sms(q.device))
+    runs, run = runs_of(batch * heads_kv, end - begin, multiprocessors(q.device, 16))
     of_runs, partial_lse = output, lse
     if runs > 1:
         of_runs = q.new_empty((runs, batch, heads, seqlen_q, v.shape[3]), dtype=torch.float32)

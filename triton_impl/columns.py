@@ -6,12 +6,11 @@ each, then a second kernel adds up the shares.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
+from triton_impl import multiprocessors
 from triton_impl.tuning import Known
 
 SUM_COLUMNS, SUM_SHARES = 32, 64
@@ -40,17 +39,12 @@ def sum_shares(output: torch.Tensor, partials: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def row_shares(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:
     """How many shares to make of the rows, and how many rows each then has.
 
     Twice as many programs as run at once, at `programs` a multiprocessor and `column_blocks` side by side, so that the
     last do not run alone for long; and no share under `least` rows.
     """
-    wanted = 2 * _multiprocessors(device) * programs // column_blocks
+    wanted = 2 * multiprocessors(device, 1) * programs // column_blocks
     rows_a_share = triton.cdiv(rows, max(1, min(wanted, triton.cdiv(rows, least))))
     return triton.cdiv(rows, rows_a_share), rows_a_share

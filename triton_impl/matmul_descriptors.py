@@ -18,11 +18,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.strides import collapse
-from triton_impl import interpreted, tuning
+from triton_impl import interpreted, multiprocessors, tuning
 from triton_impl.choosing import Chooser
 from triton_impl.dot import dot
 from triton_impl.gelu import gelu_of
-from triton_impl.matmul_tiles import config, grouped, likeliest, multiprocessors, programs_at_once
+from triton_impl.matmul_tiles import MULTIPROCESSORS, config, grouped, likeliest, programs_at_once
 
 #: Candidates, of which the cost model leaves COUNT. Tiles are stored whole, or in two halves where that leaves shared
 #: memory for one more stage.
@@ -334,7 +334,7 @@ class Step:
         def launch(config: triton.Config) -> DescriptorLaunch:
             blocks = config.kwargs
             tiles = batches * triton.cdiv(m, blocks["BLOCK_M"]) * triton.cdiv(n, blocks["BLOCK_N"])
-            at_once = multiprocessors(c.device) * programs_at_once(config, c.element_size())
+            at_once = multiprocessors(c.device, MULTIPROCESSORS) * programs_at_once(config, c.element_size())
             out = None
             if described:
                 block = [blocks["BLOCK_M"], blocks["BLOCK_N"] // blocks["SUBTILES"]]

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_impl import interpreted, tuning
+from triton_impl import interpreted, multiprocessors, tuning
 from triton_impl.choosing import Chooser
-from triton_impl.matmul_tiles import accumulate, arguments_of, config, kind_of, likeliest, multiprocessors
+from triton_impl.matmul_tiles import MULTIPROCESSORS, accumulate, arguments_of, config, kind_of, likeliest
 from triton_impl.tuning import Known, Launch
 
 #: Bytes of partial sums, at most.
@@ -86,7 +86,7 @@ def shares(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> int:
         return min(3, triton.cdiv(k, 16))
     block = 64 if min(m, n) > 64 else min(m, n)
     tiles = triton.cdiv(m, max(block, 16)) * triton.cdiv(n, 64)
-    sms = multiprocessors(c.device)
+    sms = multiprocessors(c.device, MULTIPROCESSORS)
     if tiles > 2 * sms:
         return 1
     wanted = triton.cdiv(4 * sms, tiles)

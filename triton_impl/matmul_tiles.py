@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.precision import tf32_allowed
+from triton_impl import multiprocessors
 from triton_impl.dot import dot
 
 
@@ -162,17 +162,9 @@ def _width(inner: int, outer: int) -> int:
 
 
 #: What the cost model takes a GPU to be where it cannot ask: an H200's multiprocessors.
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 #: Bytes of shared memory that a multiprocessor has for programs.
 _SHARED = 227 * 1024
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; elsewhere as many as make sense of a model of one."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return _MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs_at_once(config: triton.Config, itemsize: int) -> int:
@@ -189,7 +181,7 @@ def estimate(config: triton.Config, m: int, n: int, k: int, batches: int, itemsi
     It only has to order configurations. A multiprocessor's rate falls with small tiles, which read more of shared
     memory for each flop; the last wave of tiles costs as much as a full one.
     """
-    b, sms = config.kwargs, multiprocessors(device)
+    b, sms = config.kwargs, multiprocessors(device, MULTIPROCESSORS)
     split = b.get("SPLIT", 1)
     tiles = triton.cdiv(m, b["BLOCK_M"]) * triton.cdiv(n, b["BLOCK_N"]) * batches * split
     per_tile = 2 * b["BLOCK_M"] * b["BLOCK_N"] * triton.cdiv(k, b["BLOCK_K"] * split) * b["BLOCK_K"]

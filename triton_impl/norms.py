@@ -11,7 +11,6 @@ CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of t
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import as_rows
+from triton_impl import multiprocessors
 from triton_impl.aot import Entry, entry
 from triton_impl.rows import (
     backward_shapes,
@@ -35,7 +35,7 @@ from triton_impl.tuning import Launch, Launches, Tuned
 MAX_FUSED = 32768
 MAX_FUSED_BACKWARD = 8192
 #: SMs to make programs for where there is no GPU: a few, which the interpreter goes through one by one.
-PROGRAMS_INTERPRETED = 3
+MULTIPROCESSORS_INTERPRETED = 3
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -351,13 +351,6 @@ class Kind(NamedTuple):
     residual: bool
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return PROGRAMS_INTERPRETED
-
-
 def as_matrix(x: torch.Tensor, dims: int = 1) -> torch.Tensor:
     """(count, length) with dense rows: a view where the strides allow one, else a copy."""
     x = as_rows(x, dims)
@@ -441,7 +434,7 @@ def backward(
         return grad_input, grad_weight, grad_bias
     fused = length <= MAX_FUSED_BACKWARD
     block = triton.next_power_of_2(length)
-    sms = _multiprocessors(x.device)
+    sms = multiprocessors(x.device, MULTIPROCESSORS_INTERPRETED)
     # Groups of rows, each with its own sums: as many programs, or programs a block of columns, as the GPU is busy with.
     groups = min(count, sms * min(8, max(1, 8192 // block)) if fused else max(1, 8 * sms // triton.cdiv(length, 2048)))
     partials = x.new_empty((2 if kind.centred else 1, groups, length), dtype=torch.float32) if weights else stats
