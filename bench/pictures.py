@@ -12,6 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+import kernel_ladder
 from bench.roofs import operations
 from bench.rows import Row, latest, picture_file, read
 
@@ -51,8 +52,16 @@ def draw(results: Path) -> list[Path]:
     for op in dict.fromkeys(row.op for row in timed):
         paths.append(picture_file(results, op))
         paths[-1].parent.mkdir(exist_ok=True)
-        _picture([row for row in timed if row.op == op], paths[-1])
+        again = _in_other_layouts(op)
+        mine = [row for row in timed if row.op == op]
+        _picture([row for row in mine if row.shape not in again] or mine, paths[-1])
     return paths
+
+
+def _in_other_layouts(op: str) -> set[str]:
+    """Cases that have the shapes of others, a layout for each operand, and no climb: they would fill the picture."""
+    sweep = kernel_ladder.spec(op).sweep if op in kernel_ladder.OPS else ()
+    return {case.id for case in sweep if not isinstance(case.layout, str)}
 
 
 def _picture(rows: list[Row], path: Path) -> None:

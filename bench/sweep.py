@@ -22,6 +22,7 @@ from bench.order import by_climb
 from bench.ratio import baseline_of
 from bench.rows import Row
 from kernel_ladder import table
+from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, Spec
 from kernel_ladder.table import Variant
 
@@ -104,14 +105,29 @@ class Sweep:
     ) -> None:
         self.choice, self.emit, self.device, self.standing = choice, emit, device, standing or {}
         self.phases = phases.Phases()
+        self._last: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
         self._host: dict[tuple[str, str, str, torch.dtype], tuple[float | None, float | None]] = {}
 
     def chosen(self, group: Group) -> list[Variant]:
         """The candidates to measure for a group, whatever has been measured already."""
-        known = table.variants(group.op)
+        known = table.variants(group.op) if group.case.climb else self._last_steps(group)
         ours = [v for v in known if self.choice.takes(v) and self.choice.tunes(v.name, group.case)]
         theirs = peers.variants(group.op, self.choice.peers)
         return ours + [v for v in theirs if self.choice.tunes(v.name, group.case)]
+
+    def _last_steps(self, group: Group) -> list[Variant]:
+        """The baseline, each level's most optimised variant that takes the case, and what is asked for by name."""
+        key = (group.op, group.case.id, group.dtype)
+        if key not in self._last:
+            inputs = empty_inputs(group.case, group.dtype, self.device)
+            wanted = {baseline_of(group.op), *(self.choice.backends or ())}
+            for level in table.LEVELS:
+                climb = table.named(group.op, level)
+                fitting = (v for v in climb if v.unsupported(*inputs, **group.case.options) is None)
+                if climb:  # where none fits, the last one's reason is worth a row
+                    wanted.add(next(fitting, climb[0]).name)
+            self._last[key] = [v for v in table.variants(group.op) if v.name in wanted]
+        return self._last[key]
 
     def pending(self, group: Group, pass_: str) -> list[Variant]:
         """Those of a pass that have no standing row, and the baseline, which they are paired with."""

@@ -43,7 +43,7 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
 
     def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
         if shape is None or place not in case.kinds:
-            return None if shape is None else _layout(shape, case.layout, make)
+            return None if shape is None else _layout(shape, case.layout_of(place), make)
         kind = torch.int32 if case.kinds[place].startswith("offsets") else torch.bool
         return torch.empty(shape, dtype=kind, device=device)
 
@@ -96,7 +96,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             return None
         if place in case.kinds:
             return _of_kind(case, place, shape, generator)
-        return _layout(shape, case.layout, make)
+        return _layout(shape, case.layout_of(place), make)
 
     return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
 

@@ -24,19 +24,25 @@ class Case:
     """One call of an operation, described by data, so that tests and the benchmark make the same inputs from it.
 
     ``shapes`` has one entry per tensor argument, None for an optional one that is absent. ``layout``, ``values`` and
-    ``kinds`` are names that :func:`kernel_ladder.samples.make_inputs` knows; ``kinds`` has one for each argument that
-    is not of the case's dtype, by its place. ``options`` are the keyword arguments of a variant. ``passes`` are those
-    that the benchmark measures.
+    ``kinds`` are names that :func:`kernel_ladder.samples.make_inputs` knows; ``layout`` is one for all arguments or one
+    for each, ``kinds`` has one for each argument that is not of the case's dtype, by its place. ``options`` are the
+    keyword arguments of a variant. ``passes`` are those that the benchmark measures, of every step of the climb or,
+    where `climb` is False, of each level's most optimised variant alone.
     """
 
     id: str
     shapes: tuple[tuple[int, ...] | None, ...]
     options: Options = field(default_factory=dict)
-    layout: str = "contiguous"
+    layout: str | tuple[str, ...] = "contiguous"
     values: str = "normal"
     quick: bool = False
     kinds: Mapping[int, str] = field(default_factory=dict)
     passes: tuple[str, ...] = ("forward", "backward")
+    climb: bool = True
+
+    def layout_of(self, place: int) -> str:
+        """The layout of the argument in a place."""
+        return self.layout if isinstance(self.layout, str) else self.layout[place]
 
     def __str__(self) -> str:
         return self.id

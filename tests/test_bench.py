@@ -16,6 +16,7 @@ from bench import table as bench_table
 from bench.__main__ import main
 from bench.rows import FIELDS, Row
 from kernel_ladder import table
+from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, each
 
 from .conftest import DEVICE
@@ -167,6 +168,23 @@ def test_a_wrong_gradient_gets_no_time(monkeypatch, tmp_path):
     assert main([*argv, "--output", str(path)]) == 1
     timed = {row.pass_: row.us is not None for row in rows.read(path) if row.backend == "torch.naive"}
     assert timed == {"forward": True, "backward": False}
+
+
+def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch):
+    (case,) = (c for c in kernel_ladder.spec("matmul").sweep if c.id == "512x512x512 NT")
+    assert [x.stride() for x in empty_inputs(case, torch.bfloat16, "meta")] == [(512, 1), (1, 512)]
+    group = sweep.Group("matmul", case, torch.bfloat16, case.passes)
+
+    def measured(backends: list[str] | None = None) -> list[str]:
+        chosen = sweep.Sweep(sweep.Choice(["matmul"], backends), print, DEVICE).chosen(group)
+        return [v.name for v in chosen if v.level in ("torch", "triton")]
+
+    assert measured() == measured(["triton"]) == ["torch.builtin", "triton.split_k"]
+    climb = table._variants["matmul", "triton"]
+    refusing = dataclasses.replace(climb["triton.split_k"], unsupported=lambda *inputs: "not today")
+    monkeypatch.setitem(climb, "triton.split_k", refusing)
+    assert measured() == ["torch.builtin", "triton.persistent"]
+    assert measured(["triton.naive"]) == ["torch.builtin", "triton.naive"]
 
 
 def test_a_variant_that_raises_does_not_stop_the_sweep(monkeypatch, tmp_path):

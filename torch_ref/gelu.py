@@ -76,7 +76,7 @@ ERRORS = [
 
 
 def _sweep() -> list[Case]:
-    shapes = [(65536, 256), (16384, 1024), (16384, 4096), (8192, 16384), (4096, 65536)]
+    shapes = [(65536, 256), (16384, 1024), (16384, 4096), (8192, 16384), (4096, 65536), (2048, 131072)]
     quick = {(16384, 1024), (16384, 4096)}
     return [
         Case(f"{m}x{n} {approximate}", ((m, n),), {"approximate": approximate}, quick=(m, n) in quick)

@@ -225,13 +225,29 @@ _SWEEP = [
     (8192, 8192, 1024),
     (2048, 2048, 65536),
     (128, 8192, 8192),
+    (64, 8192, 8192),
     (16, 8192, 8192),
     (1, 8192, 8192),
     (4095, 4097, 4099),
+    (2039, 2053, 2063),
+    (8191, 8209, 8219),
 ]
 _QUICK = {(1024, 1024, 1024), (4096, 4096, 4096)}
 
-SWEEP = [Case(f"{m}x{n}x{k}", ((m, k), (k, n)), quick=(m, n, k) in _QUICK) for m, n, k in _SWEEP]
+#: Multiply-adds past which the first steps of the climb, a thousandth of the last one's speed, are not waited for.
+_PATIENCE = 2**41
+
+
+def _sweep() -> list[Case]:
+    def case(m: int, n: int, k: int, name: str, **fields: Any) -> Case:
+        return Case(f"{m}x{n}x{k}{name}", ((m, k), (k, n)), **fields)
+
+    cases = [case(*mnk, "", quick=mnk in _QUICK, climb=math.prod(mnk) < _PATIENCE) for mnk in _SWEEP]
+    # The operands' layouts as the BLAS names them: T is stored along columns.
+    for name in ("NT", "TN", "TT"):
+        layout = tuple({"N": "contiguous", "T": "transposed"}[letter] for letter in name)
+        cases += [case(*mnk, f" {name}", layout=layout, passes=("forward",), climb=False) for mnk in _SWEEP]
+    return cases
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
@@ -256,7 +272,7 @@ SPEC = register_spec(
         check=check,
         samples=SAMPLES,
         errors=ERRORS,
-        sweep=SWEEP,
+        sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
         auto=("torch.builtin",),
