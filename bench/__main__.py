@@ -153,11 +153,11 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
 
 def _draw(path: Path, console: Console) -> None:
     try:
-        from bench import pictures, roofline
+        from bench import memory, pictures, roofline
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in (*pictures.draw(path), *roofline.draw(path)):
+    for picture in (*pictures.draw(path), *memory.draw(path), *roofline.draw(path)):
         console.print(f"drew {picture}", soft_wrap=True)
 
 

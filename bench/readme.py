@@ -8,11 +8,13 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``climb OP``: the operation's steps at its headline shape, each beside the one before it, with the counters that moved
 - ``picture OP``: the operation's picture
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
+- ``memory``: attention's memory and time against the length
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -20,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import kernel_ladder
-from bench import climb, counters, environment, markdown, rows
+from bench import climb, counters, environment, lengths, markdown, rows
 from bench.headline import headline
 from bench.roofs import intensity
 from bench.rows import Row, picture_file
@@ -59,8 +61,9 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 
 def _block(name: str, machines: Machines, folder: Path) -> str:
     word, _, op = name.partition(" ")
-    if name in ("summary", "machine"):
-        make: Callable[[Path, list[Row]], str] = {"summary": _summary, "machine": _machine}[name]
+    if name in ("summary", "machine", "memory"):
+        made = {"summary": _summary, "machine": _machine, "memory": functools.partial(_memory, folder)}
+        make: Callable[[Path, list[Row]], str] = made[name]
     elif name in kernel_ladder.OPS:
         op = name
 
@@ -80,7 +83,7 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
             return _roofline(op, path, found, folder)
     else:
         ops = ", ".join(kernel_ladder.OPS)
-        known = "summary, machine, roofline, 'roofline OP', 'picture OP', 'climb OP' and OP"
+        known = "summary, machine, memory, roofline, 'roofline OP', 'picture OP', 'climb OP' and OP"
         raise ReadmeError(f"unknown block {name!r}; known are {known}, of {ops}")
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
@@ -204,6 +207,14 @@ def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
     link = os.path.relpath(picture_file(path, f"roofline-{op}" if op else "roofline"), folder)
     what = f"Roofline of {op or 'every operation'} on {drawn[0].gpu}"
     return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})"
+
+
+def _memory(folder: Path, path: Path, found: list[Row]) -> str:
+    drawn = lengths.family(found)
+    if not drawn:
+        return ""
+    link = os.path.relpath(picture_file(path, lengths.PICTURE), folder)
+    return f"![Memory and time of {lengths.OP} on {drawn[0].gpu} against the length, tokens held]({link})"
 
 
 def default_results() -> list[Path]:

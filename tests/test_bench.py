@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import cases, pictures, rows, sweep
+from bench import cases, lengths, memory, pictures, rows, sweep
 from bench import table as bench_table
 from bench.__main__ import main
+from bench.environment import ROOT
 from bench.rows import FIELDS, Row
 from kernel_ladder import table
 from kernel_ladder.samples import empty_inputs
@@ -168,6 +169,22 @@ def test_a_wrong_gradient_gets_no_time(monkeypatch, tmp_path):
     assert main([*argv, "--output", str(path)]) == 1
     timed = {row.pass_: row.us is not None for row in rows.read(path) if row.backend == "torch.naive"}
     assert timed == {"forward": True, "backward": False}
+
+
+def test_memory_is_drawn_against_the_length_at_the_headline_setting(tmp_path):
+    shipped = rows.read(ROOT / "bench" / "results" / "nvidia-h200.jsonl")
+    chosen = lengths.family(shipped)
+    assert len({r.shapes[0][2] for r in chosen}) > 2
+    assert len({(r.dtype, str(r.options), r.shapes[0][0] * r.shapes[0][2], r.shapes[0][3]) for r in chosen}) == 1
+    path = tmp_path / "here.jsonl"
+    rows.write(path, chosen)
+    (picture,) = memory.draw(path)
+    drawn = picture.read_text()
+    assert all(row.backend in drawn for row in chosen)
+    memory.draw(path)
+    assert picture.read_text() == drawn
+    rows.write(path, [r for r in chosen if r.shapes[0][2] == 4096])
+    assert memory.draw(path) == []
 
 
 def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch):
