@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
-from triton_impl import attention_split, register
+from triton_impl import attention_split, attention_tma, register
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
 from triton_impl.attention_call import Call, finished, mask_grad_unsupported
@@ -36,11 +36,11 @@ from triton_impl.attention_tiles import (
     section,
     seqlen_class,
     sequence,
+    soften,
     store_tile,
     wide,
 )
 from triton_impl.dot import dot
-from triton_impl.fast_math import exp2
 from triton_impl.tuning import Launch, Launches, Tuned
 
 CHOICES: Choices = {
@@ -74,14 +74,7 @@ def _attend(
             )
             if MASK == 2:
                 factor = 1.0
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-        # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = exp2(scores * factor - shift[:, None])
-        correction = exp2(row_max - shift)
-        row_sum = row_sum * correction + tl.sum(weights, 1)
-        row_max = new_max
-        acc = acc * correction[:, None]
+        weights, acc, row_sum, row_max = soften(scores, factor, acc, row_sum, row_max)
         v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
         acc = dot(weights.to(v.dtype), v, acc, PRECISION)
     return acc, row_sum, row_max
@@ -221,6 +214,13 @@ def _first_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor, Launch | Non
 register("attention", "triton.flash", forward=attention, backward=attention_backward, unsupported=mask_grad_unsupported)
 register(
     "attention",
+    "triton.tma",
+    forward=attention_tma.attention,
+    backward=attention_backward,
+    unsupported=attention_tma.unsupported,
+)
+register(
+    "attention",
     "triton.split_kv",
     forward=attention_split.attention,
     backward=attention_backward,
@@ -247,5 +247,6 @@ AOT = [
     ahead_of_time(_query_kernel, 256, 64, 32, 8, 2, BELOW_DIAGONAL),
     ahead_of_time(_query_kernel, 128, 128, 64, 8, 2, BETWEEN_DIAGONALS),
     ahead_of_time(_query_kernel, 128, 64, 32, 4, 2, mask=BOOLEAN),
+    *attention_tma.AOT,
     *attention_split.AOT,
 ]

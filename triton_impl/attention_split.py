@@ -23,6 +23,7 @@ from triton_impl.attention_tiles import (
     LOG2_E,
     hide,
     load_tile,
+    soften,
     wide,
 )
 from triton_impl.dot import dot
@@ -85,13 +86,7 @@ def _split_kernel(
             scores, scale_log2, mask, query[:, None], cols[None, :], seqlen_q, tl.minimum(start + run, key_end),
             first, last, BAND, MASK,
         )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = exp2(scores * factor - shift[:, None])
-        correction = exp2(row_max - shift)
-        row_sum = row_sum * correction + tl.sum(weights, 1)
-        row_max = new_max
-        acc = acc * correction[:, None]
+        weights, acc, row_sum, row_max = soften(scores, factor, acc, row_sum, row_max)
         v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE)
         acc = dot(weights.to(v.dtype), v, acc, PRECISION)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 
 from triton_impl import interpreted
+from triton_impl.fast_math import exp2
 from triton_impl.tuning import to_time
 
 # Softmax runs in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
@@ -111,6 +114,20 @@ def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, WIDE: tl.constexpr):
 
 
 @triton.jit
+def soften(scores, factor, acc, row_sum, row_max):
+    """The weights of scores, and what their row has summed up, rescaled, with their sum and maximum taken in.
+
+    `factor` makes scores powers of two.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = exp2(scores * factor - shift[:, None])
+    correction = exp2(row_max - shift)
+    return weights, acc * correction[:, None], row_sum * correction + tl.sum(weights, 1), new_max
+
+
+@triton.jit
 def key_range(start_m, seqlen_k, first, last, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, whole, end): BLOCK_M queries see no key outside begin … end, and of a causal mask all before `whole`."""
     begin = 0
@@ -145,10 +162,14 @@ Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
 
 def configs(choices: Choices) -> list[triton.Config]:
     """Every choice as an autotuning configuration. The interpreter, to which all are the same, gets one."""
+    return configs_of(dict.fromkeys(choice for row in choices.values() for choice in row))
+
+
+def configs_of(choices: Iterable[tuple[int, int, int, int]]) -> list[triton.Config]:
+    """Choices as autotuning configurations; for the interpreter a single small one."""
     if interpreted():
-        choices = {0: ((64, 64, 4, 1),)}
-    distinct = dict.fromkeys(choice for row in choices.values() for choice in row)
-    return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in distinct]
+        choices = ((64, 64, 4, 1),)
+    return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in choices]
 
 
 def choose(choices: Choices, configs: list[triton.Config], constants: dict) -> list[triton.Config]:

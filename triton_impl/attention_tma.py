@@ -1,0 +1,231 @@
+"""Attention whose tiles the copy engine fetches: tensor descriptors (TMA) for queries, keys and values.
+
+The walk is that of attention.py. A descriptor knows where its tensor ends and gives zeros beyond, so that no tile is
+read with a mask; and one thread asks for a tile whose addresses every thread had to work out, in registers that the
+scores can have instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernel_ladder.band import NO_WINDOW
+from kernel_ladder.spec import Output
+from triton_impl import interpreted, tuning
+from triton_impl.aot import Entry
+from triton_impl.attention_aot import ahead_of_time
+from triton_impl.attention_call import Call, finished, mask_grad_unsupported
+from triton_impl.attention_tiles import (
+    BELOW_DIAGONAL,
+    BETWEEN_DIAGONALS,
+    LOG2_E,
+    Choices,
+    configs_of,
+    hide,
+    key_range,
+    program_tile,
+    section,
+    seqlen_class,
+    soften,
+    store_tile,
+    wide,
+)
+from triton_impl.choosing import Chooser
+from triton_impl.dot import dot
+from triton_impl.matmul_descriptors import DescriptorLaunch, unaligned
+from triton_impl.tuning import Launches
+
+IEEE = tl.constexpr("ieee")
+
+CHOICES: Choices = {
+    64: ((128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
+    128: ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)),
+}
+
+
+@triton.jit
+def _attend(
+    acc, row_sum, row_max, q, k_desc, v_desc, b, h_kv, start_m, start, end, scale_log2, first, last, seqlen_q, seqlen_k,
+    MASKED: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Take keys ``start … end`` into the running softmax of BLOCK_M queries."""
+    for start_n in range(start, end, BLOCK_N):
+        k = k_desc.load([b, h_kv, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
+        scores = dot(q, tl.trans(k), None, IEEE)
+        if MASKED:
+            rows = start_m + tl.arange(0, BLOCK_M)[:, None]
+            cols = start_n + tl.arange(0, BLOCK_N)[None, :]
+            scores = hide(scores, scale_log2, None, rows, cols, seqlen_q, seqlen_k, first, last, BAND, 0)
+        weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max)
+        v = v_desc.load([b, h_kv, start_n, 0]).reshape(BLOCK_N, BLOCK_DV)
+        acc = dot(weights.to(v.dtype), v, acc, IEEE)
+    return acc, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=["first", "last", "section"])
+def _tma_kernel(
+    out_ptr, lse_ptr, q_desc, k_desc, v_desc, scale_log2, o_b, o_h, o_s,
+    num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section,
+    BAND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, head = program_tile(num_tiles, num_heads, section)
+    if BAND == 1:
+        tile = num_tiles - 1 - tile  # the last queries see most keys: the longest tiles first
+    b, h = head // heads, head % heads
+    h_kv = h // group
+    start_m = tile * BLOCK_M
+
+    q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, BLOCK_D)
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, dtype=tl.float32)
+    row_sum = tl.full([BLOCK_M], 0.0, dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    begin, whole, end = key_range(start_m, seqlen_k, first, last, BAND, BLOCK_M, BLOCK_N)
+    if BAND != 2:
+        acc, row_sum, row_max = _attend(
+            acc, row_sum, row_max, q, k_desc, v_desc, b, h_kv, start_m, 0, whole, scale_log2, first, last,
+            seqlen_q, seqlen_k, False, BAND, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        begin = whole
+    acc, row_sum, row_max = _attend(
+        acc, row_sum, row_max, q, k_desc, v_desc, b, h_kv, start_m, begin, end, scale_log2, first, last,
+        seqlen_q, seqlen_k, True, BAND, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
+
+    rows = start_m + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + head.to(tl.int64) * seqlen_q + rows, row_max + tl.log2(row_sum), mask=rows < seqlen_q)
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for a row that sees nothing
+    out = out_ptr + b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
+    store_tile(out, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, WIDE)
+
+
+def unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    """Why operands cannot be fetched by descriptors, or None."""
+    if (reason := mask_grad_unsupported(query, key, value, attn_mask)) is not None:
+        return reason
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return "tensor descriptors feed the 16-bit tensor cores alone here; float32 is for `flash`"
+    if attn_mask is not None:
+        return "takes causal masks and windows, but no mask in memory"
+    if torch.compiler.is_compiling():
+        return "tensor descriptors made on the host are not traced by torch.compile"
+    if query.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device)[0] < 9:
+        return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
+    if unaligned(query, key, value):
+        return "operands must start on 16 bytes for a tensor descriptor"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            return f"takes 4 dimensions (B, H, S, D), got {x.dim()} of `{name}`"
+        *steps, last = x.stride()
+        *sizes, columns = x.shape
+        if (last != 1 and columns > 1) or any(
+            size > 1 and (step % 8 or step <= 0) for size, step in zip(sizes, steps, strict=True)
+        ):
+            return f"a tensor descriptor needs dense rows, at multiples of 8, got strides {x.stride()} of `{name}`"
+    return None
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """(B, H, S, D), fetched by tiles of one head."""
+    dense = 8 * triton.cdiv(x.shape[3], 8)  # the stride of what there is one of: any that the copy engine takes
+    strides = [dense if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
+
+
+_choose = Chooser(_tma_kernel)
+
+#: By all that decides a forward pass: its launch.
+_launches: Launches = Launches()
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool | str,
+    scale: float | None,
+    enable_gqa: bool,
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+) -> tuple[Output, tuple]:
+    call = Call.of(query, key, value, None, is_causal, scale, window_size)
+    output, lse = call.empty_results()
+    if key.shape[2] == 0 or output.numel() == 0:
+        call.see_nothing(output, lse)
+    elif (known := _launches.get(call.what)) is None:
+        _launches.remember(call.what, _first(call, output, lse))
+    else:
+        known(output, lse, call.q, call.k, call.v)
+    return finished(query, call, output, lse, return_lse)
+
+
+def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
+    """Choose a configuration and run it; what is returned does it again."""
+    q, k, v = call.q, call.k, call.v
+    batch, heads, seqlen_q, _ = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    num_heads, group = batch * heads, heads // heads_kv
+    constants = call.constants
+    block_d, block_dv = constants["BLOCK_D"], constants["BLOCK_DV"]
+    together = section(call.kind == BELOW_DIAGONAL, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
+    made: dict[triton.Config, DescriptorLaunch] = {}
+
+    def launch(config: triton.Config) -> DescriptorLaunch:
+        block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+        describe = (
+            None,
+            None,
+            _described(q, block_m, block_d),
+            _described(k, block_n, block_d),
+            _described(v, block_n, block_dv),
+        )
+        arguments = (
+            call.scale * LOG2_E, *output.stride()[:3], num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v,
+            *call.limits, min(together, num_heads), call.kind, block_d, block_dv, wide(output.stride()),
+            block_m, block_n,
+        )  # fmt: skip
+        programs = triton.cdiv(seqlen_q, block_m) * num_heads
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return DescriptorLaunch(_tma_kernel, programs, describe, arguments, options)
+
+    def run(config: triton.Config, only_compile: bool) -> Any:
+        if config not in made:
+            made[config] = launch(config)
+        tensors = (output, lse, q, k, v)
+        return made[config].compile(*tensors) if only_compile else made[config](*tensors)
+
+    key = (str(q.dtype), block_d, block_dv, call.kind, seqlen_class(seqlen_q))
+    candidates = configs_of(CHOICES[max(64, block_d, block_dv)])
+    return made[_choose(key, candidates if tuning.TUNING or interpreted() else tuning.to_time(candidates), run)]
+
+
+def _ahead_of_time(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:
+    made = ahead_of_time(_tma_kernel, head_dim, m, n, num_warps, num_stages, band)
+    rows = {"q_desc": m, "k_desc": n, "v_desc": n}
+    described = {name: f"tensordesc<bf16[1,1,{count},{head_dim}]>" for name, count in rows.items()}
+    return made._replace(signature=made.signature | described)
+
+
+AOT = [
+    _ahead_of_time(64, 128, 128, 8, 3),
+    _ahead_of_time(128, 128, 128, 8, 2),
+    _ahead_of_time(128, 128, 64, 8, 3, BELOW_DIAGONAL),
+    _ahead_of_time(128, 128, 128, 8, 2, BETWEEN_DIAGONALS),
+    _ahead_of_time(256, 128, 64, 8, 2, BELOW_DIAGONAL),
+]
