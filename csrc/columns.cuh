@@ -32,9 +32,7 @@ inline unsigned blocks_of_columns(int64_t columns) { return grid_size(ceil_div(c
 // How many shares of the rows keep every multiprocessor busy, at `blocks_per_sm` blocks and `column_blocks` blocks side by
 // side: twice what runs at once, so that the last ones do not run alone for long; and no share under `least` rows.
 inline int64_t row_shares(int64_t rows, int64_t column_blocks, int blocks_per_sm, int64_t least, int32_t device) {
-    int multiprocessors = 0;
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    const int64_t wanted = int64_t{2} * multiprocessors * blocks_per_sm / column_blocks;
+    const int64_t wanted = int64_t{2} * multiprocessors(device) * blocks_per_sm / column_blocks;
     return std::max<int64_t>(1, std::min(wanted, ceil_div(rows, least)));
 }
 

@@ -29,6 +29,14 @@ using bfloat16 = __nv_bfloat16;
 
 #define KL_LAUNCH_CHECK() KL_CUDA_CHECK(cudaGetLastError())
 
+inline int device_attribute(cudaDeviceAttr attribute, int32_t device) {
+    int value = 0;
+    KL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+
+inline int multiprocessors(int32_t device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
+
 inline void check_cuda(const Tensor& tensor, const char* op, const char* name) {
     KL_CHECK(tensor.is_cuda(), op, ": argument `", name, "` must be a CUDA tensor");
 }

@@ -30,19 +30,13 @@ inline Rows parameter_rows(const std::optional<Tensor>& weight, const std::optio
     return Rows{Strided{}, 1, whole};
 }
 
-inline int multiprocessors(const Launch& launch) {
-    int count = 0;
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, launch.device));
-    return count;
-}
-
 inline RowLaunch norm_launch(int64_t chunks, NormStep step) { return row_launch(chunks, step == NormStep::cluster); }
 
 // Blocks for the forward pass. Where there are rows for many waves of blocks, a block goes through several, for the sake
 // of weight and bias; not where that would leave SMs idle at the end.
 inline unsigned forward_grid(const RowLaunch& shape, int64_t count, const Launch& launch) {
     constexpr int64_t WAVES = 8, MAX_TURNS = 8, THREADS_PER_SM = 1024;
-    const int64_t at_once = multiprocessors(launch) * THREADS_PER_SM / (shape.threads * shape.rows);
+    const int64_t at_once = multiprocessors(launch.device) * THREADS_PER_SM / (shape.threads * shape.rows);
     const int64_t turns = std::clamp<int64_t>(shape.grid(count) / (WAVES * at_once), 1, MAX_TURNS);
     return grid_size(ceil_div(ceil_div(count, shape.rows), turns) * shape.cluster);
 }
@@ -128,7 +122,7 @@ void norm_backward_block(NormWeights<T> w, const NormBackward<T>& p, bool weight
         Op::template backward_block<T>()<<<grid_size(p.count), NORM_THREADS, 0, launch.stream>>>(p);
     }
     if (!weights) return;
-    const int64_t columns = ceil_div(chunks, WARP), wanted = 4 * multiprocessors(launch) / columns;
+    const int64_t columns = ceil_div(chunks, WARP), wanted = 4 * multiprocessors(launch.device) / columns;
     w.groups = static_cast<int>(std::clamp<int64_t>(wanted, 1, ceil_div(p.count, COLUMN_LANES)));
     const Tensor partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
     w.partials = pointer<float>(partials);

@@ -330,8 +330,7 @@ struct Resident {
             int blocks = 0;
             KL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
                 &blocks, kernel, static_cast<int>(shape.threads * shape.rows), shared_bytes));
-            KL_CUDA_CHECK(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, launch.device));
-            found *= blocks;
+            found = blocks * multiprocessors(launch.device);
         } else {
             ClusterConfig config(kernel, shape, shape.cluster, shared_bytes, launch);
             KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config.config));

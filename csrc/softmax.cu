@@ -452,9 +452,9 @@ template <typename Kernel>
 void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
     constexpr size_t BY_DEFAULT = 48 * 1024, FOR_REDUCTIONS = 1024;
     if (bytes + FOR_REDUCTIONS <= BY_DEFAULT) return;
-    int limit = 0, device = 0;
+    int device = 0;
     KL_CUDA_CHECK(cudaGetDevice(&device));
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     KL_CHECK(bytes + FOR_REDUCTIONS <= static_cast<size_t>(limit), op, ": a row needs ", bytes,
              " bytes of shared memory, a block has ", limit);
     KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),

@@ -76,12 +76,6 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
 
 }  // namespace
 
-int multiprocessors(int32_t device) {
-    int count = 0;
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-}
-
 PairOrder pair_order(const Tiled& p, int BM, int BN) {
     const auto tiles_m = static_cast<int>(ceil_div(p.M, BM)), tiles_n = static_cast<int>(ceil_div(p.N, BN));
     const bool below = tiles_m % CLUSTER == 0 || tiles_n % CLUSTER != 0;

@@ -316,12 +316,6 @@ void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch&
     return launch<S, matmul_mma_kernel<T, S, ALONG_X, ALONG_X>>(c, a, b, p, on);
 }
 
-int device_attribute(cudaDeviceAttr attribute, int device) {
-    int value = 0;
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
-
 // Checks that this GPU can, and says whether large tiles fit in it and are enough to fill it.
 bool large_tiles(const char* op, const Product& p, ScalarType dtype, bool allow_tf32, const Launch& on) {
     KL_CHECK(dtype != ScalarType::Float || allow_tf32, op,
@@ -329,7 +323,7 @@ bool large_tiles(const char* op, const Product& p, ScalarType dtype, bool allow_
     KL_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor, on.device) >= 8, op,
              ": mma needs compute capability 8.0 or newer");
     const int64_t tiles = p.batches * ceil_div(p.M, Large::BM) * ceil_div(p.N, Large::BN);
-    return tiles >= device_attribute(cudaDevAttrMultiProcessorCount, on.device) / 2 &&
+    return tiles >= multiprocessors(on.device) / 2 &&
            device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, on.device) >= Large::SHARED;
 }
 
