@@ -287,9 +287,13 @@ void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, co
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
 void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
-    is_whole<T, A_ALONG_K, B_ALONG_K>(a, b, p)
-        ? launch<matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, true>>(c, a, b, p, on)
-        : launch<matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, false>>(c, a, b, p, on);
+    if (is_whole<T, A_ALONG_K, B_ALONG_K>(a, b, p)) {
+        return launch<matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, true>>(c, a, b, p, on);
+    }
+    // What is not whole is read element by element, and so rightly in any order. For 16-bit types, whose products are
+    // for later steps to make fast, one order serves every layout: an instance takes seconds to compile.
+    constexpr bool ANY = sizeof(T) != sizeof(float);
+    launch<matmul_registers_kernel<T, ANY || A_ALONG_K, !ANY && B_ALONG_K, false>>(c, a, b, p, on);
 }
 
 }  // namespace
