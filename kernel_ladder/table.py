@@ -83,6 +83,8 @@ class Variant:
 _specs: dict[str, Spec] = {}
 _variants: dict[tuple[str, str], dict[str, Variant]] = {}  # (op, level) -> name -> variant, in the order of the climb
 _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, once loaded
+#: What :func:`_candidates` found for calls met before: to look it up anew takes as long as a small call's checks.
+_known: dict[tuple[str, str, bool], tuple[Variant, ...]] = {}
 _loading = threading.RLock()
 _chosen = threading.local()
 
@@ -119,6 +121,7 @@ def register(
     if name in variants:
         raise ValueError(f"register: {op} has a variant {name!r} already")
     variants[name] = Variant(op, name, forward, backward, unsupported, inference)
+    _known.clear()
     return variants[name]
 
 
@@ -178,9 +181,9 @@ def _check_op(op: str) -> None:
 
 def spec(op: str) -> Spec:
     """The spec of an operation."""
-    if op not in OPS:
+    if op not in _specs or torch.compiler.is_compiling():
         _check_op(op)
-    _at_level(op, "torch")
+        _at_level(op, "torch")
     return _specs[op]
 
 
@@ -278,8 +281,23 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
         backend = getattr(_chosen, "backend", None) or _from_environment(_environment.get(_ENV_KEY)) or "auto"
     if not isinstance(backend, str):
         raise TypeError(f"{op}: argument `backend` must be a str or None, got {type(backend).__name__}")
+    call = (op, backend, inputs[0].is_cuda)
+    candidates = None if torch.compiler.is_compiling() else _known.get(call)
+    if candidates is None:
+        candidates = _candidates(*call)
+        if not torch.compiler.is_compiling():
+            _known[call] = candidates
+    for variant in candidates:
+        if variant.unsupported(*inputs, **options) is None:
+            return variant
+    raise UnsupportedError(f"{op}: {_refusal(backend, candidates, inputs, options)}")
+
+
+def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
+    """The variants that a backend's name may stand for, most optimised first; there is at least one."""
     if backend == "auto":
-        return _resolve_auto(op, inputs, options)
+        names = [*(spec(op).auto if on_gpu else ()), spec(op).baseline, "torch.naive"]
+        return tuple(dict.fromkeys(v for name in names for v in _available(op, name)))
     level, _, step = backend.partition(".")
     if level not in LEVELS:
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
@@ -288,33 +306,21 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     if reason is not None:
         raise UnavailableError(f"{op}: backend {backend!r} is unavailable: {reason}")
-    if step:
-        variant = climb[backend]
-        why = variant.unsupported(*inputs, **options)
-        if why is not None:
-            raise UnsupportedError(f"{op}: {backend} does not support this call: {why}")
-        return variant
-    reasons = []
-    for variant in reversed(climb.values()):
-        why = variant.unsupported(*inputs, **options)
-        if why is None:
-            return variant
-        reasons.append(f"{variant.name}: {why}")
-    raise UnsupportedError(f"{op}: no variant at level {backend!r} supports this call: {'; '.join(reasons)}")
+    return (climb[backend],) if step else tuple(reversed(climb.values()))
 
 
-def _resolve_auto(op: str, inputs: Inputs, options: Options) -> Variant:
-    if inputs[0].is_cuda:
-        for backend in spec(op).auto:
-            level, _, step = backend.partition(".")
-            reason, climb = _at_level(op, level)
-            if reason is not None:
-                continue
-            for variant in [climb[backend]] if step else reversed(climb.values()):
-                if variant.unsupported(*inputs, **options) is None:
-                    return variant
-    for backend in (spec(op).baseline, "torch.naive"):
-        variant = _at_level(op, "torch")[1][backend]
-        if variant.unsupported(*inputs, **options) is None:
-            return variant
-    return resolve(op, "torch.naive", inputs, options)
+def _available(op: str, backend: str) -> list[Variant]:
+    level, _, step = backend.partition(".")
+    reason, climb = _at_level(op, level)
+    if reason is not None:
+        return []
+    return [climb[backend]] if step else [*reversed(climb.values())]
+
+
+def _refusal(backend: str, candidates: tuple[Variant, ...], inputs: Inputs, options: Options) -> str:
+    reasons = [(v.name, v.unsupported(*inputs, **options)) for v in candidates]
+    if backend in LEVELS:
+        every = "; ".join(f"{name}: {why}" for name, why in reasons)
+        return f"no variant at level {backend!r} supports this call: {every}"
+    name, why = reasons[-1]
+    return f"{name} does not support this call: {why}"

@@ -34,6 +34,14 @@ def device() -> torch.device:
     return DEVICE
 
 
+@pytest.fixture(autouse=True)
+def fresh_choices() -> Iterator[None]:
+    """What the table remembers of earlier calls is gone, for tests that change the table under it."""
+    table._known.clear()
+    yield
+    table._known.clear()
+
+
 @pytest.fixture
 def scratch_table() -> Iterator[None]:
     """Let a test register variants that are gone afterwards."""
