@@ -68,9 +68,19 @@ const std::vector<Schema>& schemas() {
         KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_flash),
+        KL_OP("attention.wgmma(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_wgmma),
+        KL_OP(
+            "attention.warp_specialized(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+            " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+            attention_warp_specialized),
         KL_OP("attention.pingpong(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_pingpong),
+        KL_OP("attention.persistent(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_persistent),
         KL_OP("attention.split_kv(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_split_kv),
@@ -225,7 +235,10 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_skinny_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
+    attention_wgmma_kernel_facts(facts, dtype);
+    attention_warp_specialized_kernel_facts(facts, dtype);
     attention_pingpong_kernel_facts(facts, dtype);
+    attention_persistent_kernel_facts(facts, dtype);
     attention_split_kv_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
     add_kernel_facts(facts, dtype);
