@@ -88,10 +88,10 @@ def _read_by_tma(x: torch.Tensor) -> bool:
     )
 
 
-def _hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:
+def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:
     """What a step of csrc/attention/hopper.cuh asks of a call."""
 
-    def hopper_unsupported(
+    def unsupported(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -116,7 +116,7 @@ def _hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | Non
                 return f"TMA reads dense rows that start on 16 bytes; those of `{name}` do not"
         return None
 
-    return hopper_unsupported
+    return unsupported
 
 
 def _split_unsupported(
@@ -184,10 +184,10 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
 _STEPS = {
     "naive": (_naive_unsupported, "naive"),
     "flash": (_flash_unsupported, "flash"),
-    "wgmma": (_hopper_unsupported("wgmma", 128), "flash"),
-    "warp_specialized": (_hopper_unsupported("warp_specialized", 128), "flash"),
-    "pingpong": (_hopper_unsupported("pingpong", 128), "flash"),
-    "persistent": (_hopper_unsupported("persistent", 256), "flash"),
+    "wgmma": (hopper_unsupported("wgmma", 128), "flash"),
+    "warp_specialized": (hopper_unsupported("warp_specialized", 128), "flash"),
+    "pingpong": (hopper_unsupported("pingpong", 128), "flash"),
+    "persistent": (hopper_unsupported("persistent", 256), "flash"),
     "split_kv": (_split_unsupported, "flash"),
 }
 

@@ -60,7 +60,7 @@ def test_what_a_step_does_not_take_is_said(inputs, reason):
         mock.patch.object(attention, "_is_hopper", return_value=True),
         mock.patch.object(attention, "_flash_unsupported", return_value=None),
     ):
-        said = attention._hopper_unsupported("pingpong", 128)(*inputs)
+        said = attention.hopper_unsupported("pingpong", 128)(*inputs)
     assert (said is None) == (reason is None), said
     assert reason is None or re.search(reason, said)
 

@@ -217,6 +217,7 @@ INSTRUCTIONS = [
     ("attention", "cuda.pingpong", r"HGMMA\.64x128x16\.F32\.BF16"),
     ("attention", "cuda.persistent", r"STG\.E\.128"),
     ("attention", "cuda.split_kv", r"LDGSTS\.E"),
+    ("attention_varlen", "cuda.pingpong", r"HGMMA\.64x128x16\.F32\.BF16"),
     ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),
     ("bias_gelu", "cuda.vectorized", r"LDG\.E\.128"),
     ("swiglu", "cuda.vectorized", r"LDG\.E\.128"),

@@ -58,8 +58,10 @@ struct AttentionCall {
     const Launch launch;
     Tensor output, lse;
 
+    // `packed`: results are to be (S, H, D_v) and (H, S), where there is one batch.
     AttentionCall(const char* step, const Tensor& query, const Tensor& key, const Tensor& value,
-                  const std::optional<Tensor>& attn_mask, int64_t first, int64_t last, double scale, bool enable_gqa)
+                  const std::optional<Tensor>& attn_mask, int64_t first, int64_t last, double scale, bool enable_gqa,
+                  bool packed = false)
         : step(step),
           query(query),
           key(key),
@@ -73,8 +75,10 @@ struct AttentionCall {
             KL_CHECK(x->numel() == 0 || x->size(3) == 1 || x->stride(3) == 1, "attention: ", step,
                      " takes dense rows of the head dimension");
         }
-        output = empty_like_query(query, query.scalar_type(), a.D_v);
-        lse = empty_like_query(query, ScalarType::Float, 0);
+        const ScalarType dtype = query.scalar_type();
+        output = packed ? empty(query, dtype, {a.S_q, a.heads, a.D_v}) : empty_like_query(query, dtype, a.D_v);
+        lse =
+            packed ? empty(query, ScalarType::Float, {a.heads, a.S_q}) : empty_like_query(query, ScalarType::Float, 0);
     }
 
     // Whether there is anything to sum; where not, results are what sums over no keys give.
@@ -172,6 +176,7 @@ template <typename S>
 struct QueryTile {
     unsigned outer;
     int batch, head, head_kv, q0, last, steps;
+    int query_row = 0, key_row = 0;  // where the sequence begins, of several one after the other
 
     __device__ QueryTile(const Attention& a, unsigned outer, unsigned tile)
         : outer(outer),
@@ -215,20 +220,21 @@ __device__ inline void load_panels(uint32_t shared, const CUtensorMap& map, uint
 }
 template <typename S>
 __device__ inline void load_query(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile) {
-    load_panels<S::PANELS>(at.q, maps.query, at.query_full(), S::Q_PANEL, tile.q0, tile.head, tile.batch);
+    load_panels<S::PANELS>(at.q, maps.query, at.query_full(), S::Q_PANEL, tile.query_row + tile.q0, tile.head,
+                           tile.batch);
 }
 // The keys, or values, of a step into place `i` of their ring.
 template <typename S>
 __device__ inline void load_key(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile, int step,
                                 int i) {
-    load_panels<S::PANELS>(at.key(i), maps.key, at.key_full(i), S::KV_PANEL, tile.first_key(step), tile.head_kv,
-                           tile.batch);
+    load_panels<S::PANELS>(at.key(i), maps.key, at.key_full(i), S::KV_PANEL, tile.key_row + tile.first_key(step),
+                           tile.head_kv, tile.batch);
 }
 template <typename S>
 __device__ inline void load_value(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile, int step,
                                   int i) {
-    load_panels<S::PANELS>(at.value(i), maps.value, at.value_full(i), S::KV_PANEL, tile.first_key(step), tile.head_kv,
-                           tile.batch);
+    load_panels<S::PANELS>(at.value(i), maps.value, at.value_full(i), S::KV_PANEL, tile.key_row + tile.first_key(step),
+                           tile.head_kv, tile.batch);
 }
 
 // What a producer's one thread does for a tile of queries, the block's `turn`-th: everything as soon as there is room.
@@ -376,9 +382,9 @@ __device__ inline void transpose_quad(uint32_t (&x)[4]) {
     }
 }
 
-// Output over the sum of weights, 16 bytes a store, and the log-sum-exp.
+// Output over the sum of weights, 16 bytes a store, and the log-sum-exp, to where those of the first query stand.
 template <typename T, typename S>
-__device__ inline void store_results(T* output_pointer, float* lse, const Attention& a, const QueryTile<S>& tile,
+__device__ inline void store_results(T* first_output, int64_t stride, float* first_lse, const Attention& a,
                                      const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
                                      const RunningSoftmax<S::KEYS>& softmax) {
     const int lane = threadIdx.x % 4;
@@ -388,8 +394,7 @@ __device__ inline void store_results(T* output_pointer, float* lse, const Attent
         sum += __shfl_xor_sync(FULL_MASK, sum, 1);
         sum += __shfl_xor_sync(FULL_MASK, sum, 2);
         const int row = rows.first + rows.lane_row + 8 * h;
-        const int64_t index = int64_t{tile.outer} * a.S_q + row;
-        if (row < a.S_q && lane == 0) lse[index] = softmax.row_max[h] * a.scale + logf(sum);
+        if (row < a.S_q && lane == 0) first_lse[row] = softmax.row_max[h] * a.scale + logf(sum);
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // a row of nothing but −inf gives zeros
 #pragma unroll
         for (int j = 0; j < S::HEAD_DIM / 8; j += 4) {
@@ -402,10 +407,18 @@ __device__ inline void store_results(T* output_pointer, float* lse, const Attent
             transpose_quad(x);
             const int column = 8 * (j + lane);
             if (row < a.S_q && column < a.D_v) {  // a multiple of 8
-                *reinterpret_cast<uint4*>(output_pointer + index * a.D_v + column) = make_uint4(x[0], x[1], x[2], x[3]);
+                *reinterpret_cast<uint4*>(first_output + row * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }
     }
+}
+// The same to dense tensors (B, H, S, D_v) and (B, H, S).
+template <typename T, typename S>
+__device__ inline void store_results(T* all_output, float* all_lse, const Attention& a, const QueryTile<S>& tile,
+                                     const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
+                                     const RunningSoftmax<S::KEYS>& softmax) {
+    const int64_t begin = int64_t{tile.outer} * a.S_q;
+    store_results<T, S>(all_output + begin * a.D_v, a.D_v, all_lse + begin, a, rows, output, softmax);
 }
 
 #endif
