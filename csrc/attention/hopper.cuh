@@ -27,7 +27,7 @@ struct HopperShape {
     static constexpr int Q_PANEL = QUERIES * SWIZZLE_ROW, KV_PANEL = KEYS * SWIZZLE_ROW;  // bytes
     static constexpr int Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
     static constexpr int BARRIERS = 2 + 4 * STAGES;
-    static constexpr int SHARED = SWIZZLE_ATOM + Q_BYTES + STAGES * 2 * KV_BYTES + BARRIERS * 8;
+    static constexpr int SHARED = SWIZZLE_ATOM + Q_BYTES + STAGES * 2 * KV_BYTES + (BARRIERS + 1) * 8;
     static_assert(KV_PANEL % SWIZZLE_ATOM == 0 && HEAD_DIM % 32 == 0 && KEYS % 16 == 0);
     // What is given back must be enough for what is taken.
     static_assert(PRODUCER_REGISTERS * WARPGROUP + CONSUMER_REGISTERS * WARPGROUP * CONSUMERS <= 65536);
@@ -149,6 +149,7 @@ struct AttentionShared {
     __device__ uint32_t key_empty(int i) const { return barrier(2 + STAGES + stage_of(i)); }
     __device__ uint32_t value_full(int i) const { return barrier(2 + 2 * STAGES + stage_of(i)); }
     __device__ uint32_t value_empty(int i) const { return barrier(2 + 3 * STAGES + stage_of(i)); }
+    __device__ uint32_t number() const { return barrier(S::BARRIERS); }  // of the tile of queries, where blocks stay
 
     // By all threads.
     __device__ void init_barriers() const {
@@ -238,10 +239,10 @@ __device__ inline void load_value(const AttentionShared<S>& at, const QkvMaps& m
 }
 
 // What a producer's one thread does for a tile of queries, the block's `turn`-th: everything as soon as there is room.
-// Its first step has place `begin` of the rings.
-template <typename S>
+// Its first step has place `begin` of the rings. What `announce` stores is there for consumers when the queries are.
+template <typename S, typename F>
 __device__ inline void produce(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile, int turn,
-                               int begin) {
+                               int begin, F&& announce) {
     const auto next_key = [&](int step) {
         const int i = begin + step;
         mbarrier_wait(at.key_empty(i), phase_of(i) ^ 1);
@@ -249,6 +250,7 @@ __device__ inline void produce(const AttentionShared<S>& at, const QkvMaps& maps
     };
     next_key(0);
     mbarrier_wait(at.query_empty(), turn % 2 ^ 1);
+    announce();
     load_query(at, maps, tile);
     for (int step = 0; step < tile.steps; ++step) {
         if (step + 1 < tile.steps) next_key(step + 1);
@@ -256,6 +258,12 @@ __device__ inline void produce(const AttentionShared<S>& at, const QkvMaps& maps
         mbarrier_wait(at.value_empty(i), phase_of(i) ^ 1);
         load_value(at, maps, tile, step, i);
     }
+}
+
+// The same where a block has one tile.
+template <typename S>
+__device__ inline void produce(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile) {
+    produce(at, maps, tile, 0, 0, [] {});
 }
 
 // A consumer's warp has done with a tile.

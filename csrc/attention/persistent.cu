@@ -6,8 +6,8 @@
 //
 //   - The producer goes on to the next tile of queries while the consumers end this one: no tile but a block's first
 //     waits for its loads, and none for a block's start.
-//   - Tiles are walked in an order that shares keys and values in L2 and leaves no block behind (TileOrder below;
-//     FlashAttention-3, hopper/tile_scheduler.hpp, hands them out by a counter in memory).
+//   - Tiles are walked in an order that shares keys and values in L2, and where they differ in length are handed out by a
+//     counter, the longest first (TileOrder below; FlashAttention-3, hopper/tile_scheduler.hpp).
 //   - Where nothing is hidden, tiles of keys are longer: fewer rescalings and barriers for each key. Under a mask they
 //     would be cut at its edge, and much of a longer one is made in vain.
 
@@ -23,25 +23,39 @@ using PersistentWhole128 = HopperShape<128, 176, 2, 24, 240>;  // no key is hidd
 using Persistent256 = HopperShape<256, 80, 2, 24, 240>;
 
 // The order of tiles: by sections of heads whose keys and values fit in L2 together; in a section the last queries of
-// all its heads first, which under a causal mask see the most keys. Blocks take turns back and forth, so that whoever had
-// the longest tile of a round gets the shortest of the next.
+// all its heads first, which under a causal mask see the most keys.
 struct TileOrder {
-    unsigned tiles;    // of a head
-    unsigned heads;    // of all batches
-    unsigned section;  // heads
+    unsigned tiles;     // of a head
+    unsigned heads;     // of all batches
+    unsigned section;   // heads
+    unsigned* counter;  // of tiles handed out after each block's first; null where block b takes b, b + blocks, …
 };
 
 #if KL_SM90A
 
-// The number of the tile that the block makes in its `turn`, past all tiles where it has done its share.
-__device__ inline unsigned index_of(int turn) {
-    return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-}
 template <typename S>
-__device__ inline QueryTile<S> tile_of(const Attention& a, const TileOrder& order, unsigned index) {
-    const unsigned begin = index / (order.section * order.tiles) * order.section;
-    const unsigned within = index - begin * order.tiles, beside = min(order.section, order.heads - begin);
+__device__ inline QueryTile<S> tile_numbered(unsigned number, const TileOrder& order, const Attention& a) {
+    const unsigned begin = number / (order.section * order.tiles) * order.section;
+    const unsigned within = number - begin * order.tiles, beside = min(order.section, order.heads - begin);
     return {a, begin + within % beside, order.tiles - 1 - within / beside};
+}
+
+// The producer's one thread: from tile to tile, as far ahead of the consumers as there is room.
+template <typename S>
+__device__ inline void produce_all(const AttentionShared<S>& at, const QkvMaps& maps, const TileOrder& order,
+                                   const Attention& a) {
+    unsigned number = blockIdx.x;
+    int turn = 0, begin = 0;
+    const auto announce = [&] { store_shared8(at.number(), number, 0); };
+    for (; number < order.tiles * order.heads; ++turn) {
+        const QueryTile<S> tile = tile_numbered<S>(number, order, a);
+        produce(at, maps, tile, turn, begin, announce);
+        begin += tile.steps;
+        number = order.counter != nullptr ? gridDim.x + atomicAdd(order.counter, 1) : number + gridDim.x;
+    }
+    mbarrier_wait(at.query_empty(), turn % 2 ^ 1);
+    announce();  // that there is none
+    mbarrier_arrive(at.query_full());
 }
 
 #endif
@@ -55,23 +69,20 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     const AttentionShared<S> at(shared_bytes);
     at.init_barriers();
     const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
-    int begin = 0;  // the place in the rings of a tile's first step
     if (group == 0) {
         registers_decrease<S::PRODUCER_REGISTERS>();
-        if (warp_index() == 0 && elect_one()) {
-            for (int turn = 0; index_of(turn) < order.tiles * order.heads; ++turn) {
-                const QueryTile<S> tile = tile_of<S>(a, order, index_of(turn));
-                produce(at, maps, tile, turn, begin);
-                begin += tile.steps;
-            }
-        }
+        if (warp_index() == 0 && elect_one()) produce_all(at, maps, order, a);
         return;
     }
 
     registers_increase<S::CONSUMER_REGISTERS>();
     begin_turns(consumer);
-    for (int turn = 0; index_of(turn) < order.tiles * order.heads; ++turn) {
-        const QueryTile<S> tile = tile_of<S>(a, order, index_of(turn));
+    int begin = 0;  // the place in the rings of a tile's first step
+    for (int turn = 0;; ++turn) {
+        mbarrier_wait(at.query_full(), turn % 2);
+        const unsigned number = load_shared(at.number());
+        if (number >= order.tiles * order.heads) break;
+        const QueryTile<S> tile = tile_numbered<S>(number, order, a);
         const ThreadRows rows(tile.q0, consumer);
         float output[S::HEAD_DIM / 2];
         RunningSoftmax<S::KEYS> softmax;
@@ -92,18 +103,21 @@ template <typename T, typename S>
 void run_persistent(AttentionCall& call) {
     const Attention& a = call.a;
     const int64_t heads = a.batches * a.heads, tiles = call.tiles<S>();
-    // Tiles are as long as each other, or the later ones longer: only then must heads be mixed.
-    int64_t section = 1;
-    if (a.last < a.S_k - 1 && !a.hides_left()) {
+    const int64_t blocks = std::min(device_attribute(cudaDevAttrMultiProcessorCount, call.launch.device), tiles);
+    TileOrder order{static_cast<unsigned>(tiles / heads), static_cast<unsigned>(heads), 1, nullptr};
+    grid_size(tiles + blocks);  // what counts tiles has 32 bits
+    std::optional<Tensor> counter;
+    // Where a mask hides keys on the right alone, tiles are the longer the later.
+    if (a.last < a.S_k - 1 && !a.hides_left() && tiles > blocks) {
         const int64_t head_bytes = int64_t{a.S_k} * (a.D + a.D_v) * static_cast<int64_t>(sizeof(T));
         const int64_t room = device_attribute(cudaDevAttrL2CacheSize, call.launch.device) * 2 / 3;
-        section = std::min(std::max<int64_t>(room / head_bytes, 1) * a.group(), heads);
+        const int64_t fit = std::max<int64_t>(room / head_bytes, 1) * a.group();
+        order.section = static_cast<unsigned>(ceil_div(heads, ceil_div(heads, fit)));  // all of one size, almost
+        counter = empty(call.query, ScalarType::Int, {1});
+        fill_zero(*counter, call.launch.stream);
+        order.counter = static_cast<unsigned*>(counter->data_ptr());
     }
-    const TileOrder order{static_cast<unsigned>(tiles / heads), static_cast<unsigned>(heads),
-                          static_cast<unsigned>(section)};
-    const int64_t blocks = device_attribute(cudaDevAttrMultiProcessorCount, call.launch.device);
-    grid_size(tiles);  // what counts tiles has 32 bits
-    call.run<attention_persistent_kernel<T, S>, T, S>(std::min(blocks, tiles), order);
+    call.run<attention_persistent_kernel<T, S>, T, S>(blocks, order);
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
     if (group == 0) {
         registers_decrease<S::PRODUCER_REGISTERS>();
-        if (warp_index() == 0 && elect_one()) produce(at, maps, tile, 0, 0);
+        if (warp_index() == 0 && elect_one()) produce(at, maps, tile);
         return;
     }
 
