@@ -68,12 +68,27 @@ const std::vector<Schema>& schemas() {
         KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_flash),
+        KL_OP("attention.wgmma(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_wgmma),
+        KL_OP(
+            "attention.warp_specialized(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+            " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+            attention_warp_specialized),
         KL_OP("attention.pingpong(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_pingpong),
+        KL_OP("attention.persistent(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_persistent),
         KL_OP("attention.split_kv(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_split_kv),
+        // Operands are (1, H, T, D), sequences one after the other.
+        KL_OP("attention_varlen.pingpong(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
+              " Tensor cu_seqlens_k, int max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
+              " -> (Tensor, Tensor)",
+              attention_varlen_pingpong),
         KL_OP("attention_backward.naive(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
               " Tensor? attn_mask, int first, int last, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
               attention_backward_naive),
@@ -225,8 +240,12 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_skinny_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
+    attention_wgmma_kernel_facts(facts, dtype);
+    attention_warp_specialized_kernel_facts(facts, dtype);
     attention_pingpong_kernel_facts(facts, dtype);
+    attention_persistent_kernel_facts(facts, dtype);
     attention_split_kv_kernel_facts(facts, dtype);
+    attention_varlen_kernel_facts(facts, dtype);
     attention_flash_backward_kernel_facts(facts, dtype);
     add_kernel_facts(facts, dtype);
     sum_kernel_facts(facts, dtype);

@@ -143,12 +143,25 @@ std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& ke
 std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value,
                                            const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                            double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_wgmma(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                           double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_warp_specialized(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                      const std::optional<Tensor>& attn_mask, int64_t first,
+                                                      int64_t last, double scale, bool enable_gqa);
 std::tuple<Tensor, Tensor> attention_pingpong(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                               double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                                double scale, bool enable_gqa);
 std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                               double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_varlen_pingpong(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                     int64_t max_seqlen_q, int64_t left, int64_t right, double scale,
+                                                     bool enable_gqa);
 std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, const std::optional<Tensor>& grad_lse,
                                                             const Tensor& query, const Tensor& key, const Tensor& value,
                                                             const std::optional<Tensor>& attn_mask, int64_t first,
@@ -160,8 +173,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                                             int64_t last, double scale, bool enable_gqa);
 void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_wgmma_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_warp_specialized_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_varlen_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // add.cu

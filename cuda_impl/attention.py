@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -87,27 +88,35 @@ def _read_by_tma(x: torch.Tensor) -> bool:
     )
 
 
-def _pingpong_unsupported(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    **options: object,
-) -> str | None:
-    if (reason := _flash_unsupported(query, key, value, attn_mask, **options)) is not None:
-        return reason
-    if not _is_hopper(query.get_device()):
-        return "pingpong needs compute capability 9.0 (wgmma, TMA)"
-    if attn_mask is not None:
-        return "pingpong takes causal masks and windows, but no mask in memory"
-    if query.dim() != 4:
-        return f"pingpong takes 4 dimensions (B, H, S, D), got {query.dim()}"
-    if query.shape[3] % 8 or value.shape[3] % 8:
-        return f"head dimensions must be multiples of 8, got {query.shape[3]} and {value.shape[3]}"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not _read_by_tma(x):
-            return f"TMA reads dense rows that start on 16 bytes; those of `{name}` do not"
-    return None
+def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:
+    """What a step of csrc/attention/hopper.cuh asks of a call."""
+
+    def unsupported(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        **options: object,
+    ) -> str | None:
+        if (reason := _flash_unsupported(query, key, value, attn_mask, **options)) is not None:
+            return reason
+        if not _is_hopper(query.get_device()):
+            return f"{step} needs compute capability 9.0 (wgmma, TMA)"
+        if attn_mask is not None:
+            return f"{step} takes causal masks and windows, but no mask in memory"
+        if query.dim() != 4:
+            return f"{step} takes 4 dimensions (B, H, S, D), got {query.dim()}"
+        d, d_v = query.shape[3], value.shape[3]
+        if d % 8 or d_v % 8:
+            return f"head dimensions must be multiples of 8, got {d} and {d_v}"
+        if max(d, d_v) > max_head_dim:
+            return f"{step} takes head dimensions up to {max_head_dim}, got {max(d, d_v)}"
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not _read_by_tma(x):
+                return f"TMA reads dense rows that start on 16 bytes; those of `{name}` do not"
+        return None
+
+    return unsupported
 
 
 def _split_unsupported(
@@ -175,7 +184,10 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
 _STEPS = {
     "naive": (_naive_unsupported, "naive"),
     "flash": (_flash_unsupported, "flash"),
-    "pingpong": (_pingpong_unsupported, "flash"),
+    "wgmma": (hopper_unsupported("wgmma", 128), "flash"),
+    "warp_specialized": (hopper_unsupported("warp_specialized", 128), "flash"),
+    "pingpong": (hopper_unsupported("pingpong", 128), "flash"),
+    "persistent": (hopper_unsupported("persistent", 256), "flash"),
     "split_kv": (_split_unsupported, "flash"),
 }
 

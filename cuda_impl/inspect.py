@@ -61,7 +61,9 @@ _KERNELS_OF = {
 
 
 #: Variants whose backward pass is that of an earlier step.
-_BACKWARD_OF = {("attention", "pingpong"): "flash", ("attention", "split_kv"): "flash"}
+_BACKWARD_OF = {
+    ("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")
+}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
 // Attention, O = softmax(Q · Kᵀ · scale) · V, with the shapes of scaled_dot_product_attention: what every step shares.
 //
-//   variant   the one idea it adds                                              what limits it now
-//   naive     one thread per element; scores go out to memory and come back     memory, and CUDA cores
-//   flash     tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
-//   pingpong  TMA and wgmma: softmax of one warpgroup under another's products  each block loads its own keys and values
-//   split_kv  few queries: keys are split among blocks, so that all SMs read    the reading of keys and values
+//   variant            the one idea it adds                                        what limits it now
+//   naive              one thread an element; scores go to memory and come back    memory, and CUDA cores
+//   flash              tiles and an online softmax keep scores on chip; mma.sync   Hopper's full rate needs wgmma
+//   wgmma              TMA brings tiles, wgmma multiplies from shared memory       products and softmax take turns
+//   warp_specialized   a warp only loads; warpgroups only compute, share tiles     softmax beside idle tensor cores
+//   pingpong           softmax of one warpgroup under another's products           idle where a block begins and ends
+//   persistent         blocks stay and load ahead; order shares L2, evens work     tensor cores
+//   split_kv           few queries: keys are split among blocks, for all SMs       the reading of keys and values
 //
 // query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query head h reads head h / (H / H_kv) of key
 // and value. Query i sees the keys j of a band, i + first ≤ j ≤ i + last: causal masks and windows are no more than that.

@@ -1,0 +1,92 @@
+// Attention on Hopper, its second step; the table of the climb stands in attention.cuh.
+//
+//   warp_specialized   a warp only loads, warpgroups only compute and share tiles     a softmax beside idle tensor cores
+//
+// A producer warp keeps the rings of keys and values full. It meets the consumers at barriers in shared memory; no
+// thread waits for all others any more. Two or three consumer warpgroups share each tile of keys and values, so that a
+// byte from L2 serves two or three times the queries. They take the registers that the producer does not need.
+
+#include "hopper.cuh"
+
+namespace kl {
+namespace {
+
+using Specialized64 = HopperShape<64, 128, 3, 32, 160>;
+using Specialized128 = HopperShape<128, 128, 2, 24, 240>;
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    attention_warp_specialized_kernel(T* output_pointer, float* lse, const __grid_constant__ QkvMaps maps,
+                                      const __grid_constant__ Attention a) {
+#if KL_SM90A
+    extern __shared__ unsigned char shared_bytes[];
+    const AttentionShared<S> at(shared_bytes);
+    at.init_barriers();
+    const QueryTile<S> tile = tile_of_block<S>(a);
+    const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
+    if (group == 0) {
+        registers_decrease<S::PRODUCER_REGISTERS>();
+        if (warp_index() == 0 && elect_one()) produce(at, maps, tile);
+        return;
+    }
+
+    registers_increase<S::CONSUMER_REGISTERS>();
+    const ThreadRows rows(tile.q0, consumer);
+    const uint32_t q = at.q + consumer * 64 * SWIZZLE_ROW;
+    const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
+    float output[S::HEAD_DIM / 2];
+    float scores[S::KEYS / 2];
+    uint32_t weights[S::KEYS / 16][4];
+    RunningSoftmax<S::KEYS> softmax;
+
+    mbarrier_wait(at.query_full(), 0);
+    for (int i = 0; i < tile.steps; ++i) {
+        mbarrier_wait(at.key_full(i), phase_of(i));
+        issue_scores<T, S>(scores, q, at.key(i));
+        wgmma_wait<0>();
+        wgmma_pin(scores);
+        done_with(at.key_empty(i));
+        hide<S::KEYS>(scores, a, rows, tile.first_key(i));
+        softmax.next(scores, scale);
+        if (i > 0) softmax.rescale_output(output);
+        round_weights<T, S::KEYS>(weights, scores);
+        mbarrier_wait(at.value_full(i), phase_of(i));
+        issue_output<T, S>(output, weights, at.value(i), i > 0);
+        wgmma_wait<0>();
+        wgmma_pin(output);
+        done_with(at.value_empty(i));
+    }
+    store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
+#endif
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> attention_warp_specialized(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                      const std::optional<Tensor>& attn_mask, int64_t first,
+                                                      int64_t last, double scale, bool enable_gqa) {
+    AttentionCall call("warp_specialized", query, key, value, attn_mask, first, last, scale, enable_gqa);
+    if (call.has_work()) {
+        call.dispatch<Specialized64, Specialized128>([&](auto zero, auto shape) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            call.run<attention_warp_specialized_kernel<T, S>, T, S>(call.tiles<S>());
+        });
+    }
+    return {call.output, call.lse};
+}
+
+void attention_warp_specialized_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    if (dtype == ScalarType::Float) return;
+    dispatch_16bit(dtype, "attention", [&](auto zero) {
+        const auto add = [&](const char* name, auto shape) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            facts.push_back(kernel_facts<attention_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED));
+        };
+        add("attention.warp_specialized.64", Specialized64{});
+        add("attention.warp_specialized.128", Specialized128{});
+    });
+}
+
+}  // namespace kl
