@@ -50,7 +50,7 @@ struct CompensatedSum {
     float sum = 0.0f, lost = 0.0f;
     __device__ void add(float x) {
         const float y = x - lost, t = sum + y;
-        lost = (t - sum) - y;
+        lost = isinf(t) ? 0.0f : (t - sum) - y;  // ∞ − ∞ would make a sum that overflows NaN
         sum = t;
     }
 };
