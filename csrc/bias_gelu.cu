@@ -89,16 +89,14 @@ __global__ void bias_gelu_backward_naive_kernel(T* grad_input, __grid_constant__
     const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
     if (column >= columns) return;
     const float b = to_float(bias[column * bias_step]);
-    float sum = 0.0f, lost = 0.0f;  // Kahan's: one chain of additions down a long column loses too much
+    CompensatedSum sum;
     for (int64_t row = 0; row < rows; ++row) {
         const float x = to_float(input[in.at<false>(row, column)]) + b;
         const float g = to_float(grad[gr.at<false>(row, column)]) * Form::derivative(x);
         grad_input[out.at<false>(row, column)] = from_float<T>(g);
-        const float term = g - lost, next = sum + term;
-        lost = (next - sum) - term;
-        sum = next;
+        sum.add(g);
     }
-    grad_bias[column] = from_float<T>(sum);
+    grad_bias[column] = from_float<T>(sum.sum);
 }
 
 // ---- vectorized: 16 bytes of bias a thread, several rows -----------------------------------------------------------

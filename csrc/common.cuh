@@ -231,6 +231,16 @@ __device__ inline float block_reduce(float value, Op op, float* scratch) {
     return warp_reduce(lane < warps ? scratch[lane] : Op::identity, op);
 }
 
+// Kahan's sum: one thread adds up a whole row or column, whose rounding errors would pile up.
+struct CompensatedSum {
+    float sum = 0.0f, lost = 0.0f;
+    __device__ void add(float x) {
+        const float y = x - lost, t = sum + y;
+        lost = isinf(t) ? 0.0f : (t - sum) - y;  // ∞ − ∞ would make a sum that overflows NaN
+        sum = t;
+    }
+};
+
 // ---- strided operands ----------------------------------------------------------------------------------------------
 
 constexpr int MAX_DIMS = 12;

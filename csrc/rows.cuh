@@ -45,16 +45,6 @@ __device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t f
     }
 }
 
-// Kahan's sum: one thread adds up a whole row or column, whose rounding errors would pile up.
-struct CompensatedSum {
-    float sum = 0.0f, lost = 0.0f;
-    __device__ void add(float x) {
-        const float y = x - lost, t = sum + y;
-        lost = (t - sum) - y;
-        sum = t;
-    }
-};
-
 // ---- a row in registers --------------------------------------------------------------------------------------------
 
 constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs

@@ -238,23 +238,50 @@ __global__ void softmax_backward_shared_kernel(T* grad_input, Rows gi_rows, cons
 
 // ---- registers: the row stays in the registers of the threads that share it -------------------------------------------
 
-// Σ 2^(y − top) over some of a row's elements y = x · log2 e, where `top` is a whole number not below any of them: then
-// 2^(y − top) is one multiply-add and one power of two, and sums with different tops meet without an error, by powers of
+// Maxima from here on are far. There y = x · log2 e rounds, or overflows, by more than a power of two can hold; but
+// elements that differ do so by 64 at least, so that next to the maximum the others weigh nothing.
+constexpr float FAR = 1 << 30;
+
+__device__ bool is_far(float top) { return fabsf(top) >= FAR && top != NEG_INF; }
+
+// 2^(y − 2 · top), or where the top is FAR, 2^((x − top) · log2 e).
+template <bool IS_FAR>
+__device__ float power_below(float x, float top) {
+    return exp2_approx(IS_FAR ? (x - top) * LOG2E : fmaf(x, LOG2E, -2.0f * top));
+}
+
+// Σ 2^(y − 2 · top) over some of a row's elements y = x · log2 e, where 2 · top is a whole number not below any of them:
+// then each is one multiply-add and one power of two, and sums with different tops meet without an error, by powers of
 // two that are exact. (Milakov and Gimelshein, arXiv:1805.02867, with tops that are maxima.) As `first` and `second`.
+// A far top is the maximum itself; tops are halved so that they stay below that, and are in the order of the maxima.
 struct Peak {
     __device__ Pair operator()(Pair a, Pair b) const {
         const bool a_higher = a.first >= b.first;
         const float low = a_higher ? b.first : a.first, high = a_higher ? a.first : b.first;
         const float smaller = a_higher ? b.second : a.second, larger = a_higher ? a.second : b.second;
         // Equal tops may be infinite, and their difference no number.
-        return {high, fmaf(smaller, low == high ? 1.0f : exp2_approx(low - high), larger)};
+        return {high, fmaf(smaller, low == high ? 1.0f : exp2_approx(2.0f * (low - high)), larger)};
     }
 };
+
+template <bool IS_FAR, typename T>
+__device__ float sum_of_powers(const Vec<T> (&tile)[ROW_VECTORS], float top) {
+    float x[Vec<T>::size], sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < ROW_VECTORS; ++v) {
+        unpack(tile[v], x);
+        float partial = 0.0f;
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) partial += power_below<IS_FAR>(x[e], top);
+        sum += partial;
+    }
+    return sum;
+}
 
 // Of the elements that this thread has. fmaxf drops NaN, which reaches the sum.
 template <typename T>
 __device__ Pair peak_of(Vec<T> (&tile)[ROW_VECTORS]) {
-    float x[Vec<T>::size], thread_max = NEG_INF, sum = 0.0f;
+    float x[Vec<T>::size], thread_max = NEG_INF;
 #pragma unroll
     for (int v = 0; v < ROW_VECTORS; ++v) {
         unpack(tile[v], x);
@@ -262,22 +289,19 @@ __device__ Pair peak_of(Vec<T> (&tile)[ROW_VECTORS]) {
         for (int e = 0; e < Vec<T>::size; ++e) thread_max = fmaxf(thread_max, x[e]);
     }
     stay_packed(tile);
-    const float top = ceilf(thread_max * LOG2E);
-    const float shift = top == NEG_INF ? 0.0f : -top;  // of nothing but −inf, the sum is zero
-#pragma unroll
-    for (int v = 0; v < ROW_VECTORS; ++v) {
-        unpack(tile[v], x);
-        float partial = 0.0f;
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) partial += exp2_approx(fmaf(x[e], LOG2E, shift));
-        sum += partial;
+    Pair peak{thread_max, 0.0f};
+    if (is_far(thread_max)) {
+        peak.second = sum_of_powers<true>(tile, thread_max);
+    } else {
+        peak.first = 0.5f * ceilf(thread_max * LOG2E);
+        // Of nothing but −inf, the sum is zero.
+        peak.second = sum_of_powers<false>(tile, finite_or_zero(peak.first));
     }
     stay_packed(tile);
-    return {top, sum};
+    return peak;
 }
 
-// The result in place of the elements, from the peak of the whole row. A row of nothing but −inf gives NaN.
-template <typename T>
+template <bool IS_FAR, typename T>
 __device__ void divide_by(Vec<T> (&tile)[ROW_VECTORS], Pair peak) {
     const float scale = 1.0f / peak.second;
     float x[Vec<T>::size];
@@ -285,9 +309,15 @@ __device__ void divide_by(Vec<T> (&tile)[ROW_VECTORS], Pair peak) {
     for (int v = 0; v < ROW_VECTORS; ++v) {
         unpack(tile[v], x);
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) x[e] = exp2_approx(fmaf(x[e], LOG2E, -peak.first)) * scale;
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = power_below<IS_FAR>(x[e], peak.first) * scale;
         tile[v] = pack<T>(x);
     }
+}
+
+// The result in place of the elements, from the peak of the whole row. A row of nothing but −inf gives NaN.
+template <typename T>
+__device__ void divide_by(Vec<T> (&tile)[ROW_VECTORS], Pair peak) {
+    is_far(peak.first) ? divide_by<true>(tile, peak) : divide_by<false>(tile, peak);
 }
 
 template <typename T, bool WHOLE>

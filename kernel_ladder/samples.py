@@ -11,7 +11,7 @@ from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 KINDS = ("boolean", "hidden_rows", "offsets")
-VALUES = ("normal", "large", "offset", "neg_inf_rows", "nan", "inf", "constant")
+VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
 def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
@@ -57,7 +57,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
 
     - ``normal``: as drawn; ``large``: times 100; ``constant``: one value, so that sums cancel exactly
     - ``offset``: plus 1000, a mean that squares of it would drown the variance in
-    - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf
+    - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf; ``lowest_rows``: the same with the
+      lowest number of `dtype`, by which masks too are written
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
 
     What ``case.kinds`` names is made apart, in contiguous memory:
@@ -80,10 +81,11 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             x = x + 1000
         elif case.values == "constant":
             x = torch.full_like(x, 1.5)
-        elif case.values == "neg_inf_rows":
-            x.view(-1)[::5] = -torch.inf
+        elif case.values in ("neg_inf_rows", "lowest_rows"):
+            low = -torch.inf if case.values == "neg_inf_rows" else torch.finfo(dtype).min
+            x.view(-1)[::5] = low
             if x.dim() > 1 and x.shape[0] > 1:
-                x[0] = -torch.inf
+                x[0] = low
         elif case.values == "nan":
             x.view(-1)[::7] = torch.nan
         elif case.values == "inf":

@@ -65,6 +65,8 @@ SAMPLES = [
     _case("constant", (3, 4096), values="constant"),
     _case("neg-inf-rows", (6, 200), values="neg_inf_rows"),
     _case("neg-inf-long-rows", (3, 40000), values="neg_inf_rows"),
+    _case("lowest-rows", (6, 200), values="lowest_rows"),
+    _case("lowest-long-rows", (3, 40000), values="lowest_rows"),
     _case("nan", (9, 50), values="nan"),
     _case("inf", (9, 50), values="inf"),
     _case("medium", (3, 20000)),
