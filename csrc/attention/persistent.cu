@@ -93,24 +93,18 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #endif
 }
 
-int64_t device_attribute(cudaDeviceAttr attribute, int32_t device) {
-    int value = 0;
-    KL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
-
 template <typename T, typename S>
 void run_persistent(AttentionCall& call) {
     const Attention& a = call.a;
     const int64_t heads = a.batches * a.heads, tiles = call.tiles<S>();
-    const int64_t blocks = std::min(device_attribute(cudaDevAttrMultiProcessorCount, call.launch.device), tiles);
+    const int64_t blocks = std::min<int64_t>(multiprocessors(call.launch.device), tiles);
     TileOrder order{static_cast<unsigned>(tiles / heads), static_cast<unsigned>(heads), 1, nullptr};
     grid_size(tiles + blocks);  // what counts tiles has 32 bits
     std::optional<Tensor> counter;
     // Where a mask hides keys on the right alone, tiles are the longer the later.
     if (a.last < a.S_k - 1 && !a.hides_left() && tiles > blocks) {
         const int64_t head_bytes = int64_t{a.S_k} * (a.D + a.D_v) * static_cast<int64_t>(sizeof(T));
-        const int64_t room = device_attribute(cudaDevAttrL2CacheSize, call.launch.device) * 2 / 3;
+        const int64_t room = int64_t{2} * device_attribute(cudaDevAttrL2CacheSize, call.launch.device) / 3;
         const int64_t fit = std::max<int64_t>(room / head_bytes, 1) * a.group();
         order.section = static_cast<unsigned>(ceil_div(heads, ceil_div(heads, fit)));  // all of one size, almost
         counter = empty(call.query, ScalarType::Int, {1});
