@@ -233,7 +233,8 @@ Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
     const int begin = std::min(std::max(0, a.first), a.S_k);
     const int end = std::max(begin, std::min(a.S_k, a.S_q + a.last));
     const int64_t blocks = std::max<int64_t>(a.batches * a.heads_kv, 1);
-    const int64_t wanted = std::min<int64_t>(int64_t{multiprocessors(device)} * blocks_per_sm / blocks, (end - begin) / MIN_RUN);
+    const int64_t wanted =
+        std::min<int64_t>(int64_t{multiprocessors(device)} * blocks_per_sm / blocks, (end - begin) / MIN_RUN);
     const int64_t length = ceil_div(std::max(end - begin, 1), std::max<int64_t>(wanted, 1));
     const int rounded = static_cast<int>(ceil_div(length, 64) * 64);
     return {begin, end, rounded, static_cast<int>(std::max<int64_t>(ceil_div(end - begin, rounded), 1))};
