@@ -84,8 +84,8 @@ def test_compiles(op, index, capability, e):
     if "PRECISION" in e.constexprs:  # a matrix product: on tensor cores, save for float32 that must stay float32
         operands = {t for name, t in e.signature.items() if name != "partials_ptr"}
         tensor_cores = "*fp32" not in operands or e.constexprs["PRECISION"] == "tf32"
-        # Rows that wgmma takes: either side's in a product, which can be turned about; in attention the queries', or the
-        # keys' where their gradients are summed, from scores that stand turned.
+        # Rows that wgmma takes: either side's in a product, which can be turned about; in attention the queries', or
+        # the keys' where their gradients are summed, from scores that stand turned.
         sides = ["BLOCK_M", "BLOCK_N"]
         if op.startswith("attention"):
             sides = ["BLOCK_N"] if "key_value" in e.kernel.__name__ else ["BLOCK_M"]
