@@ -92,6 +92,21 @@ def test_gradients_beside_an_additive_mask(variant, dtype, shape):
         assert deviation.agrees, str(deviation)
 
 
+@pytest.mark.parametrize("low", [-1e9, -1e10], ids=str)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.level != "torch"], ids=lambda v: v.name)
+def test_no_weight_is_more_than_one_under_a_mask_of_large_numbers(variant, low):
+    """One query may see nothing, by numbers next to which scores vanish; its weights are made again from them."""
+    inputs = make_inputs(Case("", ((1, 2, 40, 64),) * 3), torch.bfloat16, DEVICE)
+    mask = torch.zeros(1, 1, 40, 40, dtype=torch.bfloat16, device=DEVICE)
+    mask[..., 3, :] = low
+    skip_unless_it_runs(variant, (*inputs, mask), OPTIONS)
+    grad = make_inputs(Case("", ((1, 2, 40, 64),)), torch.bfloat16, DEVICE, seed=1)[0]
+    gradients = evaluate(lambda *x, **options: autograd.run(variant, (*x, mask), options), inputs, OPTIONS, grad)
+    assert all(x.isfinite().all() for x in gradients.values())
+    most = grad.double().abs().sum(-2, keepdim=True)  # of the values' gradients, were every weight one
+    assert (gradients["grad 2"].double().abs() <= 1.01 * most).all()
+
+
 def test_the_gradient_of_a_mask_is_given_or_refused():
     inputs = as_leaves(make_inputs(Case("", ((1, 2, 5, 16),) * 3 + ((5, 5),)), torch.float32, DEVICE))
     for variant in VARIANTS:

@@ -46,6 +46,10 @@ struct Operands {
 // A log-sum-exp in powers of 2. Of a query that sees nothing, infinite: exp(−∞), its weights are 0.
 __device__ float weight_shift(float lse) { return lse == -INFINITE ? INFINITE : lse * LOG2E; }
 
+// No weight is more than 1. Under a mask of −10⁹ a score and the log-sum-exp round to numbers that lie far apart, and the
+// power of two of their difference would know no bound. NaN stays.
+__device__ float at_most_zero(float exponent) { return exponent > 0.0f ? 0.0f : exponent; }
+
 template <typename T>
 __global__ void attention_flash_delta_kernel(float* delta, const float* grad_lse, const __grid_constant__ View<T> grad,
                                              const __grid_constant__ View<T> output,
@@ -128,7 +132,7 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& s = scores.x[0][j][2 * h + e];
-                    const float weight = exp2_approx(MASKED ? s - lse[h] : fmaf(s, scale, -lse[h]));
+                    const float weight = exp2_approx(MASKED ? at_most_zero(s - lse[h]) : fmaf(s, scale, -lse[h]));
                     s = lane_column(j) + e < left ? weight * (grad_weights.x[0][j][2 * h + e] - delta[h]) : 0.0f;
                 }
             }
@@ -226,7 +230,7 @@ __global__ void __launch_bounds__(S::THREADS)
                         float score = fmaf(weight, scale, -lse[column]);
                         if (MASKED && inside && p.mask.kind != MaskKind::NONE) {
                             const int64_t element = mask_offset + (q0 + column) * p.mask.row + row * p.mask.column;
-                            score = p.mask.template apply<T>(score, element, LOG2E);
+                            score = at_most_zero(p.mask.template apply<T>(score, element, LOG2E));
                         }
                         weight = exp2_approx(score);
                         grad = inside ? weight * (grad - delta[column]) : 0.0f;
