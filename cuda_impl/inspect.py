@@ -198,7 +198,8 @@ def inspect(request: Request) -> Inspection:
     ]
     found = begin(request)
     found.arch = arch
-    ran = _launches(request, found) if _that_runs_here([_number(arch)]) else {}
+    given = request.pass_ == "forward" or variant.backward is not None
+    ran = _launches(request, found) if given and _that_runs_here([_number(arch)]) else {}
     if request.case is not None and not ran:
         found.notes.append("which kernels a shape launches, and how large, is known on a GPU that runs them only")
     facts = {readable(fact.type): fact for fact in _facts(request.dtype_name)}

@@ -27,9 +27,7 @@ PASSES = ("forward", "backward")
 CODE = ("source", "ttgir", "ptx", "sass")
 
 #: What is said of a pass that leaves nothing to show.
-NO_KERNEL = (
-    "this pass has no kernel of its own: its gradients are views, made by kernels of other operations, or not given"
-)
+NO_KERNEL = "this pass has no kernel of its own: its gradients are views, made by other operations, or not given"
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,7 +11,7 @@ import kernel_ladder
 from kernel_ladder import autograd
 from kernel_ladder.agreement import agreement, compare
 from kernel_ladder.samples import make_grad, make_inputs
-from kernel_ladder.spec import each
+from kernel_ladder.spec import as_leaves, each
 
 from .conftest import every_variant, needs_gpu, skip_unless_it_runs, typical_case, variant_id
 
@@ -87,7 +87,7 @@ def test_capture_and_replay_in_a_cuda_graph(variant, backward):
 def test_a_second_device(variant):
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op)
     inputs = make_inputs(case, torch.bfloat16, "cuda:1")
-    skip_unless_it_runs(variant, inputs, case.options)
+    skip_unless_it_runs(variant, as_leaves(inputs), case.options)
     grad = make_grad(spec, inputs, case.options)
     with torch.cuda.device(0):
         result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)

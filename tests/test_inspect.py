@@ -51,12 +51,12 @@ def exists(location: str | None) -> bool:
 
 
 def without_kernels(found: Inspection) -> bool:
-    """Whether a pass has none, and says so: its gradients are views, of kernels of other operations, or not given."""
+    """Whether a pass has none, and says so: its gradients are views, made by other operations, or not given."""
     if NO_KERNEL not in found.notes:
         return False
     assert not found.kernels
     assert found.pass_ == "backward"
-    assert found.op in {"add", "sum", "linear", "attention_varlen"}
+    assert found.op in ("add", "sum", "linear") or (found.op, found.backend) == ("attention_varlen", "cuda.pingpong")
     return True
 
 
@@ -302,10 +302,10 @@ def test_registers_and_occupancy_are_the_drivers(dtype):
 @pytest.mark.parametrize(("variant", "pass_"), at_level("cuda"))
 def test_a_call_launches_what_is_shown(variant, pass_):
     found = looked_into(variant.op, variant.name, pass_)
-    assert found.shape is not None
-    launched = [k.name for k in found.launches if k.name.startswith(f"{variant.op}_")]
     if without_kernels(found):
         return
+    assert found.shape is not None
+    launched = [k.name for k in found.launches if k.name.startswith(f"{variant.op}_")]
     assert launched
     assert set(launched) <= {k.name for k in found.kernels}
     assert found.kernels[0].name in launched, "those that are launched come first"
