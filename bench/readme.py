@@ -14,7 +14,6 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import sys
@@ -61,9 +60,12 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 
 def _block(name: str, machines: Machines, folder: Path) -> str:
     word, _, op = name.partition(" ")
-    if name in ("summary", "machine", "memory"):
-        made = {"summary": _summary, "machine": _machine, "memory": functools.partial(_memory, folder)}
-        make: Callable[[Path, list[Row]], str] = made[name]
+    if name in ("summary", "machine"):
+        make: Callable[[Path, list[Row]], str] = {"summary": _summary, "machine": _machine}[name]
+    elif name == "memory":
+
+        def make(path: Path, found: list[Row]) -> str:
+            return _memory(path, found, folder)
     elif name in kernel_ladder.OPS:
         op = name
 
@@ -209,7 +211,7 @@ def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
     return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})"
 
 
-def _memory(folder: Path, path: Path, found: list[Row]) -> str:
+def _memory(path: Path, found: list[Row], folder: Path) -> str:
     drawn = lengths.family(found)
     if not drawn:
         return ""

@@ -10,6 +10,7 @@ import torch
 from cuda_impl import climb, unsupported
 from kernel_ladder.band import NO_WINDOW, band
 from kernel_ladder.spec import Output
+from kernel_ladder.strides import has_rows_at
 from kernel_ladder.table import register
 
 #: Shared memory of the largest tiles, those of csrc/attention/split_kv.cu for a head dimension of 256.
@@ -79,13 +80,7 @@ def _is_hopper(device: int) -> bool:
 
 def _read_by_tma(x: torch.Tensor) -> bool:
     """Whether rows are dense, and each starts at a multiple of 16 bytes."""
-    if x.storage_offset() % 8:
-        return False
-    *strides, last = x.stride()
-    *sizes, columns = x.shape
-    return (last == 1 or columns == 1) and all(
-        size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(sizes, strides, strict=True)
-    )
+    return x.storage_offset() % 8 == 0 and has_rows_at(x, 8)
 
 
 def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:

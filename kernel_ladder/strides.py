@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
     """Merge neighbouring dimensions that every operand walks as one; drop those of size one.
@@ -28,3 +30,12 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], 
     if not sizes:
         return [1], [[0] for _ in strides]
     return sizes[::-1], [m[::-1] for m in merged]
+
+
+def has_rows_at(x: torch.Tensor, multiple: int) -> bool:
+    """Whether rows are dense, and lie from one another at positive multiples of so many elements."""
+    *strides, last = x.stride()
+    *sizes, columns = x.shape
+    return (last == 1 or columns <= 1) and all(
+        size <= 1 or (stride > 0 and stride % multiple == 0) for size, stride in zip(sizes, strides, strict=True)
+    )

@@ -306,7 +306,7 @@ def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     if reason is not None:
         raise UnavailableError(f"{op}: backend {backend!r} is unavailable: {reason}")
-    return (climb[backend],) if step else tuple(reversed(climb.values()))
+    return tuple(_available(op, backend))
 
 
 def _available(op: str, backend: str) -> list[Variant]:

@@ -35,10 +35,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def fresh_choices() -> Iterator[None]:
+def fresh_choices() -> None:
     """What the table remembers of earlier calls is gone, for tests that change the table under it."""
-    table._known.clear()
-    yield
     table._known.clear()
 
 

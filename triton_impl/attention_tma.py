@@ -7,8 +7,6 @@ scores can have instead.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
-from triton_impl import interpreted, tuning
+from kernel_ladder.strides import has_rows_at
 from triton_impl.aot import Entry
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_call import Call, finished, mask_grad_unsupported
@@ -37,7 +35,7 @@ from triton_impl.attention_tiles import (
 )
 from triton_impl.choosing import Chooser
 from triton_impl.dot import dot
-from triton_impl.matmul_descriptors import DescriptorLaunch, unaligned
+from triton_impl.matmul_descriptors import DescriptorLaunch, without_descriptors
 from triton_impl.tuning import Launches
 
 IEEE = tl.constexpr("ieee")
@@ -121,20 +119,12 @@ def unsupported(
         return "tensor descriptors feed the 16-bit tensor cores alone here; float32 is for `flash`"
     if attn_mask is not None:
         return "takes causal masks and windows, but no mask in memory"
-    if torch.compiler.is_compiling():
-        return "tensor descriptors made on the host are not traced by torch.compile"
-    if query.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(query.device)[0] < 9:
-        return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
-    if unaligned(query, key, value):
-        return "operands must start on 16 bytes for a tensor descriptor"
+    if (reason := without_descriptors(query, key, value)) is not None:
+        return reason
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             return f"takes 4 dimensions (B, H, S, D), got {x.dim()} of `{name}`"
-        *steps, last = x.stride()
-        *sizes, columns = x.shape
-        if (last != 1 and columns > 1) or any(
-            size > 1 and (step % 8 or step <= 0) for size, step in zip(sizes, steps, strict=True)
-        ):
+        if not has_rows_at(x, 8):
             return f"a tensor descriptor needs dense rows, at multiples of 8, got strides {x.stride()} of `{name}`"
     return None
 
@@ -184,7 +174,6 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
     constants = call.constants
     block_d, block_dv = constants["BLOCK_D"], constants["BLOCK_DV"]
     together = section(call.kind == BELOW_DIAGONAL, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
-    made: dict[triton.Config, DescriptorLaunch] = {}
 
     def launch(config: triton.Config) -> DescriptorLaunch:
         block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
@@ -204,15 +193,9 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return DescriptorLaunch(_tma_kernel, programs, describe, arguments, options)
 
-    def run(config: triton.Config, only_compile: bool) -> Any:
-        if config not in made:
-            made[config] = launch(config)
-        tensors = (output, lse, q, k, v)
-        return made[config].compile(*tensors) if only_compile else made[config](*tensors)
-
     key = (str(q.dtype), block_d, block_dv, call.kind, seqlen_class(seqlen_q))
     candidates = configs_of(CHOICES[max(64, block_d, block_dv)])
-    return made[_choose(key, candidates if tuning.TUNING or interpreted() else tuning.to_time(candidates), run)]
+    return _choose.launch(key, candidates, launch, output, lse, q, k, v)
 
 
 def _ahead_of_time(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:

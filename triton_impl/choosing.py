@@ -62,6 +62,23 @@ class Chooser:
             record.append(tuning.Choice(self.kernel, config, timings))
         return config
 
+    def launch(
+        self,
+        key: tuple[Any, ...],
+        configs: Sequence[triton.Config],
+        make: Callable[[triton.Config], Any],
+        *tensors: torch.Tensor,
+    ) -> Any:
+        """Choose one of `configs`, run the launch that `make` gives for it on `tensors`, and return that launch."""
+        made: dict[triton.Config, Any] = {}
+
+        def run(config: triton.Config, only_compile: bool) -> Any:
+            if config not in made:
+                made[config] = make(config)
+            return made[config].compile(*tensors) if only_compile else made[config](*tensors)
+
+        return made[self(key, tuning.to_time(list(configs)), run)]
+
     def _timed(
         self, key: tuple[Any, ...], configs: Sequence[triton.Config], run: Run
     ) -> tuple[triton.Config, dict[triton.Config, float]]:

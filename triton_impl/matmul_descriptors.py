@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.strides import collapse
-from triton_impl import interpreted, multiprocessors, tuning
+from triton_impl import interpreted, multiprocessors
 from triton_impl.choosing import Chooser
 from triton_impl.dot import dot
 from triton_impl.gelu import gelu_of
@@ -230,16 +230,22 @@ def unaligned(*tensors: torch.Tensor) -> bool:
     return False
 
 
+def without_descriptors(*tensors: torch.Tensor) -> str | None:
+    """Why there can be no descriptors of tensors, whatever their strides, or None."""
+    if torch.compiler.is_compiling():
+        return "tensor descriptors made on the host are not traced by torch.compile"
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] < 9:
+        return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
+    return "operands must start on 16 bytes for a tensor descriptor" if unaligned(*tensors) else None
+
+
 def undescribable(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why ``(…, M, K) @ (…, K, N)`` cannot be fetched by descriptors, or None."""
     if a.dtype not in (torch.float16, torch.bfloat16):
         return "tensor descriptors feed the 16-bit tensor cores alone here; float32 is for `tiled`"
-    if torch.compiler.is_compiling():
-        return "tensor descriptors made on the host are not traced by torch.compile"
-    if a.is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability(a.device)[0] < 9:
-        return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
-    if unaligned(a, b):
-        return "operands must start on 16 bytes for a tensor descriptor"
+    if (reason := without_descriptors(a, b)) is not None:
+        return reason
     for matrix in (a, b.mT):
         described = operand(matrix)
         if isinstance(described, str):
@@ -355,18 +361,11 @@ class Step:
             programs = min(tiles, at_once) if self.persistent else tiles
             return DescriptorLaunch(self.kernel, programs, describe, arguments, options)
 
-        made: dict[triton.Config, DescriptorLaunch] = {}
-
-        def run(config: triton.Config, only_compile: bool) -> Any:
-            if config not in made:
-                made[config] = launch(config)
-            return made[config].compile(*tensors) if only_compile else made[config](*tensors)
-
         key = (str(c.dtype), m, n, k, batches, rows.along_k, columns.along_k, rows.batched, columns.batched, described)
         candidates = (
             INTERPRETED if interpreted() else likeliest(CONFIGS, COUNT, m, n, k, batches, c.element_size(), c.device)
         )
-        return made[self.choose(key, candidates if tuning.TUNING else tuning.to_time(candidates), run)]
+        return self.choose.launch(key, candidates, launch, *tensors)
 
 
 tma = Step(_matmul_tma_kernel, persistent=False)

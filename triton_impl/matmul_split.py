@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_impl import interpreted, multiprocessors, tuning
+from triton_impl import interpreted, multiprocessors
 from triton_impl.choosing import Chooser
 from triton_impl.matmul_tiles import MULTIPROCESSORS, accumulate, arguments_of, config, kind_of, likeliest
 from triton_impl.tuning import Known, Launch
@@ -101,7 +101,6 @@ def write(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, count: int) -> Call
     count = triton.cdiv(k, share_k)
     constants["EVEN_K"] = k % LEAST_K == 0 and share_k % LEAST_K == 0
     partials = torch.empty((count, m, n), dtype=torch.float32, device=c.device)
-    made: dict[triton.Config, Launch] = {}
 
     def launch(config: triton.Config) -> Launch:
         blocks = {**constants, **config.kwargs}
@@ -111,11 +110,6 @@ def write(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, count: int) -> Call
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return Launch(_matmul_split_kernel, grid, arguments, options)
 
-    def run(config: triton.Config, only_compile: bool) -> object:
-        if config not in made:
-            made[config] = launch(config)
-        return made[config].compile(partials, a, b) if only_compile else made[config](partials, a, b)
-
     kind = kind_of(c.dtype, m, n)
     if interpreted():
         candidates = INTERPRETED
@@ -123,7 +117,7 @@ def write(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, count: int) -> Call
         of_kind = FLOAT32 if kind in ("tf32", "ieee") else CONFIGS
         candidates = likeliest(of_kind, COUNT, m, n, share_k, count, c.element_size(), c.device)
     key = (str(a.dtype), kind, m, n, k, count, *(min(s, 2) if s < 2 else s % 8 == 0 for s in strides))
-    chosen = made[_choose(key, candidates if tuning.TUNING else tuning.to_time(candidates), run)]
+    chosen = _choose.launch(key, candidates, launch, partials, a, b)
     sum_programs, sum_arguments = triton.cdiv(m * n, SUM_BLOCK), (m * n, count, SUM_BLOCK)
     _sum(sum_programs, (c, partials), sum_arguments)
 
