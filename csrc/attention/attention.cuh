@@ -194,4 +194,14 @@ inline void fill_zero(Tensor& tensor, cudaStream_t stream) {
 // Log-sum-exps of queries that see no key: −inf. (No memset of bytes makes one.)
 void attention_fill_negative_infinity(Tensor& lse, cudaStream_t stream);
 
+// Whether a forward pass has nothing to add up. Where there are queries, but no keys, the results are filled in.
+inline bool sums_nothing(const Attention& a, Tensor& output, Tensor& lse, cudaStream_t stream) {
+    if (a.rows() > 0 && a.S_k > 0) return false;
+    if (a.rows() > 0) {
+        fill_zero(output, stream);
+        attention_fill_negative_infinity(lse, stream);
+    }
+    return true;
+}
+
 }  // namespace kl

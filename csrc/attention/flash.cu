@@ -212,12 +212,7 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
     const Launch launch(query);
     Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
     Tensor lse = empty_like_query(query, ScalarType::Float, 0);
-    if (a.rows() == 0) return {output, lse};
-    if (a.S_k == 0) {  // sums over no keys
-        fill_zero(output, launch.stream);
-        attention_fill_negative_infinity(lse, launch.stream);
-        return {output, lse};
-    }
+    if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
     dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
         using T = decltype(zero);
         const Operands<T> operands{make_view<T>(output),

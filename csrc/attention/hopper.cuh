@@ -6,6 +6,8 @@
 // of keys that are seen are passed over, and only those at its edges are masked.
 #pragma once
 
+#include <initializer_list>
+
 #include "../sm90.cuh"
 #include "../tensor_map.h"
 #include "tile.cuh"
@@ -81,17 +83,11 @@ struct AttentionCall {
             packed ? empty(query, ScalarType::Float, {a.heads, a.S_q}) : empty_like_query(query, ScalarType::Float, 0);
     }
 
-    // Whether there is anything to sum; where not, results are what sums over no keys give.
-    bool has_work() {
-        if (a.rows() == 0 || a.S_k > 0) return a.rows() > 0;
-        fill_zero(output, launch.stream);
-        attention_fill_negative_infinity(lse, launch.stream);
-        return false;
-    }
-
-    // Calls f with a value of the operands' type, and with the first of the shapes into which the head dimension fits.
+    // The results. `f` is called to launch the step, unless there is nothing to add up, with a value of the operands' type
+    // and the first of the shapes into which the head dimension fits.
     template <typename... Shapes, typename F>
-    void dispatch(F&& f) const {
+    std::tuple<Tensor, Tensor> results(F&& f) {
+        if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
         const int head_dim = std::max(a.D, a.D_v);
         dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
             bool found = false;
@@ -103,6 +99,7 @@ struct AttentionCall {
             (offer(Shapes{}), ...);
             KL_CHECK(found, "attention: ", step, " takes no head dimension of ", head_dim);
         });
+        return {output, lse};
     }
 
     template <typename S>
@@ -124,6 +121,16 @@ struct AttentionCall {
         KL_LAUNCH_CHECK();
     }
 };
+
+// Facts of a step's kernels by their names, one for each shape: `of(zero, shape, name)` gives those of one.
+template <typename... Shapes, typename F>
+void hopper_facts(std::vector<KernelFacts>& facts, ScalarType dtype, std::initializer_list<const char*> names, F&& of) {
+    if (dtype == ScalarType::Float) return;
+    dispatch_16bit(dtype, "attention", [&](auto zero) {
+        auto name = names.begin();
+        (facts.push_back(of(zero, Shapes{}, *name++)), ...);
+    });
+}
 
 #if KL_SM90A
 

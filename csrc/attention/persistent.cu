@@ -121,33 +121,26 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
                                                 double scale, bool enable_gqa) {
     AttentionCall call("persistent", query, key, value, attn_mask, first, last, scale, enable_gqa);
     const bool whole = call.a.last >= call.a.S_k - 1 && !call.a.hides_left();
-    if (call.has_work()) {
-        call.dispatch<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            if constexpr (S::HEAD_DIM == 128) {
-                if (whole) return run_persistent<T, PersistentWhole128>(call);
-            }
-            run_persistent<T, S>(call);
-        });
-    }
-    return {call.output, call.lse};
+    return call.results<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
+        using T = decltype(zero);
+        using S = decltype(shape);
+        if constexpr (S::HEAD_DIM == 128) {
+            if (whole) return run_persistent<T, PersistentWhole128>(call);
+        }
+        run_persistent<T, S>(call);
+    });
 }
 
 void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    if (dtype == ScalarType::Float) return;
-    dispatch_16bit(dtype, "attention", [&](auto zero) {
-        const auto add = [&](const char* name, auto shape) {
+    hopper_facts<Persistent64, Persistent96, Persistent128, PersistentWhole128, Persistent256>(
+        facts, dtype,
+        {"attention.persistent.64", "attention.persistent.96", "attention.persistent.128",
+         "attention.persistent.whole.128", "attention.persistent.256"},
+        [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_persistent_kernel<T, S>>(name, S::THREADS, S::SHARED));
-        };
-        add("attention.persistent.64", Persistent64{});
-        add("attention.persistent.96", Persistent96{});
-        add("attention.persistent.128", Persistent128{});
-        add("attention.persistent.whole.128", PersistentWhole128{});
-        add("attention.persistent.256", Persistent256{});
-    });
+            return kernel_facts<attention_persistent_kernel<T, S>>(name, S::THREADS, S::SHARED);
+        });
 }
 
 }  // namespace kl

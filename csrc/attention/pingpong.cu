@@ -50,27 +50,20 @@ std::tuple<Tensor, Tensor> attention_pingpong(const Tensor& query, const Tensor&
                                               const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                               double scale, bool enable_gqa) {
     AttentionCall call("pingpong", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    if (call.has_work()) {
-        call.dispatch<Pingpong64, Pingpong128>([&](auto zero, auto shape) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            call.run<attention_pingpong_kernel<T, S>, T, S>(call.tiles<S>());
-        });
-    }
-    return {call.output, call.lse};
+    return call.results<Pingpong64, Pingpong128>([&](auto zero, auto shape) {
+        using T = decltype(zero);
+        using S = decltype(shape);
+        call.run<attention_pingpong_kernel<T, S>, T, S>(call.tiles<S>());
+    });
 }
 
 void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    if (dtype == ScalarType::Float) return;
-    dispatch_16bit(dtype, "attention", [&](auto zero) {
-        const auto add = [&](const char* name, auto shape) {
+    hopper_facts<Pingpong64, Pingpong128>(
+        facts, dtype, {"attention.pingpong.64", "attention.pingpong.128"}, [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_pingpong_kernel<T, S>>(name, S::THREADS, S::SHARED));
-        };
-        add("attention.pingpong.64", Pingpong64{});
-        add("attention.pingpong.128", Pingpong128{});
-    });
+            return kernel_facts<attention_pingpong_kernel<T, S>>(name, S::THREADS, S::SHARED);
+        });
 }
 
 }  // namespace kl

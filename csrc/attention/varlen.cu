@@ -103,31 +103,25 @@ std::tuple<Tensor, Tensor> attention_varlen_pingpong(const Tensor& query, const 
     const auto reach = [](int64_t window) {
         return static_cast<int>(window < 0 ? MAX_LENGTH : std::min<int64_t>(window, MAX_LENGTH));
     };
-    if (call.has_work()) {
-        call.dispatch<Varlen64, Varlen128>([&](auto zero, auto shape) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            const int64_t longest = std::max<int64_t>(std::min<int64_t>(max_seqlen_q, call.a.S_q), 1);
-            const auto tiles = static_cast<unsigned>(ceil_div(longest, S::QUERIES));
-            const Packed packed{static_cast<const int32_t*>(cu_seqlens_q.data_ptr()),
-                                static_cast<const int32_t*>(cu_seqlens_k.data_ptr()), tiles, reach(left), reach(right)};
-            call.run<attention_varlen_pingpong_kernel<T, S>, T, S>(sequences * call.a.heads * tiles, packed);
-        });
-    }
-    return {call.output, call.lse};
+    return call.results<Varlen64, Varlen128>([&](auto zero, auto shape) {
+        using T = decltype(zero);
+        using S = decltype(shape);
+        const int64_t longest = std::max<int64_t>(std::min<int64_t>(max_seqlen_q, call.a.S_q), 1);
+        const auto tiles = static_cast<unsigned>(ceil_div(longest, S::QUERIES));
+        const Packed packed{static_cast<const int32_t*>(cu_seqlens_q.data_ptr()),
+                            static_cast<const int32_t*>(cu_seqlens_k.data_ptr()), tiles, reach(left), reach(right)};
+        call.run<attention_varlen_pingpong_kernel<T, S>, T, S>(sequences * call.a.heads * tiles, packed);
+    });
 }
 
 void attention_varlen_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    if (dtype == ScalarType::Float) return;
-    dispatch_16bit(dtype, "attention_varlen", [&](auto zero) {
-        const auto add = [&](const char* name, auto shape) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_varlen_pingpong_kernel<T, S>>(name, S::THREADS, S::SHARED));
-        };
-        add("attention_varlen.pingpong.64", Varlen64{});
-        add("attention_varlen.pingpong.128", Varlen128{});
-    });
+    hopper_facts<Varlen64, Varlen128>(facts, dtype, {"attention_varlen.pingpong.64", "attention_varlen.pingpong.128"},
+                                      [](auto zero, auto shape, const char* name) {
+                                          using T = decltype(zero);
+                                          using S = decltype(shape);
+                                          return kernel_facts<attention_varlen_pingpong_kernel<T, S>>(name, S::THREADS,
+                                                                                                      S::SHARED);
+                                      });
 }
 
 }  // namespace kl

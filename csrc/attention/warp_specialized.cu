@@ -66,27 +66,21 @@ std::tuple<Tensor, Tensor> attention_warp_specialized(const Tensor& query, const
                                                       const std::optional<Tensor>& attn_mask, int64_t first,
                                                       int64_t last, double scale, bool enable_gqa) {
     AttentionCall call("warp_specialized", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    if (call.has_work()) {
-        call.dispatch<Specialized64, Specialized128>([&](auto zero, auto shape) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            call.run<attention_warp_specialized_kernel<T, S>, T, S>(call.tiles<S>());
-        });
-    }
-    return {call.output, call.lse};
+    return call.results<Specialized64, Specialized128>([&](auto zero, auto shape) {
+        using T = decltype(zero);
+        using S = decltype(shape);
+        call.run<attention_warp_specialized_kernel<T, S>, T, S>(call.tiles<S>());
+    });
 }
 
 void attention_warp_specialized_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    if (dtype == ScalarType::Float) return;
-    dispatch_16bit(dtype, "attention", [&](auto zero) {
-        const auto add = [&](const char* name, auto shape) {
+    hopper_facts<Specialized64, Specialized128>(
+        facts, dtype, {"attention.warp_specialized.64", "attention.warp_specialized.128"},
+        [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED));
-        };
-        add("attention.warp_specialized.64", Specialized64{});
-        add("attention.warp_specialized.128", Specialized128{});
-    });
+            return kernel_facts<attention_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED);
+        });
 }
 
 }  // namespace kl

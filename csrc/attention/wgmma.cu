@@ -67,27 +67,20 @@ std::tuple<Tensor, Tensor> attention_wgmma(const Tensor& query, const Tensor& ke
                                            const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                            double scale, bool enable_gqa) {
     AttentionCall call("wgmma", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    if (call.has_work()) {
-        call.dispatch<Wgmma64, Wgmma128>([&](auto zero, auto shape) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            call.run<attention_wgmma_kernel<T, S>, T, S>(call.tiles<S>());
-        });
-    }
-    return {call.output, call.lse};
+    return call.results<Wgmma64, Wgmma128>([&](auto zero, auto shape) {
+        using T = decltype(zero);
+        using S = decltype(shape);
+        call.run<attention_wgmma_kernel<T, S>, T, S>(call.tiles<S>());
+    });
 }
 
 void attention_wgmma_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    if (dtype == ScalarType::Float) return;
-    dispatch_16bit(dtype, "attention", [&](auto zero) {
-        const auto add = [&](const char* name, auto shape) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_wgmma_kernel<T, S>>(name, S::THREADS, S::SHARED));
-        };
-        add("attention.wgmma.64", Wgmma64{});
-        add("attention.wgmma.128", Wgmma128{});
-    });
+    hopper_facts<Wgmma64, Wgmma128>(facts, dtype, {"attention.wgmma.64", "attention.wgmma.128"},
+                                    [](auto zero, auto shape, const char* name) {
+                                        using T = decltype(zero);
+                                        using S = decltype(shape);
+                                        return kernel_facts<attention_wgmma_kernel<T, S>>(name, S::THREADS, S::SHARED);
+                                    });
 }
 
 }  // namespace kl
