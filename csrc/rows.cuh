@@ -172,7 +172,8 @@ struct Mailbox {
 };
 
 // The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
-// it. V is a float or a Pair. A mailbox may serve again after a call with another one: by then all have read it.
+// it. All threads of the block call it. V is a float or a Pair. A mailbox may serve again after a call with another one:
+// by then all have read it.
 template <bool CLUSTER, typename V, typename Op>
 __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
     const int lanes = min(static_cast<int>(blockDim.x), WARP), warps = blockDim.x / WARP;
@@ -191,8 +192,9 @@ __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
     } else if (warps > 1) {
         V* const slots = mailbox.slots + threadIdx.y * warps;
         if (lane == 0) slots[warp] = value;
-        // A barrier of those who share the row: the block's other rows need not wait.
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
+        // Not a barrier of those alone who share the row: its number would be in a register, for which the assembler
+        // reserves all 16 of a block, and an SM of Hopper, which has 64, would hold four blocks.
+        __syncthreads();
         value = slots[lane & (warps - 1)];  // a power of two
         for (int l = warps / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
     }
