@@ -55,10 +55,11 @@ __device__ inline Stats stats_of_deviations(float mean, Pair deviations, float p
     return {mean, rstd, -lost * rstd};
 }
 
-// d x = rstd · (w·dy − mean(w·dy) − x̂ · mean(w·dy·x̂)), the first of the means only of what was centred.
+// d x = rstd · (w·dy − mean(w·dy) − x̂ · mean(w·dy·x̂)), the first of the means only of what was centred. The mean is of
+// rounded products: taken from one that is not, in a fused multiply-add, it would leave a row of one element a gradient.
 template <bool CENTRED>
 __device__ float gradient(float x_hat, float weighted, Pair means, float rstd) {
-    return fmaf(-x_hat, means.second, CENTRED ? weighted - means.first : weighted) * rstd;
+    return fmaf(-x_hat, means.second, CENTRED ? __fsub_rn(weighted, means.first) : weighted) * rstd;
 }
 
 // ---- operands ------------------------------------------------------------------------------------------------------

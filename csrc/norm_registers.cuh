@@ -228,7 +228,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
             if constexpr (!CENTRED) sums += partial.second;
         }
         if (p.grad_input != nullptr) {
-            sums = reduce_over_row<CLUSTER, false>(sums, Add{}, mailbox[turn], count / 2);
+            sums = reduce_over_row<CLUSTER>(sums, Add{}, mailbox[turn], count / 2);
             Pair means{0.0f, 0.0f};
             if constexpr (CENTRED) means.first = sums.first / static_cast<float>(p.length);
             if constexpr (CENTRED) means.second = sums.second / static_cast<float>(p.length);

@@ -229,20 +229,6 @@ struct Mailbox<true, V> {
     uint64_t arrived;  // an mbarrier, which counts what has come
 };
 
-// A barrier of those who share the row: the block's other rows need not wait. FEW rows (of several warps a block) have
-// constant numbers: a kernel whose numbers the compiler does not know is given all sixteen, of which an SM has enough
-// for four blocks.
-template <bool FEW>
-__device__ void row_barrier() {
-    if constexpr (!FEW) {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
-    } else if (threadIdx.y == 0) {
-        asm volatile("bar.sync 1, %0;" ::"r"(blockDim.x) : "memory");
-    } else {
-        asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
-    }
-}
-
 // The result of `op` over so many neighbouring lanes, a power of two.
 template <typename V, typename Op>
 __device__ V over_lanes(V value, Op op, int lanes) {
@@ -254,9 +240,9 @@ __device__ V over_lanes(V value, Op op, int lanes) {
 }
 
 // The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
-// it. V is a float or a Pair. A mailbox may serve again after a call with another one: by then all have read it. `turn`
-// says how often it has served. FEW: a block has two rows of several warps at most.
-template <bool CLUSTER, bool FEW = true, typename V, typename Op>
+// it. All threads of the block call it. V is a float or a Pair. A mailbox may serve again after a call with another one:
+// by then all have read it. `turn` says how often it has served.
+template <bool CLUSTER, typename V, typename Op>
 __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int turn) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
@@ -277,7 +263,9 @@ __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int t
     } else if (warps > 1) {
         V* const slots = mailbox.slots + threadIdx.y * warps;
         if (lane == 0) slots[warp] = value;
-        row_barrier<FEW>();
+        // The block's barrier, though its other rows need not wait: one of each row's own would be named by a register, for
+        // which a kernel is given all sixteen, of which an SM has enough for four blocks.
+        __syncthreads();
         value = over_lanes(slots[lane & (warps - 1)], op, warps);  // a power of two
     }
     return value;
@@ -338,7 +326,6 @@ struct RowLaunch {
 };
 
 constexpr int MIN_BLOCK = 128;
-static_assert(MIN_BLOCK / (2 * WARP) <= 2, "FEW rows of several warps a block");
 
 // Vectors of the longest row that one block, or one cluster, can hold.
 constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;

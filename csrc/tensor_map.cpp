@@ -71,19 +71,30 @@ Key key_of(const TmaTensor& t) {
     return key;
 }
 
+void check_status(cudaError_t error) { KL_CHECK(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error)); }
+
 CUtensorMap encode(const TmaTensor& t, const Key& key) {
     KL_CHECK(tma_can_address(t), "TMA needs positive strides and addresses that are multiples of 16 bytes");
     const cuuint32_t every[TMA_DIMS] = {1, 1, 1, 1, 1};
     CUtensorMap map;
-    const CUresult status = encode_function()(&map, data_type(t.dtype), key.dims, const_cast<void*>(t.data), key.sizes,
-                                              key.stride_bytes + 1, key.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto make = [&] {
+        return encode_function()(&map, data_type(t.dtype), key.dims, const_cast<void*>(t.data), key.sizes,
+                                 key.stride_bytes + 1, key.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult status = make();
+    if (status == CUDA_ERROR_INVALID_CONTEXT) {
+        // A thread's first call of CUDA, as in autograd's: the runtime would make its context current, the driver does
+        // not. Setting the device that is set does, and is allowed while a stream is captured.
+        int device = 0;
+        check_status(cudaGetDevice(&device));
+        check_status(cudaSetDevice(device));
+        status = make();
+    }
     KL_CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ", static_cast<int>(status));
     return map;
 }
-
-void check_status(cudaError_t error) { KL_CHECK(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error)); }
 
 }  // namespace
 

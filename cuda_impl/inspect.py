@@ -1,7 +1,8 @@
 """What nvcc made of the kernels of a CUDA variant, read from the extension itself: no GPU is needed.
 
 The extension tells the launch's sizes of one instance of each kernel (:func:`kernel_ladder._C.kernels`); on a GPU, the
-launches that a call makes tell them. Code is shown of these instances; of the others, where ``kernel`` names them.
+launches that a call makes tell them, and which kernels of other operations it runs, as many gradients do. Code is shown
+of these instances; of the others, where ``kernel`` names them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ _KERNELS_OF = {
 
 #: Variants whose backward pass is that of an earlier step.
 _BACKWARD_OF = {
-    ("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")
+    **{("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")},
+    ("matmul", "skinny"): "mma",
 }
 
 
@@ -200,6 +202,7 @@ def inspect(request: Request) -> Inspection:
     found.arch = arch
     given = request.pass_ == "forward" or variant.backward is not None
     ran = _launches(request, found) if given and _that_runs_here([_number(arch)]) else {}
+    mine += [i for i in instances() if i.name in ran and i.resources.arch == arch and i not in mine]
     if request.case is not None and not ran:
         found.notes.append("which kernels a shape launches, and how large, is known on a GPU that runs them only")
     facts = {readable(fact.type): fact for fact in _facts(request.dtype_name)}

@@ -98,7 +98,8 @@ def features(number: int) -> list[str]:
 def occupancy(arch: Architecture, threads: int, registers: int, shared: int) -> Occupancy:
     """Occupancy of a kernel of `threads` a block, `registers` a thread and `shared` bytes a block in all.
 
-    Zero blocks where one needs more than there is.
+    Zero blocks where one needs more than there is. Barriers are not counted, of which there are two for each block that
+    an SM can hold: a limit only for small blocks that use several, and no tool lists how many a kernel has.
     """
     warps = -(-threads // WARP)
     per_warp = -(-registers * WARP // REGISTERS_STEP) * REGISTERS_STEP

@@ -40,6 +40,14 @@ def fresh_choices() -> None:
     table._known.clear()
 
 
+@pytest.fixture(autouse=True)
+def no_memory_kept() -> Iterator[None]:
+    """Of memory that several processes share, none keeps gigabytes that it does not use."""
+    yield
+    if os.environ.get("PYTEST_XDIST_WORKER") and DEVICE.type == "cuda" and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def scratch_table() -> Iterator[None]:
     """Let a test register variants that are gone afterwards."""

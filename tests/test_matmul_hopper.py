@@ -87,11 +87,12 @@ def operand(
 
 
 def assert_product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-    """The rounding of the output, that of a float32 sum, and that of tf32 operands."""
+    """The rounding of the output, subnormal or not, that of a float32 sum, and that of tf32 operands."""
     exact = a.double() @ b.double()
     size = a.double().abs() @ b.double().abs()
     operands = 2.0**-10 if a.dtype is torch.float32 else 0.0
-    bound = exact.abs() * torch.finfo(c.dtype).eps + size * (operands + a.shape[-1] * 2.0**-24) + 1e-30
+    of = torch.finfo(c.dtype)
+    bound = (exact.abs() + of.smallest_normal) * of.eps + size * (operands + a.shape[-1] * 2.0**-24)
     worst = ((c.double() - exact).abs() / bound).nan_to_num(nan=torch.inf).max().item() if c.numel() else 0.0
     assert c.shape == exact.shape
     assert worst <= 1, f"{worst} of the bound, {tuple(a.shape)} {a.stride()} x {tuple(b.shape)} {b.stride()} {a.dtype}"

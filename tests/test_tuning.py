@@ -203,13 +203,14 @@ def test_every_configuration_compiles_side_by_side_and_is_timed():
     run, configs, done = None, matmul_descriptors.CONFIGS[:4], []
     step = matmul_descriptors.Step(matmul_descriptors.persistent.kernel, persistent=True)
 
-    def choose(key, candidates, given):
-        nonlocal run
-        run = given
-        given(candidates[0], False)
-        return candidates[0]
+    class First(choosing.Chooser):
+        def __call__(self, key, candidates, given):
+            nonlocal run
+            run = given
+            given(candidates[0], False)
+            return candidates[0]
 
-    step.choose = choose
+    step.choose = First(step.kernel)
     step(torch.empty_like(a), a, a)
     compiled = choosing.compile_side_by_side(configs, lambda *args: done.append(args) or run(*args))
     assert compiled == dict.fromkeys(configs, True)
@@ -225,7 +226,8 @@ a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
 q = torch.randn(1, 1, 256, 64, device="cuda", dtype=torch.bfloat16)
 kernel_ladder.matmul(a, a, backend="triton.tiled")
 kernel_ladder.matmul(a, a, backend="triton.persistent")
-kernel_ladder.matmul(a[:16], a, backend="triton.split_k")
+w = torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16)  # of a k that is worth sharing out
+kernel_ladder.matmul(w.mT[:16], w, backend="triton.split_k")
 kernel_ladder.attention(q, q, q, backend="triton")
 """
 

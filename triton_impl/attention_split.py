@@ -141,8 +141,8 @@ _launches: Launches = Launches()
 def runs_of(programs: int, keys: int, num_sms: int) -> tuple[int, int]:
     """(runs, keys of each) for as many programs a run: enough runs to fill the GPU, none of too few keys."""
     runs = max(1, min(PROGRAMS_PER_SM * num_sms // max(programs, 1), keys // MIN_RUN))
-    run = triton.cdiv(triton.cdiv(keys, runs), 128) * 128
-    return max(1, triton.cdiv(keys, run)), max(run, 128)
+    run = max(1, triton.cdiv(triton.cdiv(keys, runs), 128)) * 128
+    return max(1, triton.cdiv(keys, run)), run
 
 
 def attention(
@@ -172,7 +172,8 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         return output, lse
     first, last = call.limits
     begin, end = max(0, first), max(0, min(seqlen_k, seqlen_q + last))
-    runs, run = runs_of(batch * heads_kv, end - begin, multiprocessors(q.device, 16))
+    # A band may pass by every key.
+    runs, run = runs_of(batch * heads_kv, max(0, end - begin), multiprocessors(q.device, 16))
     of_runs, partial_lse = output, lse
     if runs > 1:
         of_runs = q.new_empty((runs, batch, heads, seqlen_q, v.shape[3]), dtype=torch.float32)

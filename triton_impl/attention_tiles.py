@@ -155,8 +155,10 @@ def sequence(cu_seqlens_ptr, b):
     return start.to(tl.int64), tl.load(cu_seqlens_ptr + b + 1) - start
 
 
-#: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions; 0 stands for
-#: float32, which is multiplied on CUDA cores. See :func:`triton_impl.tuning.to_time` on the first and last of a row.
+#: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions, negative for
+#: float32, which is multiplied on CUDA cores: there a thread has whole rows of a tile in registers, and larger tiles of
+#: wide heads spill kilobytes and compile for a minute. See :func:`triton_impl.tuning.to_time` on the first and last of
+#: a row.
 Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
 
 
@@ -177,7 +179,7 @@ def choose(choices: Choices, configs: list[triton.Config], constants: dict) -> l
     if len(configs) == 1:
         return configs
     width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
-    row = choices[0 if constants["PRECISION"] == "ieee" else width]
+    row = choices[-width if constants["PRECISION"] == "ieee" else width]
     if constants["MASK"]:  # what is read of a mask takes registers that larger tiles do not have
         row = row[-1:]
     return to_time([c for choice in row for c in configs if _is(c, choice)])

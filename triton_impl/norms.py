@@ -21,6 +21,7 @@ import triton.language as tl
 from kernel_ladder.norms import as_rows
 from triton_impl import multiprocessors
 from triton_impl.aot import Entry, entry
+from triton_impl.dot import INTERPRETED
 from triton_impl.rows import (
     backward_shapes,
     blocks_of,
@@ -185,6 +186,17 @@ def _norm_online_kernel(
 
 
 @triton.jit
+def _difference(x, y):
+    """x − y, which no compiler fuses with the product that x is.
+
+    A mean is of rounded products: taken from one that is not, it would leave a row of one element a gradient.
+    """
+    if INTERPRETED:
+        return x - y
+    return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _norm_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length,
@@ -215,10 +227,10 @@ def _norm_backward_kernel(
         if NEEDS_INPUT:
             weighted = grad * weight
             dot = tl.sum(weighted * x_hat, axis=1) / length
-            value = weighted - x_hat * dot[:, None]
+            value = weighted
             if CENTRED:
-                value -= (tl.sum(weighted, axis=1) / length)[:, None]
-            value *= rstd[:, None]
+                value = _difference(value, (tl.sum(weighted, axis=1) / length)[:, None])
+            value = (value - x_hat * dot[:, None]) * rstd[:, None]
             if RESIDUAL:
                 at = row[:, None] * grad_sum_stride + column[None, :]
                 value += tl.load(grad_sum_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -282,10 +294,10 @@ def _norm_backward_columns_kernel(
             if CENTRED:
                 grad_bias += grad
         if NEEDS_INPUT:
-            value = grad * weight - x_hat * tl.load(means_ptr + 2 * row + 1)
+            value = grad * weight
             if CENTRED:
-                value -= tl.load(means_ptr + 2 * row)
-            value *= rstd
+                value = _difference(value, tl.load(means_ptr + 2 * row))
+            value = (value - x_hat * tl.load(means_ptr + 2 * row + 1)) * rstd
             if RESIDUAL:
                 more = tl.load(grad_sum_ptr + row * grad_sum_stride + column, mask=inside, other=0.0)
                 value += more.to(tl.float32)
