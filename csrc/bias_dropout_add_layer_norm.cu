@@ -79,8 +79,6 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
         Vec<T> residual[V];
         load_row<WHOLE>(tile, p.norm.input + p.norm.in.start(row), p.norm.in, share, live, length, 0.0f);
         load_row<WHOLE>(residual, p.norm.residual + p.norm.res.start(row), p.norm.res, share, live, length, 0.0f);
-        prefetch_next<CLUSTER, V>(p.norm.input, p.norm.in, share, row, p.norm.count, length);
-        prefetch_next<CLUSTER, V>(p.norm.residual, p.norm.res, share, row, p.norm.count, length);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             const int first = (share.first + v * share.step) * E;

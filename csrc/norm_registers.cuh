@@ -111,11 +111,8 @@ template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUST
 __device__ void norm_registers(const NormForward<T>& p) {
     if (!exists_here<CLUSTER>()) return;
     const auto gather = [&](Vec<T>(&tile)[V], const RowShare<CLUSTER>& share, int64_t row, bool live) {
-        constexpr bool STAY = STAYS<WHOLE, CLUSTER>;
         load_row<WHOLE>(tile, p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
-        prefetch_next<STAY, V>(p.input, p.in, share, row, p.count, p.length);
         if constexpr (RESIDUAL) {
-            prefetch_next<STAY, V>(p.residual, p.res, share, row, p.count, p.length);
             Vec<T> residual[V];
             load_row<WHOLE>(residual, p.residual + p.res.start(row), p.res, share, live, p.length, 0.0f);
 #pragma unroll
@@ -228,7 +225,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
             if constexpr (!CENTRED) sums += partial.second;
         }
         if (p.grad_input != nullptr) {
-            sums = reduce_over_row<CLUSTER>(sums, Add{}, mailbox[turn], count / 2);
+            sums = reduce_over_row<CLUSTER, /*ALONE=*/false>(sums, Add{}, mailbox[turn], count / 2);
             Pair means{0.0f, 0.0f};
             if constexpr (CENTRED) means.first = sums.first / static_cast<float>(p.length);
             if constexpr (CENTRED) means.second = sums.second / static_cast<float>(p.length);

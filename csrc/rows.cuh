@@ -159,23 +159,6 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
     }
 }
 
-// Where blocks STAY, has the L2 fetch what this one will load in its next turn: its part of the row after `row`, in V runs
-// of 16 bytes a thread.
-template <bool STAY, int V, typename T, typename Share>
-__device__ void prefetch_next(const T* operand, const Rows& rows, const Share& share, int64_t row, int64_t count,
-                              int64_t length) {
-#if __CUDA_ARCH__ >= 900
-    const int64_t next = row + share.rows_at_once;
-    if (!STAY || threadIdx.x >= V || next >= count) return;
-    const int first = (share.first + static_cast<int>(threadIdx.x) * (share.step - 1)) * Vec<T>::size;
-    const int elements = min(static_cast<int>(length) - first, static_cast<int>(blockDim.x) * Vec<T>::size);
-    if (elements <= 0) return;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(operand + rows.start(next) + first),
-                 "r"(elements * int{sizeof(T)})
-                 : "memory");
-#endif
-}
-
 // Keeps a compiler that has unpacked a tile from holding on to the floats: unpacking anew is cheaper than registers.
 template <typename T, int VECTORS>
 __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
@@ -229,6 +212,17 @@ struct Mailbox<true, V> {
     uint64_t arrived;  // an mbarrier, which counts what has come
 };
 
+// A barrier of those who share the row: the block's other rows need not wait. ALONE: it has none. A kernel that names its
+// barriers by a register is given all sixteen, of which an SM has enough for four blocks.
+template <bool ALONE>
+__device__ void row_barrier() {
+    if constexpr (ALONE) {
+        __syncthreads();
+    } else {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
+    }
+}
+
 // The result of `op` over so many neighbouring lanes, a power of two.
 template <typename V, typename Op>
 __device__ V over_lanes(V value, Op op, int lanes) {
@@ -241,8 +235,9 @@ __device__ V over_lanes(V value, Op op, int lanes) {
 
 // The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
 // it. All threads of the block call it. V is a float or a Pair. A mailbox may serve again after a call with another one:
-// by then all have read it. `turn` says how often it has served.
-template <bool CLUSTER, typename V, typename Op>
+// by then all have read it. `turn` says how often it has served. ALONE: of rows that several warps share, a block has few,
+// whose threads may as well wait for each other.
+template <bool CLUSTER, bool ALONE = true, typename V, typename Op>
 __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int turn) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
@@ -263,9 +258,7 @@ __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int t
     } else if (warps > 1) {
         V* const slots = mailbox.slots + threadIdx.y * warps;
         if (lane == 0) slots[warp] = value;
-        // The block's barrier, though its other rows need not wait: one of each row's own would be named by a register, for
-        // which a kernel is given all sixteen, of which an SM has enough for four blocks.
-        __syncthreads();
+        row_barrier<ALONE>();
         value = over_lanes(slots[lane & (warps - 1)], op, warps);  // a power of two
     }
     return value;

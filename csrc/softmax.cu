@@ -354,7 +354,6 @@ __global__ void __launch_bounds__(block_of<V>, 1024 / block_of<V> / (WHOLE ? 1 :
     share.template each_row<STAYS<WHOLE, CLUSTER>>(count, [&](int64_t row, bool live, int turn) {
         Vec<T> tile[V];
         load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
-        prefetch_next<STAYS<WHOLE, CLUSTER>, V>(input, in_rows, share, row, count, length);
         if (turn == 0) share.meet();
         divide_by(tile, reduce_over_row<CLUSTER>(peak_of(tile), Peak{}, mailbox[turn % 2], turn / 2));
         store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
@@ -401,8 +400,6 @@ __global__ void __launch_bounds__(ROW_THREADS, WHOLE ? 2 : 1)
         Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
         load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
         load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
-        prefetch_next<STAYS<WHOLE, CLUSTER>, ROW_VECTORS>(grad, g_rows, share, row, count, length);
-        prefetch_next<STAYS<WHOLE, CLUSTER>, ROW_VECTORS>(output, o_rows, share, row, count, length);
         if (turn == 0) share.meet();
         const float dot = reduce_over_row<CLUSTER>(dot_of(g_tile, o_tile), Sum{}, mailbox[turn % 2], turn / 2);
         stay_packed(g_tile);

@@ -54,7 +54,8 @@ _PASSES = {
 #: stage the first of two, a product shared out in equal parts that of whole tiles.
 _KERNELS_OF = {
     **{
-        (op, "cluster"): "registers" for op in ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
+        (op, "cluster"): "registers"
+        for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
     },
     ("sum", "coalesced"): "two_stage",
     ("matmul", "stream_k"): "persistent",
