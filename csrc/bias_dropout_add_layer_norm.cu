@@ -69,25 +69,27 @@ __global__ void bias_dropout_add_layer_norm_backward_naive_kernel(T* grad_input,
 // ---- registers, cluster --------------------------------------------------------------------------------------------
 
 // One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements; elsewhere a thread
-// makes its elements one by one, in its slots from number SUM on.
+// makes its elements one by one, in its slots of shared memory.
 template <bool WHOLE, bool CLUSTER, typename T>
 __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const DropoutMask& mask,
                            const RowShare<CLUSTER>& share, const Slots<T>& slots, int64_t row, bool live) {
-    constexpr int V = ROW_VECTORS, E = Vec<T>::size, BIAS = 2 * V, SUM = 3 * V;
+    constexpr int V = ROW_VECTORS, E = Vec<T>::size;
     const int64_t length = p.norm.length;
     if constexpr (WHOLE) {
         Vec<T> residual[V];
         load_row<WHOLE>(tile, p.norm.input + p.norm.in.start(row), p.norm.in, share, live, length, 0.0f);
         load_row<WHOLE>(residual, p.norm.residual + p.norm.res.start(row), p.norm.res, share, live, length, 0.0f);
-        cp_async_wait<0>();  // for the bias, which every thread fetched for itself
+        prefetch_next<CLUSTER, V>(p.norm.input, p.norm.in, share, row, p.norm.count, length);
+        prefetch_next<CLUSTER, V>(p.norm.residual, p.norm.res, share, row, p.norm.count, length);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
+            const int first = (share.first + v * share.step) * E;
             float x[E], more[E];
             unpack(tile[v], x);
-            slots.read(BIAS + v, more);
+            unpack(load_parameter<WHOLE>(p.bias, p.norm.parameter, first, length, 0.0f), more);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] += more[e];
-            const uint64_t call = (row * length + int64_t{share.first + v * share.step} * E) / PHILOX_WORDS;
+            const uint64_t call = (row * length + first) / PHILOX_WORDS;
             mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32));
             unpack(residual[v], more);
 #pragma unroll
@@ -98,10 +100,10 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
 #pragma unroll 1
         for (int i = 0; i < V * E; ++i) {
             const int64_t column = int64_t{share.first + i / E * share.step} * E + i % E;
-            T* const place = reinterpret_cast<T*>(slots.slot(SUM + i / E)) + i % E;
+            T* const place = reinterpret_cast<T*>(slots.slot(i / E)) + i % E;
             *place = live && column < length ? sum_at(p, mask, row, column) : from_float<T>(0.0f);
         }
-        slots.take(tile, SUM);
+        slots.take(tile, 0);
     }
     if (p.norm.sum != nullptr) {
         store_row<WHOLE>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, share, live, length);
@@ -109,56 +111,50 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
 }
 
 template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, 2)
+__global__ void __launch_bounds__(ROW_THREADS, WHOLE ? 2 : 1)
     bias_dropout_add_layer_norm_registers_kernel(__grid_constant__ const Chain<T> p,
                                                  __grid_constant__ const DropoutMask mask) {
-#if __CUDA_ARCH__ >= 800
     if (!exists_here<CLUSTER>()) return;
     extern __shared__ uint4 in_shared[];
-    const RowShare<CLUSTER> share;
     const Slots<T> slots(in_shared);
-    if constexpr (WHOLE) {
-        slots.template fetch_parameter<WHOLE>(2 * ROW_VECTORS, p.bias, p.norm.parameter, share, p.norm.length, 0.0f);
-    }
-    norm_registers_of<T, true, WHOLE, CLUSTER>(p.norm, share, slots,
-                                               [&](Vec<T>(&tile)[ROW_VECTORS], int64_t row, bool live) {
-                                                   gather_sum<WHOLE>(tile, p, mask, share, slots, row, live);
-                                               });
-#endif
+    norm_registers_of<T, true, ROW_VECTORS, WHOLE, CLUSTER>(
+        p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowShare<CLUSTER>& share, int64_t row, bool live) {
+            gather_sum<WHOLE>(tile, p, mask, share, slots, row, live);
+        });
 }
 
-constexpr int DROP_LANES = 32, DROP_STRIPES = 8;  // threads along and across the columns of a block
+constexpr int DROP_THREADS = 256;
 constexpr int ROWS_IN_FLIGHT = 4;
 constexpr int DROP_BLOCKS_PER_SM = 4;
 
-// Dropout of the sum's gradient. A block takes DROP_LANES vectors of columns, or as many columns where vectors are not
+// Dropout of the sum's gradient. A block takes blockDim.x vectors of columns, or as many columns where vectors are not
 // whole, down its share of the rows, and adds them up: partials are (shares, length).
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(DROP_LANES* DROP_STRIPES, DROP_BLOCKS_PER_SM)
+__global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
     bias_dropout_add_layer_norm_backward_registers_kernel(T* grad_input, __grid_constant__ const Rows gi,
                                                           float* partials, const T* grad,
                                                           __grid_constant__ const Rows g,
                                                           __grid_constant__ const DropoutMask mask, int64_t count,
                                                           int64_t length, int64_t rows_a_share) {
     constexpr int E = WHOLE ? Vec<T>::size : 1;
-    __shared__ float sums[DROP_STRIPES][DROP_LANES * E];
-    const int64_t column = (int64_t{blockIdx.x} * DROP_LANES + threadIdx.x) * E, share = blockIdx.y;
+    __shared__ float sums[DROP_THREADS * E];
+    const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * E, share = blockIdx.y;
     const int64_t end = min(count, (share + 1) * rows_a_share);
     float sum[E] = {};
     for (int64_t first = share * rows_a_share + threadIdx.y; first < end && column < length;
-         first += DROP_STRIPES * ROWS_IN_FLIGHT) {
+         first += blockDim.y * ROWS_IN_FLIGHT) {
         float x[ROWS_IN_FLIGHT][E];
         uint4 words[ROWS_IN_FLIGHT];
         if constexpr (WHOLE) {
 #pragma unroll
             for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
-                const int64_t row = first + r * DROP_STRIPES;
+                const int64_t row = first + r * blockDim.y;
                 if (row < end) words[r] = *reinterpret_cast<const uint4*>(grad + g.start(row) + column);
             }
         }
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
-            const int64_t row = first + r * DROP_STRIPES;
+            const int64_t row = first + r * blockDim.y;
             if (row >= end) break;
             const uint64_t index = row * length + column;
             if constexpr (WHOLE) {
@@ -174,16 +170,7 @@ __global__ void __launch_bounds__(DROP_LANES* DROP_STRIPES, DROP_BLOCKS_PER_SM)
             for (int e = 0; e < E; ++e) sum[e] += x[r][e];
         }
     }
-#pragma unroll
-    for (int e = 0; e < E; ++e) sums[threadIdx.y][threadIdx.x * E + e] = sum[e];
-    __syncthreads();
-    const int place = threadIdx.y * DROP_LANES + threadIdx.x;
-    const int64_t mine = int64_t{blockIdx.x} * (DROP_LANES * E) + place;
-    if (place >= DROP_LANES * E || mine >= length) return;
-    float total = 0.0f;
-#pragma unroll
-    for (int stripe = 0; stripe < DROP_STRIPES; ++stripe) total += sums[stripe][place];
-    partials[share * length + mine] = total;
+    store_share(partials + share * length, sum, sums, length);
 }
 
 template <typename T>
@@ -197,15 +184,11 @@ __global__ void __launch_bounds__(SUM_THREADS)
 
 constexpr const char* NAME = "bias_dropout_add_layer_norm";
 constexpr const char* BACKWARD_NAME = "bias_dropout_add_layer_norm_backward";
-constexpr int PARAMETERS = 3;  // weight, bias of the norm, bias of the branch
 
 template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
-    constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
-    constexpr int OPERANDS = PARAMETERS + (WHOLE ? 0 : 1);  // and the sum
-    static DeviceSet asked;
-    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1}, OPERANDS), launch.device, asked);
-    launch_rows(kernel, shape, forward_grid(shape, p.norm.count, launch), slot_bytes(shape, OPERANDS), launch, p, mask);
+    launch_for_rows<bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>, STAYS<WHOLE, CLUSTER>>(
+        shape, p.norm.count, WHOLE ? 0 : slot_bytes(shape, 1), launch, p, mask);
 }
 
 }  // namespace
@@ -249,6 +232,7 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
         p.norm.count = layout.count;
         p.norm.length = layout.length;
         p.norm.eps = static_cast<float>(eps);
+        p.norm.per_element = 1.0f / static_cast<float>(layout.length);
         if constexpr (STEP == NormStep::naive) {
             const auto grid = grid_size(ceil_div(layout.count, NORM_NAIVE_THREADS));
             // A sum that is not kept waits where the output will be.
@@ -259,7 +243,7 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
             bias_dropout_add_layer_norm_naive_kernel<T>
                 <<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(p, of_sum, at, mask);
         } else {
-            const RowLaunch shape = norm_launch(layout.chunks<T>(), STEP);
+            const RowLaunch shape = row_launch(layout.chunks<T>(), STEP == NormStep::cluster);
             const bool whole = p.norm.in.template vectors<T>(layout.length) &&
                                p.norm.res.template vectors<T>(layout.length) &&
                                p.norm.out.template vectors<T>(layout.length) && p.norm.parameter.whole;
@@ -302,12 +286,14 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
             };
             if (count == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
             const bool whole = g.template vectors<T>(length) && gi.template vectors<T>(length);
-            const int64_t column_blocks = ceil_div(whole ? layout.chunks<T>() : length, DROP_LANES);
+            const int64_t chunks = whole ? layout.chunks<T>() : length;
+            const dim3 block = column_block(chunks, DROP_THREADS);
+            const int64_t column_blocks = ceil_div(chunks, block.x);
             const int64_t most =
-                row_shares(count, column_blocks, DROP_BLOCKS_PER_SM, DROP_STRIPES * ROWS_IN_FLIGHT, launch.device);
+                row_shares(count, column_blocks, DROP_BLOCKS_PER_SM, block.y * ROWS_IN_FLIGHT, launch.device);
             const int64_t rows_a_share = ceil_div(count, most), shares = ceil_div(count, rows_a_share);
             const Tensor partials = empty(grad, ScalarType::Float, {shares, length});
-            const dim3 grid(grid_size(column_blocks), grid_size(shares)), block(DROP_LANES, DROP_STRIPES);
+            const dim3 grid(grid_size(column_blocks), grid_size(shares));
             const auto kernel = whole ? bias_dropout_add_layer_norm_backward_registers_kernel<T, true>
                                       : bias_dropout_add_layer_norm_backward_registers_kernel<T, false>;
             kernel<<<grid, block, 0, launch.stream>>>(to, gi, pointer<float>(partials), from, g, mask, count, length,
@@ -338,17 +324,15 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             fact.name = name;
             facts.push_back(fact);
         };
-        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1}, large{ROW_THREADS, 1, 1};
-        constexpr int COLUMNS = DROP_LANES * DROP_STRIPES;
         add(forward + "naive", kernel_facts<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
-        add(forward + "registers", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>(
-                                       "", MIN_BLOCK, slot_bytes(small, PARAMETERS)));
-        add(forward + "cluster", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>(
-                                     "", ROW_THREADS, slot_bytes(large, PARAMETERS)));
+        add(forward + "registers",
+            kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>("", MIN_BLOCK));
+        add(forward + "cluster",
+            kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>("", ROW_THREADS));
         add(backward + "naive",
             kernel_facts<bias_dropout_add_layer_norm_backward_naive_kernel<T>>("", NORM_NAIVE_THREADS));
         add(backward + "registers",
-            kernel_facts<bias_dropout_add_layer_norm_backward_registers_kernel<T, true>>("", COLUMNS));
+            kernel_facts<bias_dropout_add_layer_norm_backward_registers_kernel<T, true>>("", DROP_THREADS));
         add(backward + "registers (sum)",
             kernel_facts<bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>>("", SUM_THREADS));
     });

@@ -20,9 +20,9 @@ namespace kl {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int ROWS = 4;                  // of a thread, forward: as many loads in flight
-constexpr int LANES = 32, STRIPES = 16;  // backward: threads along and across the columns of a block
-constexpr int ROWS_IN_FLIGHT = 2;        // of a thread, backward, of two operands
+constexpr int ROWS = 4;  // of a thread, forward: as many loads in flight
+constexpr int BACKWARD_THREADS = 512;
+constexpr int ROWS_IN_FLIGHT = 2;  // of a thread, backward, of two operands
 constexpr int BACKWARD_BLOCKS_PER_SM = 2;
 
 // An operand as rows of its last dimension.
@@ -131,32 +131,32 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// A block takes LANES · N columns down its share of the rows; partials: (shares, columns).
+// A block takes blockDim.x · N columns down its share of the rows; partials: (shares, columns).
 template <typename T, typename Form, bool WHOLE>
-__global__ void __launch_bounds__(LANES* STRIPES, BACKWARD_BLOCKS_PER_SM)
+__global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
     bias_gelu_backward_vectorized_kernel(T* grad_input, __grid_constant__ const Matrix out, float* partials,
                                          const T* grad, __grid_constant__ const Matrix gr, const T* input,
                                          __grid_constant__ const Matrix in, const T* bias, int64_t bias_step,
                                          int64_t rows, int64_t columns, int64_t rows_a_share) {
     constexpr int N = WIDTH<T, WHOLE>;
-    __shared__ float sums[STRIPES][LANES * N];
-    const int64_t column = (int64_t{blockIdx.x} * LANES + threadIdx.x) * N, share = blockIdx.y;
+    __shared__ float sums[BACKWARD_THREADS * N];
+    const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N, share = blockIdx.y;
     const int64_t end = min(rows, (share + 1) * rows_a_share);
     float b[N] = {}, sum[N] = {};
     if (column < columns) load_bias<T, WHOLE>(b, bias, bias_step, column);
-    // The rows of a warp: STRIPES apart, ROWS_IN_FLIGHT at once.
+    // The rows of a thread: blockDim.y apart, ROWS_IN_FLIGHT at once.
     for (int64_t first = share * rows_a_share + threadIdx.y; first < end && column < columns;
-         first += STRIPES * ROWS_IN_FLIGHT) {
+         first += blockDim.y * ROWS_IN_FLIGHT) {
         Chunk<T, WHOLE> grads[ROWS_IN_FLIGHT], inputs[ROWS_IN_FLIGHT];
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
-            const int64_t row = first + r * STRIPES;
+            const int64_t row = first + r * blockDim.y;
             if (row < end) grads[r].load(grad + gr.at<WHOLE>(row, column));
             if (row < end) inputs[r].load(input + in.at<WHOLE>(row, column));
         }
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
-            const int64_t row = first + r * STRIPES;
+            const int64_t row = first + r * blockDim.y;
             if (row >= end) break;
             float g[N], x[N];
             grads[r].floats(g);
@@ -169,16 +169,7 @@ __global__ void __launch_bounds__(LANES* STRIPES, BACKWARD_BLOCKS_PER_SM)
             Chunk<T, WHOLE>::store(grad_input + out.at<WHOLE>(row, column), g);
         }
     }
-#pragma unroll
-    for (int e = 0; e < N; ++e) sums[threadIdx.y][threadIdx.x * N + e] = sum[e];
-    __syncthreads();
-    const int place = threadIdx.y * LANES + threadIdx.x;
-    const int64_t mine = int64_t{blockIdx.x} * (LANES * N) + place;
-    if (place >= LANES * N || mine >= columns) return;
-    float total = 0.0f;
-#pragma unroll
-    for (int stripe = 0; stripe < STRIPES; ++stripe) total += sums[stripe][place];
-    partials[share * columns + mine] = total;
+    store_share(partials + share * columns, sum, sums, columns);
 }
 
 template <typename T>
@@ -286,15 +277,17 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         };
         if (rows == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
         const bool whole = are_whole<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
-        const int64_t column_blocks = ceil_div(whole ? columns / Vec<T>::size : columns, LANES);
+        const int64_t chunks = whole ? columns / Vec<T>::size : columns;
+        const dim3 block = column_block(chunks, BACKWARD_THREADS);
+        const int64_t column_blocks = ceil_div(chunks, block.x);
         const int64_t most =
-            row_shares(rows, column_blocks, BACKWARD_BLOCKS_PER_SM, STRIPES * ROWS_IN_FLIGHT, launch.device);
+            row_shares(rows, column_blocks, BACKWARD_BLOCKS_PER_SM, block.y * ROWS_IN_FLIGHT, launch.device);
         const int64_t rows_a_share = ceil_div(rows, most), shares = ceil_div(rows, rows_a_share);
         const Tensor partials = empty(bias, ScalarType::Float, {shares, columns});
         auto* sums = static_cast<float*>(partials.data_ptr());
         const auto kernel = whole ? bias_gelu_backward_vectorized_kernel<T, Form, true>
                                   : bias_gelu_backward_vectorized_kernel<T, Form, false>;
-        const dim3 grid(grid_size(column_blocks), grid_size(shares)), block(LANES, STRIPES);
+        const dim3 grid(grid_size(column_blocks), grid_size(shares));
         kernel<<<grid, block, 0, launch.stream>>>(gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
                                                   rows_a_share);
         KL_LAUNCH_CHECK();
@@ -324,12 +317,11 @@ std::tuple<Tensor, Tensor> bias_gelu_backward_vectorized(const Tensor& grad, con
 void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "bias_gelu", [&](auto zero) {
         using T = decltype(zero);
-        constexpr int BACKWARD = LANES * STRIPES;
         facts.push_back(kernel_facts<bias_gelu_naive_kernel<T, Exact>>("bias_gelu.naive", THREADS));
         facts.push_back(kernel_facts<bias_gelu_vectorized_kernel<T, Exact, true>>("bias_gelu.vectorized", THREADS));
         facts.push_back(kernel_facts<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
         facts.push_back(kernel_facts<bias_gelu_backward_vectorized_kernel<T, Exact, true>>(
-            "bias_gelu_backward.vectorized", BACKWARD));
+            "bias_gelu_backward.vectorized", BACKWARD_THREADS));
         facts.push_back(kernel_facts<bias_gelu_backward_vectorized_sum_kernel<T>>("bias_gelu_backward.vectorized (sum)",
                                                                                   SUM_THREADS));
     });

@@ -1,7 +1,7 @@
 // Thread-block clusters, as PTX has them (Hopper and later): who is in one, its barrier, and each other's shared memory.
 #pragma once
 
-#include <cstdint>
+#include "sm90.cuh"
 
 namespace kl::cluster {
 
@@ -19,20 +19,30 @@ __device__ inline uint32_t rank() {
     return rank;
 }
 
-// What a thread wrote before it arrives is seen by those of the cluster that have waited.
-__device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// Orders nothing but what fences do.
+__device__ inline void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ inline void sync() {
-    arrive();
-    wait();
-}
 
-// The same place in the shared memory of the cluster's block of this rank.
-template <typename T>
-__device__ T* in_block(T* shared, uint32_t rank) {
-    T* there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
-    return there;
+// Four or eight bytes into the shared memory of the cluster's block of this rank, counted there at the barrier that
+// stands where `barrier` does here. Nothing waits for it but who waits at that barrier: the cluster's own barrier would
+// have every thread wait until what it stored to global memory has arrived as well.
+template <typename V>
+__device__ void send(V* shared, const V& value, uint64_t* barrier, uint32_t rank) {
+    static_assert(sizeof(V) == 4 || sizeof(V) == 8);
+    const uint32_t to = shared_address(shared), at = shared_address(barrier);
+    if constexpr (sizeof(V) == 4) {
+        asm volatile(
+            "{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 at, %1, %3;\n"
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [at];\n}" ::"r"(to),
+            "r"(at), "r"(reinterpret_cast<const uint32_t&>(value)), "r"(rank)
+            : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 at, %1, %3;\n"
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %2, [at];\n}" ::"r"(to),
+            "r"(at), "l"(reinterpret_cast<const uint64_t&>(value)), "r"(rank)
+            : "memory");
+    }
 }
 
 #endif

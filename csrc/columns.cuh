@@ -26,6 +26,30 @@ __device__ void sum_shares(T* output, const float* partials, int64_t shares, int
     if (threadIdx.x == 0 && mine < columns) output[mine] = from_float<T>(sum);
 }
 
+// Stage one's end: what a block's threads have summed of their E columns each, over its stripes (threadIdx.y), goes to the
+// share's row of the partials. `sums` holds a float for each thread and column.
+template <int E>
+__device__ void store_share(float* partials, const float (&sum)[E], float* sums, int64_t columns) {
+    const int width = static_cast<int>(blockDim.x) * E, threads = static_cast<int>(blockDim.x * blockDim.y);
+#pragma unroll
+    for (int e = 0; e < E; ++e) sums[threadIdx.y * width + threadIdx.x * E + e] = sum[e];
+    __syncthreads();
+    for (int place = threadIdx.y * blockDim.x + threadIdx.x; place < width; place += threads) {
+        const int64_t column = int64_t{blockIdx.x} * width + place;
+        if (column >= columns) return;
+        float total = 0.0f;
+        for (unsigned stripe = 0; stripe < blockDim.y; ++stripe) total += sums[stripe * width + place];
+        partials[column] = total;
+    }
+}
+// Its blocks: as many threads along the columns as there is work for, up to rows' runs of 4 KiB, which is what memory
+// likes; the others go down the rows.
+inline dim3 column_block(int64_t chunks, unsigned threads) {
+    unsigned lanes = WARP;
+    while (lanes < threads && lanes < 256 && lanes < chunks) lanes *= 2;
+    return dim3(lanes, threads / lanes);
+}
+
 inline dim3 sum_block() { return dim3(SUM_LANES, SUM_LANES); }
 inline unsigned blocks_of_columns(int64_t columns) { return grid_size(ceil_div(columns, SUM_LANES)); }
 

@@ -65,10 +65,10 @@ __global__ void __launch_bounds__(SUM_THREADS)
 
 // ---- registers, cluster --------------------------------------------------------------------------------------------
 
-template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, 2)
+template <typename T, int V, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(block_of<V>, norm_blocks<V, WHOLE>)
     layer_norm_registers_kernel(__grid_constant__ const NormForward<T> p) {
-    norm_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(p);
+    norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
 }
 
 template <typename T, bool WHOLE, bool CLUSTER>
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 
 struct LayerNorm {
     static constexpr const char *NAME = "layer_norm", *BACKWARD_NAME = "layer_norm_backward";
-    static constexpr bool CENTRED = kl::CENTRED;
+    static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
     template <typename T>
     static constexpr auto naive() {
         return layer_norm_naive_kernel<T>;
@@ -96,9 +96,9 @@ struct LayerNorm {
     static constexpr auto block() {
         return layer_norm_block_kernel<T>;
     }
-    template <typename T, bool WHOLE, bool CLUSTER>
+    template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto registers() {
-        return layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
+        return layer_norm_registers_kernel<T, V, WHOLE, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

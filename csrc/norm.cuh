@@ -36,19 +36,21 @@ __device__ void store_stats(float* stats, int64_t row, const Stats& value) {
     }
 }
 
-template <bool CENTRED>
+// Of what is not SHIFTED, the shift is zero.
+template <bool CENTRED, bool SHIFTED = true>
 __device__ float normalized(float x, const Stats& stats) {
-    return CENTRED ? fmaf(x - stats.mean, stats.rstd, stats.shift) : x * stats.rstd;
+    if constexpr (!CENTRED) return x * stats.rstd;
+    return SHIFTED ? fmaf(x - stats.mean, stats.rstd, stats.shift) : (x - stats.mean) * stats.rstd;
 }
 
-__device__ inline Stats stats_of_squares(float squares, int64_t length, float eps) {
-    return {0.0f, rsqrtf(squares / static_cast<float>(length) + eps), 0.0f};
+__device__ inline Stats stats_of_squares(float mean_of_squares, float eps) {
+    return {0.0f, rsqrtf(mean_of_squares + eps), 0.0f};
 }
 
 // From sum and squares of the deviations from a mean that has been rounded: their sum is what the rounding lost.
-__device__ inline Stats stats_of_deviations(float mean, Pair deviations, int64_t length, float eps) {
-    const float lost = deviations.first / static_cast<float>(length);
-    const float variance = deviations.second / static_cast<float>(length) - lost * lost;
+__device__ inline Stats stats_of_deviations(float mean, Pair deviations, float per_element, float eps) {
+    const float lost = deviations.first * per_element;
+    const float variance = deviations.second * per_element - lost * lost;
     const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + eps);
     return {mean, rstd, -lost * rstd};
 }
@@ -73,7 +75,7 @@ struct NormForward {
     const T *weight, *bias;
     Rows parameter;
     int64_t count, length;
-    float eps;
+    float eps, per_element;  // the latter 1 / length
 };
 
 template <typename T>
@@ -112,10 +114,14 @@ __device__ Vec<T> add_vec(const Vec<T>& a, const Vec<T>& b) {
     return pack<T>(x);
 }
 
-template <typename T>
+template <bool WHOLE = false, typename T>
 __device__ Vec<T> load_parameter(const T* parameter, const Rows& rows, int64_t first, int64_t length, float absent) {
-    if (parameter != nullptr) return load_chunk(parameter, rows, first, length, absent);
-    const uint4 word = filled<T>(absent);
+    uint4 word = filled<T>(absent);
+    if constexpr (WHOLE) {
+        if (parameter != nullptr && first < length) word = __ldg(reinterpret_cast<const uint4*>(parameter + first));
+    } else if (parameter != nullptr) {
+        return load_chunk(parameter, rows, first, length, absent);
+    }
     return reinterpret_cast<const Vec<T>&>(word);
 }
 
@@ -146,10 +152,10 @@ __device__ void norm_naive(const NormForward<T>& p) {
             lost.add(deviation);
             squares.add(deviation * deviation);
         }
-        stats = stats_of_deviations(mean, {lost.sum, squares.sum}, p.length, p.eps);
+        stats = stats_of_deviations(mean, {lost.sum, squares.sum}, p.per_element, p.eps);
     } else {
         for (int64_t i = 0; i < p.length; ++i) squares.add(to_float(x[i * stride]) * to_float(x[i * stride]));
-        stats = stats_of_squares(squares.sum, p.length, p.eps);
+        stats = stats_of_squares(squares.sum * p.per_element, p.eps);
     }
     store_stats<CENTRED>(p.stats, row, stats);
     T* const out = p.output + p.out.start(row);
@@ -229,7 +235,7 @@ __device__ void norm_block(const NormForward<T>& p) {
         rows = &p.out;
     }
     sum = block_reduce(sum, Sum{}, scratch);
-    Stats stats = stats_of_squares(sum, p.length, p.eps);
+    Stats stats = stats_of_squares(sum * p.per_element, p.eps);
     if constexpr (CENTRED) {
         const float mean = sum / static_cast<float>(p.length);
         Pair deviations{0.0f, 0.0f};
@@ -245,7 +251,7 @@ __device__ void norm_block(const NormForward<T>& p) {
         }
         deviations.first = block_reduce(deviations.first, Sum{}, scratch);
         deviations.second = block_reduce(deviations.second, Sum{}, scratch);
-        stats = stats_of_deviations(mean, deviations, p.length, p.eps);
+        stats = stats_of_deviations(mean, deviations, p.per_element, p.eps);
     }
     if (threadIdx.x == 0) store_stats<CENTRED>(p.stats, row, stats);
     for (int64_t first = begin; first < p.length; first += STEP) {

@@ -30,17 +30,6 @@ inline Rows parameter_rows(const std::optional<Tensor>& weight, const std::optio
     return Rows{Strided{}, 1, whole};
 }
 
-inline RowLaunch norm_launch(int64_t chunks, NormStep step) { return row_launch(chunks, step == NormStep::cluster); }
-
-// Blocks for the forward pass. Where there are rows for many waves of blocks, a block goes through several, for the sake
-// of weight and bias; not where that would leave SMs idle at the end.
-inline unsigned forward_grid(const RowLaunch& shape, int64_t count, const Launch& launch) {
-    constexpr int64_t WAVES = 8, MAX_TURNS = 8, THREADS_PER_SM = 1024;
-    const int64_t at_once = multiprocessors(launch.device) * THREADS_PER_SM / (shape.threads * shape.rows);
-    const int64_t turns = std::clamp<int64_t>(shape.grid(count) / (WAVES * at_once), 1, MAX_TURNS);
-    return grid_size(ceil_div(ceil_div(count, shape.rows), turns) * shape.cluster);
-}
-
 constexpr int NORM_NAIVE_THREADS = 128;
 constexpr int BACKWARD_OPERANDS = 5;  // input and gradient of two rows, and the weight
 
@@ -79,24 +68,21 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         p.count = layout.count;
         p.length = layout.length;
         p.eps = static_cast<float>(eps);
+        p.per_element = 1.0f / static_cast<float>(p.length);
         if (step == NormStep::naive) {
             const auto grid = grid_size(ceil_div(p.count, NORM_NAIVE_THREADS));
             Op::template naive<T>()<<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(p);
         } else if (step == NormStep::block) {
             Op::template block<T>()<<<grid_size(p.count), NORM_THREADS, 0, launch.stream>>>(p);
         } else {
-            const RowLaunch shape = norm_launch(layout.chunks<T>(), step);
+            // With a residual a thread holds two rows' vectors, if only for a while.
+            constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == NormStep::cluster, !Op::RESIDUAL);
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
-            with_constant(whole, [&](auto w) {
-                with_constant(shape.cluster > 1, [&](auto c) {
-                    constexpr auto kernel = Op::template registers<T, decltype(w)::value, decltype(c)::value>();
-                    static DeviceSet asked;
-                    constexpr int PARAMETERS = CENTRED ? 2 : 1;
-                    allow_shared(kernel, slot_bytes({ROW_THREADS, 1, 1}, PARAMETERS), launch.device, asked);
-                    launch_rows(kernel, shape, forward_grid(shape, p.count, launch), slot_bytes(shape, PARAMETERS),
-                                launch, p);
-                });
+            with_row_shape<WIDE>(shape, whole, [&](auto v, auto w, auto c) {
+                launch_for_rows<Op::template registers<T, v(), w(), c()>(), STAYS<w(), c()>>(shape, p.count, 0, launch,
+                                                                                             p);
             });
         }
     });
@@ -216,7 +202,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
             const bool whole = p.in.template vectors<T>(p.length) && p.g.template vectors<T>(p.length) &&
                                p.gs.template vectors<T>(p.length) && p.gi.template vectors<T>(p.length) &&
                                p.parameter.whole;
-            norm_backward_registers<Op>(w, p, weights, whole, norm_launch(layout.chunks<T>(), step), input, launch);
+            norm_backward_registers<Op>(w, p, weights, whole, row_launch(layout.chunks<T>(), step == NormStep::cluster),
+                                        input, launch);
         }
     });
     KL_LAUNCH_CHECK();
@@ -236,12 +223,10 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr int COLUMNS = WARP * COLUMN_LANES;
         add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
-        const RowLaunch small{WARP, MIN_BLOCK / WARP, 1}, large{ROW_THREADS, 1, 1};
-        constexpr int PARAMETERS = Op::CENTRED ? 2 : 1;
-        add(forward + "registers",
-            kernel_facts<Op::template registers<T, true, false>()>("", MIN_BLOCK, slot_bytes(small, PARAMETERS)));
-        add(forward + "cluster",
-            kernel_facts<Op::template registers<T, true, true>()>("", ROW_THREADS, slot_bytes(large, PARAMETERS)));
+        constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
+        const RowLaunch large{ROW_THREADS, 1, 1};
+        add(forward + "registers", kernel_facts<Op::template registers<T, ROW_VECTORS, true, false>()>("", MIN_BLOCK));
+        add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE, true, true>()>("", block_of<WIDE>));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "naive (weights)",
             kernel_facts<Op::template backward_naive_weights<T>()>("", NORM_NAIVE_THREADS));

@@ -11,10 +11,22 @@ namespace kl {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Mean and deviations in two passes over registers: as exact as it gets, and no byte moves for it.
+// Blocks an SM, at least: what the vectors of a row leave of its registers.
+template <int V, bool WHOLE>
+constexpr int norm_blocks = V == WIDE_VECTORS && WHOLE ? 3
+                            : WHOLE                    ? 2
+                                                       : 1;
+
+// Mean and deviations in two passes over registers: as exact as it gets, and no byte moves for it. What rounding the mean
+// loses shows in float32 alone: of 16-bit elements it is far below their own spacing.
+template <typename T>
+constexpr bool SHIFTED = sizeof(T) == 4;
+template <typename T>
+using Deviations = std::conditional_t<SHIFTED<T>, Pair, float>;  // their sum and squares, or the squares
+
 template <bool CENTRED, bool WHOLE, bool CLUSTER, typename T, int VECTORS>
-__device__ Stats row_stats(Vec<T> (&tile)[VECTORS], const RowShare<CLUSTER>& share, int64_t length, float eps,
-                           Mailbox<CLUSTER, float>& of_sum, Mailbox<CLUSTER, Pair>& of_deviations) {
+__device__ Stats row_stats(Vec<T> (&tile)[VECTORS], const RowShare<CLUSTER>& share, const NormForward<T>& p,
+                           Mailbox<CLUSTER, float>& of_sum, Mailbox<CLUSTER, Deviations<T>>& of_deviations, int turn) {
     constexpr int E = Vec<T>::size;
     float x[E], sum = 0.0f;
 #pragma unroll
@@ -25,86 +37,93 @@ __device__ Stats row_stats(Vec<T> (&tile)[VECTORS], const RowShare<CLUSTER>& sha
         for (int e = 0; e < E; ++e) partial = CENTRED ? partial + x[e] : fmaf(x[e], x[e], partial);
         sum += partial;
     }
-    sum = reduce_over_row<CLUSTER>(sum, Sum{}, of_sum);
-    if constexpr (!CENTRED) return stats_of_squares(sum, length, eps);
-    const float mean = sum / static_cast<float>(length);
+    sum = reduce_over_row<CLUSTER>(sum, Sum{}, of_sum, turn);
+    if constexpr (!CENTRED) return stats_of_squares(sum * p.per_element, p.eps);
+    const float mean = sum * p.per_element;
     stay_packed(tile);
-    Pair deviations{0.0f, 0.0f};
+    Deviations<T> deviations{};
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         unpack(tile[v], x);
-        const int64_t first = int64_t{share.first + v * share.step} * E;
-        Pair partial{0.0f, 0.0f};
+        const int first = (share.first + v * share.step) * E;
+        const float centre =
+            first < static_cast<int>(p.length) ? mean : 0.0f;  // past the end there are zeros, which are not to deviate
+        float lost = 0.0f, squares = 0.0f;
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-            const float deviation = first + (WHOLE ? 0 : e) < length ? x[e] - mean : 0.0f;
-            partial = {partial.first + deviation, fmaf(deviation, deviation, partial.second)};
+            const float deviation = x[e] - (WHOLE || first + e < static_cast<int>(p.length) ? centre : 0.0f);
+            if constexpr (SHIFTED<T>) lost += deviation;
+            squares = fmaf(deviation, deviation, squares);
         }
-        deviations = PairSum{}(deviations, partial);
+        if constexpr (SHIFTED<T>) {
+            deviations = PairSum{}(deviations, {lost, squares});
+        } else {
+            deviations += squares;
+        }
     }
-    return stats_of_deviations(mean, reduce_over_row<CLUSTER>(deviations, PairSum{}, of_deviations), length, eps);
+    if constexpr (SHIFTED<T>) {
+        deviations = reduce_over_row<CLUSTER>(deviations, PairSum{}, of_deviations, turn);
+        return stats_of_deviations(mean, deviations, p.per_element, p.eps);
+    } else {
+        deviations = reduce_over_row<CLUSTER>(deviations, Sum{}, of_deviations, turn);
+        return {mean, rsqrtf(deviations * p.per_element + p.eps), 0.0f};
+    }
 }
 
-// Weight and bias wait in shared memory, in the first slots of each thread, and serve every row that it goes through.
-// `gather(tile, row, live)` makes a row in registers, zeros past its end, and may need more slots.
-template <typename T, bool CENTRED, bool WHOLE, bool CLUSTER, typename Gather>
-__device__ void norm_registers_of(const NormForward<T>& p, const RowShare<CLUSTER>& share, const Slots<T>& slots,
-                                  Gather&& gather) {
+// `gather(tile, share, row, live)` makes a row in registers, zeros past its end. Weight and bias come when they are needed,
+// from the L1: every row of the SM wants the same.
+template <typename T, bool CENTRED, int V, bool WHOLE, bool CLUSTER, typename Gather>
+__device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     __shared__ Mailbox<CLUSTER, float> of_sum[CENTRED ? 1 : 2];
-    __shared__ Mailbox<CLUSTER, Pair> of_deviations;
-    constexpr int V = ROW_VECTORS, E = Vec<T>::size, WEIGHT = 0, BIAS = V;
-    Vec<T> tile[V];
-    float x[E], scale[E], offset[E];
-    slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
-    if constexpr (CENTRED) slots.template fetch_parameter<WHOLE>(BIAS, p.bias, p.parameter, share, p.length, 0.0f);
-    cp_async_commit();
-    int turn = 0;
-    // As many turns for every thread of the block: those without a row join in what needs all.
-    for (int64_t first_row = share.row - threadIdx.y; first_row < p.count; first_row += share.rows_at_once, ++turn) {
-        const bool live = first_row + threadIdx.y < p.count;
-        const int64_t row = live ? first_row + threadIdx.y : 0;
-        gather(tile, row, live);
+    __shared__ Mailbox<CLUSTER, Deviations<T>> of_deviations;
+    constexpr int E = Vec<T>::size, TURNS = CENTRED ? 1 : 2;
+    const RowShare<CLUSTER> share;
+    share.open(of_sum[0], of_sum[TURNS - 1], of_deviations);
+    share.template each_row<STAYS<WHOLE, CLUSTER>>(p.count, [&](int64_t row, bool live, int turn) {
+        Vec<T> tile[V];
+        gather(tile, share, row, live);
         if (turn == 0) share.meet();
         const Stats stats =
-            row_stats<CENTRED, WHOLE>(tile, share, p.length, p.eps, of_sum[CENTRED ? 0 : turn % 2], of_deviations);
+            row_stats<CENTRED, WHOLE>(tile, share, p, of_sum[turn % TURNS], of_deviations, turn / TURNS);
         if (live && share.first == 0) store_stats<CENTRED>(p.stats, row, stats);
         stay_packed(tile);
-        cp_async_wait<0>();
+        T* const out = p.output + p.out.start(row);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
+            const int first = (share.first + v * share.step) * E;
+            if (first >= static_cast<int>(p.length)) break;
+            float x[E], scale[E], offset[E];
             unpack(tile[v], x);
-            slots.read(WEIGHT + v, scale);
-            if constexpr (CENTRED) slots.read(BIAS + v, offset);
+            unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale);
+            if constexpr (CENTRED) unpack(load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f), offset);
 #pragma unroll
             for (int e = 0; e < E; ++e) {
-                x[e] = normalized<CENTRED>(x[e], stats) * scale[e];
-                if constexpr (CENTRED) x[e] += offset[e];
+                x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], stats);
+                x[e] = CENTRED ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
             }
-            tile[v] = pack<T>(x);
+            store_part<WHOLE>(out, p.out, pack<T>(x), v, share, live, p.length);
         }
-        store_row<WHOLE>(p.output + p.out.start(row), p.out, tile, share, live, p.length);
-    }
+    });
 }
 
 // Rows as they are, or with a RESIDUAL the sum of two, which is stored.
-template <typename T, bool CENTRED, bool RESIDUAL, bool WHOLE, bool CLUSTER>
+template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
 __device__ void norm_registers(const NormForward<T>& p) {
-#if __CUDA_ARCH__ >= 800
     if (!exists_here<CLUSTER>()) return;
-    extern __shared__ uint4 in_shared[];
-    const RowShare<CLUSTER> share;
-    const auto gather = [&](Vec<T>(&tile)[ROW_VECTORS], int64_t row, bool live) {
+    const auto gather = [&](Vec<T>(&tile)[V], const RowShare<CLUSTER>& share, int64_t row, bool live) {
+        constexpr bool STAY = STAYS<WHOLE, CLUSTER>;
         load_row<WHOLE>(tile, p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
+        prefetch_next<STAY, V>(p.input, p.in, share, row, p.count, p.length);
         if constexpr (RESIDUAL) {
-            Vec<T> residual[ROW_VECTORS];
+            prefetch_next<STAY, V>(p.residual, p.res, share, row, p.count, p.length);
+            Vec<T> residual[V];
             load_row<WHOLE>(residual, p.residual + p.res.start(row), p.res, share, live, p.length, 0.0f);
 #pragma unroll
-            for (int v = 0; v < ROW_VECTORS; ++v) tile[v] = add_vec(tile[v], residual[v]);
+            for (int v = 0; v < V; ++v) tile[v] = add_vec(tile[v], residual[v]);
             store_row<WHOLE>(p.sum + p.out.start(row), p.out, tile, share, live, p.length);
         }
     };
-    norm_registers_of<T, CENTRED, WHOLE, CLUSTER>(p, share, Slots<T>(in_shared), gather);
-#endif
+    norm_registers_of<T, CENTRED, V, WHOLE, CLUSTER>(p, gather);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -117,7 +136,7 @@ __device__ void store_partials(float* partials, const float (&own)[V][E], const 
     if (blockDim.y == 1) {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            const int64_t first = int64_t{share.first + v * share.step} * E;
+            const int first = (share.first + v * share.step) * E;
             if constexpr (WHOLE) {
                 float4* const to = reinterpret_cast<float4*>(partials + first);
                 if (first < length) {
@@ -163,6 +182,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     __shared__ Mailbox<CLUSTER, Sums> mailbox[2];
     constexpr int V = ROW_VECTORS, E = Vec<T>::size, WEIGHT = 4 * V;
     const RowShare<CLUSTER> share;
+    share.open(mailbox[0], mailbox[1]);
     const Slots<T> slots(in_shared);  // input and gradient of one row, of the next one, and the weight
     const auto input_slot = [](int turn) { return 2 * V * turn; };
     const auto grad_slot = [](int turn) { return 2 * V * turn + V; };
@@ -181,7 +201,8 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     int64_t first_row = share.row - threadIdx.y;
     Stats stats = fetch(first_row, 0), next = fetch(first_row + share.rows_at_once, 1);
     share.meet();
-    for (int turn = 0; first_row < p.count; first_row += share.rows_at_once, turn ^= 1) {
+    for (int count = 0; first_row < p.count; first_row += share.rows_at_once, ++count) {
+        const int turn = count % 2;
         const bool live = first_row + threadIdx.y < p.count;
         const int64_t row = live ? first_row + threadIdx.y : 0;
         Vec<T> more[V];
@@ -207,7 +228,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
             if constexpr (!CENTRED) sums += partial.second;
         }
         if (p.grad_input != nullptr) {
-            sums = reduce_over_row<CLUSTER>(sums, Add{}, mailbox[turn]);
+            sums = reduce_over_row<CLUSTER>(sums, Add{}, mailbox[turn], count / 2);
             Pair means{0.0f, 0.0f};
             if constexpr (CENTRED) means.first = sums.first / static_cast<float>(p.length);
             if constexpr (CENTRED) means.second = sums.second / static_cast<float>(p.length);

@@ -65,9 +65,10 @@ __global__ void __launch_bounds__(SUM_THREADS)
 
 // ---- registers, cluster --------------------------------------------------------------------------------------------
 
-template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, 2) rms_norm_registers_kernel(__grid_constant__ const NormForward<T> p) {
-    norm_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(p);
+template <typename T, int V, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(block_of<V>, norm_blocks<V, WHOLE>)
+    rms_norm_registers_kernel(__grid_constant__ const NormForward<T> p) {
+    norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
 }
 
 template <typename T, bool WHOLE, bool CLUSTER>
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 
 struct RmsNorm {
     static constexpr const char *NAME = "rms_norm", *BACKWARD_NAME = "rms_norm_backward";
-    static constexpr bool CENTRED = kl::CENTRED;
+    static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
     template <typename T>
     static constexpr auto naive() {
         return rms_norm_naive_kernel<T>;
@@ -95,9 +96,9 @@ struct RmsNorm {
     static constexpr auto block() {
         return rms_norm_block_kernel<T>;
     }
-    template <typename T, bool WHOLE, bool CLUSTER>
+    template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto registers() {
-        return rms_norm_registers_kernel<T, WHOLE, CLUSTER>;
+        return rms_norm_registers_kernel<T, V, WHOLE, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

@@ -50,6 +50,13 @@ __device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t f
 constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs
 constexpr int MAX_CLUSTER = 16;      // that Hopper runs, when asked to
 constexpr int ROW_THREADS = 512;     // of a block at most: an SM holds several, of which one loads while another stores
+constexpr int ROW_VECTORS = 4;       // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
+constexpr int WIDE_THREADS = 256;    // the same for long rows where a thread holds nothing but one row's vectors: what
+constexpr int WIDE_VECTORS = 8;      // it does once a row then weighs half as much
+
+// Threads of a block that takes V vectors a thread, at most.
+template <int V>
+constexpr int block_of = V == WIDE_VECTORS ? WIDE_THREADS : ROW_THREADS;
 
 // Whether the architecture that is compiled for has clusters, where they are asked for. A kernel that asks without is
 // never launched, and need not be compiled.
@@ -61,6 +68,11 @@ __device__ constexpr bool exists_here() {
     return !CLUSTER;
 #endif
 }
+
+// Clusters stay, and go from row to row: to begin one costs its blocks a meeting. Not those of rows element by element:
+// the compiler would keep the address of each.
+template <bool WHOLE, bool CLUSTER>
+constexpr bool STAYS = WHOLE && CLUSTER;
 
 // Which row this thread works on, and which of its vectors: `first`, and from there every `step`-th.
 // Without clusters blockDim.x threads share a row and blockDim.y rows a block; blockDim.x may be a part of a warp.
@@ -81,12 +93,36 @@ struct RowShare {
             rows_at_once = gridDim.x / cluster::blocks();
             first += cluster::rank() * blockDim.x;
             step *= cluster::blocks();
-            cluster::arrive();
         }
 #endif
     }
 
-    // To be called once, before the first reduction: no mailbox is there before its block has started. Best with loads
+    // Calls f(row, live, turn) for every row of this thread, which is one where it does not STAY. A thread without a row
+    // (not `live`) joins in what needs all.
+    template <bool STAY, typename F>
+    __device__ void each_row(int64_t count, F&& f) const {
+        if constexpr (STAY) {
+            int turn = 0;
+            for (int64_t at = row; at < count; at += rows_at_once, ++turn) f(at, true, turn);
+        } else {
+            f(row < count ? row : 0, row < count, 0);
+        }
+    }
+
+    // To be called once, before all else: makes the mailboxes that will serve ready for what other blocks send.
+    template <typename... Mailboxes>
+    __device__ void open(Mailboxes&... mailboxes) const {
+#if __CUDA_ARCH__ >= 900
+        if constexpr (CLUSTER) {
+            if (threadIdx.x == 0) {
+                (mbarrier_init(shared_address(&mailboxes.arrived), 1), ...);
+                mbarrier_init_fence();
+            }
+            cluster::arrive_relaxed();  // the fence has made the mailboxes known, and there is nothing else to see
+        }
+#endif
+    }
+    // To be called once, before the first reduction: no mailbox is open before its block has started. Best with loads
     // under way.
     __device__ void meet() const {
 #if __CUDA_ARCH__ >= 900
@@ -110,17 +146,34 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
                          int64_t length, float fill) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
+        const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
         if constexpr (WHOLE) {
             // As one word of 16 bytes, whose loads ptxas issues one after the other: of a vector's elements it makes
             // choices one by one, and waits for each load in between.
             uint4 word = filled<T>(fill);
-            if (live && first < length) word = *reinterpret_cast<const uint4*>(row + first);
+            if (live && first < static_cast<int>(length)) word = *reinterpret_cast<const uint4*>(row + first);
             reinterpret_cast<uint4&>(tile[v]) = word;
         } else {
             tile[v] = load_chunk(row, rows, first, live ? length : 0, fill);
         }
     }
+}
+
+// Where blocks STAY, has the L2 fetch what this one will load in its next turn: its part of the row after `row`, in V runs
+// of 16 bytes a thread.
+template <bool STAY, int V, typename T, typename Share>
+__device__ void prefetch_next(const T* operand, const Rows& rows, const Share& share, int64_t row, int64_t count,
+                              int64_t length) {
+#if __CUDA_ARCH__ >= 900
+    const int64_t next = row + share.rows_at_once;
+    if (!STAY || threadIdx.x >= V || next >= count) return;
+    const int first = (share.first + static_cast<int>(threadIdx.x) * (share.step - 1)) * Vec<T>::size;
+    const int elements = min(static_cast<int>(length) - first, static_cast<int>(blockDim.x) * Vec<T>::size);
+    if (elements <= 0) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(operand + rows.start(next) + first),
+                 "r"(elements * int{sizeof(T)})
+                 : "memory");
+#endif
 }
 
 // Keeps a compiler that has unpacked a tile from holding on to the floats: unpacking anew is cheaper than registers.
@@ -137,9 +190,9 @@ __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
 template <bool WHOLE, typename T, typename Share>
 __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
                            int64_t length) {
-    const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
+    const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
     if constexpr (WHOLE) {
-        if (live && first < length) store_vec(row + first, part);
+        if (live && first < static_cast<int>(length)) store_vec(row + first, part);
     } else if (live) {
         store_chunk(row, rows, part, first, length);
     }
@@ -168,35 +221,52 @@ __device__ inline Pair shuffle_xor(Pair x, int lane) {
 // Where the warps that share a row leave their values for each other. In shared memory.
 template <bool CLUSTER, typename V>
 struct Mailbox {
-    V slots[(CLUSTER ? MAX_CLUSTER : 1) * ROW_THREADS / WARP];
+    V slots[ROW_THREADS / WARP];
 };
+template <typename V>
+struct Mailbox<true, V> {
+    V slots[MAX_CLUSTER * ROW_THREADS / WARP];
+    uint64_t arrived;  // an mbarrier, which counts what has come
+};
+
+// The result of `op` over so many neighbouring lanes, a power of two.
+template <typename V, typename Op>
+__device__ V over_lanes(V value, Op op, int lanes) {
+#pragma unroll
+    for (int l = WARP / 2; l > 0; l /= 2) {
+        if (l < lanes) value = op(value, shuffle_xor(value, l));
+    }
+    return value;
+}
 
 // The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
 // it. All threads of the block call it. V is a float or a Pair. A mailbox may serve again after a call with another one:
-// by then all have read it.
+// by then all have read it. `turn` says how often it has served.
 template <bool CLUSTER, typename V, typename Op>
-__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
-    const int lanes = min(static_cast<int>(blockDim.x), WARP), warps = blockDim.x / WARP;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    for (int l = lanes / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
+__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int turn) {
+    const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
     if constexpr (CLUSTER) {
 #if __CUDA_ARCH__ >= 900
-        // Every warp writes to every block, so that the cluster's barrier is the only one.
-        const int blocks = cluster::blocks();
-        if (lane < blocks) *cluster::in_block(&mailbox.slots[cluster::rank() * warps + warp], lane) = value;
-        cluster::sync();
-        value = mailbox.slots[lane];  // a cluster has at least as many warps as a warp has lanes, in powers of two
-        for (int slot = WARP + lane; slot < blocks * warps; slot += WARP) value = op(value, mailbox.slots[slot]);
-        for (int l = WARP / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
+        // Every warp writes to every block. All numbers are powers of two.
+        const uint32_t arrived = shared_address(&mailbox.arrived);
+        const int blocks = static_cast<int>(cluster::blocks()), slots = blocks * warps;
+        if (threadIdx.x == 0) mbarrier_arrive_expect(arrived, slots * sizeof(V));
+        if (lane < blocks) {
+            cluster::send(&mailbox.slots[cluster::rank() * warps + warp], value, &mailbox.arrived, lane);
+        }
+        mbarrier_wait(arrived, turn % 2);
+        value = mailbox.slots[lane & (slots - 1)];
+        for (int slot = WARP + lane; slot < slots; slot += WARP) value = op(value, mailbox.slots[slot]);
+        value = over_lanes(value, op, min(slots, WARP));
 #endif
     } else if (warps > 1) {
         V* const slots = mailbox.slots + threadIdx.y * warps;
         if (lane == 0) slots[warp] = value;
-        // Not a barrier of those alone who share the row: its number would be in a register, for which the assembler
-        // reserves all 16 of a block, and an SM of Hopper, which has 64, would hold four blocks.
+        // The block's barrier, though its other rows need not wait: one of each row's own would be named by a register, for
+        // which a kernel is given all sixteen, of which an SM has enough for four blocks.
         __syncthreads();
-        value = slots[lane & (warps - 1)];  // a power of two
-        for (int l = warps / 2; l > 0; l /= 2) value = op(value, shuffle_xor(value, l));
+        value = over_lanes(slots[lane & (warps - 1)], op, warps);  // a power of two
     }
     return value;
 }
@@ -245,31 +315,35 @@ struct RowLayout {
     }
 };
 
-// How a row of `chunks` vectors is shared: threads of a block, rows of a block, blocks of a cluster.
+// How a row of `chunks` vectors is shared: threads of a block, rows of a block, blocks of a cluster, vectors of a thread.
 // Blocks of a cluster are a power of two: more of those fit in the 16 or 18 SMs that one must lie in.
 struct RowLaunch {
     unsigned threads, rows, cluster;
+    int vectors = ROW_VECTORS;
 
     dim3 block() const { return dim3(threads, rows); }
     unsigned grid(int64_t count) const { return grid_size(ceil_div(count, rows) * cluster); }
 };
 
-constexpr int ROW_VECTORS = 4;  // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
 constexpr int MIN_BLOCK = 128;
 
 // Vectors of the longest row that one block, or one cluster, can hold.
 constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;
 constexpr int64_t MAX_CLUSTER_CHUNKS = MAX_BLOCK_CHUNKS * MAX_CLUSTER;
+static_assert(WIDE_THREADS * WIDE_VECTORS == ROW_THREADS * ROW_VECTORS);
 
-inline RowLaunch row_launch(int64_t chunks, bool clusters) {
+// `wide`: of long rows a thread takes WIDE_VECTORS.
+inline RowLaunch row_launch(int64_t chunks, bool clusters, bool wide = false) {
+    wide = wide && chunks > MIN_BLOCK * ROW_VECTORS;
+    const unsigned vectors = wide ? WIDE_VECTORS : ROW_VECTORS, most = wide ? WIDE_THREADS : ROW_THREADS;
     unsigned threads = 4;  // a power of two, so that a part of a warp can reduce by shuffles
-    while (threads < ROW_THREADS && threads * ROW_VECTORS < chunks) threads *= 2;
+    while (threads < most && threads * vectors < chunks) threads *= 2;
     if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1};
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
     unsigned cluster = 1;
-    while (int64_t{cluster} * threads * ROW_VECTORS < chunks) cluster *= 2;
-    return {threads, 1, cluster};
+    while (int64_t{cluster} * threads * vectors < chunks) cluster *= 2;
+    return {threads, 1, cluster, static_cast<int>(vectors)};
 }
 
 // What launches `grid` blocks in clusters.
@@ -332,5 +406,30 @@ struct Resident {
         return found;
     }
 };
+
+// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for.
+template <int WIDE = WIDE_VECTORS, typename F>
+void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
+    using Few = std::integral_constant<int, ROW_VECTORS>;
+    using Wide = std::integral_constant<int, WIDE>;
+    with_constant(whole, [&](auto w) {
+        if (shape.cluster > 1) return f(Wide{}, w, std::true_type{});
+        if (shape.vectors > ROW_VECTORS) return f(Wide{}, w, std::false_type{});
+        f(Few{}, w, std::false_type{});
+    });
+}
+
+// Launches `KERNEL(arguments…)` for `count` rows, on blocks or clusters that stay or do not.
+template <auto* KERNEL, bool STAY, typename... Arguments>
+void launch_for_rows(const RowLaunch& shape, int64_t count, int shared_bytes, const Launch& launch,
+                     Arguments... arguments) {
+    unsigned grid = shape.grid(count);
+    if constexpr (STAY) {
+        static Resident resident;
+        const int64_t clusters = resident.clusters(KERNEL, shape, shared_bytes, launch);
+        grid = grid_size(std::min(count, clusters) * shape.cluster);
+    }
+    launch_rows(KERNEL, shape, grid, shared_bytes, launch, arguments...);
+}
 
 }  // namespace kl

@@ -35,7 +35,7 @@ struct Slots {
                           float fill) const {
 #pragma unroll(WHOLE ? ROW_VECTORS : 1)  // element by element a vector is code enough
         for (int v = 0; v < ROW_VECTORS; ++v) {
-            const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
+            const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
             if constexpr (WHOLE) {
                 if (live && first < length) {
                     cp_async16(shared_address(slot(begin + v)), row + first, 16);
@@ -56,7 +56,7 @@ struct Slots {
                                     float absent) const {
 #pragma unroll(WHOLE ? ROW_VECTORS : 1)
         for (int v = 0; v < ROW_VECTORS; ++v) {
-            const int64_t first = int64_t{share.first + v * share.step} * Vec<T>::size;
+            const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
             if (WHOLE && parameter != nullptr && first < length) {
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(begin + v))),
                              "l"(parameter + first)

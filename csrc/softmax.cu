@@ -9,8 +9,7 @@
 //   registers  the row stays in registers, shared by as many threads as     rows that fill an SM's registers
 //              suit its length: a part of a warp, a warp, a block
 //   cluster    a long row is spread over the SMs of a cluster, which meet   memory bandwidth
-//              in distributed shared memory; while a row is worked on,
-//              the next one arrives in shared memory
+//              in distributed shared memory
 //
 // Any strides: rows start where the other dimensions put them, and step by the dimension's own stride.
 
@@ -19,7 +18,6 @@
 #include "common.cuh"
 #include "ops.h"
 #include "rows.cuh"
-#include "slots.cuh"
 
 namespace kl {
 namespace {
@@ -255,20 +253,51 @@ __device__ float power_below(float x, float top) {
 // two that are exact. (Milakov and Gimelshein, arXiv:1805.02867, with tops that are maxima.) As `first` and `second`.
 // A far top is the maximum itself; tops are halved so that they stay below that, and are in the order of the maxima.
 struct Peak {
+    // `sum` with regard to `top`, with regard to one at least as high. Equal tops may be infinite, and their difference
+    // no number.
+    static __device__ float lowered(float sum, float top, float high) {
+        return sum * (top == high ? 1.0f : exp2_approx(2.0f * (top - high)));
+    }
     __device__ Pair operator()(Pair a, Pair b) const {
-        const bool a_higher = a.first >= b.first;
-        const float low = a_higher ? b.first : a.first, high = a_higher ? a.first : b.first;
-        const float smaller = a_higher ? b.second : a.second, larger = a_higher ? a.second : b.second;
-        // Equal tops may be infinite, and their difference no number.
-        return {high, fmaf(smaller, low == high ? 1.0f : exp2_approx(2.0f * (low - high)), larger)};
+        const float high = fmaxf(a.first, b.first);
+        return {high, lowered(a.second, a.first, high) + lowered(b.second, b.first, high)};
     }
 };
+// The top first, then the sums: a power of two a lane, not one a step.
+__device__ Pair over_lanes(Pair value, Peak, int lanes) {
+    const float high = over_lanes(value.first, Max{}, lanes);
+    return {high, over_lanes(Peak::lowered(value.second, value.first, high), Sum{}, lanes)};
+}
 
-template <bool IS_FAR, typename T>
-__device__ float sum_of_powers(const Vec<T> (&tile)[ROW_VECTORS], float top) {
+// fmaxf drops NaN, which reaches the sum; so do its forms for two elements of 16 bits.
+template <typename T, int V>
+__device__ float max_of(const Vec<T> (&tile)[V]) {
+    if constexpr (sizeof(T) == 4) {
+        float top = NEG_INF;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+#pragma unroll
+            for (int e = 0; e < Vec<T>::size; ++e) top = fmaxf(top, tile[v][e]);
+        }
+        return top;
+    } else {
+        using Two = std::conditional_t<std::is_same_v<T, half>, half2, __nv_bfloat162>;
+        Two top;
+        top.x = top.y = from_float<T>(NEG_INF);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) top = __hmax2(top, reinterpret_cast<const Two*>(&tile[v])[i]);
+        }
+        return fmaxf(to_float(top.x), to_float(top.y));
+    }
+}
+
+template <bool IS_FAR, typename T, int V>
+__device__ float sum_of_powers(const Vec<T> (&tile)[V], float top) {
     float x[Vec<T>::size], sum = 0.0f;
 #pragma unroll
-    for (int v = 0; v < ROW_VECTORS; ++v) {
+    for (int v = 0; v < V; ++v) {
         unpack(tile[v], x);
         float partial = 0.0f;
 #pragma unroll
@@ -278,16 +307,10 @@ __device__ float sum_of_powers(const Vec<T> (&tile)[ROW_VECTORS], float top) {
     return sum;
 }
 
-// Of the elements that this thread has. fmaxf drops NaN, which reaches the sum.
-template <typename T>
-__device__ Pair peak_of(Vec<T> (&tile)[ROW_VECTORS]) {
-    float x[Vec<T>::size], thread_max = NEG_INF;
-#pragma unroll
-    for (int v = 0; v < ROW_VECTORS; ++v) {
-        unpack(tile[v], x);
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) thread_max = fmaxf(thread_max, x[e]);
-    }
+// Of the elements that this thread has.
+template <typename T, int V>
+__device__ Pair peak_of(Vec<T> (&tile)[V]) {
+    const float thread_max = max_of(tile);
     stay_packed(tile);
     Pair peak{thread_max, 0.0f};
     if (is_far(thread_max)) {
@@ -301,12 +324,12 @@ __device__ Pair peak_of(Vec<T> (&tile)[ROW_VECTORS]) {
     return peak;
 }
 
-template <bool IS_FAR, typename T>
-__device__ void divide_by(Vec<T> (&tile)[ROW_VECTORS], Pair peak) {
+template <bool IS_FAR, typename T, int V>
+__device__ void divide_by(Vec<T> (&tile)[V], Pair peak) {
     const float scale = 1.0f / peak.second;
     float x[Vec<T>::size];
 #pragma unroll
-    for (int v = 0; v < ROW_VECTORS; ++v) {
+    for (int v = 0; v < V; ++v) {
         unpack(tile[v], x);
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) x[e] = power_below<IS_FAR>(x[e], peak.first) * scale;
@@ -315,22 +338,27 @@ __device__ void divide_by(Vec<T> (&tile)[ROW_VECTORS], Pair peak) {
 }
 
 // The result in place of the elements, from the peak of the whole row. A row of nothing but −inf gives NaN.
-template <typename T>
-__device__ void divide_by(Vec<T> (&tile)[ROW_VECTORS], Pair peak) {
+template <typename T, int V>
+__device__ void divide_by(Vec<T> (&tile)[V], Pair peak) {
     is_far(peak.first) ? divide_by<true>(tile, peak) : divide_by<false>(tile, peak);
 }
 
-template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(ROW_THREADS)
-    softmax_registers_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t count, int64_t length) {
-    __shared__ Mailbox<false, Pair> mailbox;
-    const RowShare<false> share;
-    const bool live = share.row < count;
-    const int64_t row = live ? share.row : 0;
-    Vec<T> tile[ROW_VECTORS];
-    load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
-    divide_by(tile, reduce_over_row<false>(peak_of(tile), Peak{}, mailbox));
-    store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
+template <typename T, int V, bool WHOLE, bool CLUSTER>
+__global__ void __launch_bounds__(block_of<V>, 1024 / block_of<V> / (WHOLE ? 1 : 2))
+    softmax_registers_kernel(T* output, __grid_constant__ const Rows out_rows, const T* input,
+                             __grid_constant__ const Rows in_rows, int64_t count, int64_t length) {
+    if (!exists_here<CLUSTER>()) return;
+    __shared__ Mailbox<CLUSTER, Pair> mailbox[2];
+    const RowShare<CLUSTER> share;
+    share.open(mailbox[0], mailbox[1]);
+    share.template each_row<STAYS<WHOLE, CLUSTER>>(count, [&](int64_t row, bool live, int turn) {
+        Vec<T> tile[V];
+        load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
+        prefetch_next<STAYS<WHOLE, CLUSTER>, V>(input, in_rows, share, row, count, length);
+        if (turn == 0) share.meet();
+        divide_by(tile, reduce_over_row<CLUSTER>(peak_of(tile), Peak{}, mailbox[turn % 2], turn / 2));
+        store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
+    });
 }
 
 template <typename T>
@@ -360,103 +388,28 @@ __device__ void gradient_of(Vec<T> (&g_tile)[ROW_VECTORS], const Vec<T> (&o_tile
     }
 }
 
-template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(ROW_THREADS)
-    softmax_backward_registers_kernel(T* grad_input, Rows gi_rows, const T* grad, Rows g_rows, const T* output,
-                                      Rows o_rows, int64_t count, int64_t length) {
-    __shared__ Mailbox<false, float> mailbox;
-    const RowShare<false> share;
-    const bool live = share.row < count;
-    const int64_t row = live ? share.row : 0;
-    Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
-    load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
-    load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
-    const float dot = reduce_over_row<false>(dot_of(g_tile, o_tile), Sum{}, mailbox);
-    stay_packed(g_tile);
-    stay_packed(o_tile);
-    gradient_of(g_tile, o_tile, dot);
-    store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
-}
-
-// ---- cluster: a long row over several SMs, the next one on its way -----------------------------------------------------
-
-constexpr int STAGES = 2;  // rows in shared memory: one is worked on, one arrives
-
-// A grid that the GPU holds at once goes through all rows, so that no row waits for the launch of its cluster.
 template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS)
-    softmax_cluster_kernel(T* output, __grid_constant__ const Rows out_rows, const T* input,
-                           __grid_constant__ const Rows in_rows, int64_t count, int64_t length) {
-#if __CUDA_ARCH__ >= 800
+__global__ void __launch_bounds__(ROW_THREADS, WHOLE ? 2 : 1)
+    softmax_backward_registers_kernel(T* grad_input, __grid_constant__ const Rows gi_rows, const T* grad,
+                                      __grid_constant__ const Rows g_rows, const T* output,
+                                      __grid_constant__ const Rows o_rows, int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
-    extern __shared__ uint4 in_shared[];
-    __shared__ Mailbox<CLUSTER, Pair> mailbox[2];
-    const RowShare<CLUSTER> share;
-    const Slots<T> slots(in_shared);
-    const auto fetch = [&](int64_t first_row, int stage) {
-        const bool live = first_row + threadIdx.y < count;
-        const int64_t row = live ? first_row + threadIdx.y : 0;
-        slots.template fetch<WHOLE>(stage * ROW_VECTORS, input + in_rows.start(row), in_rows, share, live, length,
-                                    NEG_INF);
-        cp_async_commit();
-    };
-    int64_t first_row = share.row - threadIdx.y;
-    fetch(first_row, 0);
-    fetch(first_row + share.rows_at_once, 1);
-    share.meet();
-    Vec<T> tile[ROW_VECTORS];
-    // As many turns for every thread of the block: those without a row join in what needs all.
-    for (int stage = 0; first_row < count; first_row += share.rows_at_once, stage ^= 1) {
-        const bool live = first_row + threadIdx.y < count;
-        const int64_t row = live ? first_row + threadIdx.y : 0;
-        cp_async_wait<STAGES - 1>();
-        slots.take(tile, stage * ROW_VECTORS);
-        fetch(first_row + STAGES * share.rows_at_once, stage);
-        divide_by(tile, reduce_over_row<CLUSTER>(peak_of(tile), Peak{}, mailbox[stage]));
-        store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
-    }
-#endif
-}
-
-template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS)
-    softmax_backward_cluster_kernel(T* grad_input, __grid_constant__ const Rows gi_rows, const T* grad,
-                                    __grid_constant__ const Rows g_rows, const T* output,
-                                    __grid_constant__ const Rows o_rows, int64_t count, int64_t length) {
-#if __CUDA_ARCH__ >= 800
-    if (!exists_here<CLUSTER>()) return;
-    extern __shared__ uint4 in_shared[];
     __shared__ Mailbox<CLUSTER, float> mailbox[2];
-    constexpr int V = ROW_VECTORS;
     const RowShare<CLUSTER> share;
-    const Slots<T> slots(in_shared);
-    const auto fetch = [&](int64_t first_row, int stage) {
-        const bool live = first_row + threadIdx.y < count;
-        const int64_t row = live ? first_row + threadIdx.y : 0;
-        const int slot = stage * 2 * V;
-        slots.template fetch<WHOLE>(slot, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
-        slots.template fetch<WHOLE>(slot + V, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
-        cp_async_commit();
-    };
-    int64_t first_row = share.row - threadIdx.y;
-    fetch(first_row, 0);
-    fetch(first_row + share.rows_at_once, 1);
-    share.meet();
-    Vec<T> g_tile[V], o_tile[V];
-    for (int stage = 0; first_row < count; first_row += share.rows_at_once, stage ^= 1) {
-        const bool live = first_row + threadIdx.y < count;
-        const int64_t row = live ? first_row + threadIdx.y : 0;
-        cp_async_wait<STAGES - 1>();
-        slots.take(g_tile, stage * 2 * V);
-        slots.take(o_tile, stage * 2 * V + V);
-        fetch(first_row + STAGES * share.rows_at_once, stage);
-        const float dot = reduce_over_row<CLUSTER>(dot_of(g_tile, o_tile), Sum{}, mailbox[stage]);
+    share.open(mailbox[0], mailbox[1]);
+    share.template each_row<STAYS<WHOLE, CLUSTER>>(count, [&](int64_t row, bool live, int turn) {
+        Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
+        load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
+        load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
+        prefetch_next<STAYS<WHOLE, CLUSTER>, ROW_VECTORS>(grad, g_rows, share, row, count, length);
+        prefetch_next<STAYS<WHOLE, CLUSTER>, ROW_VECTORS>(output, o_rows, share, row, count, length);
+        if (turn == 0) share.meet();
+        const float dot = reduce_over_row<CLUSTER>(dot_of(g_tile, o_tile), Sum{}, mailbox[turn % 2], turn / 2);
         stay_packed(g_tile);
         stay_packed(o_tile);
         gradient_of(g_tile, o_tile, dot);
         store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
-    }
-#endif
+    });
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -493,19 +446,6 @@ void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
 
 constexpr int NAIVE_THREADS = 128;
 
-// Launches `KERNEL`, one of those that go through all rows, on a grid that the GPU holds at once.
-template <auto* KERNEL, typename... Arguments>
-void launch_resident(const RowLaunch& shape, int operands, int64_t count, const Launch& launch,
-                     Arguments... arguments) {
-    static DeviceSet asked;
-    static Resident resident;
-    const int bytes = slot_bytes(shape, STAGES * operands);
-    allow_shared(KERNEL, slot_bytes({ROW_THREADS, 1, 1}, STAGES * operands), launch.device, asked);
-    const int64_t clusters =
-        std::min<int64_t>(ceil_div(count, shape.rows), resident.clusters(KERNEL, shape, bytes, launch));
-    launch_rows(KERNEL, shape, grid_size(clusters * shape.cluster), bytes, launch, arguments...);
-}
-
 Tensor softmax(const Tensor& input, int64_t dim, Step step) {
     check_cuda(input, "softmax", "input");
     const Launch launch(input);
@@ -523,19 +463,12 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
             softmax_online_kernel<T><<<grid_size(layout.count), ONLINE_THREADS, 0, launch.stream>>>(
                 pointer<T>(output), out, pointer<T>(input), in, layout.length);
         } else if (step == Step::registers || step == Step::cluster) {
-            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);
-            with_constant(in.vectors<T>(layout.length) && out.vectors<T>(layout.length), [&](auto w) {
-                constexpr bool WHOLE = decltype(w)::value;
-                if (step == Step::registers) {
-                    softmax_registers_kernel<T, WHOLE><<<shape.grid(layout.count), shape.block(), 0, launch.stream>>>(
-                        pointer<T>(output), out, pointer<T>(input), in, layout.count, layout.length);
-                    return;
-                }
-                with_constant(shape.cluster > 1, [&](auto c) {
-                    launch_resident<softmax_cluster_kernel<T, WHOLE, decltype(c)::value>>(
-                        shape, 1, layout.count, launch, pointer<T>(output), out, pointer<T>(input), in, layout.count,
-                        layout.length);
-                });
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster, /*wide=*/true);
+            const bool whole = in.vectors<T>(layout.length) && out.vectors<T>(layout.length);
+            with_row_shape(shape, whole, [&](auto v, auto w, auto c) {
+                launch_for_rows<softmax_registers_kernel<T, v(), w(), c()>, STAYS<w(), c()>>(
+                    shape, layout.count, 0, launch, pointer<T>(output), out, pointer<T>(input), in, layout.count,
+                    layout.length);
             });
         } else {
             const dim3 block = shared_block<T>(layout.length);
@@ -574,16 +507,9 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
                 g.vectors<T>(layout.length) && o.vectors<T>(layout.length) && gi.vectors<T>(layout.length);
             with_constant(whole, [&](auto w) {
                 constexpr bool WHOLE = decltype(w)::value;
-                if (step == Step::registers) {
-                    softmax_backward_registers_kernel<T, WHOLE>
-                        <<<shape.grid(layout.count), shape.block(), 0, launch.stream>>>(
-                            pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.count,
-                            layout.length);
-                    return;
-                }
                 with_constant(shape.cluster > 1, [&](auto c) {
-                    launch_resident<softmax_backward_cluster_kernel<T, WHOLE, decltype(c)::value>>(
-                        shape, 2, layout.count, launch, pointer<T>(grad_input), gi, pointer<T>(grad), g,
+                    launch_for_rows<softmax_backward_registers_kernel<T, WHOLE, c()>, STAYS<WHOLE, c()>>(
+                        shape, layout.count, 0, launch, pointer<T>(grad_input), gi, pointer<T>(grad), g,
                         pointer<T>(output), o, layout.count, layout.length);
                 });
             });
@@ -636,14 +562,14 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(kernel_facts<softmax_backward_naive_kernel<T>>("softmax_backward.naive", NAIVE_THREADS));
         facts.push_back(kernel_facts<softmax_backward_online_kernel<T>>("softmax_backward.online", ONLINE_THREADS));
         facts.push_back(kernel_facts<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
-        const RowLaunch large{ROW_THREADS, 1, 1};
-        facts.push_back(kernel_facts<softmax_registers_kernel<T, true>>("softmax.registers", MIN_BLOCK));
-        facts.push_back(kernel_facts<softmax_cluster_kernel<T, true, true>>("softmax.cluster", ROW_THREADS,
-                                                                            slot_bytes(large, STAGES)));
         facts.push_back(
-            kernel_facts<softmax_backward_registers_kernel<T, true>>("softmax_backward.registers", MIN_BLOCK));
-        facts.push_back(kernel_facts<softmax_backward_cluster_kernel<T, true, true>>(
-            "softmax_backward.cluster", ROW_THREADS, slot_bytes(large, 2 * STAGES)));
+            kernel_facts<softmax_registers_kernel<T, ROW_VECTORS, true, false>>("softmax.registers", MIN_BLOCK));
+        facts.push_back(
+            kernel_facts<softmax_registers_kernel<T, WIDE_VECTORS, true, true>>("softmax.cluster", WIDE_THREADS));
+        facts.push_back(
+            kernel_facts<softmax_backward_registers_kernel<T, true, false>>("softmax_backward.registers", MIN_BLOCK));
+        facts.push_back(
+            kernel_facts<softmax_backward_registers_kernel<T, true, true>>("softmax_backward.cluster", ROW_THREADS));
     });
 }
 
