@@ -249,6 +249,10 @@ AOT = [
     ahead_of_time(_query_kernel, 256, 64, 32, 8, 2, BELOW_DIAGONAL),
     ahead_of_time(_query_kernel, 128, 128, 64, 8, 2, BETWEEN_DIAGONALS),
     ahead_of_time(_query_kernel, 128, 64, 32, 4, 2, mask=BOOLEAN),
+    ahead_of_time(_forward_kernel, 128, 32, 32, 8, 1, dtype="fp32"),
+    ahead_of_time(_forward_kernel, 256, 16, 32, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
+    ahead_of_time(_key_value_kernel, 128, 32, 16, 8, 1, dtype="fp32"),
+    ahead_of_time(_key_value_kernel, 256, 16, 16, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
     *attention_tma.AOT,
     *attention_split.AOT,
 ]
