@@ -16,11 +16,11 @@ namespace {
 constexpr int MOST_ROWS = 16;
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
 
-// 16 bytes that are read once: past the L1, which is left to the input. Zeros where `inside` is false.
-__device__ inline uint4 load_once(const void* pointer, bool inside) {
+// 16 bytes, zeros where `inside` is false. Volatile, so that loads stay where they are asked for, ahead of their use.
+__device__ inline uint4 load16(const void* pointer, bool inside) {
     uint4 v = {0, 0, 0, 0};
     if (inside) {
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                      : "l"(pointer));
     }
@@ -48,7 +48,7 @@ struct Step {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int column = ALONG_K ? i / HALVES * 8 : 0, at = ALONG_K ? i % HALVES * 32 : i;
-            w[i] = load_once(ALONG_K ? from + at : from, first + column < p.N && k + at < p.K);
+            w[i] = load16(ALONG_K ? from + at : from, first + column < p.N && k + at < p.K);
             if (!ALONG_K || i % HALVES == HALVES - 1) from += ALONG_K ? 8 * p.b_n : p.b_k;
         }
     }
@@ -112,17 +112,18 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     const int warp = threadIdx.x / WARP, t = threadIdx.x % 4;
     const int64_t n0 = int64_t{blockIdx.x} * Step::COLUMNS;
     float sum[Step::TILES][MT][4] = {};
-    // What comes from memory is asked for a step ahead, what comes from the L1 when it is needed.
-    Step now, next;
+    // What comes from memory is asked for two steps ahead, what comes from the L1 when it is needed.
+    Step now, next, after;
+    constexpr int STRIDE = WARPS * Step::BK;
     int64_t k = warp * Step::BK + t * 8;
     now.load_other(b, p, n0, k);
-    for (int64_t k0 = warp * Step::BK; k0 < p.K; k0 += WARPS * Step::BK) {
-        next.load_other(b, p, n0, k + WARPS * Step::BK);  // past the end of k nothing is read
+    next.load_other(b, p, n0, k + STRIDE);  // past the end of k nothing is read
+    for (int64_t k0 = warp * Step::BK; k0 < p.K; k0 += STRIDE, k += STRIDE) {
+        after.load_other(b, p, n0, k + 2 * STRIDE);
         now.load_input(a, p, k);
         now.multiply(sum);
 #pragma unroll
-        for (int i = 0; i < Step::LOADS; ++i) now.w[i] = next.w[i];
-        k += WARPS * Step::BK;
+        for (int i = 0; i < Step::LOADS; ++i) now.w[i] = next.w[i], next.w[i] = after.w[i];
     }
 #pragma unroll
     for (int tile = 0; tile < Step::TILES; ++tile) {
@@ -146,13 +147,13 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
 }
 
 template <typename T, int MT, bool ALONG_K>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(THREADS)
     matmul_skinny_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p) {
     multiply<T, MT, ALONG_K>(c, a, b, p, Identity{});
 }
 
 template <typename T, int MT>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(THREADS)
     linear_skinny_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p,
                          __grid_constant__ const BiasActivation<T> epilogue) {
     multiply<T, MT, true>(c, a, b, p, epilogue);

@@ -1,11 +1,13 @@
 // matmul, eleventh step; the table of the climb stands in matmul.cuh.
 //
-//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the last turn
+//   split_k           where 128×256 tiles are few, smaller ones, or a cluster  the L2's bandwidth, where tiles are small
+//                     that shares the K of one
 //
-// A product of few tiles and a long K leaves most SMs without work. Here a cluster of 2, 4 or 8 blocks makes one
-// 128×256 tile, each from its part of K, and adds up through distributed shared memory: every block lays its sums in its own
-// shared memory, and finishes its part of the columns from all of them. They are added in the order of K, whoever comes
-// first, so that every run gives the same bits; and no workspace is needed in global memory.
+// A product of few 128×256 tiles leaves most SMs without work. Smaller tiles are more, but ask L2 for more bytes a product;
+// or a cluster of 2, 4 or 8 blocks makes one tile, each from its part of K, and adds up through distributed shared memory:
+// every block lays its sums in its own shared memory, and finishes its part of the columns from all of them. They are
+// added in the order of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in
+// global memory. A count of cycles (`cycles`) says which of it all is best.
 //
 // Where there are tiles enough for every SM, this step is `persistent`: nothing is split.
 
@@ -14,15 +16,25 @@
 namespace kl {
 namespace {
 
-constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
-constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+// CONSUMERS warpgroups of 64 rows each.
+template <int CONSUMERS_, int BN_>
+struct Tile {
+    static constexpr int CONSUMERS = CONSUMERS_, BM = CONSUMERS * 64, BN = BN_, THREADS = (1 + CONSUMERS) * WARPGROUP;
+    static constexpr int A_BYTES = BM * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + BN * SWIZZLE_ROW;
+    static constexpr int STAGES = 192 * 1024 / STAGE_BYTES < 8 ? 192 * 1024 / STAGE_BYTES : 8;
+    static constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+    static_assert(BM * BN * sizeof(float) <= STAGES * STAGE_BYTES, "the sums lie where the stages were");
+};
+using Wide = Tile<2, 256>;
+using Square = Tile<2, 128>;
+using Small = Tile<1, 64>;
 constexpr int MAX_SPLITS = 8;
-static_assert(BM * BN * sizeof(float) <= STAGES * STAGE_BYTES, "the sums lie where the stages were");
 
-template <typename T, Major A, Major B>
-__global__ void __launch_bounds__(THREADS, 1)
+template <typename T, Major A, Major B, typename Tile>
+__global__ void __launch_bounds__(Tile::THREADS, 1)
     matmul_split_k_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order, int splits) {
+    constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = Tile::STAGES, CONSUMERS = Tile::CONSUMERS;
+    constexpr int A_BYTES = Tile::A_BYTES, STAGE_BYTES = Tile::STAGE_BYTES;
 #if KL_SM90A
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
@@ -38,13 +50,13 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     int batch, tile_m, tile_n;
     order.at(blockIdx.x / splits, &batch, &tile_m, &tile_n);
-    const int m0 = tile_m * BM, n0 = tile_n * BN, rank = static_cast<int>(cluster_rank());
+    const int m0 = tile_m * BM, n0 = tile_n * BN, rank = splits > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int64_t all = ceil_div(p.K, BLOCK_K<T>);
     const int begin = static_cast<int>(all * rank / splits), end = static_cast<int>(all * (rank + 1) / splits);
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
     Ring<STAGES> at;
     if (group == 0) {
-        registers_decrease<40>();
+        if constexpr (CONSUMERS > 1) registers_decrease<40>();
         if (warp == 0 && elect_one()) {
             for (int i = begin; i < end; ++i, at.next()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
@@ -55,10 +67,11 @@ __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         __syncwarp();
+        if (splits == 1) return;
         cluster_sync();
         cluster_leave();
     } else {
-        registers_increase<232>();
+        if constexpr (CONSUMERS > 1) registers_increase<232>();
         const int half = group - 1, thread = threadIdx.x - WARPGROUP, lane = threadIdx.x % WARP;
         float sum[BN / 2];
         int before = 0;
@@ -72,7 +85,11 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         wgmma_wait<0>();
         wgmma_pin(sum);
-        named_barrier_sync(1, CONSUMERS * WARPGROUP);  // both warpgroups have read the last stage: its place is free
+        if (splits == 1) {
+            store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
+            return;
+        }
+        named_barrier_sync(1, CONSUMERS * WARPGROUP);  // all have read the last stage: its place is free
         // Four sums of a thread, 8 columns of the tile, as 16 bytes beside those of the other threads.
         const auto place = [&](int j) { return tiles + (j * CONSUMERS * WARPGROUP + thread) * 16; };
 #pragma unroll
@@ -82,22 +99,20 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         cluster_sync();
         const int m = m0 + half * PANEL_X + warp % 4 * 16 + lane / 4, columns = BN / 8 / splits;
-        constexpr int AT_ONCE = BN / 8 / MAX_SPLITS;
 #pragma unroll 1
-        for (int j = rank * columns; j < (rank + 1) * columns; j += AT_ONCE) {
-            float total[AT_ONCE][4] = {};
-#pragma unroll 1
-            for (int from_rank = 0; from_rank < splits; ++from_rank) {
+        for (int j = rank * columns; j < (rank + 1) * columns; ++j) {
+            float4 part[MAX_SPLITS];  // all under way at once: another block's memory is far
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    const float4 v = load_cluster16(cluster_address(place(j + i), from_rank));
-                    total[i][0] += v.x, total[i][1] += v.y, total[i][2] += v.z, total[i][3] += v.w;
-                }
+            for (int r = 0; r < MAX_SPLITS; ++r) {
+                if (r < splits) part[r] = load_cluster16(cluster_address(place(j), r));
             }
+            float total[4] = {};
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                store_eight_columns<T>(total[i], c + batch * p.c_batch, p.M, p.N, m, n0 + (j + i) * 8 + lane % 4 * 2);
+            for (int r = 0; r < MAX_SPLITS; ++r) {
+                if (r >= splits) break;
+                total[0] += part[r].x, total[1] += part[r].y, total[2] += part[r].z, total[3] += part[r].w;
             }
+            store_eight_columns<T>(total, c + batch * p.c_batch, p.M, p.N, m, n0 + j * 8 + lane % 4 * 2);
         }
         __syncwarp();
         cluster_leave();  // shared memory stays until the other blocks have read it
@@ -105,11 +120,42 @@ __global__ void __launch_bounds__(THREADS, 1)
 #endif
 }
 
-// How many blocks share a tile: as many as there are SMs for, and at most one for each tile of K.
-int splits_of(int tiles, int64_t k_tiles, int sms) {
-    int splits = 1;
-    while (splits < MAX_SPLITS && tiles * splits * 2 <= sms && splits * 2 <= k_tiles) splits *= 2;
-    return splits;
+// A shape of tiles, and how many blocks share the K of one.
+struct Plan {
+    bool wide, square;  // neither: small
+    int splits;
+    int64_t cycles;
+};
+
+// About how many cycles a product takes, from what an SM does in one: 2048 multiply-adds of 16-bit elements, and 48 bytes
+// from L2. The constants are what it takes to begin, to end, and to meet, in thousands.
+template <typename Tile>
+int64_t cycles(const Tiled& p, int64_t k_tiles, int splits, int sms) {
+    constexpr int64_t BEGIN = 3000, MEET = 3000, BYTES = 48;
+    constexpr int64_t STEP = std::max<int64_t>(Tile::BM * Tile::BN * 64 / 2048, Tile::STAGE_BYTES / BYTES);
+    constexpr int64_t END = Tile::BM * Tile::BN / 16;
+    const int64_t tiles = ceil_div(p.M, Tile::BM) * ceil_div(p.N, Tile::BN) * p.batches;
+    const int64_t turns = ceil_div(tiles * splits, sms);
+    return BEGIN + turns * (ceil_div(k_tiles, splits) * STEP + END) + (splits > 1 ? MEET : 0);
+}
+
+template <typename Tile>
+void consider(Plan& best, const Tiled& p, int64_t k_tiles, int sms) {
+    for (int splits = 1; splits <= MAX_SPLITS && splits <= k_tiles; splits *= 2) {
+        const int64_t count = cycles<Tile>(p, k_tiles, splits, sms);
+        if (count < best.cycles) best = {std::is_same_v<Tile, Wide>, std::is_same_v<Tile, Square>, splits, count};
+    }
+}
+
+template <typename Tile, typename T, Major A, Major B>
+void launch_split(const HopperCall& call, int splits, const Launch& on) {
+    static DeviceSet asked;
+    const Tiled& p = call.tiled;
+    const TileOrder order{static_cast<int>(ceil_div(p.M, Tile::BM)), static_cast<int>(ceil_div(p.N, Tile::BN)),
+                          2048 / Tile::BM};
+    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(order, p) * splits, splits,
+                  Tile::THREADS, Tile::SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
+                  order, splits);
 }
 
 }  // namespace
@@ -117,17 +163,19 @@ int splits_of(int tiles, int64_t k_tiles, int sms) {
 Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "split_k", [&](const HopperCall& call, const Launch& on) {
-        const Tiled& p = call.tiled;
-        const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
-        const int tiles = tile_count(order, p);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
-            const int splits = splits_of(tiles, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device));
-            if (splits == 1) return launch_persistent(call, dtype, on, false);
-            static DeviceSet asked;
-            launch_hopper(matmul_split_k_kernel<T, a_major(), b_major()>, "matmul.split_k", tiles * splits, splits,
-                          THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
-                          order, splits);
+            constexpr Major A = a_major(), B = b_major();
+            const int sms = multiprocessors(on.device);
+            const int64_t k_tiles = ceil_div(call.tiled.K, BLOCK_K<T>);
+            Plan plan{true, false, 1, std::numeric_limits<int64_t>::max()};
+            consider<Wide>(plan, call.tiled, k_tiles, sms);
+            consider<Square>(plan, call.tiled, k_tiles, sms);
+            consider<Small>(plan, call.tiled, k_tiles, sms);
+            if (plan.wide && plan.splits == 1) return launch_persistent(call, dtype, on, false);
+            if (plan.wide) return launch_split<Wide, T, A, B>(call, plan.splits, on);
+            if (plan.square) return launch_split<Square, T, A, B>(call, plan.splits, on);
+            launch_split<Small, T, A, B>(call, plan.splits, on);
         });
     });
 }
@@ -136,7 +184,14 @@ void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_split_k_kernel<T, Major::K, B>>("matmul.split_k", THREADS, SHARED));
+        const auto add = [&](const char* name, auto tile) {
+            using Tile = decltype(tile);
+            facts.push_back(
+                kernel_facts<matmul_split_k_kernel<T, Major::K, B, Tile>>(name, Tile::THREADS, Tile::SHARED));
+        };
+        add("matmul.split_k", Wide{});
+        add("matmul.split_k 128x128", Square{});
+        add("matmul.split_k 64x64", Small{});
     });
 }
 
