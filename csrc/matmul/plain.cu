@@ -6,9 +6,7 @@
 // shifted together, so that no load is narrower for being unaligned. Words that hold an element of the operand lie in
 // its allocation wholly, since allocations begin and end at multiples of 16 bytes. What runs along x is turned in the
 // registers.
-#pragma once
-
-#include "hopper.cuh"
+#include "persistent.cuh"
 
 namespace kl {
 
@@ -60,17 +58,7 @@ struct PlainOperand {
     }
 
     __device__ static void finish(uint32_t (&chunk)[4], const Words& words, int count) {
-        const uint32_t w[8] = {words.low.x,  words.low.y,  words.low.z,  words.low.w,
-                               words.high.x, words.high.y, words.high.z, words.high.w};
-        uint32_t by8[6], by4[5];
-#pragma unroll
-        for (int i = 0; i < 6; ++i) by8[i] = words.shift & 8 ? w[i + 2] : w[i];
-#pragma unroll
-        for (int i = 0; i < 5; ++i) by4[i] = words.shift & 4 ? by8[i + 1] : by8[i];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            chunk[i] = sizeof(T) == 4 ? by4[i] : __funnelshift_r(by4[i], by4[i + 1], words.shift % 4 * 8);
-        }
+        join<T>(chunk, words.low, words.high, words.shift);
         if (count < E) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -157,5 +145,75 @@ struct PlainOperand {
         }
     }
 };
+
+// Two warpgroups load, each block for itself. An operand that TMA can read along k is left to it.
+template <typename T>
+struct PlainLoader {
+    using Element = T;
+    struct Source {
+        TmaOperands tma;
+        bool a_by_tma, b_by_tma;
+        const T *a, *b;
+        Product product;
+    };
+    using Multiply = MultiplyShared<T, Major::K, Major::K, 2>;
+    static constexpr int BLOCKS = 1, WARPGROUPS = 2, ARRIVALS = WARPGROUPS * WARPGROUP / WARP + 1;
+    static constexpr int REGISTERS = 88, CONSUMER_REGISTERS = 168;
+    static constexpr Sums SUMS = Sums::in_order;
+
+    const Source& from;
+    PlainOperand<T, WARPGROUPS * WARPGROUP> a, b;
+    int K, m0, n0, a_batch, b_batch;
+
+    __device__ PlainLoader(const Source& from, const Tiled& p, bool, int batch, int m0, int n0)
+        : from(from), K(p.K), m0(m0), n0(n0), a_batch(batch * p.a_step), b_batch(batch * p.b_step) {
+        const Product& q = from.product;
+        int64_t a_offset, b_offset;
+        q.batch_offsets(batch, &a_offset, &b_offset);
+        a = {from.a + a_offset + m0 * q.a_m, q.a_m, q.a_k, p.M - m0};
+        b = {from.b + b_offset + n0 * q.b_n, q.b_n, q.b_k, p.N - n0};
+    }
+    __device__ static void prefetch(const Source&) {}
+    __device__ static bool takes_part() { return true; }
+    __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
+        const auto thread = static_cast<int>(threadIdx.x);
+        if (thread == 0) {
+            mbarrier_arrive_expect(barrier, (from.a_by_tma ? A_BYTES : 0) + (from.b_by_tma ? B_BYTES : 0));
+            if (from.a_by_tma) load_tile<Major::K, BM>(stage, from.tma.a, barrier, m0, k, a_batch);
+            if (from.b_by_tma) load_tile<Major::K, BN>(stage + A_BYTES, from.tma.b, barrier, n0, k, b_batch);
+        }
+        if (!from.a_by_tma) a.template load<BM>(stage, thread, k, K - k);
+        if (!from.b_by_tma) b.template load<BN>(stage + A_BYTES, thread, k, K - k);
+        fence_async_shared();
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) mbarrier_arrive(barrier);
+    }
+};
+
+void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on) {
+    const Tiled& p = call.tiled;
+    const TileOrder tiles{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        const bool a_by_tma = call.a_by_tma && call.a_major == Major::K;
+        const bool b_by_tma = call.b_by_tma && call.b_major == Major::K;
+        const typename PlainLoader<T>::Source from{
+            {a_by_tma ? tensor_map(call.a) : CUtensorMap{}, b_by_tma ? tensor_map(call.b) : CUtensorMap{}},
+            a_by_tma,
+            b_by_tma,
+            static_cast<const T*>(call.a_data),
+            static_cast<const T*>(call.b_data),
+            call.product};
+        launch_from<PlainLoader<T>>(from, call, p, {tiles, false}, on, true);
+    });
+}
+
+void plain_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using Loader = PlainLoader<decltype(zero)>;
+        facts.push_back(
+            kernel_facts<matmul_persistent_kernel<Loader>>("matmul.persistent plain", 4 * WARPGROUP, SHARED));
+    });
+}
 
 }  // namespace kl
