@@ -18,6 +18,9 @@ from .conftest import needs_gpu, skip_unless_it_runs
 STEPS = ("wgmma", "warp_specialized", "cluster", "persistent", "stream_k", "split_k")
 #: Those that take what TMA cannot read.
 ANY_OPERAND = ("persistent", "stream_k", "split_k")
+#: Whether each operand lies transposed.
+LAYOUTS = list(itertools.product([False, True], repeat=2))
+LAYOUT_NAMES = ["NN", "NT", "TN", "TT"]
 
 
 def step(name: str) -> table.Variant:
@@ -127,7 +130,7 @@ SIZES = [
 
 @needs_gpu
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_layout_and_size(name, layout, dtype):
     for m, n, k in SIZES:
@@ -146,13 +149,66 @@ def test_tf32_along_k(name, sizes, tf32):
 
 @needs_gpu
 @pytest.mark.parametrize("name", ANY_OPERAND)
-@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_operands_off_the_grid_of_tma(name, layout, dtype, tf32):
     for (m, n, k), offset in zip([(1, 1, 1), (127, 255, 63), (131, 259, 67), (515, 1031, 517)], range(4), strict=True):
         a = operand((m, k), dtype, transposed=layout[0], offset=offset)
         b = operand((k, n), dtype, transposed=layout[1], pad=offset, offset=3)
         check(name, a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_rows_that_begin_anywhere(layout):
+    """Every leading dimension and first element modulo eight, of either operand; ragged and whole tiles."""
+    for step, offset in itertools.product(range(8), range(8)):
+        m, n, k = (256 + 8 * offset, 512, 192) if step % 2 else (257 + step, 515 + offset, 129 + step)
+        a = operand(
+            (m, k), torch.bfloat16, transposed=layout[0], pad=(step - (m if layout[0] else k)) % 8, offset=offset
+        )
+        b = operand((k, n), torch.bfloat16, transposed=layout[1], pad=offset + 1, offset=step)
+        check("persistent", a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_outputs_on_and_off_the_grid(layout):
+    """Unaligned operands whose outputs TMA can write, and rows of outputs that begin anywhere."""
+    for n in (*range(512, 521), 1, 7, 63, 65):
+        a = operand((391, 203), torch.float16, transposed=layout[0])
+        check(
+            "persistent", a, operand((203, n), torch.float16, transposed=layout[1], pad=(1 - n) % 2 * (n > 8), offset=1)
+        )
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_fewer_unaligned_rows_than_residues(layout):
+    for m, n, k in [(7, 300, 300), (300, 7, 300), (300, 300, 7), (8, 9, 9), (9, 8, 9), (9, 9, 8), (300, 300, 1)]:
+        a = operand((m, k), torch.bfloat16, transposed=layout[0], pad=1, offset=1)
+        check("persistent", a, operand((k, n), torch.bfloat16, transposed=layout[1], pad=2, offset=3))
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_unaligned_batches(layout):
+    """Batches that begin a multiple of eight elements apart, one operand for all, and others."""
+    for m, n, k in [(136, 264, 72), (131, 264, 72), (136, 261, 77)]:
+        a = operand((3, m, k), torch.bfloat16, transposed=layout[0], pad=1, offset=5)
+        b = operand((3, k, n), torch.bfloat16, transposed=layout[1], pad=3, offset=2)
+        check("persistent", a, b)
+        check("persistent", a, b[1])
+        check("persistent", a[1], b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_unaligned_tiles_of_several_turns(layout):
+    """More tiles than one turn of the GPU: blocks go from tile to tile, and share the last ones."""
+    for m, n, k in [(4095, 4097, 259), (2039, 2053, 2063)]:
+        a = operand((m, k), torch.bfloat16, transposed=layout[0])
+        check("persistent", a, operand((k, n), torch.bfloat16, transposed=layout[1]))
 
 
 @needs_gpu

@@ -73,7 +73,7 @@ __device__ inline void fill_panel(uint32_t panel, const float (&sum)[BN / 2], in
 template <typename T, typename To>
 __device__ inline void store_rows(uint32_t panel, int columns, To&& to) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP, chunk = lane % 8;
-#pragma unroll
+#pragma unroll 2  // more under way would not fit the registers
     for (int i = 0; i < 16; i += WARP / 8) {
         const int row = warp * 16 + i + lane / 8;
         T* const out = to(row);
@@ -218,7 +218,6 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
         const int half = group - Loader::WARPGROUPS;
         const int thread = static_cast<int>(threadIdx.x) - Loader::WARPGROUPS * WARPGROUP;
         float sum[BN / 2];
-        typename Loader::Multiply multiply;
         const auto release = [&](int stage) {
             if constexpr (Loader::BLOCKS > 1) {
                 if (lane < Loader::BLOCKS) mbarrier_arrive_at(empty + stage * 8, lane);
@@ -227,6 +226,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
             }
         };
         while (pieces.next(&piece)) {
+            typename Loader::Multiply multiply;
             int before = 0;
             for (int i = piece.begin; i < piece.end; ++i, at.next()) {
                 const uint32_t stage = stages + at.stage * STAGE_BYTES;

@@ -43,9 +43,9 @@ __device__ inline void load_residue(uint32_t tile, const ResidueMaps& from, int 
     }
 }
 
-// A along k, B along n. Of a stage's 64 k, instruction `step` takes from B those of the residues 2 · step and
-// 2 · step + 1: k = 8j + 2 · step, j = 0 … 7, then the odd ones. Lane 4g + t holds in A's fragment the first four of
-// elements 2t and 2t + 1 of either eight, which are neighbours in the 16-byte chunks 2t and 2t + 1 of A's row.
+// A along k, B along n. Of a stage's 64 k, instruction `step` takes from B those of two residues: k = 8j + 2 · step,
+// j = 0 … 7, and then k = 8j + 2 · step + 1. Of either eight, lane 4g + t holds in A's fragment j = 2t and 2t + 1: halves
+// of word `step` of the chunks 2t and 2t + 1 of A's row. Two rows and two chunks give the fragments of all four steps.
 template <typename T>
 class MultiplyRegisters {
     uint32_t a[STEPS][4] = {};
@@ -53,8 +53,8 @@ class MultiplyRegisters {
   public:
     __device__ void operator()(float (&sum)[BN / 2], uint32_t stage, int half, bool accumulate) {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP, t = lane % 4, g = lane / 4;
-        // A's rows are read in their order: row 8j + r of the tile stands at r · BM / 8 + j. Those of even g and of odd
-        // g lie in the same banks, and begin with different chunks.
+        // A's rows are read in their order: row 8j + r of the tile stands at r · BM / 8 + j. Rows g and g + 1 then lie in
+        // the same banks, so that lanes of odd g read the second chunk first.
         const uint32_t odd = g % 2;
         uint4 chunks[2][2];  // [row g, row g + 8]
 #pragma unroll
@@ -134,12 +134,6 @@ struct ResidueLoader {
 
 namespace {
 
-// A type as a value.
-template <typename L>
-struct Chosen {
-    using type = L;
-};
-
 // One operand, X by K.
 struct Matrix {
     const void* data;
@@ -174,6 +168,9 @@ bool describe(const Matrix& matrix, int64_t batches, int box_x, ScalarType dtype
 
 }  // namespace
 
+template <Sums SUMS>
+using SumsOf = std::integral_constant<Sums, SUMS>;
+
 bool launch_unaligned(const HopperCall& call, ScalarType dtype, const Launch& on) {
     const Product& q = call.product;
     if (dtype == ScalarType::Float || q.batch_dims > 1) return false;
@@ -191,15 +188,16 @@ bool launch_unaligned(const HopperCall& call, ScalarType dtype, const Launch& on
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         if constexpr (sizeof(T) == 2) {
-            constexpr Major K = Major::K, MN = Major::MN;
-            const auto launch = [&](auto loader) {
-                using Loader = typename decltype(loader)::type;
+            using K = MajorOf<Major::K>;
+            using MN = MajorOf<Major::MN>;
+            const auto launch = [&](auto a_major, auto b_major, auto sums) {
+                using Loader = ResidueLoader<T, a_major(), b_major(), sums()>;
                 launch_from<Loader>({a_maps, b_maps}, call, p, pair_order(p, BM, BN), on, true);
             };
-            if (transposed) return launch(Chosen<ResidueLoader<T, K, MN, Sums::transposed>>{});
-            if (a.major() == MN) return launch(Chosen<ResidueLoader<T, MN, MN, Sums::in_order>>{});
-            if (b.major() == MN) return launch(Chosen<ResidueLoader<T, K, MN, Sums::in_order>>{});
-            launch(Chosen<ResidueLoader<T, K, K, Sums::by_residue>>{});
+            if (transposed) return launch(K{}, MN{}, SumsOf<Sums::transposed>{});
+            if (a.major() == Major::MN) return launch(MN{}, MN{}, SumsOf<Sums::in_order>{});
+            if (b.major() == Major::MN) return launch(K{}, MN{}, SumsOf<Sums::in_order>{});
+            launch(K{}, K{}, SumsOf<Sums::by_residue>{});
         }
     });
     return true;
