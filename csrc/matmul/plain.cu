@@ -1,11 +1,12 @@
-// A loader for operands that TMA cannot read: leading dimensions or first elements off the 16-byte grid, strides other
-// than 1 both ways, batches of several dimensions, tf32 that does not run along k. Two warpgroups load with plain loads
-// and store what TMA would have: K-major panels with the 128-byte swizzle.
+// A loader for operands that TMA can read in neither way: strides other than 1 both ways, batches of several dimensions
+// or off the 16-byte grid, tf32 off the grid or not along k, fewer unaligned rows than residues. Two warpgroups load with
+// plain loads and store what TMA would have: K-major panels with the 128-byte swizzle.
 //
 // Any 16 bytes of memory lie in two aligned words of 16 bytes; both are loaded (the second mostly comes from L1) and
 // shifted together, so that no load is narrower for being unaligned. Words that hold an element of the operand lie in
 // its allocation wholly, since allocations begin and end at multiples of 16 bytes. What runs along x is turned in the
 // registers.
+
 #include "persistent.cuh"
 
 namespace kl {
