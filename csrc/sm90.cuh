@@ -255,15 +255,9 @@ __device__ inline void store_shared8(uint32_t shared, uint32_t v0, uint32_t v1) 
 }
 
 // Four 8×8 matrices of 16-bit elements from registers to shared memory: what ldmatrix reads, the other way.
-__device__ inline void stmatrix(uint32_t shared, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-// The same with each matrix transposed.
-__device__ inline void stmatrix_transposed(uint32_t shared, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+__device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
                  : "memory");
 }
 

@@ -103,7 +103,7 @@ CUtensorMap tensor_map(const TmaTensor& tensor) {
         Key key;
         CUtensorMap map;
     };
-    constexpr int PLACES = 512;  // a product of unaligned operands takes 17
+    constexpr int PLACES = 128;
     thread_local Kept kept[PLACES]{};  // no tensor has address 0, so that an empty place is no tensor's
     const Key key = key_of(tensor);
     Kept& place = kept[key.hash() % PLACES];

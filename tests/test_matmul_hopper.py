@@ -160,41 +160,36 @@ def test_operands_off_the_grid_of_tma(name, layout, dtype, tf32):
 
 @needs_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
-def test_rows_that_begin_anywhere(layout):
-    """Every leading dimension and first element modulo eight, of either operand; ragged and whole tiles."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_many_products_of_rows_that_begin_anywhere(layout, dtype, tf32):
+    """Large enough to be worth a copy: every leading dimension and first element modulo eight, of either operand."""
     for step, offset in itertools.product(range(8), range(8)):
-        m, n, k = (256 + 8 * offset, 512, 192) if step % 2 else (257 + step, 515 + offset, 129 + step)
-        a = operand(
-            (m, k), torch.bfloat16, transposed=layout[0], pad=(step - (m if layout[0] else k)) % 8, offset=offset
-        )
-        b = operand((k, n), torch.bfloat16, transposed=layout[1], pad=offset + 1, offset=step)
+        m, n, k = 1024 + offset, 775 + step, 704 + step
+        a = operand((m, k), dtype, transposed=layout[0], pad=offset, offset=step)
+        b = operand((k, n), dtype, transposed=layout[1], pad=step, offset=offset)
         check("persistent", a, b)
 
 
 @needs_gpu
-@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
-def test_outputs_on_and_off_the_grid(layout):
-    """Unaligned operands whose outputs TMA can write, and rows of outputs that begin anywhere."""
-    for n in (*range(512, 521), 1, 7, 63, 65):
-        a = operand((391, 203), torch.float16, transposed=layout[0])
-        check(
-            "persistent", a, operand((203, n), torch.float16, transposed=layout[1], pad=(1 - n) % 2 * (n > 8), offset=1)
-        )
+@pytest.mark.parametrize("name", ANY_OPERAND)
+def test_many_products_of_one_unaligned_operand(name):
+    aligned, unaligned = operand((1024, 1024), torch.float16), operand((1024, 1024), torch.float16, pad=1)
+    check(name, aligned, unaligned)
+    check(name, unaligned.T, aligned)
+    check(name, aligned.T, unaligned[:, 1:])  # rows that begin anywhere in the output alone
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_of_the_output_that_begin_anywhere(name):
+    for n in (*range(256, 265), 1, 7, 63, 65):
+        check(name, operand((391, 200), torch.float16), operand((200, n), torch.float16, transposed=True))
 
 
 @needs_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
-def test_fewer_unaligned_rows_than_residues(layout):
-    for m, n, k in [(7, 300, 300), (300, 7, 300), (300, 300, 7), (8, 9, 9), (9, 8, 9), (9, 9, 8), (300, 300, 1)]:
-        a = operand((m, k), torch.bfloat16, transposed=layout[0], pad=1, offset=1)
-        check("persistent", a, operand((k, n), torch.bfloat16, transposed=layout[1], pad=2, offset=3))
-
-
-@needs_gpu
-@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
-def test_unaligned_batches(layout):
-    """Batches that begin a multiple of eight elements apart, one operand for all, and others."""
-    for m, n, k in [(136, 264, 72), (131, 264, 72), (136, 261, 77)]:
+def test_many_products_of_unaligned_batches(layout):
+    for m, n, k in [(520, 513, 705), (512, 512, 768)]:
         a = operand((3, m, k), torch.bfloat16, transposed=layout[0], pad=1, offset=5)
         b = operand((3, k, n), torch.bfloat16, transposed=layout[1], pad=3, offset=2)
         check("persistent", a, b)
@@ -204,11 +199,10 @@ def test_unaligned_batches(layout):
 
 @needs_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
-def test_unaligned_tiles_of_several_turns(layout):
-    """More tiles than one turn of the GPU: blocks go from tile to tile, and share the last ones."""
+def test_unaligned_products_of_several_turns(layout):
     for m, n, k in [(4095, 4097, 259), (2039, 2053, 2063)]:
         a = operand((m, k), torch.bfloat16, transposed=layout[0])
-        check("persistent", a, operand((k, n), torch.bfloat16, transposed=layout[1]))
+        check("stream_k", a, operand((k, n), torch.bfloat16, transposed=layout[1]))
 
 
 @needs_gpu
@@ -263,7 +257,7 @@ def test_every_run_gives_the_same_bits(name):
 @needs_gpu
 @pytest.mark.parametrize("name", ANY_OPERAND)
 def test_shared_tiles_give_the_same_bits(name):
-    """Off the grid of TMA, blocks share tiles and wait for each other's parts."""
+    """With plain loads, and in stream_k, blocks share tiles and wait for each other's parts."""
     for m, n, k in [(2039, 2053, 2063), (131, 259, 8191), (1999, 1, 4099)]:
         a, b = operand((m, k), torch.bfloat16), operand((k, n), torch.bfloat16)
         skip_unless_it_runs(step(name), (a, b), {})

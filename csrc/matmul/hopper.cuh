@@ -125,27 +125,27 @@ struct HopperCall {
 // Checks a call and allocates its output, which is zeroed where K is 0.
 HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step);
 
-// Where TMA cannot read an operand as it lies, every step multiplies by the kernel of `persistent` with another loader:
-// TMA by residues (unaligned.cu), false where that cannot read them either; or plain loads (plain.cu), which read
-// everything. Both share tiles out as stream_k does.
-bool launch_unaligned(const HopperCall& call, ScalarType dtype, const Launch& on);
+// Whether TMA can read an operand of X rows (columns), along k, or else along x where the tensor cores can.
+bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
+              int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major);
+
+// Where TMA cannot read an operand: if that is worth its while, copies it to where TMA can, and tells the call. The copy
+// lives as long as what is returned.
+Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on);
+void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// Else every step multiplies by the kernel of `persistent` that loads with plain loads.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
-void unaligned_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void plain_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
 
-// A call of a step: `by_tma(call, launch)` launches it where TMA can read both operands.
+// A call of a step: `by_tma(call, launch)` launches it where TMA can read both operands, or copies of them.
 template <typename F>
 Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step, F&& by_tma) {
-    const HopperCall call = prepare_hopper(input, other, allow_tf32, step);
+    HopperCall call = prepare_hopper(input, other, allow_tf32, step);
     if (call.done()) return call.output;
     const Launch on(input);
-    const ScalarType dtype = input.scalar_type();
-    if (call.by_tma()) {
-        by_tma(call, on);
-    } else if (!launch_unaligned(call, dtype, on)) {
-        launch_plain(call, dtype, on);
-    }
+    const Tensor copies = realign(&call, input.scalar_type(), on);
+    call.by_tma() ? by_tma(call, on) : launch_plain(call, input.scalar_type(), on);
     return call.output;
 }
 
@@ -275,21 +275,6 @@ __device__ inline void multiply_stage(float (&d)[BN / 2], uint32_t a, uint32_t b
         }
     }
     wgmma_commit();
-}
-
-// The 16 bytes that begin `shift` bytes after `low` and end in `high`: at most 14, a number of whole elements.
-template <typename T>
-__device__ inline void join(uint32_t (&chunk)[4], const uint4& low, const uint4& high, uint32_t shift) {
-    const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    uint32_t by8[6], by4[5];
-#pragma unroll
-    for (int i = 0; i < 6; ++i) by8[i] = shift & 8 ? w[i + 2] : w[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) by4[i] = shift & 4 ? by8[i + 1] : by8[i];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        chunk[i] = sizeof(T) == 4 ? by4[i] : __funnelshift_r(by4[i], by4[i + 1], shift % 4 * 8);
-    }
 }
 
 // Two sums as two neighbouring outputs of 16 bits.

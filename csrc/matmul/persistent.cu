@@ -17,21 +17,31 @@
 // the end of a tile that another begins, and ends with the beginning of one that others end; so that whoever adds up waits
 // for what was made first.
 //
-// Who loads is the kernel's argument: TMA; or for operands whose rows begin anywhere TMA row by eighth row
-// (unaligned.cu); or for all others warps with plain loads (plain.cu). For the last two tiles are always shared out.
+// Who loads is the kernel's argument: TMA, or warps with plain loads (plain_loader.cuh), for what TMA cannot read
+// (realign.cu). The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared
+// out.
 
-#include "persistent.cuh"
+#include "hopper.cuh"
+#include "plain_loader.cuh"
 
 namespace kl {
+namespace {
+
+constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2;
+constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int OUT_BYTES = CONSUMERS * 2 * PANEL_BYTES;
+constexpr int SHARED = STAGES * STAGE_BYTES + OUT_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+
+}  // namespace
 
 // One warp asks TMA, in clusters of two blocks that share what both read.
-template <typename T, Major A, Major B>
+template <typename T, Major A_MAJOR, Major B_MAJOR>
 struct TmaLoader {
     using Element = T;
     using Source = TmaOperands;
-    using Multiply = MultiplyShared<T, A, B>;
-    static constexpr int BLOCKS = CLUSTER, WARPGROUPS = 1, ARRIVALS = 1, REGISTERS = 40, CONSUMER_REGISTERS = 232;
-    static constexpr Sums SUMS = Sums::in_order;
+    static constexpr Major A = A_MAJOR, B = B_MAJOR;
+    static constexpr int BLOCKS = CLUSTER, WARPGROUPS = 1, ARRIVALS = 1, REGISTERS = 40, CONSUMER_REGISTERS = 232,
+                         PARTS = 1;
 
     const Source& from;
     int m0, n0, a_batch, b_batch;
@@ -50,10 +60,299 @@ struct TmaLoader {
     }
 };
 
+// Two warpgroups load, each block for itself. An operand that TMA can read along k is left to it.
+template <typename T>
+struct PlainLoader {
+    using Element = T;
+    struct Source {
+        TmaOperands tma;
+        bool a_by_tma, b_by_tma;
+        const T *a, *b;
+        Product product;
+    };
+    static constexpr Major A = Major::K, B = Major::K;
+    static constexpr int BLOCKS = 1, WARPGROUPS = 2, ARRIVALS = WARPGROUPS * WARPGROUP / WARP + 1;
+    static constexpr int REGISTERS = 88, CONSUMER_REGISTERS = 168, PARTS = 2;
+
+    const Source& from;
+    PlainOperand<T, WARPGROUPS * WARPGROUP> a, b;
+    int K, m0, n0, a_batch, b_batch;
+
+    __device__ PlainLoader(const Source& from, const Tiled& p, bool, int batch, int m0, int n0)
+        : from(from), K(p.K), m0(m0), n0(n0), a_batch(batch * p.a_step), b_batch(batch * p.b_step) {
+        const Product& q = from.product;
+        int64_t a_offset, b_offset;
+        q.batch_offsets(batch, &a_offset, &b_offset);
+        a = {from.a + a_offset + m0 * q.a_m, q.a_m, q.a_k, p.M - m0};
+        b = {from.b + b_offset + n0 * q.b_n, q.b_n, q.b_k, p.N - n0};
+    }
+    __device__ static void prefetch(const Source&) {}
+    __device__ static bool takes_part() { return true; }
+    __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
+        const auto thread = static_cast<int>(threadIdx.x);
+        if (thread == 0) {
+            mbarrier_arrive_expect(barrier, (from.a_by_tma ? A_BYTES : 0) + (from.b_by_tma ? B_BYTES : 0));
+            if (from.a_by_tma) load_tile<Major::K, BM>(stage, from.tma.a, barrier, m0, k, a_batch);
+            if (from.b_by_tma) load_tile<Major::K, BN>(stage + A_BYTES, from.tma.b, barrier, n0, k, b_batch);
+        }
+        if (!from.a_by_tma) a.template load<BM>(stage, thread, k, K - k);
+        if (!from.b_by_tma) b.template load<BN>(stage + A_BYTES, thread, k, K - k);
+        fence_async_shared();
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) mbarrier_arrive(barrier);
+    }
+};
+
+namespace {
+
+// Writes a warp's 16 rows of a panel to the outputs from (m0, n0) on, whose rows begin anywhere. Eight lanes a row write
+// 16 bytes each, at multiples of 16; of the last one's eight columns some stand at the row's beginning, and go one by
+// one.
+template <typename T>
+__device__ inline void store_rows(T* c, const Tiled& p, int batch, int m0, int n0, uint32_t panel) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP, chunk = lane % 8;
+    const int columns = p.N - n0;
+#pragma unroll 2  // more under way would not fit the registers
+    for (int i = 0; i < 16; i += WARP / 8) {
+        const int row = warp * 16 + i + lane / 8;
+        if (m0 + row >= p.M) continue;
+        T* const to = c + batch * p.c_batch + int64_t{m0 + row} * p.N + n0;
+        const auto before = static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(to) % 16);  // bytes to such a multiple
+        uint32_t v[4];
+        join<T>(v, load_shared16(panel + swizzled(row, chunk)), load_shared16(panel + swizzled(row, (chunk + 1) % 8)),
+                before);
+        const int first = chunk * 8 + static_cast<int>(before / sizeof(T));
+        if (first + 8 <= min(columns, PANEL_X)) {
+            *reinterpret_cast<uint4*>(to + first) = make_uint4(v[0], v[1], v[2], v[3]);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const int x = (first + e) % PANEL_X;
+                if (x < columns) reinterpret_cast<uint16_t*>(to)[x] = static_cast<uint16_t>(v[e / 2] >> e % 2 * 16);
+            }
+        }
+    }
+}
+
+// A warpgroup's 64×256 outputs, through two panels of shared memory.
+template <typename T>
+__device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, const CUtensorMap& to, bool by_tma,
+                                            const Tiled& p, uint32_t panels, int batch, int m0, int n0) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP, group = threadIdx.x / WARPGROUP;
+    const bool leader = threadIdx.x % WARPGROUP == 0;
+    // Lane 8i + r names row r of square i: rows 0–7 and 8–15 of eight columns, then of the next eight.
+    const int row = warp * 16 + lane % 16, square = lane / 16;
+#pragma unroll
+    for (int part = 0; part < BN / PANEL_X; ++part) {
+        const uint32_t panel = panels + part % 2 * PANEL_BYTES;
+        if (by_tma) {
+            if (leader) tma_store_wait_read<1>();  // the panel's last box has left
+            named_barrier_sync(group, WARPGROUP);
+        } else {
+            __syncwarp();  // each warp reads back what it wrote itself
+        }
+#pragma unroll
+        for (int j = 0; j < PANEL_X / 8; j += 2) {
+            const float* d = sum + part * PANEL_X / 2 + j * 4;
+            stmatrix(panel + swizzled(row, j + square), pack_pair<T>(d[0], d[1]), pack_pair<T>(d[2], d[3]),
+                     pack_pair<T>(d[4], d[5]), pack_pair<T>(d[6], d[7]));
+        }
+        const int n_part = n0 + part * PANEL_X;
+        if (by_tma) {
+            fence_async_shared();
+            named_barrier_sync(group, WARPGROUP);
+            if (leader) {
+                tma_store(to, panel, n_part, m0, batch);
+                tma_store_commit();
+            }
+        } else {
+            __syncwarp();
+            store_rows(c, p, batch, m0, n_part, panel);
+        }
+    }
+}
+
+// Where blocks share the k of a tile: each that does not begin it lays its sums into its place in `sums`, 16 bytes of a
+// thread beside those of the others, and raises its flag; the one that begins it adds them up, in the order of k.
+struct Workspace {
+    float* sums;
+    uint32_t* flags;
+};
+constexpr int ADDERS = CONSUMERS * WARPGROUP;
+constexpr int ADDERS_BARRIER = 4;  // past those of the warpgroups, which one may still need while the other adds
+__device__ inline float4* place_of(const Workspace& space, int block, int thread) {
+    return reinterpret_cast<float4*>(space.sums) + int64_t{block} * (BM * BN / 4) + thread;
+}
+__device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+    float4* const place = place_of(space, block, thread);
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) {
+        place[j * ADDERS] = make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
+    }
+    __threadfence();
+    named_barrier_sync(ADDERS_BARRIER, ADDERS);
+    if (thread == 0) store_release(space.flags + block, 1);
+}
+__device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+    if (thread == 0) {
+        while (load_acquire(space.flags + block) == 0) {
+        }
+    }
+    named_barrier_sync(ADDERS_BARRIER, ADDERS);
+    const float4* const place = place_of(space, block, thread);
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) {
+        const float4 v = __ldcg(place + j * ADDERS);
+        sum[j * 4] += v.x, sum[j * 4 + 1] += v.y, sum[j * 4 + 2] += v.z, sum[j * 4 + 3] += v.w;
+    }
+}
+
+template <typename Loader>
+__global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 1)
+    matmul_persistent_kernel(typename Loader::Element* c, const __grid_constant__ CUtensorMap to, bool by_tma,
+                             const __grid_constant__ typename Loader::Source from, Tiled p, PairOrder order,
+                             Shares shares, Workspace space) {
+#if KL_SM90A
+    using T = typename Loader::Element;
+    const uint32_t stages = aligned_shared(), panels = stages + STAGES * STAGE_BYTES;
+    const uint32_t full = panels + OUT_BYTES, empty = full + STAGES * 8;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(full + s * 8, Loader::ARRIVALS);
+            mbarrier_init(empty + s * 8, Loader::BLOCKS * CONSUMERS * WARPGROUP / WARP);
+        }
+        mbarrier_init_fence();
+        Loader::prefetch(from);
+    }
+    Loader::BLOCKS > 1 ? cluster_sync() : __syncthreads();
+
+    const int rank = Loader::BLOCKS > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int worker = static_cast<int>(blockIdx.x) / Loader::BLOCKS;
+    const int group = warp_index() / (WARPGROUP / WARP), lane = threadIdx.x % WARP;
+    int batch, m0, n0;
+    Ring<STAGES> at;
+    Piece piece;
+    Pieces pieces(shares, worker);
+    if (group < Loader::WARPGROUPS) {
+        registers_decrease<Loader::REGISTERS>();
+        if (Loader::takes_part()) {
+            while (pieces.next(&piece)) {
+                order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
+                const Loader loader(from, p, order.below, batch, m0, n0);
+                for (int i = piece.begin; i < piece.end; ++i, at.next()) {
+                    mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
+                    loader.load(stages + at.stage * STAGE_BYTES, full + at.stage * 8, i * BLOCK_K<T>);
+                }
+            }
+        }
+        __syncwarp();
+        if constexpr (Loader::BLOCKS > 1) cluster_leave();
+    } else {
+        registers_increase<Loader::CONSUMER_REGISTERS>();
+        const int half = group - Loader::WARPGROUPS;
+        const int thread = static_cast<int>(threadIdx.x) - Loader::WARPGROUPS * WARPGROUP;
+        float sum[BN / 2];
+        const auto release = [&](int stage) {
+            if constexpr (Loader::BLOCKS > 1) {
+                if (lane < Loader::BLOCKS) mbarrier_arrive_at(empty + stage * 8, lane);
+            } else {
+                if (lane == 0) mbarrier_arrive(empty + stage * 8);
+            }
+        };
+        while (pieces.next(&piece)) {
+            int before = 0;
+            for (int i = piece.begin; i < piece.end; ++i, at.next()) {
+                const uint32_t stage = stages + at.stage * STAGE_BYTES;
+                mbarrier_wait(full + at.stage * 8, at.phase);
+                multiply_stage<T, Loader::A, Loader::B, BN, Loader::PARTS>(sum, stage + half * PANEL_BYTES,
+                                                                           stage + A_BYTES, i > piece.begin);
+                wgmma_wait<1>();
+                if (i > piece.begin) release(before);
+                before = at.stage;
+            }
+            wgmma_wait<0>();
+            release(before);
+            wgmma_pin(sum);
+            if (piece.begin > 0) {
+                lay_down(sum, space, worker * Loader::BLOCKS + rank, thread);
+                continue;
+            }
+            if (piece.end < shares.k_tiles) {
+                const int end = (piece.tile + 1) * shares.k_tiles;
+                for (int other = worker + 1; shares.begin(other) < end; ++other) {
+                    if (shares.begin(other) == shares.begin(other + 1)) continue;  // it has no share
+                    add_up(sum, space, other * Loader::BLOCKS + rank, thread);
+                }
+            }
+            order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
+            if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
+                store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
+            } else {
+                store_through_shared<T>(sum, c, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
+                                        m0 + half * PANEL_X, n0);
+            }
+        }
+        tma_store_wait_read<0>();
+        __syncwarp();
+        if constexpr (Loader::BLOCKS > 1) cluster_leave();  // shared memory stays until the other block is done with it
+    }
+#endif
+}
+
+template <typename Loader>
+void launch(const HopperCall& call, const typename Loader::Source& from, const PairOrder& order, const Launch& on,
+            bool share) {
+    using T = typename Loader::Element;
+    static DeviceSet asked;
+    const Tiled& p = call.tiled;
+    const int tiles = tile_count(order.tiles, p);
+    const int fit = multiprocessors(on.device) / Loader::BLOCKS;
+    const auto k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
+    const int shared = share ? shared_tiles(tiles, k_tiles, fit) : 0;
+    const int64_t work = shared > 0 ? int64_t{tiles} * k_tiles : tiles;
+    const Shares shares{tiles, shared, k_tiles, static_cast<int>(std::min<int64_t>(work, fit))};
+    const int blocks = shares.workers * Loader::BLOCKS;
+
+    Tensor memory;  // given back when this returns; what runs on the stream afterwards may have it
+    Workspace space{};
+    if (shared > 0) {
+        memory = empty(call.output, ScalarType::Float, {int64_t{blocks} * (BM * BN + 1)});
+        space.sums = static_cast<float*>(memory.data_ptr());
+        space.flags = reinterpret_cast<uint32_t*>(space.sums + int64_t{blocks} * BM * BN);
+        KL_CUDA_CHECK(cudaMemsetAsync(space.flags, 0, blocks * sizeof(uint32_t), on.stream));
+    }
+    const TmaTensor output = output_tensor(call);
+    const bool by_tma = sizeof(T) == 2 && tma_can_address(output);
+    launch_hopper(matmul_persistent_kernel<Loader>, "matmul.persistent", blocks, Loader::BLOCKS,
+                  (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED, on, asked,
+                  static_cast<T*>(call.output.data_ptr()), by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, from, p,
+                  order, shares, space);
+}
+
+}  // namespace
+
+void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on) {
+    const Tiled& p = call.tiled;
+    const TileOrder tiles{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        const bool a_by_tma = call.a_by_tma && call.a_major == Major::K;
+        const bool b_by_tma = call.b_by_tma && call.b_major == Major::K;
+        const typename PlainLoader<T>::Source from{
+            {a_by_tma ? tensor_map(call.a) : CUtensorMap{}, b_by_tma ? tensor_map(call.b) : CUtensorMap{}},
+            a_by_tma,
+            b_by_tma,
+            static_cast<const T*>(call.a_data),
+            static_cast<const T*>(call.b_data),
+            call.product};
+        launch<PlainLoader<T>>(call, from, {tiles, false}, on, true);
+    });
+}
+
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share) {
     dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
         using Loader = TmaLoader<decltype(zero), a_major(), b_major()>;
-        launch_from<Loader>(call.operands(), call, call.tiled, pair_order(call.tiled, BM, BN), on, share);
+        launch<Loader>(call, call.operands(), pair_order(call.tiled, BM, BN), on, share);
     });
 }
 
@@ -74,9 +373,10 @@ void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) 
         using T = decltype(zero);
         using ByTma = TmaLoader<T, Major::K, sizeof(T) == 2 ? Major::MN : Major::K>;
         facts.push_back(kernel_facts<matmul_persistent_kernel<ByTma>>("matmul.persistent", 3 * WARPGROUP, SHARED));
+        facts.push_back(
+            kernel_facts<matmul_persistent_kernel<PlainLoader<T>>>("matmul.persistent plain", 4 * WARPGROUP, SHARED));
     });
-    unaligned_facts(facts, dtype);
-    plain_facts(facts, dtype);
+    realign_facts(facts, dtype);
 }
 
 }  // namespace kl
