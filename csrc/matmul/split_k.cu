@@ -7,7 +7,8 @@
 // shared memory, and finishes its part of the columns from all of them. They are added in the order of K, whoever comes
 // first, so that every run gives the same bits; and no workspace is needed in global memory.
 //
-// Where there are tiles enough for every SM, this step is `persistent`: nothing is split.
+// Where there are tiles enough for every SM nothing is split: this step is `persistent`, or `stream_k` where the last turn
+// would leave much of the GPU without work.
 
 #include "hopper.cuh"
 
@@ -112,6 +113,15 @@ int splits_of(int tiles, int64_t k_tiles, int sms) {
     return splits;
 }
 
+// Whether a last turn of `persistent` costs more than sharing it does: on average so many stages for each pair of blocks
+// as add up to about the time in which 128 KiB a block are laid down and added up.
+bool worth_sharing(const Tiled& p, int64_t k_tiles, int sms) {
+    constexpr int64_t STAGES_OF_SHARING = 16;
+    const int pairs = tile_count(pair_order(p, BM, BN).tiles, p), workers = sms / CLUSTER;
+    const int64_t idle = ceil_div(pairs, workers) * workers - pairs;
+    return idle * k_tiles >= STAGES_OF_SHARING * workers;
+}
+
 }  // namespace
 
 Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
@@ -122,8 +132,10 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
         const int tiles = tile_count(order, p);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
-            const int splits = splits_of(tiles, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device));
-            if (splits == 1) return launch_persistent(call, dtype, on, false);
+            const int sms = multiprocessors(on.device);
+            const int64_t k_tiles = ceil_div(p.K, BLOCK_K<T>);
+            const int splits = splits_of(tiles, k_tiles, sms);
+            if (splits == 1) return launch_persistent(call, dtype, on, worth_sharing(p, k_tiles, sms));
             static DeviceSet asked;
             launch_hopper(matmul_split_k_kernel<T, a_major(), b_major()>, "matmul.split_k", tiles * splits, splits,
                           THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
