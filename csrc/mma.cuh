@@ -58,6 +58,14 @@ __device__ inline uint32_t load_shared(uint32_t shared) {
     return value;
 }
 
+__device__ inline uint4 load_shared16(uint32_t shared) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(shared)
+                 : "memory");
+    return v;
+}
 __device__ inline void store_shared16(uint32_t shared, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

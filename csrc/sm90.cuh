@@ -253,11 +253,6 @@ __device__ inline float4 load_cluster16(uint32_t address) {
 __device__ inline void store_shared8(uint32_t shared, uint32_t v0, uint32_t v1) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(v0), "r"(v1) : "memory");
 }
-__device__ inline uint16_t load_shared_u16(uint32_t shared) {
-    uint16_t value;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(shared) : "memory");
-    return value;
-}
 
 // Four 8×8 matrices of 16-bit elements from registers to shared memory: what ldmatrix reads, the other way.
 __device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {

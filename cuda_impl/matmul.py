@@ -1,8 +1,9 @@
 """Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves.
 
-No step needs device memory beyond its output, save two: `stream_k`, and `persistent` for operands that TMA cannot read,
-take 128 KiB for each multiprocessor (17 MiB on an H200) where they share out tiles. All give the same bits in every
-run: what is added up in parts is added in a fixed order.
+Device memory beyond the output: on Hopper, operands that TMA cannot read are copied where the product is worth it, and
+take their own size again; where tiles are shared out, by `stream_k` and for operands that are not copied, 128 KiB for
+each multiprocessor (17 MiB on an H200). All give the same bits in every run: what is added up in parts is added in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _not_for_tma(tensor: torch.Tensor, name: str, k: int) -> str | None:
 def _tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     """For the steps that show TMA alone.
 
-    The operands of their gradients may still be such that TMA cannot read them: those are loaded as in ``persistent``.
+    The operands of their gradients may still be such that TMA cannot read them: those are treated as by ``persistent``.
     """
     reason = _hopper_unsupported(input, other)
     if reason is not None or not input.numel() or not other.numel():

@@ -18,6 +18,9 @@ from .conftest import needs_gpu, skip_unless_it_runs
 STEPS = ("wgmma", "warp_specialized", "cluster", "persistent", "stream_k", "split_k")
 #: Those that take what TMA cannot read.
 ANY_OPERAND = ("persistent", "stream_k", "split_k")
+#: Whether each operand lies transposed.
+LAYOUTS = list(itertools.product([False, True], repeat=2))
+LAYOUT_NAMES = ["NN", "NT", "TN", "TT"]
 
 
 def step(name: str) -> table.Variant:
@@ -128,7 +131,7 @@ SIZES = [
 
 @needs_gpu
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_layout_and_size(name, layout, dtype):
     for m, n, k in SIZES:
@@ -147,13 +150,60 @@ def test_tf32_along_k(name, sizes, tf32):
 
 @needs_gpu
 @pytest.mark.parametrize("name", ANY_OPERAND)
-@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_operands_off_the_grid_of_tma(name, layout, dtype, tf32):
     for (m, n, k), offset in zip([(1, 1, 1), (127, 255, 63), (131, 259, 67), (515, 1031, 517)], range(4), strict=True):
         a = operand((m, k), dtype, transposed=layout[0], offset=offset)
         b = operand((k, n), dtype, transposed=layout[1], pad=offset, offset=3)
         check(name, a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_many_products_of_rows_that_begin_anywhere(layout, dtype, tf32):
+    """Large enough to be worth a copy: every leading dimension and first element modulo eight, of either operand."""
+    for step, offset in itertools.product(range(8), range(8)):
+        m, n, k = 1024 + offset, 775 + step, 704 + step
+        a = operand((m, k), dtype, transposed=layout[0], pad=offset, offset=step)
+        b = operand((k, n), dtype, transposed=layout[1], pad=step, offset=offset)
+        check("persistent", a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ANY_OPERAND)
+def test_many_products_of_one_unaligned_operand(name):
+    aligned, unaligned = operand((1024, 1024), torch.float16), operand((1024, 1024), torch.float16, pad=1)
+    check(name, aligned, unaligned)
+    check(name, unaligned.T, aligned)
+    check(name, aligned.T, unaligned[:, 1:])  # rows that begin anywhere in the output alone
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_of_the_output_that_begin_anywhere(name):
+    for n in (*range(256, 265), 1, 7, 63, 65):
+        check(name, operand((391, 200), torch.float16), operand((200, n), torch.float16, transposed=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_many_products_of_unaligned_batches(layout):
+    for m, n, k in [(520, 513, 705), (512, 512, 768)]:
+        a = operand((3, m, k), torch.bfloat16, transposed=layout[0], pad=1, offset=5)
+        b = operand((3, k, n), torch.bfloat16, transposed=layout[1], pad=3, offset=2)
+        check("persistent", a, b)
+        check("persistent", a, b[1])
+        check("persistent", a[1], b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_unaligned_products_of_several_turns(layout):
+    for m, n, k in [(4095, 4097, 259), (2039, 2053, 2063)]:
+        a = operand((m, k), torch.bfloat16, transposed=layout[0])
+        check("stream_k", a, operand((k, n), torch.bfloat16, transposed=layout[1]))
 
 
 @needs_gpu
@@ -208,7 +258,7 @@ def test_every_run_gives_the_same_bits(name):
 @needs_gpu
 @pytest.mark.parametrize("name", ANY_OPERAND)
 def test_shared_tiles_give_the_same_bits(name):
-    """Off the grid of TMA, blocks share tiles and wait for each other's parts."""
+    """With plain loads, and in stream_k, blocks share tiles and wait for each other's parts."""
     for m, n, k in [(2039, 2053, 2063), (131, 259, 8191), (1999, 1, 4099)]:
         a, b = operand((m, k), torch.bfloat16), operand((k, n), torch.bfloat16)
         skip_unless_it_runs(step(name), (a, b), {})

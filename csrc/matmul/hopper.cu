@@ -62,7 +62,8 @@ TmaTensor described(ScalarType dtype, const void* data, int64_t inner, int64_t i
             {row, PANEL_X, 1}};
 }
 
-// Whether TMA can read an operand of X rows (columns), along k, or else along x where the tensor cores can.
+}  // namespace
+
 bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
               int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major) {
     *major = Major::K;
@@ -73,8 +74,6 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
     *tensor = described(dtype, data, X, stride_x, K, stride_k, batches, batch_stride);
     return tma_can_address(*tensor);
 }
-
-}  // namespace
 
 PairOrder pair_order(const Tiled& p, int BM, int BN) {
     const auto tiles_m = static_cast<int>(ceil_div(p.M, BM)), tiles_n = static_cast<int>(ceil_div(p.N, BN));

@@ -125,16 +125,26 @@ struct HopperCall {
 // Checks a call and allocates its output, which is zeroed where K is 0.
 HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step);
 
-// Where TMA cannot read an operand, every step multiplies by the kernel of `persistent` that loads it with plain loads.
+// Whether TMA can read an operand of X rows (columns), along k, or else along x where the tensor cores can.
+bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
+              int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major);
+
+// Where TMA cannot read an operand: if that is worth its while, copies it to where TMA can, and tells the call. The copy
+// lives as long as what is returned.
+Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on);
+void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// Else every step multiplies by the kernel of `persistent` that loads with plain loads.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
 
-// A call of a step: `by_tma(call, launch)` launches it where TMA can read both operands.
+// A call of a step: `by_tma(call, launch)` launches it where TMA can read both operands, or copies of them.
 template <typename F>
 Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step, F&& by_tma) {
-    const HopperCall call = prepare_hopper(input, other, allow_tf32, step);
+    HopperCall call = prepare_hopper(input, other, allow_tf32, step);
     if (call.done()) return call.output;
     const Launch on(input);
+    const Tensor copies = realign(&call, input.scalar_type(), on);
     call.by_tma() ? by_tma(call, on) : launch_plain(call, input.scalar_type(), on);
     return call.output;
 }

@@ -17,8 +17,8 @@
 // the end of a tile that another begins, and ends with the beginning of one that others end; so that whoever adds up waits
 // for what was made first.
 //
-// Who loads is the kernel's argument: TMA, or warps with plain loads (plain_loader.cuh), for operands that TMA cannot
-// read. The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared
+// Who loads is the kernel's argument: TMA, or warps with plain loads (plain_loader.cuh), for what TMA cannot read
+// (realign.cu). The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared
 // out.
 
 #include "hopper.cuh"
@@ -105,6 +105,35 @@ struct PlainLoader {
 
 namespace {
 
+// Writes a warp's 16 rows of a panel to the outputs from (m0, n0) on, whose rows begin anywhere. Eight lanes a row write
+// 16 bytes each, at multiples of 16; of the last one's eight columns some stand at the row's beginning, and go one by
+// one.
+template <typename T>
+__device__ inline void store_rows(T* c, const Tiled& p, int batch, int m0, int n0, uint32_t panel) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP, chunk = lane % 8;
+    const int columns = p.N - n0;
+#pragma unroll 2  // more under way would not fit the registers
+    for (int i = 0; i < 16; i += WARP / 8) {
+        const int row = warp * 16 + i + lane / 8;
+        if (m0 + row >= p.M) continue;
+        T* const to = c + batch * p.c_batch + int64_t{m0 + row} * p.N + n0;
+        const auto before = static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(to) % 16);  // bytes to such a multiple
+        uint32_t v[4];
+        join<T>(v, load_shared16(panel + swizzled(row, chunk)), load_shared16(panel + swizzled(row, (chunk + 1) % 8)),
+                before);
+        const int first = chunk * 8 + static_cast<int>(before / sizeof(T));
+        if (first + 8 <= min(columns, PANEL_X)) {
+            *reinterpret_cast<uint4*>(to + first) = make_uint4(v[0], v[1], v[2], v[3]);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const int x = (first + e) % PANEL_X;
+                if (x < columns) reinterpret_cast<uint16_t*>(to)[x] = static_cast<uint16_t>(v[e / 2] >> e % 2 * 16);
+            }
+        }
+    }
+}
+
 // A warpgroup's 64×256 outputs, through two panels of shared memory.
 template <typename T>
 __device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, const CUtensorMap& to, bool by_tma,
@@ -138,16 +167,7 @@ __device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, co
             }
         } else {
             __syncwarp();
-            T* out = c + batch * p.c_batch + int64_t{m0 + warp * 16} * p.N + n_part + lane;
-#pragma unroll 1
-            for (int r = warp * 16; r < warp * 16 + 16 && m0 + r < p.M; ++r, out += p.N) {
-#pragma unroll
-                for (int x = lane; x < PANEL_X; x += WARP) {
-                    if (n_part + x >= p.N) continue;
-                    reinterpret_cast<uint16_t*>(out)[x - lane] =
-                        load_shared_u16(panel + swizzled(r, x / 8) + x % 8 * 2);
-                }
-            }
+            store_rows(c, p, batch, m0, n_part, panel);
         }
     }
 }
@@ -159,6 +179,7 @@ struct Workspace {
     uint32_t* flags;
 };
 constexpr int ADDERS = CONSUMERS * WARPGROUP;
+constexpr int ADDERS_BARRIER = 4;  // past those of the warpgroups, which one may still need while the other adds
 __device__ inline float4* place_of(const Workspace& space, int block, int thread) {
     return reinterpret_cast<float4*>(space.sums) + int64_t{block} * (BM * BN / 4) + thread;
 }
@@ -169,7 +190,7 @@ __device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& spa
         place[j * ADDERS] = make_float4(sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]);
     }
     __threadfence();
-    named_barrier_sync(1, ADDERS);
+    named_barrier_sync(ADDERS_BARRIER, ADDERS);
     if (thread == 0) store_release(space.flags + block, 1);
 }
 __device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
@@ -177,7 +198,7 @@ __device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int 
         while (load_acquire(space.flags + block) == 0) {
         }
     }
-    named_barrier_sync(1, ADDERS);
+    named_barrier_sync(ADDERS_BARRIER, ADDERS);
     const float4* const place = place_of(space, block, thread);
 #pragma unroll
     for (int j = 0; j < BN / 8; ++j) {
@@ -355,6 +376,7 @@ void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) 
         facts.push_back(
             kernel_facts<matmul_persistent_kernel<PlainLoader<T>>>("matmul.persistent plain", 4 * WARPGROUP, SHARED));
     });
+    realign_facts(facts, dtype);
 }
 
 }  // namespace kl

@@ -1,14 +1,10 @@
-// A loader for operands that TMA cannot read: leading dimensions or first elements off the 16-byte grid, strides other
-// than 1 both ways, batches of several dimensions, tf32 that does not run along k. Two warpgroups load with plain loads
-// and store what TMA would have: K-major panels with the 128-byte swizzle.
-//
-// Any 16 bytes of memory lie in two aligned words of 16 bytes; both are loaded (the second mostly comes from L1) and
-// shifted together, so that no load is narrower for being unaligned. Words that hold an element of the operand lie in
-// its allocation wholly, since allocations begin and end at multiples of 16 bytes. What runs along x is turned in the
-// registers.
+// A loader for operands that TMA cannot read and that are not worth a copy (realign.cu): few products, strides other than
+// 1 both ways, batches of several dimensions, tf32 that does not run along k. Two warpgroups load with plain loads and
+// store what TMA would have: K-major panels with the 128-byte swizzle. What runs along x is turned in the registers.
 #pragma once
 
 #include "hopper.cuh"
+#include "unaligned.cuh"
 
 namespace kl {
 
@@ -35,42 +31,9 @@ struct PlainOperand {
     }
 
   private:
-    struct Words {
-        uint4 low, high;
-        uint32_t shift;  // bytes from the first of `low` to the chunk's first
-    };
-
-    // Volatile, so that loads stay together, ahead of the first use of any.
-    __device__ static void load16_if(uint4& v, const uint4* p, bool inside) {
-        asm volatile(
-            "{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\n"
-            "@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-            : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-            : "l"(p), "r"(static_cast<int>(inside)));
-    }
-
-    // Begins to load the chunk at `p`, of which `count` elements (at most E) are inside.
-    __device__ static Words begin(const T* p, int count) {
-        const auto address = reinterpret_cast<uintptr_t>(p);
-        const auto* aligned = reinterpret_cast<const uint4*>(address & ~uintptr_t{15});
-        Words words{{}, {}, static_cast<uint32_t>(address % 16)};
-        load16_if(words.low, aligned, count > 0);
-        load16_if(words.high, aligned + 1, count > 0 && words.shift + count * sizeof(T) > 16);
-        return words;
-    }
-
-    __device__ static void finish(uint32_t (&chunk)[4], const Words& words, int count) {
-        const uint32_t w[8] = {words.low.x,  words.low.y,  words.low.z,  words.low.w,
-                               words.high.x, words.high.y, words.high.z, words.high.w};
-        uint32_t by8[6], by4[5];
-#pragma unroll
-        for (int i = 0; i < 6; ++i) by8[i] = words.shift & 8 ? w[i + 2] : w[i];
-#pragma unroll
-        for (int i = 0; i < 5; ++i) by4[i] = words.shift & 4 ? by8[i + 1] : by8[i];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            chunk[i] = sizeof(T) == 4 ? by4[i] : __funnelshift_r(by4[i], by4[i + 1], words.shift % 4 * 8);
-        }
+    // Of a chunk, `count` elements are inside; the others become zeros.
+    __device__ static void finish(uint32_t (&chunk)[4], const UnalignedChunk<T>& loaded, int count) {
+        loaded.get(chunk);
         if (count < E) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -89,11 +52,11 @@ struct PlainOperand {
         source += chunk * E;
 #pragma unroll 1
         for (int first = thread / CHUNKS; first < WIDTH; first += ROWS * AT_ONCE) {
-            Words words[AT_ONCE];
+            UnalignedChunk<T> words[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int x = first + i * ROWS;
-                words[i] = begin(source + x * stride_x, x < x_left ? inside : 0);
+                words[i].begin(source + x * stride_x, x < x_left ? inside : 0);
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
@@ -118,10 +81,10 @@ struct PlainOperand {
 #pragma unroll 1
         for (int x = thread / FOURS * E; x < WIDTH; x += STEP) {
             const int inside = min(max(x_left - x, 0), E);
-            Words words[ROWS];
+            UnalignedChunk<T> words[ROWS];
             uint32_t rows[ROWS][4];  // [k][x]
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) words[i] = begin(source + x + i * stride_k, i < k_left ? inside : 0);
+            for (int i = 0; i < ROWS; ++i) words[i].begin(source + x + i * stride_k, i < k_left ? inside : 0);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) finish(rows[i], words[i], i < k_left ? inside : 0);
 #pragma unroll

@@ -9,7 +9,8 @@
 // added in the order of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in
 // global memory. A count of cycles (`cycles`) says which of it all is best.
 //
-// Where there are tiles enough for every SM, this step is `persistent`: nothing is split.
+// Where there are wide tiles enough for every SM nothing is split: this step is `persistent`, or `stream_k` where the last
+// turn would leave much of the GPU without work.
 
 #include "hopper.cuh"
 
@@ -147,6 +148,15 @@ void consider(Plan& best, const Tiled& p, int64_t k_tiles, int sms) {
     }
 }
 
+// Whether a last turn of `persistent` costs more than sharing it does: on average so many stages for each pair of blocks
+// as add up to about the time in which 128 KiB a block are laid down and added up.
+bool worth_sharing(const Tiled& p, int64_t k_tiles, int sms) {
+    constexpr int64_t STAGES_OF_SHARING = 16;
+    const int pairs = tile_count(pair_order(p, Wide::BM, Wide::BN).tiles, p), workers = sms / CLUSTER;
+    const int64_t idle = ceil_div(pairs, workers) * workers - pairs;
+    return idle * k_tiles >= STAGES_OF_SHARING * workers;
+}
+
 template <typename Tile, typename T, Major A, Major B>
 void launch_split(const HopperCall& call, int splits, const Launch& on) {
     static DeviceSet asked;
@@ -172,7 +182,9 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             consider<Wide>(plan, call.tiled, k_tiles, sms);
             consider<Square>(plan, call.tiled, k_tiles, sms);
             consider<Small>(plan, call.tiled, k_tiles, sms);
-            if (plan.wide && plan.splits == 1) return launch_persistent(call, dtype, on, false);
+            if (plan.wide && plan.splits == 1) {
+                return launch_persistent(call, dtype, on, worth_sharing(call.tiled, k_tiles, sms));
+            }
             if (plan.wide) return launch_split<Wide, T, A, B>(call, plan.splits, on);
             if (plan.square) return launch_split<Square, T, A, B>(call, plan.splits, on);
             launch_split<Small, T, A, B>(call, plan.splits, on);

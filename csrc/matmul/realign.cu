@@ -1,0 +1,128 @@
+// Operands that TMA cannot address, for every step on Hopper: leading dimensions, first elements or batches off the
+// 16-byte grid, to which TMA holds every address that it reads. Where the products are many they are copied first, to
+// rows that begin at multiples of 128 bytes, and the step runs as if they had lain so. (PyTorch's Inductor pads such
+// operands at compile time: torch/_inductor/fx_passes/pad_mm.py.)
+//
+// Copying reads and writes an element once; the multiplying kernels use it as often as the other operand is wide. What
+// is not worth a copy, or lies along neither dimension, goes to plain_loader.cuh.
+
+#include "hopper.cuh"
+#include "unaligned.cuh"
+
+namespace kl {
+namespace {
+
+constexpr int THREADS = 256;
+
+// A product is worth a copy from this many multiply-adds on for each element copied, and altogether: below, launching
+// a second kernel costs more than plain loads do.
+constexpr int64_t WORTH_PER_ELEMENT = 192, WORTH_ALTOGETHER = int64_t{1} << 29;
+
+// Rows of `length` neighbouring elements, `per_batch` of them `step` elements apart; and where they go, dense but for
+// `to_step`.
+struct Rows {
+    const void* from;
+    void* to;
+    int64_t count, per_batch, step, batch_step, to_step;
+    int length;
+};
+
+// A warp copies a row of `first`, or of `second`, 16 bytes a lane. T counts as bits.
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    matmul_realign_kernel(const __grid_constant__ Rows first, const __grid_constant__ Rows second) {
+    constexpr int E = 16 / sizeof(T), AT_ONCE = 4;
+    int64_t row = (int64_t{blockIdx.x} * THREADS + threadIdx.x) / WARP;
+    const bool of_second = row >= first.count;
+    if (of_second) row -= first.count;
+    const Rows& rows = of_second ? second : first;
+    if (row >= rows.count) return;
+    const T* from =
+        static_cast<const T*>(rows.from) + row / rows.per_batch * rows.batch_step + row % rows.per_batch * rows.step;
+    T* to = static_cast<T*>(rows.to) + row * rows.to_step;
+    const int length = rows.length;
+    for (int x = threadIdx.x % WARP * E; x < length; x += AT_ONCE * WARP * E) {
+        UnalignedChunk<T> chunks[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) chunks[i].begin(from + x + i * WARP * E, length - x - i * WARP * E);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int at = x + i * WARP * E;
+            if (at >= length) break;
+            uint32_t v[4];
+            chunks[i].get(v);
+            *reinterpret_cast<uint4*>(to + at) = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+    }
+}
+
+// An operand of X rows (columns), and how it is to lie.
+struct Operand {
+    const void* data;
+    int64_t X, x_step, K, k_step, batches, batch_step;
+    Major major;
+
+    int64_t length() const { return major == Major::K ? K : X; }
+    int64_t outer() const { return major == Major::K ? X : K; }
+    int64_t step() const { return major == Major::K ? x_step : k_step; }
+    int64_t elements() const { return batches * outer() * length(); }
+    int64_t to_step(int64_t item) const { return ceil_div(length() * item, SWIZZLE_ROW) * SWIZZLE_ROW / item; }
+    int64_t room(int64_t item) const { return batches * outer() * to_step(item); }
+};
+
+// Which way an operand is to lie: along the dimension that it lies along, which for tf32 must be k. False where neither.
+bool lies_along(ScalarType dtype, Operand* operand) {
+    if (operand->K == 1 || operand->k_step == 1) return true;
+    operand->major = Major::MN;
+    return dtype != ScalarType::Float && (operand->X == 1 || operand->x_step == 1);
+}
+
+}  // namespace
+
+Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
+    const Product& p = call->product;
+    if (call->by_tma() || p.batch_dims > 1) return {};
+    const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
+    const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
+    Operand a{call->a_data, p.M, p.a_m, p.K, p.a_k, a_batch == 0 ? 1 : p.batches, a_batch, Major::K};
+    Operand b{call->b_data, p.N, p.b_n, p.K, p.b_k, b_batch == 0 ? 1 : p.batches, b_batch, Major::K};
+    if ((!call->a_by_tma && !lies_along(dtype, &a)) || (!call->b_by_tma && !lies_along(dtype, &b))) return {};
+
+    const int64_t copied = (call->a_by_tma ? 0 : a.elements()) + (call->b_by_tma ? 0 : b.elements());
+    const double products = static_cast<double>(p.M) * p.N * p.K * p.batches;
+    if (products < static_cast<double>(std::max(copied * WORTH_PER_ELEMENT, WORTH_ALTOGETHER))) return {};
+
+    const int64_t a_room = call->a_by_tma ? 0 : a.room(item), b_room = call->b_by_tma ? 0 : b.room(item);
+    const Tensor memory = empty(call->output, dtype, {a_room + b_room});
+    auto* const first = static_cast<char*>(memory.data_ptr());
+    const auto move = [&](const Operand& from, char* to, const void** data, TmaTensor* tensor, Major* major) {
+        const int64_t step = from.to_step(item), outer = from.outer();
+        const bool along_k = from.major == Major::K;
+        const bool can = readable(dtype, to, from.X, along_k ? step : 1, from.K, along_k ? 1 : step, from.batches,
+                                  from.batches > 1 ? outer * step : 0, tensor, major);
+        KL_CHECK(can, "matmul: a copy of an operand cannot be described");
+        *data = to;
+        return Rows{from.data,       to,   from.batches * outer,           outer, from.step(),
+                    from.batch_step, step, static_cast<int>(from.length())};
+    };
+    Rows a_rows{}, b_rows{};
+    if (!call->a_by_tma) a_rows = move(a, first, &call->a_data, &call->a, &call->a_major);
+    if (!call->b_by_tma) b_rows = move(b, first + a_room * item, &call->b_data, &call->b, &call->b_major);
+    call->a_by_tma = call->b_by_tma = true;
+
+    const unsigned int blocks = grid_size(ceil_div(a_rows.count + b_rows.count, THREADS / WARP));
+    const auto kernel = item == 4 ? matmul_realign_kernel<uint32_t> : matmul_realign_kernel<uint16_t>;
+    kernel<<<blocks, THREADS, 0, on.stream>>>(a_rows, b_rows);
+    KL_LAUNCH_CHECK();
+    return memory;
+}
+
+void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    if (dtype == ScalarType::Float) {
+        facts.push_back(kernel_facts<matmul_realign_kernel<uint32_t>>("matmul.realign", THREADS));
+    } else {
+        facts.push_back(kernel_facts<matmul_realign_kernel<uint16_t>>("matmul.realign", THREADS));
+    }
+}
+
+}  // namespace kl
