@@ -27,10 +27,10 @@ struct Rows {
     int length;
 };
 
-// A warp copies a row of `first`, or of `second`, 16 bytes a lane. T counts as bits.
+// A warp copies a row of `first`, or of `second`, 16 bytes a lane.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    matmul_realign_kernel(const __grid_constant__ Rows first, const __grid_constant__ Rows second) {
+    matmul_persistent_realign_kernel(const __grid_constant__ Rows first, const __grid_constant__ Rows second) {
     constexpr int E = 16 / sizeof(T), AT_ONCE = 4;
     int64_t row = (int64_t{blockIdx.x} * THREADS + threadIdx.x) / WARP;
     const bool of_second = row >= first.count;
@@ -111,18 +111,18 @@ Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
     call->a_by_tma = call->b_by_tma = true;
 
     const unsigned int blocks = grid_size(ceil_div(a_rows.count + b_rows.count, THREADS / WARP));
-    const auto kernel = item == 4 ? matmul_realign_kernel<uint32_t> : matmul_realign_kernel<uint16_t>;
-    kernel<<<blocks, THREADS, 0, on.stream>>>(a_rows, b_rows);
+    dispatch(dtype, "matmul", [&](auto zero) {
+        matmul_persistent_realign_kernel<decltype(zero)><<<blocks, THREADS, 0, on.stream>>>(a_rows, b_rows);
+    });
     KL_LAUNCH_CHECK();
     return memory;
 }
 
 void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    if (dtype == ScalarType::Float) {
-        facts.push_back(kernel_facts<matmul_realign_kernel<uint32_t>>("matmul.realign", THREADS));
-    } else {
-        facts.push_back(kernel_facts<matmul_realign_kernel<uint16_t>>("matmul.realign", THREADS));
-    }
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        facts.push_back(kernel_facts<matmul_persistent_realign_kernel<T>>("matmul.persistent realign", THREADS));
+    });
 }
 
 }  // namespace kl

@@ -148,13 +148,12 @@ void consider(Plan& best, const Tiled& p, int64_t k_tiles, int sms) {
     }
 }
 
-// Whether a last turn of `persistent` costs more than sharing it does: on average so many stages for each pair of blocks
-// as add up to about the time in which 128 KiB a block are laid down and added up.
-bool worth_sharing(const Tiled& p, int64_t k_tiles, int sms) {
-    constexpr int64_t STAGES_OF_SHARING = 16;
-    const int pairs = tile_count(pair_order(p, Wide::BM, Wide::BN).tiles, p), workers = sms / CLUSTER;
-    const int64_t idle = ceil_div(pairs, workers) * workers - pairs;
-    return idle * k_tiles >= STAGES_OF_SHARING * workers;
+// The same of `stream_k`, where no turn is left unfilled: its workers are pairs of blocks, and share what they meet for.
+int64_t cycles_shared(const Tiled& p, int64_t k_tiles, int sms) {
+    constexpr int64_t BEGIN = 3000, SHARE = 16000;  // 128 KiB a block are laid down and added up
+    const int64_t pairs = tile_count(pair_order(p, Wide::BM, Wide::BN).tiles, p), workers = sms / CLUSTER;
+    constexpr int64_t STEP = Wide::BM * Wide::BN * 64 / 2048, END = Wide::BM * Wide::BN / 16;
+    return BEGIN + ceil_div(pairs * k_tiles, workers) * STEP + ceil_div(pairs, workers) * END + SHARE;
 }
 
 template <typename Tile, typename T, Major A, Major B>
@@ -182,9 +181,9 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             consider<Wide>(plan, call.tiled, k_tiles, sms);
             consider<Square>(plan, call.tiled, k_tiles, sms);
             consider<Small>(plan, call.tiled, k_tiles, sms);
-            if (plan.wide && plan.splits == 1) {
-                return launch_persistent(call, dtype, on, worth_sharing(call.tiled, k_tiles, sms));
-            }
+            const int64_t shared = cycles_shared(call.tiled, k_tiles, sms);
+            const bool share = shared < plan.cycles - plan.cycles / 16;  // a count so rough must promise something
+            if (share || (plan.wide && plan.splits == 1)) return launch_persistent(call, dtype, on, share);
             if (plan.wide) return launch_split<Wide, T, A, B>(call, plan.splits, on);
             if (plan.square) return launch_split<Square, T, A, B>(call, plan.splits, on);
             launch_split<Small, T, A, B>(call, plan.splits, on);
