@@ -121,6 +121,30 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 #endif
 }
 
+// How many blocks of a kernel the GPU holds at once in clusters of `splits`: not every SM, since a cluster lies within one
+// group of them. The driver is asked once for each size.
+template <typename Tile, typename Kernel>
+int blocks_at_once(Kernel* kernel, int splits, int32_t device) {
+    static std::atomic<int> known[MAX_SPLITS + 1]{};
+    if (splits == 1) return multiprocessors(device);
+    int found = known[splits].load(std::memory_order_relaxed);
+    if (found > 0) return found;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned int>(splits), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned int>(splits);
+    config.blockDim = Tile::THREADS;
+    config.dynamicSmemBytes = Tile::SHARED;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
+    found *= splits;
+    KL_CHECK(found > 0, "matmul.split_k: a cluster of ", splits, " blocks does not fit on this GPU");
+    known[splits].store(found, std::memory_order_relaxed);
+    return found;
+}
+
 // A shape of tiles, and how many blocks share the K of one.
 struct Plan {
     bool wide, square;  // neither: small
@@ -129,21 +153,24 @@ struct Plan {
 };
 
 // About how many cycles a product takes, from what an SM does in one: 2048 multiply-adds of 16-bit elements, and 48 bytes
-// from L2. The constants are what it takes to begin, to end, and to meet, in thousands.
+// from L2. The constants are what it takes to begin, to end, and to meet.
 template <typename Tile>
-int64_t cycles(const Tiled& p, int64_t k_tiles, int splits, int sms) {
-    constexpr int64_t BEGIN = 3000, MEET = 3000, BYTES = 48;
+int64_t cycles(const Tiled& p, int64_t k_tiles, int splits, int blocks_at_once) {
+    constexpr int64_t BEGIN = 3000, MEET = 8000, BYTES = 48;
     constexpr int64_t STEP = std::max<int64_t>(Tile::BM * Tile::BN * 64 / 2048, Tile::STAGE_BYTES / BYTES);
     constexpr int64_t END = Tile::BM * Tile::BN / 16;
     const int64_t tiles = ceil_div(p.M, Tile::BM) * ceil_div(p.N, Tile::BN) * p.batches;
-    const int64_t turns = ceil_div(tiles * splits, sms);
-    return BEGIN + turns * (ceil_div(k_tiles, splits) * STEP + END) + (splits > 1 ? MEET : 0);
+    const int64_t turns = ceil_div(tiles * splits, blocks_at_once);
+    return BEGIN + turns * (ceil_div(k_tiles, splits) * STEP + END + (splits > 1 ? MEET : 0));
 }
 
-template <typename Tile>
-void consider(Plan& best, const Tiled& p, int64_t k_tiles, int sms) {
+template <typename Tile, typename T, Major A, Major B>
+void consider(Plan& best, const Tiled& p, int64_t k_tiles, const Launch& on) {
+    constexpr auto kernel = matmul_split_k_kernel<T, A, B, Tile>;
+    static DeviceSet asked;
+    allow_shared(kernel, Tile::SHARED, on.device, asked);  // or none would fit
     for (int splits = 1; splits <= MAX_SPLITS && splits <= k_tiles; splits *= 2) {
-        const int64_t count = cycles<Tile>(p, k_tiles, splits, sms);
+        const int64_t count = cycles<Tile>(p, k_tiles, splits, blocks_at_once<Tile>(kernel, splits, on.device));
         if (count < best.cycles) best = {std::is_same_v<Tile, Wide>, std::is_same_v<Tile, Square>, splits, count};
     }
 }
@@ -178,9 +205,9 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             const int sms = multiprocessors(on.device);
             const int64_t k_tiles = ceil_div(call.tiled.K, BLOCK_K<T>);
             Plan plan{true, false, 1, std::numeric_limits<int64_t>::max()};
-            consider<Wide>(plan, call.tiled, k_tiles, sms);
-            consider<Square>(plan, call.tiled, k_tiles, sms);
-            consider<Small>(plan, call.tiled, k_tiles, sms);
+            consider<Wide, T, A, B>(plan, call.tiled, k_tiles, on);
+            consider<Square, T, A, B>(plan, call.tiled, k_tiles, on);
+            consider<Small, T, A, B>(plan, call.tiled, k_tiles, on);
             const int64_t shared = cycles_shared(call.tiled, k_tiles, sms);
             const bool share = shared < plan.cycles - plan.cycles / 16;  // a count so rough must promise something
             if (share || (plan.wide && plan.splits == 1)) return launch_persistent(call, dtype, on, share);
