@@ -14,7 +14,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Names the source's commit (and whether files differ from it) where git cannot be asked.
+#: Names the source's commit (and whether files differ from it), as where git cannot be asked or knows another one, in a
+#: copy of the files.
 ENV_COMMIT = "KERNEL_LADDER_COMMIT"
 ENV_DIRTY = "KERNEL_LADDER_DIRTY"
 
@@ -51,6 +52,9 @@ def _output(*command: str) -> str | None:
 
 def _source() -> tuple[str | None, bool | None]:
     """Commit, and whether files differ from it. Results do not count: measuring makes no source dirty."""
+    if commit := os.environ.get(ENV_COMMIT):
+        dirty = os.environ.get(ENV_DIRTY)
+        return commit, None if dirty is None else dirty not in ("", "0", "false")
     top = _output("git", "rev-parse", "--show-toplevel")
     # Inside somebody else's repository git would answer with that one's commit.
     if top is not None and Path(top).resolve() == ROOT:
@@ -58,8 +62,7 @@ def _source() -> tuple[str | None, bool | None]:
         status = _output("git", "status", "--porcelain", "--", ".", ":(exclude)bench/results")
         if commit is not None:
             return commit, None if status is None else bool(status)
-    commit, dirty = os.environ.get(ENV_COMMIT), os.environ.get(ENV_DIRTY)
-    return commit or None, None if not commit or dirty is None else dirty not in ("", "0", "false")
+    return None, None
 
 
 def _driver() -> str | None:
