@@ -228,7 +228,7 @@ kernel_ladder.matmul(a, a, backend="triton.tiled")
 kernel_ladder.matmul(a, a, backend="triton.persistent")
 w = torch.randn(2048, 256, device="cuda", dtype=torch.bfloat16)  # of a k that is worth sharing out
 kernel_ladder.matmul(w.mT[:16], w, backend="triton.split_k")
-kernel_ladder.attention(q, q, q, backend="triton")
+kernel_ladder.attention(q, q, q, backend="triton.flash")
 """
 
 
