@@ -154,8 +154,8 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
 void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     hopper_facts<Persistent64, PersistentShort64, Persistent96, Persistent128, PersistentWhole128, Persistent256>(
         facts, dtype,
-        {"attention.persistent.64", "attention.persistent.short.64", "attention.persistent.96", "attention.persistent.128",
-         "attention.persistent.whole.128", "attention.persistent.256"},
+        {"attention.persistent.64", "attention.persistent.short.64", "attention.persistent.96",
+         "attention.persistent.128", "attention.persistent.whole.128", "attention.persistent.256"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
