@@ -109,7 +109,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
 }
 
 template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, WHOLE ? 2 : 1)
+__global__ void __launch_bounds__(ROW_THREADS, blocks_an_sm<ROW_VECTORS, WHOLE>)
     bias_dropout_add_layer_norm_registers_kernel(__grid_constant__ const Chain<T> p,
                                                  __grid_constant__ const DropoutMask mask) {
     if (!exists_here<CLUSTER>()) return;

@@ -129,7 +129,7 @@ void norm_backward_registers(NormWeights<T> w, const NormBackward<T>& p, bool we
             static Resident resident;
             const int bytes = slot_bytes(shape, BACKWARD_OPERANDS);
             allow_shared(kernel, bytes, launch.device, asked);
-            const int64_t most = resident.clusters(kernel, shape, bytes, launch);
+            const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
             w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
             std::optional<Tensor> partials;
             if (weights) {

@@ -11,10 +11,6 @@ namespace kl {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Blocks an SM, at least: 1024 threads of 64 registers. Rows element by element take more.
-template <int V, bool WHOLE>
-constexpr int norm_blocks = WHOLE ? 1024 / block_of<V> : 1;
-
 // Mean and deviations in two passes over registers: as exact as it gets, and no byte moves for it. What rounding the mean
 // loses shows in float32 alone: of 16-bit elements it is far below their own spacing.
 template <typename T>

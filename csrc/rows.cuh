@@ -6,6 +6,7 @@
 
 #include "cluster.cuh"
 #include "common.cuh"
+#include "resident.cuh"
 
 namespace kl {
 
@@ -47,16 +48,20 @@ __device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t f
 
 // ---- a row in registers --------------------------------------------------------------------------------------------
 
-constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs
-constexpr int MAX_CLUSTER = 16;      // that Hopper runs, when asked to
-constexpr int ROW_THREADS = 512;     // of a block at most: an SM holds several, of which one loads while another stores
-constexpr int ROW_VECTORS = 4;       // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
-constexpr int WIDE_THREADS = 256;    // the same for long rows where a thread holds nothing but one row's vectors: what
-constexpr int WIDE_VECTORS = 8;      // it does once a row then weighs half as much
+constexpr int MAX_CLUSTER = 16;    // that Hopper runs, when asked to
+constexpr int ROW_THREADS = 512;   // of a block at most: an SM holds several, of which one loads while another stores
+constexpr int ROW_VECTORS = 4;     // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
+constexpr int WIDE_THREADS = 256;  // the same for long rows where a thread holds nothing but one row's vectors: what
+constexpr int WIDE_VECTORS = 8;    // it does once a row then weighs half as much
 
 // Threads of a block that takes V vectors a thread, at most.
 template <int V>
 constexpr int block_of = V == WIDE_VECTORS ? WIDE_THREADS : ROW_THREADS;
+
+// How many of them an SM is to have room for: 1024 threads of 64 registers, or half as many where rows come element by
+// element, which takes more.
+template <int V, bool WHOLE>
+constexpr int blocks_an_sm = 1024 / block_of<V> / (WHOLE ? 1 : 2);
 
 // Whether the architecture that is compiled for has clusters, where they are asked for. A kernel that asks without is
 // never launched, and need not be compiled.
@@ -339,28 +344,6 @@ inline RowLaunch row_launch(int64_t chunks, bool clusters, bool wide = false) {
     return {threads, 1, cluster, static_cast<int>(vectors)};
 }
 
-// What launches `grid` blocks in clusters.
-struct ClusterConfig {
-    cudaLaunchAttribute cluster{};
-    cudaLaunchConfig_t config{};
-
-    template <typename Kernel>
-    ClusterConfig(Kernel* kernel, const RowLaunch& shape, unsigned grid, int shared_bytes, const Launch& launch) {
-        if (shape.cluster > PORTABLE_CLUSTER) {
-            KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-        }
-        cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim = {shape.cluster, 1, 1};
-        config.gridDim = dim3(grid);
-        config.blockDim = shape.block();
-        config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-        config.stream = launch.stream;
-        config.attrs = &cluster;
-        config.numAttrs = 1;
-    }
-    ClusterConfig(const ClusterConfig&) = delete;  // it points into itself
-};
-
 // Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks.
 template <typename... Parameters, typename... Arguments>
 void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned grid, int shared_bytes,
@@ -369,36 +352,9 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
         kernel<<<grid, shape.block(), shared_bytes, launch.stream>>>(arguments...);
         return;
     }
-    ClusterConfig config(kernel, shape, grid, shared_bytes, launch);
+    ClusterConfig config(kernel, shape.block(), shape.cluster, grid, shared_bytes, launch);
     KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, static_cast<Parameters>(arguments)...));
 }
-
-// How many clusters of a kernel (or blocks, where rows need no cluster) the GPU holds at once. The driver is asked once
-// for each device and size of cluster. Every kernel has its own.
-struct Resident {
-    static constexpr int DEVICES = 16, SIZES = 5;
-    std::atomic<int> known[DEVICES][SIZES]{};
-
-    template <typename Kernel>
-    int clusters(Kernel* kernel, const RowLaunch& shape, int shared_bytes, const Launch& launch) {
-        int size = 0, found = 0;
-        while (1u << size < shape.cluster) ++size;
-        std::atomic<int>* const slot = launch.device < DEVICES ? &known[launch.device][size] : nullptr;
-        if (slot != nullptr && (found = slot->load(std::memory_order_relaxed)) > 0) return found;
-        if (shape.cluster == 1) {
-            int blocks = 0;
-            KL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                &blocks, kernel, static_cast<int>(shape.threads * shape.rows), shared_bytes));
-            found = blocks * multiprocessors(launch.device);
-        } else {
-            ClusterConfig config(kernel, shape, shape.cluster, shared_bytes, launch);
-            KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config.config));
-        }
-        KL_CHECK(found > 0, "a cluster of ", shape.cluster, " blocks does not fit on this GPU");
-        if (slot != nullptr) slot->store(found, std::memory_order_relaxed);
-        return found;
-    }
-};
 
 // Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for. Rows
 // element by element are never wide.
@@ -421,7 +377,7 @@ void launch_for_rows(const RowLaunch& shape, int64_t count, int shared_bytes, co
     unsigned grid = shape.grid(count);
     if constexpr (STAY) {
         static Resident resident;
-        const int64_t clusters = resident.clusters(KERNEL, shape, shared_bytes, launch);
+        const int64_t clusters = resident.clusters(KERNEL, shape.block(), shape.cluster, shared_bytes, launch);
         grid = grid_size(std::min(count, clusters) * shape.cluster);
     }
     launch_rows(KERNEL, shape, grid, shared_bytes, launch, arguments...);

@@ -344,7 +344,7 @@ __device__ void divide_by(Vec<T> (&tile)[V], Pair peak) {
 }
 
 template <typename T, int V, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(block_of<V>, 1024 / block_of<V> / (WHOLE ? 1 : 2))
+__global__ void __launch_bounds__(block_of<V>, blocks_an_sm<V, WHOLE>)
     softmax_registers_kernel(T* output, __grid_constant__ const Rows out_rows, const T* input,
                              __grid_constant__ const Rows in_rows, int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
@@ -388,7 +388,7 @@ __device__ void gradient_of(Vec<T> (&g_tile)[ROW_VECTORS], const Vec<T> (&o_tile
 }
 
 template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, WHOLE ? 2 : 1)
+__global__ void __launch_bounds__(ROW_THREADS, blocks_an_sm<ROW_VECTORS, WHOLE>)
     softmax_backward_registers_kernel(T* grad_input, __grid_constant__ const Rows gi_rows, const T* grad,
                                       __grid_constant__ const Rows g_rows, const T* output,
                                       __grid_constant__ const Rows o_rows, int64_t count, int64_t length) {

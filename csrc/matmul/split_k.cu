@@ -12,6 +12,7 @@
 // Where there are wide tiles enough for every SM nothing is split: this step is `persistent`, or `stream_k` where the last
 // turn would leave much of the GPU without work.
 
+#include "../resident.cuh"
 #include "hopper.cuh"
 
 namespace kl {
@@ -121,30 +122,6 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 #endif
 }
 
-// How many blocks of a kernel the GPU holds at once in clusters of `splits`: not every SM, since a cluster lies within one
-// group of them. The driver is asked once for each size.
-template <typename Tile, typename Kernel>
-int blocks_at_once(Kernel* kernel, int splits, int32_t device) {
-    static std::atomic<int> known[MAX_SPLITS + 1]{};
-    if (splits == 1) return multiprocessors(device);
-    int found = known[splits].load(std::memory_order_relaxed);
-    if (found > 0) return found;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned int>(splits), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned int>(splits);
-    config.blockDim = Tile::THREADS;
-    config.dynamicSmemBytes = Tile::SHARED;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config));
-    found *= splits;
-    KL_CHECK(found > 0, "matmul.split_k: a cluster of ", splits, " blocks does not fit on this GPU");
-    known[splits].store(found, std::memory_order_relaxed);
-    return found;
-}
-
 // A shape of tiles, and how many blocks share the K of one.
 struct Plan {
     bool wide, square;  // neither: small
@@ -168,9 +145,14 @@ template <typename Tile, typename T, Major A, Major B>
 void consider(Plan& best, const Tiled& p, int64_t k_tiles, const Launch& on) {
     constexpr auto kernel = matmul_split_k_kernel<T, A, B, Tile>;
     static DeviceSet asked;
+    static Resident resident;
     allow_shared(kernel, Tile::SHARED, on.device, asked);  // or none would fit
     for (int splits = 1; splits <= MAX_SPLITS && splits <= k_tiles; splits *= 2) {
-        const int64_t count = cycles<Tile>(p, k_tiles, splits, blocks_at_once<Tile>(kernel, splits, on.device));
+        // Not every SM, of clusters: one lies within a group of SMs.
+        const int at_once = splits == 1
+                                ? multiprocessors(on.device)
+                                : splits * resident.clusters(kernel, dim3(Tile::THREADS), splits, Tile::SHARED, on);
+        const int64_t count = cycles<Tile>(p, k_tiles, splits, at_once);
         if (count < best.cycles) best = {std::is_same_v<Tile, Wide>, std::is_same_v<Tile, Square>, splits, count};
     }
 }

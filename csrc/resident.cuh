@@ -1,0 +1,58 @@
+// Launching thread-block clusters, and how many of them a GPU holds at once.
+#pragma once
+
+#include "common.cuh"
+
+namespace kl {
+
+constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs
+
+// What launches `grid` blocks in clusters of `blocks`.
+struct ClusterConfig {
+    cudaLaunchAttribute cluster{};
+    cudaLaunchConfig_t config{};
+
+    template <typename Kernel>
+    ClusterConfig(Kernel* kernel, dim3 block, unsigned blocks, unsigned grid, int shared_bytes, const Launch& launch) {
+        if (blocks > PORTABLE_CLUSTER) {
+            KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+        }
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {blocks, 1, 1};
+        config.gridDim = dim3(grid);
+        config.blockDim = block;
+        config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+        config.stream = launch.stream;
+        config.attrs = &cluster;
+        config.numAttrs = 1;
+    }
+    ClusterConfig(const ClusterConfig&) = delete;  // it points into itself
+};
+
+// How many clusters of a kernel (or blocks, where a cluster is one) the GPU holds at once. The driver is asked once
+// for each device and size of cluster. Every kernel has its own.
+struct Resident {
+    static constexpr int DEVICES = 16, SIZES = 5;
+    std::atomic<int> known[DEVICES][SIZES]{};
+
+    template <typename Kernel>
+    int clusters(Kernel* kernel, dim3 block, unsigned blocks, int shared_bytes, const Launch& launch) {
+        int size = 0, found = 0;
+        while (1u << size < blocks) ++size;
+        std::atomic<int>* const slot = launch.device < DEVICES ? &known[launch.device][size] : nullptr;
+        if (slot != nullptr && (found = slot->load(std::memory_order_relaxed)) > 0) return found;
+        if (blocks == 1) {
+            KL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                &found, kernel, static_cast<int>(block.x * block.y), shared_bytes));
+            found *= multiprocessors(launch.device);
+        } else {
+            ClusterConfig config(kernel, block, blocks, blocks, shared_bytes, launch);
+            KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config.config));
+        }
+        KL_CHECK(found > 0, "a cluster of ", blocks, " blocks does not fit on this GPU");
+        if (slot != nullptr) slot->store(found, std::memory_order_relaxed);
+        return found;
+    }
+};
+
+}  // namespace kl
