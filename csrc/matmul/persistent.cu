@@ -181,9 +181,8 @@ __device__ inline void store_columns(const float (&d)[PANEL_X / 2], const Destin
 }
 
 constexpr int PARTS_N = BN / PANEL_X;
-__device__ inline float (&columns_of(float (&sum)[BN / 2], int part))[PANEL_X / 2] {
-    return *reinterpret_cast<float (*)[PANEL_X / 2]>(sum + part * PANEL_X / 2);
-}
+__device__ inline float (&columns_of(float (&sum)[BN / 2], int part))
+    [PANEL_X / 2] { return *reinterpret_cast<float (*)[PANEL_X / 2]>(sum + part * PANEL_X / 2); }
 
 // matmul's epilogue: the sums as they are.
 struct Bare {
@@ -438,8 +437,7 @@ void launch(const char* name, const HopperCall& call, const typename Loader::Sou
     }
     const TmaTensor output = output_tensor(call);
     const bool by_tma = sizeof(T) == 2 && tma_can_address(output);
-    launch_hopper(KERNEL, name, blocks, Loader::BLOCKS,
-                  (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED, on, asked,
+    launch_hopper(KERNEL, name, blocks, Loader::BLOCKS, (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED, on, asked,
                   static_cast<T*>(call.output.data_ptr()), by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, from, p,
                   order, shares, space, epilogue...);
 }
