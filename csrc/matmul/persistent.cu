@@ -21,9 +21,9 @@
 // (realign.cu). The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared
 // out.
 //
-// linear's kernel is the same with a bias and an activation between the sums and their rounding (linear.cuh). They cost
-// 128×256 outputs some 5000 issue slots of each scheduler, as long as five k-tiles' products; so one warpgroup keeps LAG
-// k-tiles ahead of the other, and multiplies while the other finishes its half.
+// linear's kernel is the same with a bias and an activation between the sums and their rounding (linear.cuh). On a tile
+// they take as long as the products of four or five k-tiles; so one warpgroup is kept LAG k-tiles ahead of the other, and
+// each multiplies while the other finishes its half.
 
 #include "hopper.cuh"
 #include "linear.cuh"
