@@ -49,6 +49,8 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
 @functools.cache
 def not_hopper(device: int) -> str | None:
     """Why products by wgmma cannot run on a CUDA device, or None."""
+    if (reason := unavailable()) is not None:
+        return reason
     major, minor = torch.cuda.get_device_capability(device)
     return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
 

@@ -2,7 +2,8 @@
 
 Backward is made of kernels that other operations have: bias_gelu's gradient, which sums over rows as it goes, the sum
 over rows where there is a bias alone, and matmul's products: on Hopper, for ``persistent`` and ``skinny``, those of
-``split_k``, which takes any layout and chooses tiles by the size.
+``split_k``, which takes any layout and chooses tiles by the size. The device memory that ``persistent`` needs beyond its
+outputs is that of matmul's (:mod:`cuda_impl.matmul`).
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ _UNSUPPORTED = {
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     overload = getattr(ops.linear, name)
-    multiply_overload = getattr(ops.matmul, "mma" if name in ("persistent", "skinny") else name)
+    # A gradient of skinny's has many rows.
+    multiply_overload = getattr(ops.matmul, {"persistent": "split_k", "skinny": "mma"}.get(name, name))
     elementwise, sums = _BACKWARD[name]
     gelu_backward = getattr(ops.gelu_backward, elementwise)
     bias_gelu_backward = getattr(ops.bias_gelu_backward, elementwise)
     sum_of = getattr(ops.sum, sums)
     asks_for_tf32 = name in ("mma", "persistent")
-    multiplies_on_tensor_cores = asks_for_tf32 or name == "skinny"  # of which a gradient has many rows
-    multiplies_by_wgmma = name in ("persistent", "skinny")
+    multiplies_on_tensor_cores = asks_for_tf32 or name == "skinny"
 
     def run(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
@@ -94,8 +95,8 @@ def _register(name: str) -> None:
         return overload(input, weight, bias, activation or "none", keep)
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if multiplies_by_wgmma and not_hopper(a.device.index) is None:
-            return ops.matmul.split_k(a, b, a.dtype == torch.float32)
+        if name == "skinny" and not_hopper(a.device.index) is None:
+            return ops.matmul.split_k(a, b, False)
         if multiplies_on_tensor_cores:
             return multiply_overload(a, b, a.dtype == torch.float32)
         return multiply_overload(a, b)

@@ -20,17 +20,17 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture
-def persistent() -> table.Variant:
+def tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+
+
+@pytest.fixture
+def persistent(tf32) -> table.Variant:
     found = [v for v in table.variants("linear", "cuda") if v.name == "cuda.persistent"]
     if not found:
         pytest.skip("the extension was not built")
     skip_unless_it_runs(found[0], operands(8, 8, 8), {"activation": None})
     return found[0]
-
-
-@pytest.fixture(autouse=True)
-def tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
 
 
 def matrix(
@@ -113,7 +113,7 @@ def test_every_form_and_size(persistent, dtype, transposed, activation):
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", itertools.product([False, True], repeat=2), ids=["KK", "KN", "MK", "MN"])
+@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=["KK", "KN", "MK", "MN"])
 def test_operands_off_the_grid_of_tma(persistent, layout, dtype):
     """Few products, which are loaded as they lie, and enough for a copy."""
     for offset, (m, n, k) in enumerate([(1, 1, 1), (127, 255, 63), (515, 1031, 517), (1025, 775, 1030)]):
