@@ -2,8 +2,8 @@
 
 Backward is made of kernels that other operations have: bias_gelu's gradient, which sums over rows as it goes, the sum
 over rows where there is a bias alone, and matmul's products: on Hopper, for ``persistent`` and ``skinny``, those of
-``split_k``, which takes any layout and chooses tiles by the size. The device memory that ``persistent`` needs beyond its
-outputs is that of matmul's (:mod:`cuda_impl.matmul`).
+``split_k``, which takes any layout and chooses tiles by the size. The device memory that ``persistent`` needs beyond
+its outputs is that of matmul's (:mod:`cuda_impl.matmul`).
 """
 
 from __future__ import annotations
