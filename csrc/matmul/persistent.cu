@@ -181,13 +181,13 @@ __device__ inline void store_columns(const float (&d)[PANEL_X / 2], const Destin
 }
 
 constexpr int PARTS_N = BN / PANEL_X;
-__device__ inline float (&columns_of(float (&sum)[BN / 2], int part))
-    [PANEL_X / 2] { return *reinterpret_cast<float (*)[PANEL_X / 2]>(sum + part * PANEL_X / 2); }
+using Columns = float[PANEL_X / 2];
+[[maybe_unused]] __device__ inline Columns& columns_of(float (&sum)[BN / 2], int part) {
+    return *reinterpret_cast<Columns*>(sum + part * PANEL_X / 2);
+}
 
 // matmul's epilogue: the sums as they are.
 struct Bare {
-    static constexpr int LAG = 0;
-
     template <typename T>
     struct Tile {
         __device__ Tile(const Bare&, int, int) {}
@@ -210,8 +210,6 @@ struct Bare {
 // linear's epilogue.
 template <typename Element>
 struct Layer {
-    static constexpr int LAG = 2;  // more, and too few of the four stages are left to load ahead
-
     BiasActivation<Element> formula;
     CUtensorMap kept;
 
@@ -276,11 +274,16 @@ struct Workspace {
 };
 constexpr int ADDERS = CONSUMERS * WARPGROUP;
 constexpr int ADDERS_BARRIER = 4;  // past those of the warpgroups, which one may still need while the other adds
-constexpr int LAG_BARRIER = 5;
+
+// K-tiles between linear's two warpgroups: of more, too few of the four stages would be left to load ahead.
+[[maybe_unused]] constexpr int LAG = 2;
+[[maybe_unused]] constexpr int LAG_BARRIER = 5;
+
 __device__ inline float4* place_of(const Workspace& space, int block, int thread) {
     return reinterpret_cast<float4*>(space.sums) + int64_t{block} * (BM * BN / 4) + thread;
 }
-__device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+[[maybe_unused]] __device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& space, int block,
+                                                 int thread) {
     float4* const place = place_of(space, block, thread);
 #pragma unroll
     for (int j = 0; j < BN / 8; ++j) {
@@ -290,7 +293,7 @@ __device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& spa
     named_barrier_sync(ADDERS_BARRIER, ADDERS);
     if (thread == 0) store_release(space.flags + block, 1);
 }
-__device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+[[maybe_unused]] __device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
     if (thread == 0) {
         while (load_acquire(space.flags + block) == 0) {
         }
@@ -360,7 +363,7 @@ __device__ inline void multiply_tiles(const Destination<typename Loader::Element
             const typename Epilogue::template Tile<T> tile(epilogue, n0, p.N);
             // One warpgroup begins when the other is LAG k-tiles on. That one cannot come here twice before: with fewer
             // stages than a piece has k-tiles, it would have had to overwrite what is not yet read.
-            const bool lag = Epilogue::LAG > 0 && piece.end - piece.begin >= STAGES;
+            const bool lag = !std::is_same_v<Epilogue, Bare> && piece.end - piece.begin >= STAGES;
             if (lag && half == 1) named_barrier_sync(LAG_BARRIER, ADDERS);
             int before = 0;
             for (int i = piece.begin; i < piece.end; ++i, at.next()) {
@@ -371,7 +374,7 @@ __device__ inline void multiply_tiles(const Destination<typename Loader::Element
                 wgmma_wait<1>();
                 if (i > piece.begin) release(before);
                 before = at.stage;
-                if (lag && half == 0 && i == piece.begin + Epilogue::LAG) named_barrier_arrive(LAG_BARRIER, ADDERS);
+                if (lag && half == 0 && i == piece.begin + LAG) named_barrier_arrive(LAG_BARRIER, ADDERS);
             }
             wgmma_wait<0>();
             release(before);
