@@ -77,9 +77,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         } else {
             // With a residual a thread holds two rows' vectors, if only for a while.
             constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
-            const RowLaunch shape = row_launch(layout.chunks<T>(), step == NormStep::cluster, !Op::RESIDUAL);
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == NormStep::cluster, whole && !Op::RESIDUAL);
             with_row_shape<WIDE>(shape, whole, [&](auto v, auto w, auto c) {
                 launch_for_rows<Op::template registers<T, v(), w(), c()>(), STAYS<w(), c()>>(shape, p.count, 0, launch,
                                                                                              p);

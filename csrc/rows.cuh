@@ -400,16 +400,18 @@ struct Resident {
     }
 };
 
-// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for.
+// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for. Rows
+// element by element are never wide.
 template <int WIDE = WIDE_VECTORS, typename F>
 void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
     using Few = std::integral_constant<int, ROW_VECTORS>;
     using Wide = std::integral_constant<int, WIDE>;
-    with_constant(whole, [&](auto w) {
-        if (shape.cluster > 1) return f(Wide{}, w, std::true_type{});
-        if (shape.vectors > ROW_VECTORS) return f(Wide{}, w, std::false_type{});
-        f(Few{}, w, std::false_type{});
-    });
+    using Yes = std::true_type;
+    using No = std::false_type;
+    if (!whole) return shape.cluster > 1 ? f(Few{}, No{}, Yes{}) : f(Few{}, No{}, No{});
+    if (shape.cluster > 1) return f(Wide{}, Yes{}, Yes{});
+    if (shape.vectors > ROW_VECTORS) return f(Wide{}, Yes{}, No{});
+    f(Few{}, Yes{}, No{});
 }
 
 // Launches `KERNEL(arguments…)` for `count` rows, on blocks or clusters that stay or do not.

@@ -460,8 +460,8 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
             softmax_online_kernel<T><<<grid_size(layout.count), ONLINE_THREADS, 0, launch.stream>>>(
                 pointer<T>(output), out, pointer<T>(input), in, layout.length);
         } else if (step == Step::registers || step == Step::cluster) {
-            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster, /*wide=*/true);
             const bool whole = in.vectors<T>(layout.length) && out.vectors<T>(layout.length);
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster, /*wide=*/whole);
             with_row_shape(shape, whole, [&](auto v, auto w, auto c) {
                 launch_for_rows<softmax_registers_kernel<T, v(), w(), c()>, STAYS<w(), c()>>(
                     shape, layout.count, 0, launch, pointer<T>(output), out, pointer<T>(input), in, layout.count,

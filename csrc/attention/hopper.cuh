@@ -311,14 +311,17 @@ __device__ inline void issue_output(float (&output)[S::HEAD_DIM / 2], uint32_t (
 
 // ---- softmax --------------------------------------------------------------------------------------------------------
 
-// A thread's two rows of a running softmax.
+// A thread's two rows of a running softmax. What is subtracted from the scores follows their maximum only when weights
+// would pass 2^SLACK otherwise, which 16 bits hold as exactly as those up to 1: so that outputs are seldom rescaled.
+// (flash-attention, flash_attn/cute/softmax.py.)
+constexpr float SLACK = 8.0f;
 template <int KEYS>
 struct RunningSoftmax {
     float row_max[2] = {-INFINITE, -INFINITE};
     float row_sum[2] = {0.0f, 0.0f};  // of this thread's columns
     float rescale[2];                 // what the output was made of must be multiplied by
 
-    // scores becomes exp(scores − row_max). `scale` is of scores in powers of 2.
+    // scores becomes exp(scores − row_max), with a maximum that may be an earlier one. `scale` is of scores in powers of 2.
     __device__ void next(float (&scores)[KEYS / 2], float scale) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -329,6 +332,8 @@ struct RunningSoftmax {
             }
             new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
             new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
+            // From −inf the difference is infinite, or no number: then too the maximum is a new one.
+            if ((new_max - row_max[h]) * scale <= SLACK) new_max = row_max[h];
             // While a row has seen only −inf, nothing is subtracted: its exponentials are 0, not NaN.
             const float shift = new_max == -INFINITE ? 0.0f : new_max * scale;
             rescale[h] = exp2_approx(fmaf(row_max[h], scale, -shift));
@@ -348,6 +353,7 @@ struct RunningSoftmax {
 
     template <int COUNT>
     __device__ void rescale_output(float (&output)[COUNT]) const {
+        if (__all_sync(FULL_MASK, rescale[0] == 1.0f && rescale[1] == 1.0f)) return;
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) output[j] *= rescale[j % 4 / 2];
     }

@@ -17,6 +17,7 @@ namespace kl {
 namespace {
 
 using Persistent64 = HopperShape<64, 128, 3, 32, 160>;
+using PersistentShort64 = HopperShape<64, 128, 2, 24, 240>;  // where 192 queries would make too many scores in vain
 using Persistent96 = HopperShape<96, 128, 2, 24, 240>;
 using Persistent128 = HopperShape<128, 128, 2, 24, 240>;
 using PersistentWhole128 = HopperShape<128, 176, 2, 24, 240>;  // no key is hidden
@@ -93,6 +94,18 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #endif
 }
 
+// How many scores the tiles of a head make, hidden ones too. (QueryTile's arithmetic.)
+template <typename S>
+int64_t scores_made(const Attention& a) {
+    int64_t made = 0;
+    for (int64_t q0 = 0; q0 < a.S_q; q0 += S::QUERIES) {
+        const int64_t end = ceil_div(std::min<int64_t>(a.S_k, q0 + S::QUERIES + a.last), S::KEYS);
+        const int64_t last = std::max<int64_t>(end, 1) - 1;
+        made += last - std::min(std::max<int64_t>(q0 + a.first, 0) / S::KEYS, last) + 1;
+    }
+    return made * S::QUERIES * S::KEYS;
+}
+
 template <typename T, typename S>
 void run_persistent(AttentionCall& call) {
     const Attention& a = call.a;
@@ -127,15 +140,22 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
         if constexpr (S::HEAD_DIM == 128) {
             if (whole) return run_persistent<T, PersistentWhole128>(call);
         }
+        if constexpr (S::HEAD_DIM == 64) {
+            // A warpgroup more shares keys and values, and fills gaps: worth a tenth of scores made in vain.
+            constexpr int64_t LONG = 8192;  // queries, of which an edge of 64 is nothing
+            const bool is_short =
+                call.a.S_q <= LONG && 11 * scores_made<PersistentShort64>(call.a) < 10 * scores_made<S>(call.a);
+            if (is_short) return run_persistent<T, PersistentShort64>(call);
+        }
         run_persistent<T, S>(call);
     });
 }
 
 void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Persistent64, Persistent96, Persistent128, PersistentWhole128, Persistent256>(
+    hopper_facts<Persistent64, PersistentShort64, Persistent96, Persistent128, PersistentWhole128, Persistent256>(
         facts, dtype,
-        {"attention.persistent.64", "attention.persistent.96", "attention.persistent.128",
-         "attention.persistent.whole.128", "attention.persistent.256"},
+        {"attention.persistent.64", "attention.persistent.short.64", "attention.persistent.96",
+         "attention.persistent.128", "attention.persistent.whole.128", "attention.persistent.256"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
