@@ -193,6 +193,9 @@ const std::vector<Schema>& schemas() {
         KL_OP("linear.mma(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, bool allow_tf32)"
               " -> (Tensor, Tensor)",
               linear_mma),
+        KL_OP("linear.persistent(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep, bool allow_tf32)"
+              " -> (Tensor, Tensor)",
+              linear_persistent),
         KL_OP("linear.skinny(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
               linear_skinny),
     };
@@ -259,6 +262,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     linear_naive_facts(facts, dtype);
     linear_registers_facts(facts, dtype);
     linear_mma_facts(facts, dtype);
+    linear_persistent_facts(facts, dtype);
     linear_skinny_facts(facts, dtype);
     return facts;
 }

@@ -222,11 +222,15 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
                                             bool keep);
 std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                       const std::string& activation, bool keep, bool allow_tf32);
+std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& weight,
+                                             const std::optional<Tensor>& bias, const std::string& activation,
+                                             bool keep, bool allow_tf32);
 std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                          const std::string& activation, bool keep);
 void linear_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 }  // namespace kl

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from kernel_ladder.matmul_shapes import as_matrices
+from kernel_ladder.table import untraced
 
 
 @functools.cache
@@ -42,6 +43,16 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     if inputs[0].dtype == torch.float64:
         return "float64 is supported at the torch and compile levels only"
     return None
+
+
+@untraced
+@functools.cache
+def not_hopper(device: int) -> str | None:
+    """Why products by wgmma cannot run on a CUDA device, or None."""
+    if (reason := unavailable()) is not None:
+        return reason
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
 
 
 #: Rows of a product, at most, for the steps named `skinny`.

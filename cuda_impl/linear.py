@@ -1,14 +1,16 @@
 """A linear layer in CUDA C++: ``csrc/linear.cu`` and the steps of ``csrc/matmul/`` that have an epilogue.
 
 Backward is made of kernels that other operations have: bias_gelu's gradient, which sums over rows as it goes, the sum
-over rows where there is a bias alone, and matmul's products.
+over rows where there is a bias alone, and matmul's products: on Hopper, for ``persistent`` and ``skinny``, those of
+``split_k``, which takes any layout and chooses tiles by the size. The device memory that ``persistent`` needs beyond
+its outputs is that of matmul's (:mod:`cuda_impl.matmul`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, skinny_unsupported, unsupported
+from cuda_impl import climb, not_hopper, skinny_unsupported, unsupported
 from kernel_ladder.linear_shapes import ACTIVATIONS, as_rows, output_shape
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.table import register
@@ -18,6 +20,7 @@ _BACKWARD = {
     "naive": ("naive", "naive"),
     "registers": ("vectorized", "two_stage"),
     "mma": ("vectorized", "two_stage"),
+    "persistent": ("vectorized", "two_stage"),
     "skinny": ("vectorized", "two_stage"),
 }
 
@@ -46,6 +49,12 @@ def _mma_unsupported(
     return unsupported(input)
 
 
+def _persistent_unsupported(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+) -> str | None:
+    return _mma_unsupported(input, weight, bias, activation=activation) or not_hopper(input.device.index)
+
+
 def _skinny_unsupported(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
 ) -> str | None:
@@ -60,6 +69,7 @@ _UNSUPPORTED = {
     "naive": _naive_unsupported,
     "registers": _registers_unsupported,
     "mma": _mma_unsupported,
+    "persistent": _persistent_unsupported,
     "skinny": _skinny_unsupported,
 }
 
@@ -67,12 +77,14 @@ _UNSUPPORTED = {
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     overload = getattr(ops.linear, name)
-    multiply_overload = getattr(ops.matmul, "mma" if name == "skinny" else name)  # a gradient has many rows
+    # A gradient of skinny's has many rows.
+    multiply_overload = getattr(ops.matmul, {"persistent": "split_k", "skinny": "mma"}.get(name, name))
     elementwise, sums = _BACKWARD[name]
     gelu_backward = getattr(ops.gelu_backward, elementwise)
     bias_gelu_backward = getattr(ops.bias_gelu_backward, elementwise)
     sum_of = getattr(ops.sum, sums)
-    asks_for_tf32, multiplies_on_tensor_cores = name == "mma", name in ("mma", "skinny")
+    asks_for_tf32 = name in ("mma", "persistent")
+    multiplies_on_tensor_cores = asks_for_tf32 or name == "skinny"
 
     def run(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, keep: bool
@@ -83,6 +95,8 @@ def _register(name: str) -> None:
         return overload(input, weight, bias, activation or "none", keep)
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if name == "skinny" and not_hopper(a.device.index) is None:
+            return ops.matmul.split_k(a, b, False)
         if multiplies_on_tensor_cores:
             return multiply_overload(a, b, a.dtype == torch.float32)
         return multiply_overload(a, b)

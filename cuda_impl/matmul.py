@@ -8,15 +8,13 @@ what is added up in parts is added in a fixed order.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from cuda_impl import climb, skinny_unsupported, unsupported
+from cuda_impl import climb, not_hopper, skinny_unsupported, unsupported
 from kernel_ladder.matmul_shapes import output_shape
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.strides import collapse
-from kernel_ladder.table import register, untraced
+from kernel_ladder.table import register
 
 
 def _fold(tensor: torch.Tensor, dims: list[int], dim: int) -> torch.Tensor:
@@ -62,15 +60,8 @@ def _mma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return unsupported(input, other)
 
 
-@untraced
-@functools.cache
-def _not_hopper(device: int) -> str | None:
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
-
-
 def _hopper_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
-    return _mma_unsupported(input, other) or _not_hopper(input.device.index)
+    return _mma_unsupported(input, other) or not_hopper(input.device.index)
 
 
 def _not_for_tma(tensor: torch.Tensor, name: str, k: int) -> str | None:

@@ -233,6 +233,8 @@ INSTRUCTIONS = [
     ("matmul", "cuda.skinny", r"LDG\.E\.128"),
     ("linear", "cuda.registers", r"\bFFMA\b"),
     ("linear", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
+    ("linear", "cuda.persistent", r"HGMMA\.64x256x16\.F32\.BF16"),
+    ("linear", "cuda.persistent", r"UTMASTG\.3D"),
 ]
 
 

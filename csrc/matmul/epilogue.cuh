@@ -4,7 +4,7 @@
 //   const auto columns = epilogue.template columns<N>(n, N_left);     // reads what belongs to columns, once
 //   columns.store(c, offset, x, whole);                               // for each row
 //
-// A kernel that stores by other means takes the parts: columns.kept(x), columns.activate(x).
+// A kernel that stores by other means takes the parts: epilogue.bias, activate(form, x).
 #pragma once
 
 #include <type_traits>
@@ -50,6 +50,17 @@ struct Identity {
 
 enum class Activation : int { none, gelu, gelu_tanh };
 
+template <int N>
+__device__ inline void activate(Activation form, float (&x)[N]) {
+    if (form == Activation::gelu) {
+#pragma unroll
+        for (int e = 0; e < N; ++e) x[e] = Exact::forward(x[e]);
+    } else if (form == Activation::gelu_tanh) {
+#pragma unroll
+        for (int e = 0; e < N; ++e) x[e] = Tanh::forward(x[e]);
+    }
+}
+
 // activation(x + bias). The activation is a value and not a type: a branch that all threads take alike costs little
 // here, and an instance of a product for each form costs seconds of compilation.
 template <typename T>
@@ -68,13 +79,7 @@ struct BiasActivation {
         __device__ void activate(float (&x)[N]) const {
 #pragma unroll
             for (int e = 0; e < N; ++e) x[e] += bias[e];
-            if (epilogue.activation == Activation::gelu) {
-#pragma unroll
-                for (int e = 0; e < N; ++e) x[e] = Exact::forward(x[e]);
-            } else if (epilogue.activation == Activation::gelu_tanh) {
-#pragma unroll
-                for (int e = 0; e < N; ++e) x[e] = Tanh::forward(x[e]);
-            }
+            kl::activate(epilogue.activation, x);
         }
         __device__ void store(T* c, int64_t offset, const float (&x)[N], bool aligned) const {
             if (epilogue.kept != nullptr) store_run(epilogue.kept + offset, x, left, aligned);

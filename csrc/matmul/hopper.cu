@@ -95,15 +95,16 @@ TmaTensor output_tensor(const HopperCall& call) {
             {PANEL_X, PANEL_X, 1}};
 }
 
-HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step) {
-    auto [p, output] = prepare(input, other);
+HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tensor& other, bool allow_tf32,
+                          const char* op, const char* step) {
+    const auto& [p, output] = prepared;
     const ScalarType dtype = input.scalar_type();
-    KL_CHECK(dtype != ScalarType::Float || allow_tf32,
-             "matmul: float32 on tensor cores needs tf32, which is not allowed");
+    KL_CHECK(dtype != ScalarType::Float || allow_tf32, op,
+             ": float32 on tensor cores needs tf32, which is not allowed");
     HopperCall call{p, output};
     call.a_data = input.data_ptr();
     call.b_data = other.data_ptr();
-    KL_CHECK(is_hopper(input.get_device_index()), "matmul: ", step, " needs a GPU of compute capability 9.0");
+    KL_CHECK(is_hopper(input.get_device_index()), op, ": ", step, " needs a GPU of compute capability 9.0");
     if (p.batches * p.M * p.N == 0) return call;
     if (p.K == 0) {
         const Launch on(input);
@@ -112,7 +113,7 @@ HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_t
         return call;
     }
     constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
-    KL_CHECK(std::max({p.M, p.N, p.K, p.batches}) <= LIMIT, "matmul: sizes must be below 2^31");
+    KL_CHECK(std::max({p.M, p.N, p.K, p.batches}) <= LIMIT, op, ": sizes must be below 2^31");
     const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
     call.tiled = {static_cast<int>(p.M),
                   static_cast<int>(p.N),

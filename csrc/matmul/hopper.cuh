@@ -122,8 +122,9 @@ struct HopperCall {
     TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
 };
 
-// Checks a call and allocates its output, which is zeroed where K is 0.
-HopperCall prepare_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step);
+// What `prepare` has made of a call of a step, as the Hopper steps see it; the output is zeroed where K is 0.
+HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tensor& other, bool allow_tf32,
+                          const char* op, const char* step);
 
 // Whether TMA can read an operand of X rows (columns), along k, or else along x where the tensor cores can.
 bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
@@ -141,7 +142,7 @@ void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& o
 // A call of a step: `by_tma(call, launch)` launches it where TMA can read both operands, or copies of them.
 template <typename F>
 Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step, F&& by_tma) {
-    HopperCall call = prepare_hopper(input, other, allow_tf32, step);
+    HopperCall call = prepare_hopper(prepare(input, other), input, other, allow_tf32, "matmul", step);
     if (call.done()) return call.output;
     const Launch on(input);
     const Tensor copies = realign(&call, input.scalar_type(), on);

@@ -4,6 +4,7 @@
 //   naive      bias and activation on the sum, in its register             matmul's `coalesced`: loads from L1 and L2
 //   registers  the epilogue of matmul's `registers`, float32               the rate of the float32 units
 //   mma        the epilogue of matmul's `mma`                              mma.sync; the epilogue itself, under nothing
+//   persistent the epilogue of matmul's `persistent`, half under products  what of it the other half does not hide
 //   skinny     the epilogue of matmul's `skinny`, at most 16 rows          reading the weights
 //
 // What stands before the bias is kept only where a gradient will be wanted through an activation. Backward, bias_gelu's

@@ -20,8 +20,13 @@
 // Who loads is the kernel's argument: TMA, or warps with plain loads (plain_loader.cuh), for what TMA cannot read
 // (realign.cu). The warps that multiply do not see the difference. Plain loads are so much work that tiles are always shared
 // out.
+//
+// linear's kernel is the same with a bias and an activation between the sums and their rounding (linear.cuh). On a tile
+// they take as long as the products of four or five k-tiles; so one warpgroup is kept LAG k-tiles ahead of the other, and
+// each multiplies while the other finishes its half.
 
 #include "hopper.cuh"
+#include "linear.cuh"
 #include "plain_loader.cuh"
 
 namespace kl {
@@ -134,43 +139,132 @@ __device__ inline void store_rows(T* c, const Tiled& p, int batch, int m0, int n
     }
 }
 
-// A warpgroup's 64×256 outputs, through two panels of shared memory.
+// Where outputs go: to memory, by TMA where it can address them.
 template <typename T>
-__device__ inline void store_through_shared(const float (&sum)[BN / 2], T* c, const CUtensorMap& to, bool by_tma,
-                                            const Tiled& p, uint32_t panels, int batch, int m0, int n0) {
+struct Destination {
+    T* c;
+    const CUtensorMap& map;
+    bool by_tma;
+};
+
+// A warpgroup's 64×64 outputs, through a panel of shared memory. Every second call takes the same panel.
+template <typename T>
+__device__ inline void store_columns(const float (&d)[PANEL_X / 2], const Destination<T>& to, const Tiled& p,
+                                     uint32_t panel, int batch, int m0, int n0) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP, group = threadIdx.x / WARPGROUP;
     const bool leader = threadIdx.x % WARPGROUP == 0;
     // Lane 8i + r names row r of square i: rows 0–7 and 8–15 of eight columns, then of the next eight.
     const int row = warp * 16 + lane % 16, square = lane / 16;
+    if (to.by_tma) {
+        if (leader) tma_store_wait_read<1>();  // the panel's last box has left
+        named_barrier_sync(group, WARPGROUP);
+    } else {
+        __syncwarp();  // each warp reads back what it wrote itself
+    }
 #pragma unroll
-    for (int part = 0; part < BN / PANEL_X; ++part) {
-        const uint32_t panel = panels + part % 2 * PANEL_BYTES;
-        if (by_tma) {
-            if (leader) tma_store_wait_read<1>();  // the panel's last box has left
-            named_barrier_sync(group, WARPGROUP);
-        } else {
-            __syncwarp();  // each warp reads back what it wrote itself
+    for (int j = 0; j < PANEL_X / 8; j += 2) {
+        stmatrix(panel + swizzled(row, j + square), pack_pair<T>(d[j * 4], d[j * 4 + 1]),
+                 pack_pair<T>(d[j * 4 + 2], d[j * 4 + 3]), pack_pair<T>(d[j * 4 + 4], d[j * 4 + 5]),
+                 pack_pair<T>(d[j * 4 + 6], d[j * 4 + 7]));
+    }
+    if (to.by_tma) {
+        fence_async_shared();
+        named_barrier_sync(group, WARPGROUP);
+        if (leader) {
+            tma_store(to.map, panel, n0, m0, batch);
+            tma_store_commit();
         }
-#pragma unroll
-        for (int j = 0; j < PANEL_X / 8; j += 2) {
-            const float* d = sum + part * PANEL_X / 2 + j * 4;
-            stmatrix(panel + swizzled(row, j + square), pack_pair<T>(d[0], d[1]), pack_pair<T>(d[2], d[3]),
-                     pack_pair<T>(d[4], d[5]), pack_pair<T>(d[6], d[7]));
-        }
-        const int n_part = n0 + part * PANEL_X;
-        if (by_tma) {
-            fence_async_shared();
-            named_barrier_sync(group, WARPGROUP);
-            if (leader) {
-                tma_store(to, panel, n_part, m0, batch);
-                tma_store_commit();
-            }
-        } else {
-            __syncwarp();
-            store_rows(c, p, batch, m0, n_part, panel);
-        }
+    } else {
+        __syncwarp();
+        store_rows(to.c, p, batch, m0, n0, panel);
     }
 }
+
+constexpr int PARTS_N = BN / PANEL_X;
+using Columns = float[PANEL_X / 2];
+[[maybe_unused]] __device__ inline Columns& columns_of(float (&sum)[BN / 2], int part) {
+    return *reinterpret_cast<Columns*>(sum + part * PANEL_X / 2);
+}
+
+// matmul's epilogue: the sums as they are.
+struct Bare {
+    template <typename T>
+    struct Tile {
+        __device__ Tile(const Bare&, int, int) {}
+
+        __device__ void store(float (&sum)[BN / 2], const Destination<T>& to, const Tiled& p, uint32_t panels,
+                              int batch, int m0, int n0) const {
+            if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
+                store_outputs<T, BN>(sum, to.c + batch * p.c_batch, p.M, p.N, m0, n0);
+            } else {
+#pragma unroll
+                for (int part = 0; part < PARTS_N; ++part) {
+                    store_columns(columns_of(sum, part), to, p, panels + part % 2 * PANEL_BYTES, batch, m0,
+                                  n0 + part * PANEL_X);
+                }
+            }
+        }
+    };
+};
+
+// linear's epilogue.
+template <typename Element>
+struct Layer {
+    BiasActivation<Element> formula;
+    CUtensorMap kept;
+
+    // One tile's bias waits in the registers while the tile is multiplied: of each 64 columns a lane holds the two that
+    // begin at twice its number, and lane 4j + t has just what lanes t, t + 4, … need of columns 8j … 8j + 7.
+    template <typename T>
+    struct Tile {
+        const Layer& layer;
+        T bias[PARTS_N][2];
+
+        __device__ Tile(const Layer& layer, int n0, int N) : layer(layer) {
+            const auto& from = layer.formula;
+#pragma unroll
+            for (int i = 0; i < 2 * PARTS_N; ++i) {
+                const int n = n0 + i / 2 * PANEL_X + static_cast<int>(threadIdx.x) % WARP * 2 + i % 2;
+                const bool inside = from.bias != nullptr && n < N;
+                bias[i / 2][i % 2] = inside ? from.bias[n * from.bias_step] : from_float<T>(0.0f);
+            }
+        }
+        __device__ void activate(float (&d)[PANEL_X / 2], int part) const {
+            const float first = to_float(bias[part][0]), second = to_float(bias[part][1]);
+#pragma unroll
+            for (int j = 0; j < PANEL_X / 8; ++j) {
+                const int lane = j * 4 + static_cast<int>(threadIdx.x) % 4;
+                const float b[2] = {__shfl_sync(FULL_MASK, first, lane), __shfl_sync(FULL_MASK, second, lane)};
+#pragma unroll
+                for (int e = 0; e < 4; ++e) d[j * 4 + e] += b[e % 2];
+            }
+            kl::activate(layer.formula.activation, d);
+        }
+        __device__ void store(float (&sum)[BN / 2], const Destination<T>& to, const Tiled& p, uint32_t panels,
+                              int batch, int m0, int n0) const {
+            const Destination<T> kept{layer.formula.kept, layer.kept, to.by_tma};
+            if constexpr (sizeof(T) == 4) {
+                const int64_t offset = batch * p.c_batch;
+                if (kept.c != nullptr) store_outputs<T, BN>(sum, kept.c + offset, p.M, p.N, m0, n0);
+#pragma unroll
+                for (int part = 0; part < PARTS_N; ++part) activate(columns_of(sum, part), part);
+                store_outputs<T, BN>(sum, to.c + offset, p.M, p.N, m0, n0);
+            } else {
+#pragma unroll
+                for (int part = 0; part < PARTS_N; ++part) {
+                    auto& d = columns_of(sum, part);
+                    int panel = part % 2;
+                    if (kept.c != nullptr) {
+                        store_columns(d, kept, p, panels, batch, m0, n0 + part * PANEL_X);
+                        panel = 1;
+                    }
+                    activate(d, part);
+                    store_columns(d, to, p, panels + panel * PANEL_BYTES, batch, m0, n0 + part * PANEL_X);
+                }
+            }
+        }
+    };
+};
 
 // Where blocks share the k of a tile: each that does not begin it lays its sums into its place in `sums`, 16 bytes of a
 // thread beside those of the others, and raises its flag; the one that begins it adds them up, in the order of k.
@@ -180,10 +274,16 @@ struct Workspace {
 };
 constexpr int ADDERS = CONSUMERS * WARPGROUP;
 constexpr int ADDERS_BARRIER = 4;  // past those of the warpgroups, which one may still need while the other adds
+
+// K-tiles between linear's two warpgroups: of more, too few of the four stages would be left to load ahead.
+[[maybe_unused]] constexpr int LAG = 2;
+[[maybe_unused]] constexpr int LAG_BARRIER = 5;
+
 __device__ inline float4* place_of(const Workspace& space, int block, int thread) {
     return reinterpret_cast<float4*>(space.sums) + int64_t{block} * (BM * BN / 4) + thread;
 }
-__device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+[[maybe_unused]] __device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& space, int block,
+                                                 int thread) {
     float4* const place = place_of(space, block, thread);
 #pragma unroll
     for (int j = 0; j < BN / 8; ++j) {
@@ -193,7 +293,7 @@ __device__ inline void lay_down(const float (&sum)[BN / 2], const Workspace& spa
     named_barrier_sync(ADDERS_BARRIER, ADDERS);
     if (thread == 0) store_release(space.flags + block, 1);
 }
-__device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
+[[maybe_unused]] __device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int block, int thread) {
     if (thread == 0) {
         while (load_acquire(space.flags + block) == 0) {
         }
@@ -207,11 +307,10 @@ __device__ inline void add_up(float (&sum)[BN / 2], const Workspace& space, int 
     }
 }
 
-template <typename Loader>
-__global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 1)
-    matmul_persistent_kernel(typename Loader::Element* c, const __grid_constant__ CUtensorMap to, bool by_tma,
-                             const __grid_constant__ typename Loader::Source from, Tiled p, PairOrder order,
-                             Shares shares, Workspace space) {
+template <typename Loader, typename Epilogue>
+__device__ inline void multiply_tiles(const Destination<typename Loader::Element>& to,
+                                      const typename Loader::Source& from, const Tiled& p, const PairOrder& order,
+                                      const Shares& shares, const Workspace& space, const Epilogue& epilogue) {
 #if KL_SM90A
     using T = typename Loader::Element;
     const uint32_t stages = aligned_shared(), panels = stages + STAGES * STAGE_BYTES;
@@ -260,6 +359,12 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
             }
         };
         while (pieces.next(&piece)) {
+            order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
+            const typename Epilogue::template Tile<T> tile(epilogue, n0, p.N);
+            // One warpgroup begins when the other is LAG k-tiles on. That one cannot come here twice before: with fewer
+            // stages than a piece has k-tiles, it would have had to overwrite what is not yet read.
+            const bool lag = !std::is_same_v<Epilogue, Bare> && piece.end - piece.begin >= STAGES;
+            if (lag && half == 1) named_barrier_sync(LAG_BARRIER, ADDERS);
             int before = 0;
             for (int i = piece.begin; i < piece.end; ++i, at.next()) {
                 const uint32_t stage = stages + at.stage * STAGE_BYTES;
@@ -269,6 +374,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
                 wgmma_wait<1>();
                 if (i > piece.begin) release(before);
                 before = at.stage;
+                if (lag && half == 0 && i == piece.begin + LAG) named_barrier_arrive(LAG_BARRIER, ADDERS);
             }
             wgmma_wait<0>();
             release(before);
@@ -284,13 +390,7 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
                     add_up(sum, space, other * Loader::BLOCKS + rank, thread);
                 }
             }
-            order.at<BM, BN, Loader::BLOCKS>(piece.tile, rank, &batch, &m0, &n0);
-            if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
-                store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
-            } else {
-                store_through_shared<T>(sum, c, to, by_tma, p, panels + half * 2 * PANEL_BYTES, batch,
-                                        m0 + half * PANEL_X, n0);
-            }
+            tile.store(sum, to, p, panels + half * 2 * PANEL_BYTES, batch, m0 + half * PANEL_X, n0);
         }
         tma_store_wait_read<0>();
         __syncwarp();
@@ -300,8 +400,25 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
 }
 
 template <typename Loader>
-void launch(const HopperCall& call, const typename Loader::Source& from, const PairOrder& order, const Launch& on,
-            bool share) {
+__global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 1)
+    matmul_persistent_kernel(typename Loader::Element* c, const __grid_constant__ CUtensorMap to, bool by_tma,
+                             const __grid_constant__ typename Loader::Source from, Tiled p, PairOrder order,
+                             Shares shares, Workspace space) {
+    multiply_tiles<Loader>({c, to, by_tma}, from, p, order, shares, space, Bare{});
+}
+
+template <typename Loader>
+__global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 1)
+    linear_persistent_kernel(typename Loader::Element* c, const __grid_constant__ CUtensorMap to, bool by_tma,
+                             const __grid_constant__ typename Loader::Source from, Tiled p, PairOrder order,
+                             Shares shares, Workspace space,
+                             const __grid_constant__ Layer<typename Loader::Element> layer) {
+    multiply_tiles<Loader>({c, to, by_tma}, from, p, order, shares, space, layer);
+}
+
+template <auto* KERNEL, typename Loader, typename... Epilogue>
+void launch(const char* name, const HopperCall& call, const typename Loader::Source& from, const PairOrder& order,
+            const Launch& on, bool share, const Epilogue&... epilogue) {
     using T = typename Loader::Element;
     static DeviceSet asked;
     const Tiled& p = call.tiled;
@@ -323,36 +440,50 @@ void launch(const HopperCall& call, const typename Loader::Source& from, const P
     }
     const TmaTensor output = output_tensor(call);
     const bool by_tma = sizeof(T) == 2 && tma_can_address(output);
-    launch_hopper(matmul_persistent_kernel<Loader>, "matmul.persistent", blocks, Loader::BLOCKS,
-                  (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED, on, asked,
+    launch_hopper(KERNEL, name, blocks, Loader::BLOCKS, (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED, on, asked,
                   static_cast<T*>(call.output.data_ptr()), by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, from, p,
-                  order, shares, space);
+                  order, shares, space, epilogue...);
 }
 
-}  // namespace
-
-void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on) {
-    const Tiled& p = call.tiled;
-    const TileOrder tiles{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
-    dispatch(dtype, "matmul", [&](auto zero) {
-        using T = decltype(zero);
-        const bool a_by_tma = call.a_by_tma && call.a_major == Major::K;
-        const bool b_by_tma = call.b_by_tma && call.b_major == Major::K;
-        const typename PlainLoader<T>::Source from{
-            {a_by_tma ? tensor_map(call.a) : CUtensorMap{}, b_by_tma ? tensor_map(call.b) : CUtensorMap{}},
+template <typename T>
+typename PlainLoader<T>::Source plain_source(const HopperCall& call) {
+    const bool a_by_tma = call.a_by_tma && call.a_major == Major::K;
+    const bool b_by_tma = call.b_by_tma && call.b_major == Major::K;
+    return {{a_by_tma ? tensor_map(call.a) : CUtensorMap{}, b_by_tma ? tensor_map(call.b) : CUtensorMap{}},
             a_by_tma,
             b_by_tma,
             static_cast<const T*>(call.a_data),
             static_cast<const T*>(call.b_data),
             call.product};
-        launch<PlainLoader<T>>(call, from, {tiles, false}, on, true);
+}
+PairOrder plain_order(const Tiled& p) {
+    return {{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM}, false};
+}
+
+// Whether to share out the last turns of linear's tiles. A block lays down and adds up 128 KiB for it, in the time of
+// about 16 k-tiles; a count so rough must promise something.
+bool worth_sharing(const Tiled& p, int k_tiles, int workers) {
+    constexpr int64_t SHARE = 16;
+    const int64_t pairs = tile_count(pair_order(p, BM, BN).tiles, p);
+    const int64_t whole = ceil_div(pairs, workers) * k_tiles, shared = ceil_div(pairs * k_tiles, workers) + SHARE;
+    return shared < whole - whole / 16;
+}
+
+}  // namespace
+
+void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on) {
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using Loader = PlainLoader<decltype(zero)>;
+        launch<matmul_persistent_kernel<Loader>, Loader>("matmul.persistent", call, plain_source<decltype(zero)>(call),
+                                                         plain_order(call.tiled), on, true);
     });
 }
 
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share) {
     dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
         using Loader = TmaLoader<decltype(zero), a_major(), b_major()>;
-        launch<Loader>(call, call.operands(), pair_order(call.tiled, BM, BN), on, share);
+        launch<matmul_persistent_kernel<Loader>, Loader>("matmul.persistent", call, call.operands(),
+                                                         pair_order(call.tiled, BM, BN), on, share);
     });
 }
 
@@ -368,6 +499,43 @@ Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32
     });
 }
 
+// TMA reads what a layer has, input and weight along k, and weights along their rows; an input that lies otherwise is
+// loaded with plain loads.
+std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& weight,
+                                             const std::optional<Tensor>& bias, const std::string& activation,
+                                             bool keep, bool allow_tf32) {
+    const LinearCall layer = prepare_linear(input, weight, bias, activation, keep);
+    const Product& p = layer.product;
+    if (p.K == 0) return linear_naive(input, weight, bias, activation, keep);  // no k-tile to wait for
+    HopperCall call = prepare_hopper({p, layer.output}, input, weight, allow_tf32, "linear", "persistent");
+    if (call.done()) return layer.outputs();
+    const ScalarType dtype = input.scalar_type();
+    const Launch on(input);
+    const Tensor copies = p.a_k == 1 || p.K == 1 ? realign(&call, dtype, on) : Tensor{};
+    TmaTensor kept = output_tensor(call);
+    kept.data = layer.kept.data_ptr();
+    const bool kept_by_tma = keep && dtype != ScalarType::Float && tma_can_address(kept);
+    dispatch(dtype, "linear", [&](auto zero) {
+        using T = decltype(zero);
+        const Layer<T> epilogue{layer.epilogue<T>(), kept_by_tma ? tensor_map(kept) : CUtensorMap{}};
+        const auto by_tma = [&](auto b_major) {
+            using Loader = TmaLoader<T, Major::K, b_major()>;
+            const bool share = worth_sharing(call.tiled, static_cast<int>(ceil_div(p.K, BLOCK_K<T>)),
+                                             multiprocessors(on.device) / Loader::BLOCKS);
+            launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", call, call.operands(),
+                                                             pair_order(call.tiled, BM, BN), on, share, epilogue);
+        };
+        if (call.by_tma() && call.a_major == Major::K) {
+            if (call.b_major == Major::K) return by_tma(MajorOf<Major::K>{});
+            if constexpr (sizeof(T) == 2) return by_tma(MajorOf<Major::MN>{});
+        }
+        using Loader = PlainLoader<T>;
+        launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", call, plain_source<T>(call),
+                                                         plain_order(call.tiled), on, true, epilogue);
+    });
+    return layer.outputs();
+}
+
 void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
@@ -377,6 +545,16 @@ void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) 
             kernel_facts<matmul_persistent_kernel<PlainLoader<T>>>("matmul.persistent plain", 4 * WARPGROUP, SHARED));
     });
     realign_facts(facts, dtype);
+}
+
+void linear_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    dispatch(dtype, "linear", [&](auto zero) {
+        using T = decltype(zero);
+        using ByTma = TmaLoader<T, Major::K, Major::K>;
+        facts.push_back(kernel_facts<linear_persistent_kernel<ByTma>>("linear.persistent", 3 * WARPGROUP, SHARED));
+        facts.push_back(
+            kernel_facts<linear_persistent_kernel<PlainLoader<T>>>("linear.persistent plain", 4 * WARPGROUP, SHARED));
+    });
 }
 
 }  // namespace kl
