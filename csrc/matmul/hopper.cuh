@@ -310,17 +310,6 @@ __device__ inline void store_eight_columns(const float* d, T* c, int M, int N, i
     }
 }
 
-// Four lanes hold four words each: afterwards lane q holds the q-th of every lane.
-__device__ inline void transpose_quad(uint32_t (&words)[4]) {
-    const auto exchange = [&](int first, int second, int bit) {
-        const bool upper = threadIdx.x & bit;
-        const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? words[first] : words[second], bit);
-        (upper ? words[first] : words[second]) = other;
-    };
-    exchange(0, 2, 2), exchange(1, 3, 2);
-    exchange(0, 1, 1), exchange(2, 3, 1);
-}
-
 // A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers. Four lanes hold 16 bytes of a row together;
 // of four such each lane stores one, where rows begin at multiples of 16 bytes: whole sectors, and a quarter of the stores.
 template <typename T, int BN>
