@@ -338,7 +338,7 @@ __device__ inline float max_nan(float a, float b) {
     return c;
 }
 
-// With POLYNOMIAL a quarter of the exponentials is one.
+// With POLYNOMIAL an eighth of the exponentials is one.
 template <int KEYS, bool POLYNOMIAL>
 struct RunningSoftmax {
     float row_max[2] = {-INFINITE, -INFINITE};
@@ -371,7 +371,7 @@ struct RunningSoftmax {
 #pragma unroll
                 for (int e = 4 * j + 2 * h; e < 4 * j + 2 * h + 2; ++e) {
                     const float x = fmaf(scores[e], scale, -shift);
-                    scores[e] = POLYNOMIAL && j % 4 == 3 ? exp2_polynomial(x) : exp2_approx(x);
+                    scores[e] = POLYNOMIAL && j % 8 == 7 ? exp2_polynomial(x) : exp2_approx(x);
                     sum += scores[e];
                 }
             }
