@@ -18,14 +18,17 @@ struct Strided {
     int64_t sizes[MAX_DIMS];
     int64_t strides[MAX_DIMS];
 
+#if defined(__CUDACC__)
     __device__ int64_t offset(int64_t index) const {
         int64_t offset = 0;
+#pragma unroll 1  // left alone, the compiler lays out four divisions at once, for more dimensions than tensors have
         for (int d = dims - 1; d > 0; --d) {
             offset += index % sizes[d] * strides[d];
             index /= sizes[d];
         }
         return dims > 0 ? offset + index * strides[0] : 0;
     }
+#endif
     bool is_dense() const { return dims == 0 || (dims == 1 && strides[0] == 1); }
 };
 
