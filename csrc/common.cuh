@@ -221,6 +221,20 @@ __device__ inline float warp_reduce(float value, Op op) {
     return value;
 }
 
+// Among the four lanes of a row: lane t has two columns of each of four groups of eight, and gets all of group t.
+__device__ inline void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const uint32_t other = __shfl_xor_sync(FULL_MASK, upper ? x[i] : x[i + bit], bit);
+            (upper ? x[i] : x[i + bit]) = other;
+        }
+    }
+}
+
 // Every thread of the block gets the result. `scratch` holds one float per warp.
 template <typename Op>
 __device__ inline float block_reduce(float value, Op op, float* scratch) {

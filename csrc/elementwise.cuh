@@ -9,22 +9,11 @@
 #pragma once
 
 #include "common.cuh"
+#include "divisor.cuh"
 
 namespace kl {
 
 enum class Access { dense, rows, strided };
-
-// Division by a number known before the launch, as a multiplication (Granlund and Montgomery, "Division by Invariant
-// Integers using Multiplication", PLDI 1994), of what is less than 2^31.
-struct Divisor {
-    uint32_t divisor, multiplier, shift;
-
-    explicit Divisor(uint32_t d = 1) : divisor(d), shift(0) {
-        while ((uint64_t{1} << shift) < d) ++shift;
-        multiplier = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d) / d + 1);
-    }
-    __device__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
-};
 
 // The dimensions that are left when neighbours that every operand walks as one are merged; and each operand's strides.
 template <int N>

@@ -141,6 +141,16 @@ def test_every_layout_and_size(name, layout, dtype):
 
 
 @needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_small_grids(layout):
+    """On an H200: every tile that split_k has, whole and with its K in 2, 4 and 8 parts."""
+    sizes = [(512, 512, 512), (1024, 1024, 1024), (1280, 1280, 512), (1536, 1536, 512), (512, 512, 8192)]
+    for m, n, k in [*sizes, (128, 4096, 4096), (64, 64, 8192), (256, 264, 8192), (128, 768, 16384)]:
+        a = operand((m, k), torch.bfloat16, transposed=layout[0])
+        check("split_k", a, operand((k, n), torch.bfloat16, transposed=layout[1]))
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (129, 257, 65), (100, 300, 100), (640, 1280, 328)])
 def test_tf32_along_k(name, sizes, tf32):

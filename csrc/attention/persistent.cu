@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         const QueryTile<S> tile = tile_numbered<S>(number, order, a);
         const ThreadRows rows(tile.q0, consumer);
         float output[S::HEAD_DIM / 2];
-        RunningSoftmax<S::KEYS> softmax;
+        RunningSoftmax<S::KEYS, S::POLYNOMIAL> softmax;
         attend_in_turns<T, S>(output, softmax, at, a, tile, rows, consumer, turn, begin);
         store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
         begin += tile.steps;

@@ -14,9 +14,10 @@ __device__ inline void begin_turns(int consumer) {
 
 // The block's `turn`-th tile of queries, whose first step has place `begin` of the rings.
 template <typename T, typename S>
-__device__ inline void attend_in_turns(float (&output)[S::HEAD_DIM / 2], RunningSoftmax<S::KEYS>& softmax,
-                                       const AttentionShared<S>& at, const Attention& a, const QueryTile<S>& tile,
-                                       const ThreadRows& rows, int consumer, int turn, int begin) {
+__device__ inline void attend_in_turns(float (&output)[S::HEAD_DIM / 2],
+                                       RunningSoftmax<S::KEYS, S::POLYNOMIAL>& softmax, const AttentionShared<S>& at,
+                                       const Attention& a, const QueryTile<S>& tile, const ThreadRows& rows,
+                                       int consumer, int turn, int begin) {
     const int next_consumer = (consumer + 1) % S::CONSUMERS;
     const uint32_t q = at.q + consumer * 64 * SWIZZLE_ROW;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)

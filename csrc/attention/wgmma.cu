@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     float output[S::HEAD_DIM / 2];
     float scores[S::KEYS / 2];
     uint32_t weights[S::KEYS / 16][4];
-    RunningSoftmax<S::KEYS> softmax;
+    RunningSoftmax<S::KEYS, S::POLYNOMIAL> softmax;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
 
     mbarrier_wait(at.query_full(), 0);

@@ -310,10 +310,33 @@ __device__ inline void store_eight_columns(const float* d, T* c, int M, int N, i
     }
 }
 
-// A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers.
+// A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers. Four lanes hold 16 bytes of a row together;
+// of four such each lane stores one, where rows begin at multiples of 16 bytes: whole sectors, and a quarter of the stores.
 template <typename T, int BN>
 __device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int N, int m0, int n0) {
     const int lane = threadIdx.x % WARP, m = m0 + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
+    if constexpr (sizeof(T) == 2) {
+        if (N % 8 == 0) {
+#pragma unroll
+            for (int j = 0; j < BN / 8; j += 4) {
+                const int n = n0 + (j + lane % 4) * 8;
+#pragma unroll
+                for (int row = 0; row < 2; ++row) {
+                    uint32_t words[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        words[i] = pack_pair<T>(d[(j + i) * 4 + row * 2], d[(j + i) * 4 + row * 2 + 1]);
+                    }
+                    transpose_quad(words);
+                    if (m + row * 8 < M && n < N) {
+                        *reinterpret_cast<uint4*>(c + int64_t{m + row * 8} * N + n) =
+                            make_uint4(words[0], words[1], words[2], words[3]);
+                    }
+                }
+            }
+            return;
+        }
+    }
 #pragma unroll
     for (int j = 0; j < BN / 8; ++j) store_eight_columns<T>(d + j * 4, c, M, N, m, n0 + j * 8 + lane % 4 * 2);
 }

@@ -1,6 +1,6 @@
 // matmul, eleventh step; the table of the climb stands in matmul.cuh.
 //
-//   split_k           where 128×256 tiles are few, smaller ones, or a cluster  the L2's bandwidth, where tiles are small
+//   split_k           where 128×256 tiles are few, smaller ones, or a cluster  the latency of the first and last bytes
 //                     that shares the K of one
 //
 // A product of few 128×256 tiles leaves most SMs without work. Smaller tiles are more, but ask L2 for more bytes a product;
@@ -9,9 +9,13 @@
 // added in the order of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in
 // global memory. A count of cycles (`cycles`) says which of it all is best.
 //
+// Products so small take 5 µs, of which a third passes before the first bytes arrive: what stands before the first load is
+// kept short, without a division.
+//
 // Where there are wide tiles enough for every SM nothing is split: this step is `persistent`, or `stream_k` where the last
 // turn would leave much of the GPU without work.
 
+#include "../divisor.cuh"
 #include "../resident.cuh"
 #include "hopper.cuh"
 
@@ -27,34 +31,53 @@ struct Tile {
     static constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
     static_assert(BM * BN * sizeof(float) <= STAGES * STAGE_BYTES, "the sums lie where the stages were");
 };
-using Wide = Tile<2, 256>;
+using Wide = Tile<2, 192>;
 using Square = Tile<2, 128>;
+using Narrow = Tile<2, 64>;
 using Small = Tile<1, 64>;
+template <typename F>
+void each_tile(F&& f) {
+    f(Wide{}), f(Square{}), f(Narrow{}), f(Small{});
+}
 constexpr int MAX_SPLITS = 8;
+constexpr int UNIT = 32;  // columns of a tile that a block finishes at once
+
+// Which tile, and which part of K, a block makes: 2^log_splits blocks share one, and tiles are numbered down the rows.
+struct Places {
+    Divisor tiles_m, tiles_n;
+    int log_splits;
+
+    __device__ int part() const { return blockIdx.x & ((1 << log_splits) - 1); }
+    __device__ void at(int* batch, int* m, int* n) const {
+        const uint32_t tile = blockIdx.x >> log_splits, column = tiles_m.quotient(tile), b = tiles_n.quotient(column);
+        *batch = b, *m = tile - column * tiles_m.divisor, *n = column - b * tiles_n.divisor;
+    }
+};
 
 template <typename T, Major A, Major B, typename Tile>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
-    matmul_split_k_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order, int splits) {
+    matmul_split_k_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p,
+                          const __grid_constant__ Places places) {
     constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = Tile::STAGES, CONSUMERS = Tile::CONSUMERS;
     constexpr int A_BYTES = Tile::A_BYTES, STAGE_BYTES = Tile::STAGE_BYTES;
 #if KL_SM90A
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
         for (int s = 0; s < STAGES; ++s) {
             mbarrier_init(full + s * 8, 1);
             mbarrier_init(empty + s * 8, CONSUMERS * WARPGROUP / WARP);
         }
         mbarrier_init_fence();
-        tma_prefetch(from.a);
-        tma_prefetch(from.b);
     }
+    int batch, tile_m, tile_n;
+    places.at(&batch, &tile_m, &tile_n);
+    const int m0 = tile_m * BM, n0 = tile_n * BN, rank = places.part(), splits = 1 << places.log_splits;
+    const int all = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
+    const int begin = all * rank >> places.log_splits, end = all * (rank + 1) >> places.log_splits;
     __syncthreads();
 
-    int batch, tile_m, tile_n;
-    order.at(blockIdx.x / splits, &batch, &tile_m, &tile_n);
-    const int m0 = tile_m * BM, n0 = tile_n * BN, rank = splits > 1 ? static_cast<int>(cluster_rank()) : 0;
-    const int64_t all = ceil_div(p.K, BLOCK_K<T>);
-    const int begin = static_cast<int>(all * rank / splits), end = static_cast<int>(all * (rank + 1) / splits);
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
     Ring<STAGES> at;
     if (group == 0) {
@@ -87,10 +110,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         }
         wgmma_wait<0>();
         wgmma_pin(sum);
-        if (splits == 1) {
-            store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
-            return;
-        }
+        c += batch * p.c_batch;
+        if (splits == 1) return store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
         named_barrier_sync(1, CONSUMERS * WARPGROUP);  // all have read the last stage: its place is free
         // Four sums of a thread, 8 columns of the tile, as 16 bytes beside those of the other threads.
         const auto place = [&](int j) { return tiles + (j * CONSUMERS * WARPGROUP + thread) * 16; };
@@ -100,21 +121,24 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
                                                 __float_as_uint(sum[j * 4 + 2]), __float_as_uint(sum[j * 4 + 3])));
         }
         cluster_sync();
-        const int m = m0 + half * PANEL_X + warp % 4 * 16 + lane / 4, columns = BN / 8 / splits;
-#pragma unroll 1
-        for (int j = rank * columns; j < (rank + 1) * columns; ++j) {
-            float4 part[MAX_SPLITS];  // all under way at once: another block's memory is far
+        for (int unit = rank; unit < BN / UNIT; unit += splits) {
+            float total[UNIT / 2] = {};
+            for (int r = 0; r < splits; r += 2) {
+                float4 part[2][UNIT / 8];  // all under way at once: another block's memory is far
 #pragma unroll
-            for (int r = 0; r < MAX_SPLITS; ++r) {
-                if (r < splits) part[r] = load_cluster16(cluster_address(place(j), r));
-            }
-            float total[4] = {};
+                for (int i = 0; i < UNIT / 4; ++i) {
+                    const int j = i % (UNIT / 8);
+                    part[i / (UNIT / 8)][j] =
+                        load_cluster16(cluster_address(place(unit * (UNIT / 8) + j), r + i / (UNIT / 8)));
+                }
 #pragma unroll
-            for (int r = 0; r < MAX_SPLITS; ++r) {
-                if (r >= splits) break;
-                total[0] += part[r].x, total[1] += part[r].y, total[2] += part[r].z, total[3] += part[r].w;
+                for (int i = 0; i < UNIT / 4; ++i) {
+                    const float4 x = part[i / (UNIT / 8)][i % (UNIT / 8)];
+                    float* const to = total + i % (UNIT / 8) * 4;
+                    to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+                }
             }
-            store_eight_columns<T>(total, c + batch * p.c_batch, p.M, p.N, m, n0 + j * 8 + lane % 4 * 2);
+            store_outputs<T, UNIT>(total, c, p.M, p.N, m0 + half * PANEL_X, n0 + unit * UNIT);
         }
         __syncwarp();
         cluster_leave();  // shared memory stays until the other blocks have read it
@@ -124,21 +148,40 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 
 // A shape of tiles, and how many blocks share the K of one.
 struct Plan {
-    bool wide, square;  // neither: small
-    int splits;
-    int64_t cycles;
+    int rows = 0, columns = 0, log_splits = 0;
+    int64_t cycles = std::numeric_limits<int64_t>::max();
 };
 
-// About how many cycles a product takes, from what an SM does in one: 2048 multiply-adds of 16-bit elements, and 48 bytes
-// from L2. The constants are what it takes to begin, to end, and to meet.
+// About how many cycles a product takes: an SM multiplies, and its stages but those that are asked for at the beginning
+// wait for L2; all wait for memory, under which the most of the rest is hidden. The constants (to begin; multiply-adds and
+// bytes a cycle; to meet; outputs a cycle) are fitted to the times of ten products in a hundred ways on an H200, which they
+// tell to a tenth.
+constexpr int64_t BEGIN = 3000, MULTIPLIED = 2000, FROM_L2 = 55, FROM_MEMORY = 1900, MEET = 6500, STORED = 5;
+
+int64_t cycles(const Tiled& p, int64_t k_tiles, int64_t blocks) {
+    const int64_t rows = (p.a_step ? p.batches : 1) * int64_t{p.M}, columns = (p.b_step ? p.batches : 1) * int64_t{p.N};
+    const int64_t memory = BEGIN + (rows + columns) * k_tiles * SWIZZLE_ROW / FROM_MEMORY;
+    return std::max(blocks, memory) + std::min(blocks, memory) * 3 / 8;
+}
+
 template <typename Tile>
-int64_t cycles(const Tiled& p, int64_t k_tiles, int splits, int blocks_at_once) {
-    constexpr int64_t BEGIN = 3000, MEET = 8000, BYTES = 48;
-    constexpr int64_t STEP = std::max<int64_t>(Tile::BM * Tile::BN * 64 / 2048, Tile::STAGE_BYTES / BYTES);
-    constexpr int64_t END = Tile::BM * Tile::BN / 16;
+int64_t split_cycles(const Tiled& p, int64_t k_tiles, int splits, int blocks_at_once) {
+    constexpr int64_t MULTIPLY = Tile::BM * Tile::BN * 64 / MULTIPLIED, LOAD = Tile::STAGE_BYTES / FROM_L2;
     const int64_t tiles = ceil_div(p.M, Tile::BM) * ceil_div(p.N, Tile::BN) * p.batches;
-    const int64_t turns = ceil_div(tiles * splits, blocks_at_once);
-    return BEGIN + turns * (ceil_div(k_tiles, splits) * STEP + END + (splits > 1 ? MEET : 0));
+    const int64_t turns = ceil_div(tiles * splits, blocks_at_once), steps = ceil_div(k_tiles, splits);
+    const int64_t waiting = std::max<int64_t>(0, steps - Tile::STAGES) * std::max<int64_t>(0, LOAD - MULTIPLY);
+    const int64_t end = Tile::BM * Tile::BN / STORED * (p.N % 8 == 0 ? 1 : 4);  // store_outputs
+    return cycles(p, k_tiles, turns * (BEGIN + steps * MULTIPLY + waiting + end + (splits > 1 ? MEET : 0)));
+}
+
+// The same of `persistent` and `stream_k`, whose tiles are 128×256, made by pairs of blocks. The first goes by turns, the
+// second leaves none unfilled, but lays down and adds up 128 KiB a block.
+int64_t whole_cycles(const Tiled& p, int64_t k_tiles, int sms, bool share) {
+    constexpr int64_t BM = 128, BN = 256, SHARE = 25000, STEP = BM * BN * 64 / MULTIPLIED;
+    const int64_t pairs = tile_count(pair_order(p, BM, BN).tiles, p), workers = sms / CLUSTER;
+    const int64_t turns = ceil_div(pairs, workers),
+                  steps = share ? ceil_div(pairs * k_tiles, workers) : turns * k_tiles;
+    return cycles(p, k_tiles, BEGIN + 2000 + steps * STEP + BM * BN / STORED + (share ? SHARE : 0));
 }
 
 template <typename Tile, typename T, Major A, Major B>
@@ -147,33 +190,27 @@ void consider(Plan& best, const Tiled& p, int64_t k_tiles, const Launch& on) {
     static DeviceSet asked;
     static Resident resident;
     allow_shared(kernel, Tile::SHARED, on.device, asked);  // or none would fit
-    for (int splits = 1; splits <= MAX_SPLITS && splits <= k_tiles; splits *= 2) {
+    for (int log_splits = 0; 1 << log_splits <= std::min<int64_t>(MAX_SPLITS, k_tiles); ++log_splits) {
+        const int splits = 1 << log_splits;
         // Not every SM, of clusters: one lies within a group of SMs.
         const int at_once = splits == 1
                                 ? multiprocessors(on.device)
                                 : splits * resident.clusters(kernel, dim3(Tile::THREADS), splits, Tile::SHARED, on);
-        const int64_t count = cycles<Tile>(p, k_tiles, splits, at_once);
-        if (count < best.cycles) best = {std::is_same_v<Tile, Wide>, std::is_same_v<Tile, Square>, splits, count};
+        const int64_t count = split_cycles<Tile>(p, k_tiles, splits, at_once);
+        if (count < best.cycles) best = {Tile::BM, Tile::BN, log_splits, count};
     }
 }
 
-// The same of `stream_k`, where no turn is left unfilled: its workers are pairs of blocks, and share what they meet for.
-int64_t cycles_shared(const Tiled& p, int64_t k_tiles, int sms) {
-    constexpr int64_t BEGIN = 3000, SHARE = 16000;  // 128 KiB a block are laid down and added up
-    const int64_t pairs = tile_count(pair_order(p, Wide::BM, Wide::BN).tiles, p), workers = sms / CLUSTER;
-    constexpr int64_t STEP = Wide::BM * Wide::BN * 64 / 2048, END = Wide::BM * Wide::BN / 16;
-    return BEGIN + ceil_div(pairs * k_tiles, workers) * STEP + ceil_div(pairs, workers) * END + SHARE;
-}
-
 template <typename Tile, typename T, Major A, Major B>
-void launch_split(const HopperCall& call, int splits, const Launch& on) {
+void launch_split(const HopperCall& call, int log_splits, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
-    const TileOrder order{static_cast<int>(ceil_div(p.M, Tile::BM)), static_cast<int>(ceil_div(p.N, Tile::BN)),
-                          2048 / Tile::BM};
-    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(order, p) * splits, splits,
+    const TileOrder tiles{static_cast<int>(ceil_div(p.M, Tile::BM)), static_cast<int>(ceil_div(p.N, Tile::BN)), 1};
+    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_splits};
+    const int splits = 1 << log_splits;
+    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(tiles, p) * splits, splits,
                   Tile::THREADS, Tile::SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
-                  order, splits);
+                  places);
 }
 
 }  // namespace
@@ -186,16 +223,23 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             constexpr Major A = a_major(), B = b_major();
             const int sms = multiprocessors(on.device);
             const int64_t k_tiles = ceil_div(call.tiled.K, BLOCK_K<T>);
-            Plan plan{true, false, 1, std::numeric_limits<int64_t>::max()};
-            consider<Wide, T, A, B>(plan, call.tiled, k_tiles, on);
-            consider<Square, T, A, B>(plan, call.tiled, k_tiles, on);
-            consider<Small, T, A, B>(plan, call.tiled, k_tiles, on);
-            const int64_t shared = cycles_shared(call.tiled, k_tiles, sms);
-            const bool share = shared < plan.cycles - plan.cycles / 16;  // a count so rough must promise something
-            if (share || (plan.wide && plan.splits == 1)) return launch_persistent(call, dtype, on, share);
-            if (plan.wide) return launch_split<Wide, T, A, B>(call, plan.splits, on);
-            if (plan.square) return launch_split<Square, T, A, B>(call, plan.splits, on);
-            launch_split<Small, T, A, B>(call, plan.splits, on);
+            const int64_t whole = whole_cycles(call.tiled, k_tiles, sms, false);
+            const int64_t shared = whole_cycles(call.tiled, k_tiles, sms, true);
+            const bool turns = tile_count(pair_order(call.tiled, 128, 256).tiles, call.tiled) >= sms / CLUSTER;
+            const bool share = turns && shared < whole - whole / 128;
+            Plan plan;
+            plan.cycles = share ? shared : whole;
+            const auto consider_tile = [&](auto tile) {
+                consider<decltype(tile), T, A, B>(plan, call.tiled, k_tiles, on);
+            };
+            const auto launch_tile = [&](auto tile) {
+                using Tile = decltype(tile);
+                if (plan.rows != Tile::BM || plan.columns != Tile::BN) return;
+                launch_split<Tile, T, A, B>(call, plan.log_splits, on);
+            };
+            each_tile(consider_tile);
+            if (plan.rows == 0) return launch_persistent(call, dtype, on, share);
+            each_tile(launch_tile);
         });
     });
 }
@@ -209,8 +253,9 @@ void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             facts.push_back(
                 kernel_facts<matmul_split_k_kernel<T, Major::K, B, Tile>>(name, Tile::THREADS, Tile::SHARED));
         };
-        add("matmul.split_k", Wide{});
+        add("matmul.split_k 128x192", Wide{});
         add("matmul.split_k 128x128", Square{});
+        add("matmul.split_k 128x64", Narrow{});
         add("matmul.split_k 64x64", Small{});
     });
 }
