@@ -27,7 +27,7 @@ struct Schema {
 
 // The name and overload stand in the signature, so that no operator is named twice.
 #define KL_OP(signature, function) \
-    Schema { signature, TORCH_BOX(&Adapted<&function>::call) }
+    Schema { signature, boxed<&function> }
 
 // The step of the climb is the overload and the function's template argument alike.
 #define KL_NORM(op, step, arguments) KL_OP(#op "." #step arguments, op<NormStep::step>)

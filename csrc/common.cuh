@@ -1,4 +1,4 @@
-// What every kernel shares: types, checks, launch check, vectors of 16 bytes, reductions, strided operands.
+// What every kernel shares: types, checks, launch check, vectors of 16 bytes, reductions; strided operands by layout.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "layout.h"
 #include "tensor.h"
 
 namespace kl {
@@ -252,86 +253,6 @@ struct CompensatedSum {
         const float y = x - lost, t = sum + y;
         lost = isinf(t) ? 0.0f : (t - sum) - y;  // ∞ − ∞ would make a sum that overflows NaN
         sum = t;
-    }
-};
-
-// ---- strided operands ----------------------------------------------------------------------------------------------
-
-constexpr int MAX_DIMS = 12;
-
-// Row-major index → memory offset, over the dimensions that do not collapse into their neighbour.
-struct Strided {
-    int dims = 0;
-    int64_t sizes[MAX_DIMS];
-    int64_t strides[MAX_DIMS];
-
-    __device__ int64_t offset(int64_t index) const {
-        int64_t offset = 0;
-        for (int d = dims - 1; d > 0; --d) {
-            offset += index % sizes[d] * strides[d];
-            index /= sizes[d];
-        }
-        return dims > 0 ? offset + index * strides[0] : 0;
-    }
-    bool is_dense() const { return dims == 0 || (dims == 1 && strides[0] == 1); }
-};
-
-inline Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t dim, const char* op) {
-    Strided out;
-    for (int64_t d = 0; d < dim; ++d) {
-        if (sizes[d] == 1) continue;
-        if (out.dims > 0 && out.strides[out.dims - 1] == sizes[d] * strides[d]) {
-            out.sizes[out.dims - 1] *= sizes[d];
-            out.strides[out.dims - 1] = strides[d];
-            continue;
-        }
-        KL_CHECK(out.dims < MAX_DIMS, op, ": strides need more than ", MAX_DIMS, " dimensions");
-        out.sizes[out.dims] = sizes[d];
-        out.strides[out.dims++] = strides[d];
-    }
-    return out;
-}
-
-// The order of dimensions in which a fresh tensor like `input` is laid out: by descending stride, broadcast ones last
-// in doubt. With its strides, so that the memory order of a dense input is kept, as torch.empty_like does.
-struct DenseLike {
-    std::vector<int64_t> order;    // dimensions, outermost in memory first
-    std::vector<int64_t> sizes;    // in that order
-    std::vector<int64_t> strides;  // of the fresh tensor, by the tensor's own dimensions
-    explicit DenseLike(const Tensor& input) {
-        const int64_t dim = input.dim();
-        for (int64_t d = 0; d < dim; ++d) order.push_back(d);
-        if (!input.is_contiguous()) {
-            auto by_stride = order;
-            std::stable_sort(by_stride.begin(), by_stride.end(),
-                             [&](int64_t a, int64_t b) { return input.stride(a) > input.stride(b); });
-            int64_t expected = 1;
-            bool dense = true;
-            for (size_t i = by_stride.size(); i-- > 0;) {
-                const int64_t d = by_stride[i];
-                if (input.size(d) == 1) continue;
-                dense = dense && input.stride(d) == expected;
-                expected *= input.size(d);
-            }
-            if (dense) order = by_stride;
-        }
-        strides.resize(dim);
-        int64_t stride = 1;
-        for (size_t i = order.size(); i-- > 0;) {
-            strides[order[i]] = stride;
-            stride *= std::max<int64_t>(input.size(order[i]), 1);
-        }
-        for (const int64_t d : order) sizes.push_back(input.size(d));
-    }
-    Tensor allocate(const Tensor& input) const {
-        const auto shape = input.sizes();
-        return empty_strided(input, input.scalar_type(), shape.data(), strides.data(), input.dim());
-    }
-    // How to read `tensor`, of the same shape, in the memory order of the fresh one.
-    Strided walk(const Tensor& tensor, const char* op) const {
-        std::vector<int64_t> ordered;
-        for (const int64_t d : order) ordered.push_back(tensor.stride(d));
-        return collapse(sizes.data(), ordered.data(), static_cast<int64_t>(sizes.size()), op);
     }
 };
 

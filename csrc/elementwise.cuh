@@ -45,6 +45,7 @@ struct Operands {
     // Memory offset in operand `k` of the element at an index in that order.
     __device__ int64_t offset(int k, int64_t index) const {
         int64_t offset = 0;
+#pragma unroll 1  // as in Strided::offset
         for (int d = dims - 1; d > 0; --d) {
             offset += index % sizes[d] * strides[k][d];
             index /= sizes[d];

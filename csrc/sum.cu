@@ -48,6 +48,23 @@ __device__ Out round_to(Acc x) {
     }
 }
 
+// Where the sums of one kernel go: to the output, rounded, or, where `parts` is not null, there as they are. A choice at
+// run time, once a sum: an instance of each kernel for both would take seconds to compile.
+template <typename In, typename Out>
+struct Target {
+    Out* output;
+    Accumulator<In>* parts;
+
+    // `part` is the sum's place among the parts, `index` the output's number.
+    __device__ void put(int64_t part, const Reduction& r, int64_t index, Accumulator<In> sum) const {
+        if (parts != nullptr) {
+            parts[part] = sum;
+        } else {
+            output[r.output.offset(index)] = round_to<Out>(sum);
+        }
+    }
+};
+
 template <typename Acc, int N>
 __device__ Acc tree_sum(Acc (&x)[N]) {
 #pragma unroll
@@ -157,7 +174,7 @@ __global__ void __launch_bounds__(THREADS)
 // The dense part of a row, wherever it starts and ends: 16-byte loads, but for a few elements at both ends.
 template <typename In, typename Out>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    sum_two_stage_rows_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    sum_two_stage_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r, int64_t part) {
     using Acc = Accumulator<In>;
     constexpr int N = Vec<In>::size;
     __shared__ Acc scratch[THREADS / WARP];
@@ -179,14 +196,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int64_t i = head + vectors * N + threadIdx.x; i < length; i += blockDim.x) sum += widened<Acc>(first[i]);
 
     sum = sum_over_row(sum, scratch);
-    if (live && threadIdx.x == 0) output[r.output.offset(row) * gridDim.y + blockIdx.y] = round_to<Out>(sum);
+    if (live && threadIdx.x == 0) to.put(row * gridDim.y + blockIdx.y, r, row, sum);
 }
 
 // Rows of any strides. Unit is what one load brings: a vector, or where the strides allow none, an element; `r` counts
 // summands in units.
 template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    sum_two_stage_strided_rows_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    sum_two_stage_strided_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
+                                      int64_t part) {
     using Acc = Accumulator<In>;
     __shared__ Acc scratch[THREADS / WARP];
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -201,13 +219,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         sum += sum_of_units<Acc>(tile, first);
     }
     sum = sum_over_row(sum, scratch);
-    if (live && threadIdx.x == 0) output[r.output.offset(row) * gridDim.y + blockIdx.y] = round_to<Out>(sum);
+    if (live && threadIdx.x == 0) to.put(row * gridDim.y + blockIdx.y, r, row, sum);
 }
 
 // Columns: a thread adds those of one Unit, and the threads down them meet in shared memory.
 template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    sum_two_stage_columns_kernel(Out* output, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    sum_two_stage_columns_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
+                                 int64_t part) {
     using Acc = Accumulator<In>;
     constexpr int N = sizeof(Unit) / sizeof(In);
     __shared__ Acc scratch[N][THREADS];
@@ -239,7 +258,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (!live || threadIdx.y > 0) return;
 #pragma unroll
     for (int e = 0; e < N; ++e) {
-        output[r.output.offset(column + e) + blockIdx.y * r.count] = round_to<Out>(scratch[e][thread]);
+        to.put(blockIdx.y * r.count + column + e, r, column + e, scratch[e][thread]);
     }
 }
 
@@ -353,12 +372,13 @@ constexpr unsigned DOWN = 8, DOWN_PARTS = 32;
 template <typename In, typename Out>
 struct Stage {
     Shape shape;
-    void (*kernel)(Out*, const In*, Reduction, int64_t);
+    void (*kernel)(Target<In, Out>, const In*, Reduction, int64_t);
     Reduction r;
 
     Stage(const In* input, const Reduction& reduction, bool columns, unsigned down, bool split) : r(reduction) {
         constexpr int64_t N = Vec<In>::size;
-        const bool dense_row = r.reduced.dims == 0 || (r.reduced.dims == 1 && r.reduced.strides[0] == 1);
+        constexpr bool OF_PARTS = sizeof(In) > sizeof(Out);  // whose rows are dense
+        const bool dense_row = OF_PARTS || r.reduced.dims == 0 || (r.reduced.dims == 1 && r.reduced.strides[0] == 1);
         if (columns) {
             const bool vectors = in_vectors(input, r.kept, r.reduced);
             shape = shape_of_columns(vectors ? r.count / N : r.count, r.length, down, split);
@@ -368,7 +388,7 @@ struct Stage {
             shape = shape_of_rows(r.count, ceil_div(r.length, N), split);
             shape.part *= N;
             kernel = sum_two_stage_rows_kernel<In, Out>;
-        } else {
+        } else if constexpr (!OF_PARTS) {
             const bool vectors = in_vectors(input, r.reduced, r.kept);
             if (vectors) {
                 r.length /= N;
@@ -380,8 +400,8 @@ struct Stage {
                              : sum_two_stage_strided_rows_kernel<In, Out, In>;
         }
     }
-    void launch(Out* output, const In* input, cudaStream_t stream) const {
-        kernel<<<shape.grid, shape.block, 0, stream>>>(output, input, r, shape.part);
+    void launch(const Target<In, Out>& to, const In* input, cudaStream_t stream) const {
+        kernel<<<shape.grid, shape.block, 0, stream>>>(to, input, r, shape.part);
     }
 };
 
@@ -392,21 +412,19 @@ void coalesced(T* output, const T* input, const Layout& layout, bool in_parts, c
                cudaStream_t stream) {
     using Part = Accumulator<T>;
     const bool columns = layout.columns;
-    Reduction first = layout.r;
-    first.output = walk_of(first.count, 1);
-    const Stage<T, Part> split(input, first, columns, DOWN, in_parts);
-    const int64_t parts = split.shape.grid.y;
-    if (parts == 1) return Stage<T, T>(input, layout.r, columns, DOWN, false).launch(output, input, stream);
+    const Stage<T, T> first(input, layout.r, columns, DOWN, in_parts);
+    const int64_t parts = first.shape.grid.y;
+    if (parts == 1) return first.launch({output, nullptr}, input, stream);
 
     const Tensor partial =
-        empty(like, std::is_same_v<Part, float> ? ScalarType::Float : ScalarType::Double, {parts * first.count});
+        empty(like, std::is_same_v<Part, float> ? ScalarType::Float : ScalarType::Double, {parts * layout.r.count});
     auto* const part_sums = static_cast<Part*>(partial.data_ptr());
-    split.launch(part_sums, input, stream);
+    first.launch({nullptr, part_sums}, input, stream);
     Reduction second = layout.r;
     second.length = parts;
     second.kept = walk_of(second.count, columns ? 1 : parts);
     second.reduced = walk_of(parts, columns ? second.count : 1);
-    Stage<Part, T>(part_sums, second, columns, DOWN_PARTS, false).launch(output, part_sums, stream);
+    Stage<Part, T>(part_sums, second, columns, DOWN_PARTS, false).launch({output, nullptr}, part_sums, stream);
 }
 
 enum class Step { naive, block, coalesced, two_stage };
@@ -456,13 +474,10 @@ void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(kernel_facts<sum_naive_kernel<T>>("sum.naive", THREADS));
         facts.push_back(kernel_facts<sum_block_kernel<T>>("sum.block", THREADS));
         facts.push_back(kernel_facts<sum_two_stage_rows_kernel<T, T>>("sum.two_stage, rows", THREADS));
-        facts.push_back(kernel_facts<sum_two_stage_rows_kernel<T, Part>>("sum.two_stage, parts of rows", THREADS));
         facts.push_back(kernel_facts<sum_two_stage_rows_kernel<Part, T>>("sum.two_stage, rows of parts", THREADS));
         facts.push_back(
             kernel_facts<sum_two_stage_strided_rows_kernel<T, T, Vec<T>>>("sum.two_stage, strided rows", THREADS));
         facts.push_back(kernel_facts<sum_two_stage_columns_kernel<T, T, Vec<T>>>("sum.two_stage, columns", THREADS));
-        facts.push_back(
-            kernel_facts<sum_two_stage_columns_kernel<T, Part, Vec<T>>>("sum.two_stage, parts of columns", THREADS));
         facts.push_back(
             kernel_facts<sum_two_stage_columns_kernel<Part, T, Vec<Part>>>("sum.two_stage, columns of parts", THREADS));
     });

@@ -68,7 +68,7 @@ int64_t Tensor::element_size() const {
         case ScalarType::Double:
             return 8;
     }
-    raise("no kernel knows dtype number ", static_cast<int32_t>(dtype));
+    raise({"no kernel knows dtype number ", static_cast<int32_t>(dtype)});
 }
 
 // Straight to the allocator: a dispatched call costs microseconds.

@@ -1,5 +1,5 @@
 // A tensor as the kernels' files see it. They do not include PyTorch, whose headers would be most of the time that it
-// takes to compile them; tensor.cpp stands between the two, and boxing.h lets operators be registered with these types.
+// takes to compile them; tensor.cpp stands between the two, and torch_tensor.h lets operators be registered with these types.
 #pragma once
 
 #include <cuda_runtime.h>

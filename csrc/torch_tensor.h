@@ -16,7 +16,7 @@ struct TorchTensor {
     static torch::stable::Tensor theirs(const Tensor& ours);
 };
 
-// The type that stands in PyTorch's place of T, and the conversions: of tensors, alone, optional or several of them.
+// The type that stands in PyTorch's place of a parameter T, and the conversion.
 template <typename T>
 struct AsTorch {
     using type = T;
@@ -27,7 +27,6 @@ template <>
 struct AsTorch<Tensor> {
     using type = torch::stable::Tensor;
     static Tensor ours(type value) { return TorchTensor::ours(std::move(value)); }
-    static type theirs(const Tensor& value) { return TorchTensor::theirs(value); }
 };
 
 template <>
@@ -36,30 +35,42 @@ struct AsTorch<std::optional<Tensor>> {
     static std::optional<Tensor> ours(type value) {
         return value.has_value() ? std::optional(TorchTensor::ours(*std::move(value))) : std::nullopt;
     }
-    static type theirs(const std::optional<Tensor>& value) {
-        return value.has_value() ? type(TorchTensor::theirs(*value)) : std::nullopt;
-    }
 };
 
-template <typename... T>
-struct AsTorch<std::tuple<T...>> {
-    using type = std::tuple<typename AsTorch<T>::type...>;
-    static type theirs(const std::tuple<T...>& values) {
-        return std::apply([](const T&... value) { return type(AsTorch<T>::theirs(value)...); }, values);
-    }
-};
+// Leaves an operator's results on the stack: one tensor or several.
+inline void leave(StableIValue* stack, const Tensor& result) {
+    *stack = torch::stable::detail::from(TorchTensor::theirs(result));
+}
+template <typename... Results>
+void leave(StableIValue* stack, const std::tuple<Results...>& results) {
+    std::apply([&](const Results&... each) { (leave(stack++, each), ...); }, results);
+}
+template <typename Result>
+constexpr uint64_t RESULTS = 1;
+template <typename... Results>
+constexpr uint64_t RESULTS<std::tuple<Results...>> = sizeof...(Results);
 
-// FUNCTION with PyTorch's types, for TORCH_BOX.
+// Calls a function with the arguments that PyTorch's dispatcher has laid on the stack, and leaves its results there.
+template <typename Result, typename... Parameters, size_t... I>
+void call_boxed(Result (*function)(Parameters...), StableIValue* stack, uint64_t arguments, uint64_t results,
+                std::index_sequence<I...>) {
+    KL_CHECK(arguments == sizeof...(I) && results == RESULTS<Result>, "an operator's schema has ", arguments,
+             " arguments and ", results, " results, its function ", sizeof...(I), " and ", RESULTS<Result>);
+    std::tuple<std::decay_t<Parameters>...> values{AsTorch<std::decay_t<Parameters>>::ours(
+        torch::stable::detail::to<typename AsTorch<std::decay_t<Parameters>>::type>(stack[I]))...};
+    leave(stack, std::apply(function, values));
+}
+template <typename Result, typename... Parameters>
+[[gnu::noinline]] void call_boxed(Result (*function)(Parameters...), StableIValue* stack, uint64_t arguments,
+                                  uint64_t results) {
+    call_boxed(function, stack, arguments, results, std::index_sequence_for<Parameters...>{});
+}
+
+// FUNCTION as PyTorch registers it. TORCH_BOX would compile the conversions anew for every function; here they are
+// compiled once for every signature.
 template <auto* FUNCTION>
-struct Adapted;
-template <typename Result, typename... Parameters, Result (*FUNCTION)(Parameters...)>
-struct Adapted<FUNCTION> {
-    template <typename T>
-    using As = AsTorch<std::remove_cv_t<std::remove_reference_t<T>>>;
-
-    static typename As<Result>::type call(typename As<Parameters>::type... values) {
-        return As<Result>::theirs(FUNCTION(As<Parameters>::ours(std::move(values))...));
-    }
-};
+void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
+    call_boxed(FUNCTION, stack, arguments, results);
+}
 
 }  // namespace kl

@@ -37,6 +37,7 @@ struct Product {
     // Where batch number `index` of A and of B begins.
     __device__ void batch_offsets(int64_t index, int64_t* a, int64_t* b) const {
         *a = *b = 0;
+#pragma unroll 1  // as in Strided::offset
         for (int d = batch_dims - 1; d >= 0; --d) {
             const int64_t i = index % batch_sizes[d];
             index /= batch_sizes[d];
