@@ -14,6 +14,7 @@
 
 #include "norm_launch.cuh"
 #include "philox.cuh"
+#include "slots.cuh"
 
 namespace kl {
 namespace {
@@ -186,7 +187,7 @@ constexpr const char* BACKWARD_NAME = "bias_dropout_add_layer_norm_backward";
 template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
     launch_for_rows<bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>, STAYS<WHOLE, CLUSTER>>(
-        shape, p.norm.count, WHOLE ? 0 : slot_bytes(shape, 1), launch, p, mask);
+        shape, p.norm.count, WHOLE ? 0 : slot_bytes(shape, ROW_VECTORS), launch, p, mask);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 // Normalised rows, for layer_norm, rms_norm and add_rms_norm: operands, and the first two steps of the climb. The others
-// are in norm_registers.cuh, and how all are launched in norm_launch.cuh.
+// are in norm_registers.cuh and norm_backward.cuh, and how all are launched in norm_launch.cuh.
 // CENTRED rows are shifted to mean zero first; with a RESIDUAL the rows are the sum of two operands.
 #pragma once
 
 #include "columns.cuh"
+#include "dependent.cuh"
 #include "rows.cuh"
 
 namespace kl {
@@ -347,6 +348,7 @@ __device__ void norm_weights_block(const NormWeights<T>& w, const NormBackward<T
 // Stage two: the sums of weight and bias over the groups, blockIdx.y the one or the other.
 template <typename T>
 __device__ void norm_weights_sum(const NormWeights<T>& w, int64_t length) {
+    wait_for_previous();
     T* const out = blockIdx.y == 0 ? w.grad_weight : w.grad_bias;
     if (out != nullptr) sum_shares(out, w.partials + int64_t{blockIdx.y} * w.groups * length, w.groups, length);
 }

@@ -18,6 +18,10 @@ struct Rows {
 
     __device__ int64_t start(int64_t row) const { return walk.offset(row); }
 
+    // Whether they lie evenly apart, and how far.
+    bool even() const { return walk.dims <= 1; }
+    __device__ int64_t step() const { return walk.dims > 0 ? walk.strides[0] : 0; }
+
     // Whether rows of this length consist of such vectors alone.
     template <typename T>
     bool vectors(int64_t length) const {
@@ -330,12 +334,18 @@ constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;
 constexpr int64_t MAX_CLUSTER_CHUNKS = MAX_BLOCK_CHUNKS * MAX_CLUSTER;
 static_assert(WIDE_THREADS * WIDE_VECTORS == ROW_THREADS * ROW_VECTORS);
 
+// Threads that share such a row, `most` at most: a power of two, so that a part of a warp can reduce by shuffles.
+inline unsigned row_threads(int64_t chunks, unsigned vectors, unsigned most) {
+    unsigned threads = 4;
+    while (threads < most && threads * vectors < chunks) threads *= 2;
+    return threads;
+}
+
 // `wide`: of long rows a thread takes WIDE_VECTORS.
 inline RowLaunch row_launch(int64_t chunks, bool clusters, bool wide = false) {
     wide = wide && chunks > MIN_BLOCK * ROW_VECTORS;
     const unsigned vectors = wide ? WIDE_VECTORS : ROW_VECTORS, most = wide ? WIDE_THREADS : ROW_THREADS;
-    unsigned threads = 4;  // a power of two, so that a part of a warp can reduce by shuffles
-    while (threads < most && threads * vectors < chunks) threads *= 2;
+    const unsigned threads = row_threads(chunks, vectors, most);
     if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1};
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
@@ -356,17 +366,18 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
     KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, static_cast<Parameters>(arguments)...));
 }
 
-// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for. Rows
-// element by element are never wide.
-template <int WIDE = WIDE_VECTORS, typename F>
+// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for: whole
+// vectors FEW or MANY a thread, MANY in clusters. Rows element by element take ROW_VECTORS.
+template <int FEW, int MANY, typename F>
 void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
-    using Few = std::integral_constant<int, ROW_VECTORS>;
-    using Wide = std::integral_constant<int, WIDE>;
+    using Few = std::integral_constant<int, FEW>;
+    using Many = std::integral_constant<int, MANY>;
+    using Single = std::integral_constant<int, ROW_VECTORS>;
     using Yes = std::true_type;
     using No = std::false_type;
-    if (!whole) return shape.cluster > 1 ? f(Few{}, No{}, Yes{}) : f(Few{}, No{}, No{});
-    if (shape.cluster > 1) return f(Wide{}, Yes{}, Yes{});
-    if (shape.vectors > ROW_VECTORS) return f(Wide{}, Yes{}, No{});
+    if (!whole) return shape.cluster > 1 ? f(Single{}, No{}, Yes{}) : f(Single{}, No{}, No{});
+    if (shape.cluster > 1) return f(Many{}, Yes{}, Yes{});
+    if (shape.vectors > FEW) return f(Many{}, Yes{}, No{});
     f(Few{}, Yes{}, No{});
 }
 

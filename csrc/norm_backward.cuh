@@ -1,0 +1,218 @@
+// The gradients of normalised rows, and stage one of those of their weights, in one pass over input and gradient: the last
+// two steps of the climb of layer_norm, rms_norm and add_rms_norm.
+#pragma once
+
+#include "dependent.cuh"
+#include "norm.cuh"
+#include "slots.cuh"
+
+namespace kl {
+
+constexpr int HELD_VECTORS = 2;  // of a row that a thread can hold, besides the sums of its columns
+template <int V>
+constexpr bool HELD = V <= HELD_VECTORS;
+
+// Rows on the chip: enough that 64 KiB an SM are under way at any time, twice what memory's latency asks for.
+template <int V>
+constexpr int BACKWARD_STAGES = HELD<V> ? 4 : 2;
+
+// Vectors of a thread in shared memory: input and gradient of all stages, and the weight where it is not held.
+template <int V>
+constexpr int BACKWARD_SLOTS = 2 * V * BACKWARD_STAGES<V> + (HELD<V> ? 0 : V);
+
+// Four columns of the partials.
+template <bool WHOLE>
+__device__ void store_columns(float* partials, int64_t column, const float4& sums, int64_t length) {
+    if constexpr (WHOLE) {
+        if (column < length) *reinterpret_cast<float4*>(partials + column) = sums;
+    } else {
+        if (column < length) partials[column] = sums.x;
+        if (column + 1 < length) partials[column + 1] = sums.y;
+        if (column + 2 < length) partials[column + 2] = sums.z;
+        if (column + 3 < length) partials[column + 3] = sums.w;
+    }
+}
+
+// A thread's sums over the rows that it went through, as stage one of the weights' gradients; one sum's partials lie
+// `apart` from the other's. Where rows share a block their sums are added up in shared memory first, so that the
+// partials stay few.
+template <bool WHOLE, bool CLUSTER, int SUMS, int V, int E>
+__device__ void store_partials(float* partials, int64_t apart, const float (&own)[SUMS][V][E],
+                               const RowShare<CLUSTER>& share, uint4* in_shared, int64_t length) {
+    constexpr int FOURS = E / 4;
+    const int lanes = blockDim.x, stripes = blockDim.y, width = lanes * V * FOURS;
+    auto* const rows = reinterpret_cast<float4*>(in_shared);
+    if (stripes > 1) __syncthreads();  // what stood there before has been read
+#pragma unroll
+    for (int s = 0; s < SUMS; ++s) {
+#pragma unroll
+        for (int i = 0; i < V * FOURS; ++i) {
+            const float* const sum = own[s][i / FOURS] + i % FOURS * 4;
+            const float4 four = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            const int64_t column = int64_t{share.first + i / FOURS * share.step} * E + i % FOURS * 4;
+            if (stripes == 1) store_columns<WHOLE>(partials + s * apart, column, four, length);
+            if (stripes > 1) rows[(s * stripes + threadIdx.y) * width + i * lanes + threadIdx.x] = four;
+        }
+    }
+    if (stripes == 1) return;
+    __syncthreads();
+    for (int at = threadIdx.y * lanes + threadIdx.x; at < SUMS * width; at += ROW_THREADS) {
+        const int s = at / width, i = at % width / lanes, lane = at % lanes;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int y = 0; y < stripes; ++y) {
+            const float4 more = rows[(s * stripes + y) * width + at % width];
+            sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+        }
+        const int64_t column = int64_t{lane + i / FOURS * lanes} * E + i % FOURS * 4;
+        store_columns<WHOLE>(partials + s * apart, column, sum, length);
+    }
+}
+
+// How many rows there are from `row` on, every `apart`-th, up to `count`.
+__device__ inline int turns_of(int64_t row, int64_t apart, int64_t count) {
+    return row < count ? static_cast<int>((count - row - 1) / apart) + 1 : 0;
+}
+
+// The rows of an operand that a thread goes through: every `apart`-th from `row` on. EVEN: they lie evenly apart, and
+// an addition leads from one to the next.
+template <bool EVEN, typename T>
+struct RowCursor {
+    T *base, *at;
+    int64_t row, apart, step;
+
+    __device__ RowCursor(T* base_in, const Rows& rows, int64_t row_in, int64_t apart_in)
+        : base(base_in), at(base), row(row_in), apart(apart_in), step(apart * rows.step()) {
+        if constexpr (EVEN) at += row * rows.step();
+    }
+
+    // Where the row starts, if it is there (`live`); from then on it is the next one.
+    __device__ T* next(const Rows& rows, bool live) {
+        T* const start = EVEN ? at : base + (live ? rows.start(row) : 0);
+        at += step;
+        row += apart;
+        return start;
+    }
+};
+
+// One read of input and gradient, one write: while a row is worked on the next ones arrive, and every thread keeps the
+// sums of its columns in registers over all the rows that it goes through: those of the weights too where nobody wants
+// them, which costs no byte and spares half of the instances. HELD: what the first pass over a row makes of it stays in
+// registers for the second, and so does the weight.
+template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
+__device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackward<T>& p) {
+#if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
+    using Sums = std::conditional_t<CENTRED, Pair, float>;
+    using Add = std::conditional_t<CENTRED, PairSum, Sum>;
+    extern __shared__ uint4 in_shared[];
+    __shared__ Mailbox<CLUSTER, Sums> mailbox[2];
+    constexpr int E = Vec<T>::size, STAGES = BACKWARD_STAGES<V>, WEIGHT = 2 * V * STAGES;
+    constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
+    const RowShare<CLUSTER> share;
+    share.open(mailbox[0], mailbox[1]);
+    const Slots<T, ROW_THREADS> slots(in_shared);
+    // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
+    const int64_t first_row = CLUSTER ? share.row : blockIdx.x, apart = share.rows_at_once;
+    const int64_t row = first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y);
+    const int turns = turns_of(first_row, apart, p.count), own = turns_of(row, apart, p.count);
+    RowCursor<WHOLE, const T> input(p.input, p.in, row, apart), grad(p.grad, p.g, row, apart);
+    RowCursor<WHOLE, const T> grad_sum(p.grad_sum, p.gs, row, apart);
+    RowCursor<WHOLE, T> grad_input(p.grad_input, p.gi, row, apart);
+    const auto fetch = [&](int turn) {
+        const bool live = turn < own;
+        const int begin = turn % STAGES * 2 * V;
+        slots.template fetch<WHOLE, V>(begin, input.next(p.in, live), p.in, share, live, p.length);
+        slots.template fetch<WHOLE, V>(begin + V, grad.next(p.g, live), p.g, share, live, p.length);
+        cp_async_commit();
+    };
+    const auto stats_of = [&](int turn) {
+        return turn < own ? load_stats<CENTRED>(p.stats, row + turn * apart) : Stats{0.0f, 0.0f, 0.0f};
+    };
+
+    float scale[V][E];
+    if constexpr (HELD<V>) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            const int first = (share.first + v * share.step) * E;
+            unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
+        }
+    } else {
+        slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
+    }
+#pragma unroll 1
+    for (int turn = 0; turn < STAGES; ++turn) fetch(turn);
+    Stats next = stats_of(0);
+    share.meet();
+    const float per_element = 1.0f / static_cast<float>(p.length);
+    float of_columns[SUMS][V][E] = {}, x_hat[KEPT][E], weighted[KEPT][E], g[E];
+    for (int turn = 0; turn < turns; ++turn) {
+        const bool live = turn < own;
+        const Stats stats = next;
+        next = stats_of(turn + 1);
+        Vec<T> more[V];
+        if constexpr (RESIDUAL) {
+            load_row<WHOLE>(more, grad_sum.next(p.gs, live), p.gs, share, live, p.length, 0.0f);
+        }
+        const auto work_out = [&](int v) {  // x̂ and the weighted gradient
+            const int begin = turn % STAGES * 2 * V + v, at = v % KEPT;
+            slots.read(begin, x_hat[at]);
+            slots.read(begin + V, g);
+            if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale[v]);
+#pragma unroll
+            for (int e = 0; e < E; ++e) {
+                x_hat[at][e] = normalized<CENTRED>(x_hat[at][e], stats);
+                weighted[at][e] = g[e] * scale[v][e];
+            }
+        };
+        cp_async_wait<STAGES - 1>();
+        Sums sums{};
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            const int at = v % KEPT;
+            work_out(v);
+            Pair partial{0.0f, 0.0f};
+#pragma unroll
+            for (int e = 0; e < E; ++e) {
+                of_columns[0][v][e] = fmaf(g[e], x_hat[at][e], of_columns[0][v][e]);
+                if constexpr (CENTRED) of_columns[1][v][e] += g[e];
+                partial = {partial.first + weighted[at][e], fmaf(weighted[at][e], x_hat[at][e], partial.second)};
+            }
+            if constexpr (CENTRED) sums = PairSum{}(sums, partial);
+            if constexpr (!CENTRED) sums += partial.second;
+        }
+        if constexpr (HELD<V>) fetch(turn + STAGES);
+        if (p.grad_input != nullptr) {
+            sums = reduce_over_row<CLUSTER, /*ALONE=*/false>(sums, Add{}, mailbox[turn % 2], turn / 2);
+            Pair means{0.0f, 0.0f};
+            if constexpr (CENTRED) means = {sums.first * per_element, sums.second * per_element};
+            if constexpr (!CENTRED) means.second = sums * per_element;
+            T* const gi_row = grad_input.next(p.gi, live);
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                const int at = v % KEPT;
+                if constexpr (!HELD<V>) work_out(v);
+                float x[E];
+#pragma unroll
+                for (int e = 0; e < E; ++e) {
+                    x[e] = gradient<CENTRED>(x_hat[at][e], weighted[at][e], means, stats.rstd);
+                }
+                if constexpr (RESIDUAL) {
+                    unpack(more[v], g);
+#pragma unroll
+                    for (int e = 0; e < E; ++e) x[e] += g[e];
+                }
+                store_part<WHOLE>(gi_row, p.gi, pack<T>(x), v, share, live, p.length);
+            }
+        }
+        if constexpr (!HELD<V>) fetch(turn + STAGES);
+    }
+    cp_async_wait<0>();
+    launch_dependents();
+    if (w.partials == nullptr) return;
+    float* const partials = w.partials + first_row * p.length;
+    store_partials<WHOLE>(partials, w.groups * p.length, of_columns, share, in_shared, p.length);
+#endif
+}
+
+}  // namespace kl
