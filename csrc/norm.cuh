@@ -37,7 +37,11 @@ __device__ void store_stats(float* stats, int64_t row, const Stats& value) {
     }
 }
 
-// Of what is not SHIFTED, the shift is zero.
+// What rounding the mean loses shows in float32 alone: of 16-bit elements it is far below their own spacing.
+template <typename T>
+constexpr bool SHIFTED = sizeof(T) == 4;
+
+// Of what is not SHIFTED, the shift counts for nothing.
 template <bool CENTRED, bool SHIFTED = true>
 __device__ float normalized(float x, const Stats& stats) {
     if constexpr (!CENTRED) return x * stats.rstd;

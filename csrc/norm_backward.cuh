@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dependent.cuh"
+#include "letterbox.cuh"
 #include "norm.cuh"
 #include "slots.cuh"
 
@@ -12,9 +13,10 @@ constexpr int HELD_VECTORS = 2;  // of a row that a thread can hold, besides the
 template <int V>
 constexpr bool HELD = V <= HELD_VECTORS;
 
-// Rows on the chip: enough that 64 KiB an SM are under way at any time, twice what memory's latency asks for.
+// Rows on the chip: enough that 64 KiB an SM are under way at any time, twice what memory's latency asks for. Of rows that
+// are not held two are worked on at once.
 template <int V>
-constexpr int BACKWARD_STAGES = HELD<V> ? 4 : 2;
+constexpr int BACKWARD_STAGES = HELD<V> ? 4 : 3;
 
 // Vectors of a thread in shared memory: input and gradient of all stages, and the weight where it is not held.
 template <int V>
@@ -95,82 +97,89 @@ struct RowCursor {
     }
 };
 
-// One read of input and gradient, one write: while a row is worked on the next ones arrive, and every thread keeps the
-// sums of its columns in registers over all the rows that it goes through: those of the weights too where nobody wants
-// them, which costs no byte and spares half of the instances. HELD: what the first pass over a row makes of it stays in
-// registers for the second, and so does the weight.
+// What a thread does with its part of the rows that it goes through, every `apart`-th from `row` on, which it calls by
+// their turn. HELD: what the first pass over a row makes of it stays in registers for the second, as does the weight.
 template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
-__device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackward<T>& p) {
-#if __CUDA_ARCH__ >= 800
-    if (!exists_here<CLUSTER>()) return;
+struct BackwardRows {
+    static constexpr int E = Vec<T>::size, STAGES = BACKWARD_STAGES<V>, WEIGHT = 2 * V * STAGES;
+    static constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
     using Sums = std::conditional_t<CENTRED, Pair, float>;
-    using Add = std::conditional_t<CENTRED, PairSum, Sum>;
-    extern __shared__ uint4 in_shared[];
-    __shared__ Mailbox<CLUSTER, Sums> mailbox[2];
-    constexpr int E = Vec<T>::size, STAGES = BACKWARD_STAGES<V>, WEIGHT = 2 * V * STAGES;
-    constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
-    const RowShare<CLUSTER> share;
-    share.open(mailbox[0], mailbox[1]);
-    const Slots<T, ROW_THREADS> slots(in_shared);
-    // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
-    const int64_t first_row = CLUSTER ? share.row : blockIdx.x, apart = share.rows_at_once;
-    const int64_t row = first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y);
-    const int turns = turns_of(first_row, apart, p.count), own = turns_of(row, apart, p.count);
-    RowCursor<WHOLE, const T> input(p.input, p.in, row, apart), grad(p.grad, p.g, row, apart);
-    RowCursor<WHOLE, const T> grad_sum(p.grad_sum, p.gs, row, apart);
-    RowCursor<WHOLE, T> grad_input(p.grad_input, p.gi, row, apart);
-    const auto fetch = [&](int turn) {
+
+    const NormBackward<T>& p;
+    const RowShare<CLUSTER>& share;
+    const Slots<T, ROW_THREADS> slots;
+    const int64_t row, apart;
+    const int own;  // turns of this thread
+    const float per_element;
+    RowCursor<WHOLE, const T> input, grad, grad_sum;
+    RowCursor<WHOLE, T> grad_input;
+    float of_columns[SUMS][V][E] = {};  // sums, of the weight's gradient and of the bias's
+    float scale[KEPT][E], x_hat[KEPT][E], weighted[KEPT][E], g[E];
+    Vec<T> more[RESIDUAL ? V : 1];
+
+    __device__ BackwardRows(const NormBackward<T>& p_in, const RowShare<CLUSTER>& share_in, uint4* in_shared,
+                            int64_t row_in)
+        : p(p_in),
+          share(share_in),
+          slots(in_shared),
+          row(row_in),
+          apart(share.rows_at_once),
+          own(turns_of(row, apart, p.count)),
+          per_element(1.0f / static_cast<float>(p.length)),
+          input(p.input, p.in, row, apart),
+          grad(p.grad, p.g, row, apart),
+          grad_sum(p.grad_sum, p.gs, row, apart),
+          grad_input(p.grad_input, p.gi, row, apart) {
+        if constexpr (HELD<V>) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                const int first = (share.first + v * share.step) * E;
+                unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
+            }
+        } else {
+            slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
+        }
+    }
+
+    // To be called for every turn, in order.
+    __device__ void fetch(int turn) {
         const bool live = turn < own;
         const int begin = turn % STAGES * 2 * V;
         slots.template fetch<WHOLE, V>(begin, input.next(p.in, live), p.in, share, live, p.length);
         slots.template fetch<WHOLE, V>(begin + V, grad.next(p.g, live), p.g, share, live, p.length);
         cp_async_commit();
-    };
-    const auto stats_of = [&](int turn) {
-        return turn < own ? load_stats<CENTRED>(p.stats, row + turn * apart) : Stats{0.0f, 0.0f, 0.0f};
-    };
-
-    float scale[V][E];
-    if constexpr (HELD<V>) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            const int first = (share.first + v * share.step) * E;
-            unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
-        }
-    } else {
-        slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
     }
-#pragma unroll 1
-    for (int turn = 0; turn < STAGES; ++turn) fetch(turn);
-    Stats next = stats_of(0);
-    share.meet();
-    const float per_element = 1.0f / static_cast<float>(p.length);
-    float of_columns[SUMS][V][E] = {}, x_hat[KEPT][E], weighted[KEPT][E], g[E];
-    for (int turn = 0; turn < turns; ++turn) {
-        const bool live = turn < own;
-        const Stats stats = next;
-        next = stats_of(turn + 1);
-        Vec<T> more[V];
-        if constexpr (RESIDUAL) {
+    __device__ Stats stats(int turn) const {
+        return turn < own ? load_stats<CENTRED>(p.stats, row + turn * apart) : Stats{0.0f, 0.0f, 0.0f};
+    }
+    // What is added to the gradient of this turn's row, unless it comes element by element, which has time.
+    __device__ void fetch_more(int turn) {
+        if constexpr (RESIDUAL && WHOLE) {
+            const bool live = turn < own;
             load_row<WHOLE>(more, grad_sum.next(p.gs, live), p.gs, share, live, p.length, 0.0f);
         }
-        const auto work_out = [&](int v) {  // x̂ and the weighted gradient
-            const int begin = turn % STAGES * 2 * V + v, at = v % KEPT;
-            slots.read(begin, x_hat[at]);
-            slots.read(begin + V, g);
-            if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale[v]);
+    }
+
+    // x̂ and the weighted gradient of vector v.
+    __device__ void work_out(int turn, int v, const Stats& stats) {
+        const int begin = turn % STAGES * 2 * V + v, at = v % KEPT;
+        slots.read(begin, x_hat[at]);
+        slots.read(begin + V, g);
+        if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale[at]);
 #pragma unroll
-            for (int e = 0; e < E; ++e) {
-                x_hat[at][e] = normalized<CENTRED>(x_hat[at][e], stats);
-                weighted[at][e] = g[e] * scale[v][e];
-            }
-        };
-        cp_async_wait<STAGES - 1>();
+        for (int e = 0; e < E; ++e) {
+            x_hat[at][e] = normalized<CENTRED, SHIFTED<T>>(x_hat[at][e], stats);
+            weighted[at][e] = g[e] * scale[at][e];
+        }
+    }
+
+    // The first pass: what this thread adds to the sums of its row, and to those of its columns.
+    __device__ Sums sums(int turn, const Stats& stats) {
         Sums sums{};
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             const int at = v % KEPT;
-            work_out(v);
+            work_out(turn, v, stats);
             Pair partial{0.0f, 0.0f};
 #pragma unroll
             for (int e = 0; e < E; ++e) {
@@ -181,37 +190,96 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
             if constexpr (CENTRED) sums = PairSum{}(sums, partial);
             if constexpr (!CENTRED) sums += partial.second;
         }
-        if constexpr (HELD<V>) fetch(turn + STAGES);
-        if (p.grad_input != nullptr) {
-            sums = reduce_over_row<CLUSTER, /*ALONE=*/false>(sums, Add{}, mailbox[turn % 2], turn / 2);
-            Pair means{0.0f, 0.0f};
-            if constexpr (CENTRED) means = {sums.first * per_element, sums.second * per_element};
-            if constexpr (!CENTRED) means.second = sums * per_element;
-            T* const gi_row = grad_input.next(p.gi, live);
+        return sums;
+    }
+
+    // The second pass.
+    __device__ void store_gradient(int turn, const Sums& sums, const Stats& stats) {
+        const bool live = turn < own;
+        Pair means{0.0f, 0.0f};
+        if constexpr (CENTRED) means = {sums.first * per_element, sums.second * per_element};
+        if constexpr (!CENTRED) means.second = sums * per_element;
+        T* const to = grad_input.next(p.gi, live);
+        const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, live) : nullptr;
+#pragma unroll(WHOLE ? V : 1)
+        for (int v = 0; v < V; ++v) {
+            const int at = v % KEPT, first = (share.first + v * share.step) * E;
+            if constexpr (!HELD<V>) work_out(turn, v, stats);
+            float x[E];
 #pragma unroll
-            for (int v = 0; v < V; ++v) {
-                const int at = v % KEPT;
-                if constexpr (!HELD<V>) work_out(v);
-                float x[E];
-#pragma unroll
-                for (int e = 0; e < E; ++e) {
-                    x[e] = gradient<CENTRED>(x_hat[at][e], weighted[at][e], means, stats.rstd);
-                }
-                if constexpr (RESIDUAL) {
-                    unpack(more[v], g);
-#pragma unroll
-                    for (int e = 0; e < E; ++e) x[e] += g[e];
-                }
-                store_part<WHOLE>(gi_row, p.gi, pack<T>(x), v, share, live, p.length);
+            for (int e = 0; e < E; ++e) {
+                x[e] = gradient<CENTRED>(x_hat[at][e], weighted[at][e], means, stats.rstd);
             }
+            if constexpr (RESIDUAL) {
+                if constexpr (WHOLE) unpack(more[v], g);
+                if constexpr (!WHOLE) unpack(load_chunk(added, p.gs, first, live ? p.length : 0, 0.0f), g);
+#pragma unroll
+                for (int e = 0; e < E; ++e) x[e] += g[e];
+            }
+            store_part<WHOLE>(to, p.gi, pack<T>(x), v, share, live, p.length);
         }
-        if constexpr (!HELD<V>) fetch(turn + STAGES);
+    }
+};
+
+// One read of input and gradient, one write: while a row is worked on the next ones arrive, and every thread keeps the
+// sums of its columns in registers over all the rows that it goes through: those of the weights too where nobody wants
+// them, which costs no byte and spares half of the instances. Where rows are not held, the first pass over the next row
+// stands between sending a row's sums and receiving them.
+template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
+__device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackward<T>& p) {
+#if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
+    using Mine = BackwardRows<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>;
+    using Sums = typename Mine::Sums;
+    const std::conditional_t<CENTRED, PairSum, Sum> add;
+    extern __shared__ uint4 in_shared[];
+    __shared__ Letterbox<CLUSTER, Sums> letterbox[2];
+    const RowShare<CLUSTER> share;
+    share.open(letterbox[0], letterbox[1]);
+    // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
+    const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
+    const int turns = turns_of(first_row, share.rows_at_once, p.count);
+    Mine mine(p, share, in_shared, first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y));
+#pragma unroll 1
+    for (int turn = 0; turn < Mine::STAGES; ++turn) mine.fetch(turn);
+    const bool gradient = p.grad_input != nullptr;
+    Stats next = mine.stats(0);
+    share.meet();
+    if constexpr (HELD<V>) {
+        for (int turn = 0; turn < turns; ++turn) {
+            const Stats stats = next;
+            next = mine.stats(turn + 1);
+            cp_async_wait<Mine::STAGES - 1>();
+            Sums sums = mine.sums(turn, stats);
+            mine.fetch(turn + Mine::STAGES);
+            if (!gradient) continue;
+            sums = send_over_row<CLUSTER>(sums, add, letterbox[turn % 2]);
+            sums = receive_over_row<CLUSTER>(sums, add, letterbox[turn % 2], turn / 2);
+            mine.store_gradient(turn, sums, stats);
+        }
+    } else {
+        Stats stats = next;
+        Sums sent{};
+        for (int turn = -1; turn < turns; ++turn) {
+            const Stats before = stats;
+            stats = next;
+            next = mine.stats(turn + 2);
+            if (turn >= 0) mine.fetch_more(turn);
+            cp_async_wait<Mine::STAGES - 2>();
+            Sums sums = mine.sums(turn + 1, stats);
+            Sums of_row{};
+            if (turn >= 0 && gradient) of_row = receive_over_row<CLUSTER>(sent, add, letterbox[turn % 2], turn / 2);
+            if (turn + 1 < turns && gradient) sent = send_over_row<CLUSTER>(sums, add, letterbox[(turn + 1) % 2]);
+            if (turn < 0) continue;
+            if (gradient) mine.store_gradient(turn, of_row, before);
+            mine.fetch(turn + Mine::STAGES);
+        }
     }
     cp_async_wait<0>();
     launch_dependents();
     if (w.partials == nullptr) return;
     float* const partials = w.partials + first_row * p.length;
-    store_partials<WHOLE>(partials, w.groups * p.length, of_columns, share, in_shared, p.length);
+    store_partials<WHOLE>(partials, w.groups * p.length, mine.of_columns, share, in_shared, p.length);
 #endif
 }
 

@@ -221,17 +221,6 @@ struct Mailbox<true, V> {
     uint64_t arrived;  // an mbarrier, which counts what has come
 };
 
-// A barrier of those who share the row: the block's other rows need not wait. ALONE: it has none. A kernel that names its
-// barriers by a register is given all sixteen, of which an SM has enough for four blocks.
-template <bool ALONE>
-__device__ void row_barrier() {
-    if constexpr (ALONE) {
-        __syncthreads();
-    } else {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
-    }
-}
-
 // The result of `op` over so many neighbouring lanes, a power of two.
 template <typename V, typename Op>
 __device__ V over_lanes(V value, Op op, int lanes) {
@@ -244,9 +233,9 @@ __device__ V over_lanes(V value, Op op, int lanes) {
 
 // The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
 // it. All threads of the block call it. V is a float or a Pair. A mailbox may serve again after a call with another one:
-// by then all have read it. `turn` says how often it has served. ALONE: of rows that several warps share, a block has few,
-// whose threads may as well wait for each other.
-template <bool CLUSTER, bool ALONE = true, typename V, typename Op>
+// by then all have read it. `turn` says how often it has served. Of rows that several warps share a block has few, whose
+// threads may as well wait for each other.
+template <bool CLUSTER, typename V, typename Op>
 __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int turn) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
@@ -267,7 +256,7 @@ __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int t
     } else if (warps > 1) {
         V* const slots = mailbox.slots + threadIdx.y * warps;
         if (lane == 0) slots[warp] = value;
-        row_barrier<ALONE>();
+        __syncthreads();
         value = over_lanes(slots[lane & (warps - 1)], op, warps);  // a power of two
     }
     return value;
