@@ -93,6 +93,8 @@ struct NormBackward {
     const T* weight;
     Rows parameter;
     int64_t count, length;
+    int64_t apart;      // where blocks go through many rows: every so-many-th
+    float per_element;  // 1 / length
 };
 
 // Gradients of weight and bias: null where not wanted. Stage one leaves sums over groups of rows as

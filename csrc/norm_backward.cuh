@@ -76,22 +76,21 @@ __device__ inline int turns_of(int64_t row, int64_t apart, int64_t count) {
     return row < count ? static_cast<int>((count - row - 1) / apart) + 1 : 0;
 }
 
-// The rows of an operand that a thread goes through: every `apart`-th from `row` on. EVEN: they lie evenly apart, and
-// an addition leads from one to the next.
+// The rows of an operand that a thread goes through: every `apart`-th from `row` on. EVEN: they lie evenly apart, and an
+// addition leads from one to the next.
 template <bool EVEN, typename T>
 struct RowCursor {
     T *base, *at;
-    int64_t row, apart, step;
+    int64_t row;
 
-    __device__ RowCursor(T* base_in, const Rows& rows, int64_t row_in, int64_t apart_in)
-        : base(base_in), at(base), row(row_in), apart(apart_in), step(apart * rows.step()) {
+    __device__ RowCursor(T* base_in, const Rows& rows, int64_t row_in) : base(base_in), at(base), row(row_in) {
         if constexpr (EVEN) at += row * rows.step();
     }
 
     // Where the row starts, if it is there (`live`); from then on it is the next one.
-    __device__ T* next(const Rows& rows, bool live) {
+    __device__ T* next(const Rows& rows, int64_t apart, bool live) {
         T* const start = EVEN ? at : base + (live ? rows.start(row) : 0);
-        at += step;
+        if constexpr (EVEN) at += apart * rows.step();
         row += apart;
         return start;
     }
@@ -108,9 +107,8 @@ struct BackwardRows {
     const NormBackward<T>& p;
     const RowShare<CLUSTER>& share;
     const Slots<T, ROW_THREADS> slots;
-    const int64_t row, apart;
+    const int64_t row;
     const int own;  // turns of this thread
-    const float per_element;
     RowCursor<WHOLE, const T> input, grad, grad_sum;
     RowCursor<WHOLE, T> grad_input;
     float of_columns[SUMS][V][E] = {};  // sums, of the weight's gradient and of the bias's
@@ -123,13 +121,11 @@ struct BackwardRows {
           share(share_in),
           slots(in_shared),
           row(row_in),
-          apart(share.rows_at_once),
-          own(turns_of(row, apart, p.count)),
-          per_element(1.0f / static_cast<float>(p.length)),
-          input(p.input, p.in, row, apart),
-          grad(p.grad, p.g, row, apart),
-          grad_sum(p.grad_sum, p.gs, row, apart),
-          grad_input(p.grad_input, p.gi, row, apart) {
+          own(turns_of(row, p.apart, p.count)),
+          input(p.input, p.in, row),
+          grad(p.grad, p.g, row),
+          grad_sum(p.grad_sum, p.gs, row),
+          grad_input(p.grad_input, p.gi, row) {
         if constexpr (HELD<V>) {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
@@ -145,18 +141,18 @@ struct BackwardRows {
     __device__ void fetch(int turn) {
         const bool live = turn < own;
         const int begin = turn % STAGES * 2 * V;
-        slots.template fetch<WHOLE, V>(begin, input.next(p.in, live), p.in, share, live, p.length);
-        slots.template fetch<WHOLE, V>(begin + V, grad.next(p.g, live), p.g, share, live, p.length);
+        slots.template fetch<WHOLE, V>(begin, input.next(p.in, p.apart, live), p.in, share, live, p.length);
+        slots.template fetch<WHOLE, V>(begin + V, grad.next(p.g, p.apart, live), p.g, share, live, p.length);
         cp_async_commit();
     }
     __device__ Stats stats(int turn) const {
-        return turn < own ? load_stats<CENTRED>(p.stats, row + turn * apart) : Stats{0.0f, 0.0f, 0.0f};
+        return turn < own ? load_stats<CENTRED>(p.stats, row + turn * p.apart) : Stats{0.0f, 0.0f, 0.0f};
     }
     // What is added to the gradient of this turn's row, unless it comes element by element, which has time.
     __device__ void fetch_more(int turn) {
         if constexpr (RESIDUAL && WHOLE) {
-            const bool live = turn < own;
-            load_row<WHOLE>(more, grad_sum.next(p.gs, live), p.gs, share, live, p.length, 0.0f);
+            const bool live = CLUSTER || turn < own;
+            load_row<WHOLE>(more, grad_sum.next(p.gs, p.apart, live), p.gs, share, live, p.length, 0.0f);
         }
     }
 
@@ -195,12 +191,12 @@ struct BackwardRows {
 
     // The second pass.
     __device__ void store_gradient(int turn, const Sums& sums, const Stats& stats) {
-        const bool live = turn < own;
+        const bool live = CLUSTER || turn < own;
         Pair means{0.0f, 0.0f};
-        if constexpr (CENTRED) means = {sums.first * per_element, sums.second * per_element};
-        if constexpr (!CENTRED) means.second = sums * per_element;
-        T* const to = grad_input.next(p.gi, live);
-        const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, live) : nullptr;
+        if constexpr (CENTRED) means = {sums.first * p.per_element, sums.second * p.per_element};
+        if constexpr (!CENTRED) means.second = sums * p.per_element;
+        T* const to = grad_input.next(p.gi, p.apart, live);
+        const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, p.apart, live) : nullptr;
 #pragma unroll(WHOLE ? V : 1)
         for (int v = 0; v < V; ++v) {
             const int at = v % KEPT, first = (share.first + v * share.step) * E;
@@ -238,7 +234,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     share.open(letterbox[0], letterbox[1]);
     // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
     const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
-    const int turns = turns_of(first_row, share.rows_at_once, p.count);
+    const int turns = turns_of(first_row, p.apart, p.count);
     Mine mine(p, share, in_shared, first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y));
 #pragma unroll 1
     for (int turn = 0; turn < Mine::STAGES; ++turn) mine.fetch(turn);
@@ -279,7 +275,8 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     launch_dependents();
     if (w.partials == nullptr) return;
     float* const partials = w.partials + first_row * p.length;
-    store_partials<WHOLE>(partials, w.groups * p.length, mine.of_columns, share, in_shared, p.length);
+    const RowShare<CLUSTER> anew;  // no register is held for it meanwhile
+    store_partials<WHOLE>(partials, w.groups * p.length, mine.of_columns, anew, in_shared, p.length);
 #endif
 }
 

@@ -98,7 +98,7 @@ struct NormNeeds {
 template <auto* KERNEL, typename T>
 void sum_partials(const NormWeights<T>& w, int64_t length, const Launch& launch) {
     const dim3 grid(blocks_of_columns(length), w.grad_bias == nullptr ? 1 : 2);
-    launch_dependent(KERNEL, grid, sum_block(), launch, w, length);
+    launch_dependent(KERNEL, grid, sum_block(length), launch, w, length);
 }
 
 template <typename Op, typename T>
@@ -129,8 +129,8 @@ RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
 }
 
 template <typename Op, typename T>
-void norm_backward_registers(NormWeights<T> w, const NormBackward<T>& p, bool weights, bool whole,
-                             const RowLaunch& shape, const Tensor& like, const Launch& launch) {
+void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const RowLaunch& shape,
+                             const Tensor& like, const Launch& launch) {
     constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
     with_row_shape<FEW, ROW_VECTORS>(shape, whole, [&](auto v, auto a, auto b) {
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
@@ -145,6 +145,7 @@ void norm_backward_registers(NormWeights<T> w, const NormBackward<T>& p, bool we
             partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
             w.partials = pointer<float>(*partials);
         }
+        p.apart = int64_t{w.groups} * shape.rows;
         launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
         if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
     });
@@ -197,6 +198,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
         p.parameter = parameter_rows(weight, std::nullopt);
         p.count = layout.count;
         p.length = layout.length;
+        p.per_element = 1.0f / static_cast<float>(p.length);
         if (step == NormStep::naive) {
             const auto rows = grid_size(ceil_div(p.count, NORM_NAIVE_THREADS));
             const auto columns = grid_size(ceil_div(p.length, NORM_NAIVE_THREADS));
