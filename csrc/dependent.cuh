@@ -33,7 +33,7 @@ void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, cons
     config.blockDim = block;
     config.stream = launch.stream;
     config.attrs = &early;
-    config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, launch.device) >= 9 ? 1 : 0;
+    config.numAttrs = is_hopper(launch.device) ? 1 : 0;
     KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 

@@ -7,8 +7,10 @@
 //   registers  rows in registers of as many threads as suit their length,   rows that fill an SM's registers
 //              mean and deviations in two passes there; backward, a block
 //              keeps the sums of its columns over all its rows, and the
-//              next row is under way while one is worked on
-//   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
+//              next rows are under way while one is worked on
+//   cluster    long rows spread over the SMs of a cluster; backward, the    memory bandwidth
+//              first pass over the next row hides how long they take to
+//              agree on one
 //
 // Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh and norm_backward.cuh, which
 // the normalisations share.

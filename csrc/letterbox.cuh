@@ -33,7 +33,7 @@ __device__ void row_barrier() {
 template <bool CLUSTER, typename V, typename Op>
 __device__ V send_over_row(V value, Op op, Letterbox<CLUSTER, V>& letterbox) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
+    value = warps > 0 ? over_lanes(value, op, WARP) : over_lanes(value, op, static_cast<int>(blockDim.x));
     if (warps > 1) {
         if (lane == 0) letterbox.of_warps[threadIdx.y * warps + warp] = value;
         row_barrier<CLUSTER>();

@@ -14,13 +14,21 @@ template <int V>
 constexpr bool HELD = V <= HELD_VECTORS;
 
 // Rows on the chip: enough that 64 KiB an SM are under way at any time, twice what memory's latency asks for. Of rows that
-// are not held two are worked on at once.
-template <int V>
-constexpr int BACKWARD_STAGES = HELD<V> ? 4 : 3;
+// are not held two are worked on at once, where shared memory has room for a third, as Hopper's has.
+__host__ __device__ constexpr int backward_stages(int v, bool hopper) { return v <= HELD_VECTORS ? 4 : hopper ? 3 : 2; }
 
 // Vectors of a thread in shared memory: input and gradient of all stages, and the weight where it is not held.
-template <int V>
-constexpr int BACKWARD_SLOTS = 2 * V * BACKWARD_STAGES<V> + (HELD<V> ? 0 : V);
+__host__ __device__ constexpr int backward_slots(int v, bool hopper) {
+    return 2 * v * backward_stages(v, hopper) + (v <= HELD_VECTORS ? 0 : v);
+}
+
+__host__ __device__ constexpr bool is_hopper() {
+#if __CUDA_ARCH__ >= 900
+    return true;
+#else
+    return false;
+#endif
+}
 
 // Four columns of the partials.
 template <bool WHOLE>
@@ -100,7 +108,7 @@ struct RowCursor {
 // their turn. HELD: what the first pass over a row makes of it stays in registers for the second, as does the weight.
 template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
 struct BackwardRows {
-    static constexpr int E = Vec<T>::size, STAGES = BACKWARD_STAGES<V>, WEIGHT = 2 * V * STAGES;
+    static constexpr int E = Vec<T>::size, STAGES = backward_stages(V, is_hopper()), WEIGHT = 2 * V * STAGES;
     static constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
     using Sums = std::conditional_t<CENTRED, Pair, float>;
 
@@ -241,17 +249,20 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     const bool gradient = p.grad_input != nullptr;
     Stats next = mine.stats(0);
     share.meet();
-    if constexpr (HELD<V>) {
+    if constexpr (HELD<V> || !is_hopper()) {
         for (int turn = 0; turn < turns; ++turn) {
             const Stats stats = next;
             next = mine.stats(turn + 1);
+            mine.fetch_more(turn);
             cp_async_wait<Mine::STAGES - 1>();
             Sums sums = mine.sums(turn, stats);
-            mine.fetch(turn + Mine::STAGES);
-            if (!gradient) continue;
-            sums = send_over_row<CLUSTER>(sums, add, letterbox[turn % 2]);
-            sums = receive_over_row<CLUSTER>(sums, add, letterbox[turn % 2], turn / 2);
-            mine.store_gradient(turn, sums, stats);
+            if constexpr (HELD<V>) mine.fetch(turn + Mine::STAGES);
+            if (gradient) {
+                sums = send_over_row<CLUSTER>(sums, add, letterbox[turn % 2]);
+                sums = receive_over_row<CLUSTER>(sums, add, letterbox[turn % 2], turn / 2);
+                mine.store_gradient(turn, sums, stats);
+            }
+            if constexpr (!HELD<V>) mine.fetch(turn + Mine::STAGES);
         }
     } else {
         Stats stats = next;

@@ -136,7 +136,7 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
         static DeviceSet asked;
         static Resident resident;
-        const int bytes = slot_bytes(shape, BACKWARD_SLOTS<v()>);
+        const int bytes = slot_bytes(shape, backward_slots(v(), is_hopper(launch.device)));
         allow_shared(kernel, bytes, launch.device, asked);
         const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
         w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
@@ -245,10 +245,10 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         add(backward + "block (sum)", kernel_facts<Op::template backward_block_sum<T>()>("", SUM_THREADS));
         constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
         add(backward + "registers", kernel_facts<Op::template backward_registers<T, FEW, true, false>()>(
-                                        "", ROW_THREADS, slot_bytes(large, BACKWARD_SLOTS<FEW>)));
+                                        "", ROW_THREADS, slot_bytes(large, backward_slots(FEW, true))));
         add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", SUM_THREADS));
         add(backward + "cluster", kernel_facts<Op::template backward_registers<T, ROW_VECTORS, true, true>()>(
-                                      "", ROW_THREADS, slot_bytes(large, BACKWARD_SLOTS<ROW_VECTORS>)));
+                                      "", ROW_THREADS, slot_bytes(large, backward_slots(ROW_VECTORS, true))));
     });
 }
 
