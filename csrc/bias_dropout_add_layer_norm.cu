@@ -281,7 +281,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
         } else {
             const auto sum_up = [&](const float* partials, int64_t shares) {
                 bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>
-                    <<<blocks_of_columns(length), sum_block(length), 0, launch.stream>>>(bias, partials, shares, length);
+                    <<<blocks_of_columns(length), sum_block(length), 0, launch.stream>>>(bias, partials, shares,
+                                                                                         length);
             };
             if (count == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
             const bool whole = g.template vectors<T>(length) && gi.template vectors<T>(length);
