@@ -9,8 +9,8 @@
 //              over all its rows, and the next row is under way
 //   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
 //
-// Any strides of rows. The steps themselves are in norm.cuh and norm_registers.cuh, which the normalisations
-// share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh and norm_backward.cuh, which
+// the normalisations share.
 
 #include "norm_launch.cuh"
 
@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(block_of<V>, blocks_an_sm<V, WHOLE>)
     norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
 }
 
-template <typename T, bool WHOLE, bool CLUSTER>
+template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     add_rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(w, p);
+    norm_backward_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(w, p);
 }
 
 template <typename T>
@@ -119,9 +119,9 @@ struct AddRmsNorm {
     static constexpr auto backward_block_sum() {
         return add_rms_norm_backward_block_sum_kernel<T>;
     }
-    template <typename T, bool WHOLE, bool CLUSTER>
+    template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto backward_registers() {
-        return add_rms_norm_backward_registers_kernel<T, WHOLE, CLUSTER>;
+        return add_rms_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_registers_sum() {

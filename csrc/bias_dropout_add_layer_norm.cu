@@ -14,6 +14,7 @@
 
 #include "norm_launch.cuh"
 #include "philox.cuh"
+#include "slots.cuh"
 
 namespace kl {
 namespace {
@@ -186,7 +187,7 @@ constexpr const char* BACKWARD_NAME = "bias_dropout_add_layer_norm_backward";
 template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
     launch_for_rows<bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>, STAYS<WHOLE, CLUSTER>>(
-        shape, p.norm.count, WHOLE ? 0 : slot_bytes(shape, 1), launch, p, mask);
+        shape, p.norm.count, WHOLE ? 0 : slot_bytes(shape, ROW_VECTORS), launch, p, mask);
 }
 
 }  // namespace
@@ -280,7 +281,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
         } else {
             const auto sum_up = [&](const float* partials, int64_t shares) {
                 bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>
-                    <<<blocks_of_columns(length), sum_block(), 0, launch.stream>>>(bias, partials, shares, length);
+                    <<<blocks_of_columns(length), sum_block(length), 0, launch.stream>>>(bias, partials, shares,
+                                                                                         length);
             };
             if (count == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
             const bool whole = g.template vectors<T>(length) && gi.template vectors<T>(length);

@@ -273,7 +273,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         }
         const auto sum_up = [&](const float* partials, int64_t shares) {
             bias_gelu_backward_vectorized_sum_kernel<T>
-                <<<blocks_of_columns(columns), sum_block(), 0, launch.stream>>>(gb, partials, shares, columns);
+                <<<blocks_of_columns(columns), sum_block(columns), 0, launch.stream>>>(gb, partials, shares, columns);
         };
         if (rows == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
         const bool whole = are_whole<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});

@@ -15,7 +15,7 @@ __device__ inline uint32_t blocks() {
 
 __device__ inline uint32_t rank() {
     uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // anew each time, in place of a register
     return rank;
 }
 

@@ -6,10 +6,11 @@
 
 namespace kl {
 
-constexpr int SUM_LANES = 32;  // columns of a block, of the second stage, and threads that share one
+constexpr int SUM_LANES = 32;  // columns of a block, of the second stage, and threads that share one at most
 constexpr int SUM_THREADS = SUM_LANES * SUM_LANES;
+constexpr int64_t SUM_WAVE = 1 << 17;  // threads that surely run at once
 
-// output[c] = Σ partials[s, c] over shares s, by a grid of blocks_of_columns(columns) blocks of sum_block(). Each
+// output[c] = Σ partials[s, c] over shares s, by a grid of blocks_of_columns(columns) blocks of sum_block(columns). Each
 // operation has a kernel of its own that does this, so that a profile tells them apart.
 template <typename T>
 __device__ void sum_shares(T* output, const float* partials, int64_t shares, int64_t columns) {
@@ -17,13 +18,16 @@ __device__ void sum_shares(T* output, const float* partials, int64_t shares, int
     const int64_t column = int64_t{blockIdx.x} * SUM_LANES + threadIdx.x;
     float sum = 0.0f;
     if (column < columns) {
-        for (int64_t s = threadIdx.y; s < shares; s += SUM_LANES) sum += partials[s * columns + column];
+#pragma unroll 8
+        for (int64_t s = threadIdx.y; s < shares; s += blockDim.y) sum += partials[s * columns + column];
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    sum = warp_reduce(sums[threadIdx.x][threadIdx.y], Sum{});  // a warp a column
-    const int64_t mine = int64_t{blockIdx.x} * SUM_LANES + threadIdx.y;
-    if (threadIdx.x == 0 && mine < columns) output[mine] = from_float<T>(sum);
+    for (unsigned of_block = threadIdx.y; of_block < SUM_LANES; of_block += blockDim.y) {  // a warp a column
+        sum = warp_reduce(threadIdx.x < blockDim.y ? sums[threadIdx.x][of_block] : 0.0f, Sum{});
+        const int64_t mine = int64_t{blockIdx.x} * SUM_LANES + of_block;
+        if (threadIdx.x == 0 && mine < columns) output[mine] = from_float<T>(sum);
+    }
 }
 
 // Stage one's end: what a block's threads have summed of their E columns each, over its stripes (threadIdx.y), goes to the
@@ -50,7 +54,12 @@ inline dim3 column_block(int64_t chunks, unsigned threads) {
     return dim3(lanes, threads / lanes);
 }
 
-inline dim3 sum_block() { return dim3(SUM_LANES, SUM_LANES); }
+// Of many columns each has fewer threads, so that they all run at once.
+inline dim3 sum_block(int64_t columns) {
+    unsigned lanes = SUM_LANES;
+    while (lanes > 4 && columns * lanes > SUM_WAVE) lanes /= 2;
+    return dim3(SUM_LANES, lanes);
+}
 inline unsigned blocks_of_columns(int64_t columns) { return grid_size(ceil_div(columns, SUM_LANES)); }
 
 // How many shares of the rows keep every multiprocessor busy, at `blocks_per_sm` blocks and `column_blocks` blocks side by

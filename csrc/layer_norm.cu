@@ -7,11 +7,13 @@
 //   registers  rows in registers of as many threads as suit their length,   rows that fill an SM's registers
 //              mean and deviations in two passes there; backward, a block
 //              keeps the sums of its columns over all its rows, and the
-//              next row is under way while one is worked on
-//   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
+//              next rows are under way while one is worked on
+//   cluster    long rows spread over the SMs of a cluster; backward, the    memory bandwidth
+//              first pass over the next row hides how long they take to
+//              agree on one
 //
-// Any strides of rows. The steps themselves are in norm.cuh and norm_registers.cuh, which the normalisations
-// share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh and norm_backward.cuh, which
+// the normalisations share.
 
 #include "norm_launch.cuh"
 
@@ -71,10 +73,10 @@ __global__ void __launch_bounds__(block_of<V>, blocks_an_sm<V, WHOLE>)
     norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
 }
 
-template <typename T, bool WHOLE, bool CLUSTER>
+template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     layer_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_registers<T, CENTRED, RESIDUAL, WHOLE, CLUSTER>(w, p);
+    norm_backward_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(w, p);
 }
 
 template <typename T>
@@ -120,9 +122,9 @@ struct LayerNorm {
     static constexpr auto backward_block_sum() {
         return layer_norm_backward_block_sum_kernel<T>;
     }
-    template <typename T, bool WHOLE, bool CLUSTER>
+    template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto backward_registers() {
-        return layer_norm_backward_registers_kernel<T, WHOLE, CLUSTER>;
+        return layer_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_registers_sum() {

@@ -1,9 +1,10 @@
 // Normalised rows, for layer_norm, rms_norm and add_rms_norm: operands, and the first two steps of the climb. The others
-// are in norm_registers.cuh, and how all are launched in norm_launch.cuh.
+// are in norm_registers.cuh and norm_backward.cuh, and how all are launched in norm_launch.cuh.
 // CENTRED rows are shifted to mean zero first; with a RESIDUAL the rows are the sum of two operands.
 #pragma once
 
 #include "columns.cuh"
+#include "dependent.cuh"
 #include "rows.cuh"
 
 namespace kl {
@@ -36,7 +37,11 @@ __device__ void store_stats(float* stats, int64_t row, const Stats& value) {
     }
 }
 
-// Of what is not SHIFTED, the shift is zero.
+// What rounding the mean loses shows in float32 alone: of 16-bit elements it is far below their own spacing.
+template <typename T>
+constexpr bool SHIFTED = sizeof(T) == 4;
+
+// Of what is not SHIFTED, the shift counts for nothing.
 template <bool CENTRED, bool SHIFTED = true>
 __device__ float normalized(float x, const Stats& stats) {
     if constexpr (!CENTRED) return x * stats.rstd;
@@ -88,6 +93,8 @@ struct NormBackward {
     const T* weight;
     Rows parameter;
     int64_t count, length;
+    int64_t apart;      // where blocks go through many rows: every so-many-th
+    float per_element;  // 1 / length
 };
 
 // Gradients of weight and bias: null where not wanted. Stage one leaves sums over groups of rows as
@@ -347,6 +354,7 @@ __device__ void norm_weights_block(const NormWeights<T>& w, const NormBackward<T
 // Stage two: the sums of weight and bias over the groups, blockIdx.y the one or the other.
 template <typename T>
 __device__ void norm_weights_sum(const NormWeights<T>& w, int64_t length) {
+    wait_for_previous();
     T* const out = blockIdx.y == 0 ? w.grad_weight : w.grad_bias;
     if (out != nullptr) sum_shares(out, w.partials + int64_t{blockIdx.y} * w.groups * length, w.groups, length);
 }

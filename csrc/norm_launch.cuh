@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "norm_backward.cuh"
 #include "norm_registers.cuh"
 #include "ops.h"
 
@@ -31,7 +32,6 @@ inline Rows parameter_rows(const std::optional<Tensor>& weight, const std::optio
 }
 
 constexpr int NORM_NAIVE_THREADS = 128;
-constexpr int BACKWARD_OPERANDS = 5;  // input and gradient of two rows, and the weight
 
 // Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows.
 template <typename Op>
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
             const RowLaunch shape = row_launch(layout.chunks<T>(), step == NormStep::cluster, whole && !Op::RESIDUAL);
-            with_row_shape<WIDE>(shape, whole, [&](auto v, auto w, auto c) {
+            with_row_shape<ROW_VECTORS, WIDE>(shape, whole, [&](auto v, auto w, auto c) {
                 launch_for_rows<Op::template registers<T, v(), w(), c()>(), STAYS<w(), c()>>(shape, p.count, 0, launch,
                                                                                              p);
             });
@@ -98,7 +98,7 @@ struct NormNeeds {
 template <auto* KERNEL, typename T>
 void sum_partials(const NormWeights<T>& w, int64_t length, const Launch& launch) {
     const dim3 grid(blocks_of_columns(length), w.grad_bias == nullptr ? 1 : 2);
-    KERNEL<<<grid, sum_block(), 0, launch.stream>>>(w, length);
+    launch_dependent(KERNEL, grid, sum_block(length), launch, w, length);
 }
 
 template <typename Op, typename T>
@@ -117,28 +117,37 @@ void norm_backward_block(NormWeights<T> w, const NormBackward<T>& p, bool weight
     sum_partials<Op::template backward_block_sum<T>()>(w, p.length, launch);
 }
 
+// A thread that adds another operand to the result holds nothing of a row, nor does one that shares a long one.
 template <typename Op, typename T>
-void norm_backward_registers(NormWeights<T> w, const NormBackward<T>& p, bool weights, bool whole, RowLaunch shape,
-                             const Tensor& like, const Launch& launch) {
+RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
+    RowLaunch shape = row_launch(chunks, clusters);
+    if (whole && !Op::RESIDUAL && chunks <= ROW_THREADS * HELD_VECTORS) {
+        shape = RowLaunch{row_threads(chunks, HELD_VECTORS, ROW_THREADS), 1, 1, HELD_VECTORS};
+    }
     shape.rows = ROW_THREADS / shape.threads;  // a block fills an SM, for the sake of few partials
-    with_constant(whole, [&](auto a) {
-        with_constant(shape.cluster > 1, [&](auto b) {
-            constexpr bool WHOLE = decltype(a)::value, CLUSTER = decltype(b)::value;
-            constexpr auto kernel = Op::template backward_registers<T, WHOLE, CLUSTER>();
-            static DeviceSet asked;
-            static Resident resident;
-            const int bytes = slot_bytes(shape, BACKWARD_OPERANDS);
-            allow_shared(kernel, bytes, launch.device, asked);
-            const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
-            w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
-            std::optional<Tensor> partials;
-            if (weights) {
-                partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
-                w.partials = pointer<float>(*partials);
-            }
-            launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
-            if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
-        });
+    return shape;
+}
+
+template <typename Op, typename T>
+void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const RowLaunch& shape,
+                             const Tensor& like, const Launch& launch) {
+    constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
+    with_row_shape<FEW, ROW_VECTORS>(shape, whole, [&](auto v, auto a, auto b) {
+        constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
+        static DeviceSet asked;
+        static Resident resident;
+        const int bytes = slot_bytes(shape, backward_slots(v(), is_hopper(launch.device)));
+        allow_shared(kernel, bytes, launch.device, asked);
+        const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
+        w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
+        std::optional<Tensor> partials;
+        if (weights) {
+            partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
+            w.partials = pointer<float>(*partials);
+        }
+        p.apart = int64_t{w.groups} * shape.rows;
+        launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
+        if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
     });
 }
 
@@ -189,6 +198,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
         p.parameter = parameter_rows(weight, std::nullopt);
         p.count = layout.count;
         p.length = layout.length;
+        p.per_element = 1.0f / static_cast<float>(p.length);
         if (step == NormStep::naive) {
             const auto rows = grid_size(ceil_div(p.count, NORM_NAIVE_THREADS));
             const auto columns = grid_size(ceil_div(p.length, NORM_NAIVE_THREADS));
@@ -201,9 +211,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
         } else if (needs.input || weights) {
             const bool whole = p.in.template vectors<T>(p.length) && p.g.template vectors<T>(p.length) &&
                                p.gs.template vectors<T>(p.length) && p.gi.template vectors<T>(p.length) &&
-                               p.parameter.whole;
-            norm_backward_registers<Op>(w, p, weights, whole, row_launch(layout.chunks<T>(), step == NormStep::cluster),
-                                        input, launch);
+                               p.parameter.whole && p.in.even() && p.g.even() && p.gs.even() && p.gi.even();
+            const RowLaunch shape = backward_shape<Op, T>(layout.chunks<T>(), whole, step == NormStep::cluster);
+            norm_backward_registers<Op>(w, p, weights, whole, shape, input, launch);
         }
     });
     KL_LAUNCH_CHECK();
@@ -233,11 +243,12 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         add(backward + "block", kernel_facts<Op::template backward_block<T>()>("", NORM_THREADS));
         add(backward + "block (weights)", kernel_facts<Op::template backward_block_weights<T>()>("", COLUMNS));
         add(backward + "block (sum)", kernel_facts<Op::template backward_block_sum<T>()>("", SUM_THREADS));
-        add(backward + "registers", kernel_facts<Op::template backward_registers<T, true, false>()>(
-                                        "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
+        constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
+        add(backward + "registers", kernel_facts<Op::template backward_registers<T, FEW, true, false>()>(
+                                        "", ROW_THREADS, slot_bytes(large, backward_slots(FEW, true))));
         add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", SUM_THREADS));
-        add(backward + "cluster", kernel_facts<Op::template backward_registers<T, true, true>()>(
-                                      "", ROW_THREADS, slot_bytes(large, BACKWARD_OPERANDS)));
+        add(backward + "cluster", kernel_facts<Op::template backward_registers<T, ROW_VECTORS, true, true>()>(
+                                      "", ROW_THREADS, slot_bytes(large, backward_slots(ROW_VECTORS, true))));
     });
 }
 

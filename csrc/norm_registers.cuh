@@ -5,16 +5,12 @@
 #include <type_traits>
 
 #include "norm.cuh"
-#include "slots.cuh"
 
 namespace kl {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Mean and deviations in two passes over registers: as exact as it gets, and no byte moves for it. What rounding the mean
-// loses shows in float32 alone: of 16-bit elements it is far below their own spacing.
-template <typename T>
-constexpr bool SHIFTED = sizeof(T) == 4;
+// Mean and deviations in two passes over registers: as exact as it gets, and no byte moves for it.
 template <typename T>
 using Deviations = std::conditional_t<SHIFTED<T>, Pair, float>;  // their sum and squares, or the squares
 
@@ -115,146 +111,6 @@ __device__ void norm_registers(const NormForward<T>& p) {
         }
     };
     norm_registers_of<T, CENTRED, V, WHOLE, CLUSTER>(p, gather);
-}
-
-// ---- backward ------------------------------------------------------------------------------------------------------
-
-// A thread's sums over the rows that it went through, as stage one of the weights' gradients. Where rows share a block
-// their sums are added up in shared memory first, so that the partials stay few.
-template <bool WHOLE, bool CLUSTER, typename T, int V, int E>
-__device__ void store_partials(float* partials, const float (&own)[V][E], const RowShare<CLUSTER>& share,
-                               float* in_shared, int64_t length) {
-    if (blockDim.y == 1) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            const int first = (share.first + v * share.step) * E;
-            if constexpr (WHOLE) {
-                float4* const to = reinterpret_cast<float4*>(partials + first);
-                if (first < length) {
-#pragma unroll
-                    for (int e = 0; e < E; e += 4) {
-                        to[e / 4] = make_float4(own[v][e], own[v][e + 1], own[v][e + 2], own[v][e + 3]);
-                    }
-                }
-            } else {
-#pragma unroll
-                for (int e = 0; e < E; ++e) {
-                    if (first + e < length) partials[first + e] = own[v][e];
-                }
-            }
-        }
-        return;
-    }
-    const int width = blockDim.x * V * E, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    __syncthreads();  // what stood there before has been read
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-#pragma unroll
-        for (int e = 0; e < E; ++e) in_shared[threadIdx.y * width + (share.first + v * share.step) * E + e] = own[v][e];
-    }
-    __syncthreads();
-    for (int column = thread; column < length; column += ROW_THREADS) {
-        float sum = 0.0f;
-        for (int y = 0; y < static_cast<int>(blockDim.y); ++y) sum += in_shared[y * width + column];
-        partials[column] = sum;
-    }
-}
-
-// One read of input and gradient, one write: while a row is worked on the next one arrives, and every thread keeps the
-// sums of its columns in registers over all the rows that it goes through: those of the weights too where nobody wants
-// them, which costs no byte and spares half of the instances.
-template <typename T, bool CENTRED, bool RESIDUAL, bool WHOLE, bool CLUSTER>
-__device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackward<T>& p) {
-#if __CUDA_ARCH__ >= 800
-    if (!exists_here<CLUSTER>()) return;
-    using Sums = std::conditional_t<CENTRED, Pair, float>;
-    using Add = std::conditional_t<CENTRED, PairSum, Sum>;
-    extern __shared__ uint4 in_shared[];
-    __shared__ Mailbox<CLUSTER, Sums> mailbox[2];
-    constexpr int V = ROW_VECTORS, E = Vec<T>::size, WEIGHT = 4 * V;
-    const RowShare<CLUSTER> share;
-    share.open(mailbox[0], mailbox[1]);
-    const Slots<T> slots(in_shared);  // input and gradient of one row, of the next one, and the weight
-    const auto input_slot = [](int turn) { return 2 * V * turn; };
-    const auto grad_slot = [](int turn) { return 2 * V * turn + V; };
-    const auto fetch = [&](int64_t first_row, int turn) {
-        const bool live = first_row + threadIdx.y < p.count;
-        const int64_t row = live ? first_row + threadIdx.y : 0;
-        slots.template fetch<WHOLE>(input_slot(turn), p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
-        slots.template fetch<WHOLE>(grad_slot(turn), p.grad + p.g.start(row), p.g, share, live, p.length, 0.0f);
-        cp_async_commit();
-        return live ? load_stats<CENTRED>(p.stats, row) : Stats{0.0f, 0.0f, 0.0f};
-    };
-    slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
-    float grad_weight[V][E] = {}, grad_bias[V][E] = {};
-    float x[E], g[E], scale[E];
-
-    int64_t first_row = share.row - threadIdx.y;
-    Stats stats = fetch(first_row, 0), next = fetch(first_row + share.rows_at_once, 1);
-    share.meet();
-    for (int count = 0; first_row < p.count; first_row += share.rows_at_once, ++count) {
-        const int turn = count % 2;
-        const bool live = first_row + threadIdx.y < p.count;
-        const int64_t row = live ? first_row + threadIdx.y : 0;
-        Vec<T> more[V];
-        if constexpr (RESIDUAL) {
-            load_row<WHOLE>(more, p.grad_sum + p.gs.start(row), p.gs, share, live, p.length, 0.0f);
-        }
-        cp_async_wait<1>();
-        Sums sums{};
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            slots.read(input_slot(turn) + v, x);
-            slots.read(grad_slot(turn) + v, g);
-            slots.read(WEIGHT + v, scale);
-            Pair partial{0.0f, 0.0f};
-#pragma unroll
-            for (int e = 0; e < E; ++e) {
-                const float x_hat = normalized<CENTRED>(x[e], stats), weighted = g[e] * scale[e];
-                grad_weight[v][e] = fmaf(g[e], x_hat, grad_weight[v][e]);
-                if constexpr (CENTRED) grad_bias[v][e] += g[e];
-                partial = {partial.first + weighted, fmaf(weighted, x_hat, partial.second)};
-            }
-            if constexpr (CENTRED) sums = PairSum{}(sums, partial);
-            if constexpr (!CENTRED) sums += partial.second;
-        }
-        if (p.grad_input != nullptr) {
-            sums = reduce_over_row<CLUSTER, /*ALONE=*/false>(sums, Add{}, mailbox[turn], count / 2);
-            Pair means{0.0f, 0.0f};
-            if constexpr (CENTRED) means.first = sums.first / static_cast<float>(p.length);
-            if constexpr (CENTRED) means.second = sums.second / static_cast<float>(p.length);
-            if constexpr (!CENTRED) means.second = sums / static_cast<float>(p.length);
-            T* const gi_row = p.grad_input + p.gi.start(row);
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                slots.read(input_slot(turn) + v, x);
-                slots.read(grad_slot(turn) + v, g);
-                slots.read(WEIGHT + v, scale);
-#pragma unroll
-                for (int e = 0; e < E; ++e) {
-                    x[e] = gradient<CENTRED>(normalized<CENTRED>(x[e], stats), g[e] * scale[e], means, stats.rstd);
-                }
-                if constexpr (RESIDUAL) {
-                    unpack(more[v], g);
-#pragma unroll
-                    for (int e = 0; e < E; ++e) x[e] += g[e];
-                }
-                store_part<WHOLE>(gi_row, p.gi, pack<T>(x), v, share, live, p.length);
-            }
-        }
-        stats = next;
-        next = fetch(first_row + 2 * share.rows_at_once, turn);
-    }
-    cp_async_wait<0>();
-    if (w.partials == nullptr) return;
-    const int64_t group = CLUSTER ? share.row : blockIdx.x;
-    float* const partials = w.partials + group * p.length;
-    auto* const scratch = reinterpret_cast<float*>(in_shared);
-    store_partials<WHOLE, CLUSTER, T>(partials, grad_weight, share, scratch, p.length);
-    if constexpr (CENTRED) {
-        store_partials<WHOLE, CLUSTER, T>(partials + w.groups * p.length, grad_bias, share, scratch, p.length);
-    }
-#endif
 }
 
 }  // namespace kl

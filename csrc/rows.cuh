@@ -18,6 +18,10 @@ struct Rows {
 
     __device__ int64_t start(int64_t row) const { return walk.offset(row); }
 
+    // Whether they lie evenly apart, and how far.
+    bool even() const { return walk.dims <= 1; }
+    __device__ int64_t step() const { return walk.dims > 0 ? walk.strides[0] : 0; }
+
     // Whether rows of this length consist of such vectors alone.
     template <typename T>
     bool vectors(int64_t length) const {
@@ -217,17 +221,6 @@ struct Mailbox<true, V> {
     uint64_t arrived;  // an mbarrier, which counts what has come
 };
 
-// A barrier of those who share the row: the block's other rows need not wait. ALONE: it has none. A kernel that names its
-// barriers by a register is given all sixteen, of which an SM has enough for four blocks.
-template <bool ALONE>
-__device__ void row_barrier() {
-    if constexpr (ALONE) {
-        __syncthreads();
-    } else {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
-    }
-}
-
 // The result of `op` over so many neighbouring lanes, a power of two.
 template <typename V, typename Op>
 __device__ V over_lanes(V value, Op op, int lanes) {
@@ -240,9 +233,9 @@ __device__ V over_lanes(V value, Op op, int lanes) {
 
 // The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
 // it. All threads of the block call it. V is a float or a Pair. A mailbox may serve again after a call with another one:
-// by then all have read it. `turn` says how often it has served. ALONE: of rows that several warps share, a block has few,
-// whose threads may as well wait for each other.
-template <bool CLUSTER, bool ALONE = true, typename V, typename Op>
+// by then all have read it. `turn` says how often it has served. Of rows that several warps share a block has few, whose
+// threads may as well wait for each other.
+template <bool CLUSTER, typename V, typename Op>
 __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int turn) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
@@ -263,7 +256,7 @@ __device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int t
     } else if (warps > 1) {
         V* const slots = mailbox.slots + threadIdx.y * warps;
         if (lane == 0) slots[warp] = value;
-        row_barrier<ALONE>();
+        __syncthreads();
         value = over_lanes(slots[lane & (warps - 1)], op, warps);  // a power of two
     }
     return value;
@@ -330,12 +323,18 @@ constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;
 constexpr int64_t MAX_CLUSTER_CHUNKS = MAX_BLOCK_CHUNKS * MAX_CLUSTER;
 static_assert(WIDE_THREADS * WIDE_VECTORS == ROW_THREADS * ROW_VECTORS);
 
+// Threads that share such a row, `most` at most: a power of two, so that a part of a warp can reduce by shuffles.
+inline unsigned row_threads(int64_t chunks, unsigned vectors, unsigned most) {
+    unsigned threads = 4;
+    while (threads < most && threads * vectors < chunks) threads *= 2;
+    return threads;
+}
+
 // `wide`: of long rows a thread takes WIDE_VECTORS.
 inline RowLaunch row_launch(int64_t chunks, bool clusters, bool wide = false) {
     wide = wide && chunks > MIN_BLOCK * ROW_VECTORS;
     const unsigned vectors = wide ? WIDE_VECTORS : ROW_VECTORS, most = wide ? WIDE_THREADS : ROW_THREADS;
-    unsigned threads = 4;  // a power of two, so that a part of a warp can reduce by shuffles
-    while (threads < most && threads * vectors < chunks) threads *= 2;
+    const unsigned threads = row_threads(chunks, vectors, most);
     if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1};
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
@@ -356,17 +355,18 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
     KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, static_cast<Parameters>(arguments)...));
 }
 
-// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for. Rows
-// element by element are never wide.
-template <int WIDE = WIDE_VECTORS, typename F>
+// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for: whole
+// vectors FEW or MANY a thread, MANY in clusters. Rows element by element take ROW_VECTORS.
+template <int FEW, int MANY, typename F>
 void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
-    using Few = std::integral_constant<int, ROW_VECTORS>;
-    using Wide = std::integral_constant<int, WIDE>;
+    using Few = std::integral_constant<int, FEW>;
+    using Many = std::integral_constant<int, MANY>;
+    using Single = std::integral_constant<int, ROW_VECTORS>;
     using Yes = std::true_type;
     using No = std::false_type;
-    if (!whole) return shape.cluster > 1 ? f(Few{}, No{}, Yes{}) : f(Few{}, No{}, No{});
-    if (shape.cluster > 1) return f(Wide{}, Yes{}, Yes{});
-    if (shape.vectors > ROW_VECTORS) return f(Wide{}, Yes{}, No{});
+    if (!whole) return shape.cluster > 1 ? f(Single{}, No{}, Yes{}) : f(Single{}, No{}, No{});
+    if (shape.cluster > 1) return f(Many{}, Yes{}, Yes{});
+    if (shape.vectors > FEW) return f(Many{}, Yes{}, No{});
     f(Few{}, Yes{}, No{});
 }
 

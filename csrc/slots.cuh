@@ -8,15 +8,16 @@ namespace kl {
 
 // A thread's own vectors in shared memory, 16 bytes of each operand's row that it shares. Each thread fetches, and later
 // reads, its own ones only, so that no barrier is needed; and cp.async needs no register until they have come.
-template <typename T>
+// THREADS: of the block, where that is known; so far apart are a thread's slots.
+template <typename T, int THREADS = 0>
 struct Slots {
     uint4* own;
-    int threads;  // of the block: so far apart are a thread's slots
 
-    __device__ explicit Slots(uint4* shared)
-        : own(shared + threadIdx.y * blockDim.x + threadIdx.x), threads(blockDim.x * blockDim.y) {}
+    __device__ explicit Slots(uint4* shared) : own(shared + threadIdx.y * blockDim.x + threadIdx.x) {}
 
-    __device__ uint4* slot(int i) const { return own + i * threads; }
+    __device__ uint4* slot(int i) const {
+        return own + i * (THREADS > 0 ? THREADS : static_cast<int>(blockDim.x * blockDim.y));
+    }
 
     __device__ void read(int i, float (&x)[Vec<T>::size]) const {
         const uint4 word = *slot(i);
@@ -29,21 +30,18 @@ struct Slots {
         for (int v = 0; v < ROW_VECTORS; ++v) reinterpret_cast<uint4&>(tile[v]) = *slot(begin + v);
     }
 
-    // Vector v of a row goes to slot begin + v: `fill` past the end of the row, and for a thread without one.
-    template <bool WHOLE, typename Share>
-    __device__ void fetch(int begin, const T* row, const Rows& rows, const Share& share, bool live, int64_t length,
-                          float fill) const {
-#pragma unroll(WHOLE ? ROW_VECTORS : 1)  // element by element a vector is code enough
-        for (int v = 0; v < ROW_VECTORS; ++v) {
+    // Vector v of a row, of V, goes to slot begin + v: zeros past the end of the row, and for a thread without one.
+    template <bool WHOLE, int V, typename Share>
+    __device__ void fetch(int begin, const T* row, const Rows& rows, const Share& share, bool live,
+                          int64_t length) const {
+#pragma unroll(WHOLE ? V : 1)  // element by element a vector is code enough
+        for (int v = 0; v < V; ++v) {
             const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
-            if constexpr (WHOLE) {
-                if (live && first < length) {
-                    cp_async16(shared_address(slot(begin + v)), row + first, 16);
-                } else {
-                    *slot(begin + v) = filled<T>(fill);
-                }
+            const bool inside = live && first + (WHOLE ? 0 : Vec<T>::size - 1) < static_cast<int>(length);
+            if (WHOLE || (rows.whole && inside)) {
+                cp_async16_if(shared_address(slot(begin + v)), row + first, inside);
             } else {
-                const Vec<T> loaded = load_chunk(row, rows, first, live ? length : 0, fill);
+                const Vec<T> loaded = load_chunk(row, rows, first, live ? length : 0, 0.0f);
                 *slot(begin + v) = reinterpret_cast<const uint4&>(loaded);
             }
         }
@@ -71,9 +69,9 @@ struct Slots {
     }
 };
 
-// Bytes of shared memory for a row of each of so many operands.
-inline int slot_bytes(const RowLaunch& shape, int operands) {
-    return static_cast<int>(shape.threads * shape.rows) * operands * ROW_VECTORS * 16;
+// Bytes of shared memory for so many vectors a thread.
+inline int slot_bytes(const RowLaunch& shape, int vectors) {
+    return static_cast<int>(shape.threads * shape.rows) * vectors * 16;
 }
 
 }  // namespace kl

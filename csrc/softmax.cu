@@ -462,7 +462,7 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
         } else if (step == Step::registers || step == Step::cluster) {
             const bool whole = in.vectors<T>(layout.length) && out.vectors<T>(layout.length);
             const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster, /*wide=*/whole);
-            with_row_shape(shape, whole, [&](auto v, auto w, auto c) {
+            with_row_shape<ROW_VECTORS, WIDE_VECTORS>(shape, whole, [&](auto v, auto w, auto c) {
                 launch_for_rows<softmax_registers_kernel<T, v(), w(), c()>, STAYS<w(), c()>>(
                     shape, layout.count, 0, launch, pointer<T>(output), out, pointer<T>(input), in, layout.count,
                     layout.length);

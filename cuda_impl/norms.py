@@ -12,8 +12,9 @@ from cuda_impl import unsupported
 #: Vectors of 16 bytes in the longest row that a block, and a cluster of them, holds: csrc/rows.cuh, four a thread.
 MAX_BLOCK_CHUNKS = 512 * 4
 MAX_CLUSTER_CHUNKS = 16 * MAX_BLOCK_CHUNKS
-#: Shared memory of a block in the backward pass, as csrc/norm_launch.cuh sizes it, with its mailboxes.
-BACKWARD_SHARED_BYTES = 5 * MAX_BLOCK_CHUNKS * 16 + 1024
+#: Rows in the shared memory of a block in the backward pass: input and gradient of two, or of three from compute
+#: capability 9.0 on, and the weight: csrc/norm_backward.cuh.
+BACKWARD_ROWS, BACKWARD_ROWS_HOPPER = 5, 7
 
 
 @functools.cache
@@ -22,8 +23,10 @@ def _without_registers(device: int) -> str | None:
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 8:
         return "rows in registers need compute capability 8.0 or later (cp.async)"
-    if (limit := properties.shared_memory_per_block_optin) < BACKWARD_SHARED_BYTES:
-        return f"the backward pass needs {BACKWARD_SHARED_BYTES} bytes of shared memory a block; this GPU has {limit}"
+    rows = BACKWARD_ROWS if properties.major < 9 else BACKWARD_ROWS_HOPPER
+    needed = rows * MAX_BLOCK_CHUNKS * 16 + 1024  # and what the threads of a row leave for each other
+    if (limit := properties.shared_memory_per_block_optin) < needed:
+        return f"the backward pass needs {needed} bytes of shared memory a block; this GPU has {limit}"
     return None
 
 

@@ -1,0 +1,40 @@
+// Programmatic dependent launch (Hopper and later): a kernel that is launched while the one before it in its stream still
+// runs, and waits for that one's results itself. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
+#pragma once
+
+#include "common.cuh"
+
+namespace kl {
+
+// From when all blocks have said so, or ended, the next kernel may take the SMs that fall free.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernel before has ended and what it wrote is seen. To be called first, by every thread, of any kernel
+// that is launched by launch_dependent: what comes after that one in the stream waits for nothing but it.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Launches kernel(arguments…), which calls wait_for_previous, as one that may begin before what is in its stream has ended.
+template <typename... Parameters, typename... Arguments>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch,
+                      Arguments... arguments) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.stream = launch.stream;
+    config.attrs = &early;
+    config.numAttrs = is_hopper(launch.device) ? 1 : 0;
+    KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+}  // namespace kl

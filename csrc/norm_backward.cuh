@@ -1,0 +1,294 @@
+// The gradients of normalised rows, and stage one of those of their weights, in one pass over input and gradient: the last
+// two steps of the climb of layer_norm, rms_norm and add_rms_norm.
+#pragma once
+
+#include "dependent.cuh"
+#include "letterbox.cuh"
+#include "norm.cuh"
+#include "slots.cuh"
+
+namespace kl {
+
+constexpr int HELD_VECTORS = 2;  // of a row that a thread can hold, besides the sums of its columns
+template <int V>
+constexpr bool HELD = V <= HELD_VECTORS;
+
+// Rows on the chip: enough that 64 KiB an SM are under way at any time, twice what memory's latency asks for. Of rows that
+// are not held two are worked on at once, where shared memory has room for a third, as Hopper's has.
+__host__ __device__ constexpr int backward_stages(int v, bool hopper) { return v <= HELD_VECTORS ? 4 : hopper ? 3 : 2; }
+
+// Vectors of a thread in shared memory: input and gradient of all stages, and the weight where it is not held.
+__host__ __device__ constexpr int backward_slots(int v, bool hopper) {
+    return 2 * v * backward_stages(v, hopper) + (v <= HELD_VECTORS ? 0 : v);
+}
+
+__host__ __device__ constexpr bool is_hopper() {
+#if __CUDA_ARCH__ >= 900
+    return true;
+#else
+    return false;
+#endif
+}
+
+// Four columns of the partials.
+template <bool WHOLE>
+__device__ void store_columns(float* partials, int64_t column, const float4& sums, int64_t length) {
+    if constexpr (WHOLE) {
+        if (column < length) *reinterpret_cast<float4*>(partials + column) = sums;
+    } else {
+        if (column < length) partials[column] = sums.x;
+        if (column + 1 < length) partials[column + 1] = sums.y;
+        if (column + 2 < length) partials[column + 2] = sums.z;
+        if (column + 3 < length) partials[column + 3] = sums.w;
+    }
+}
+
+// A thread's sums over the rows that it went through, as stage one of the weights' gradients; one sum's partials lie
+// `apart` from the other's. Where rows share a block their sums are added up in shared memory first, so that the
+// partials stay few.
+template <bool WHOLE, bool CLUSTER, int SUMS, int V, int E>
+__device__ void store_partials(float* partials, int64_t apart, const float (&own)[SUMS][V][E],
+                               const RowShare<CLUSTER>& share, uint4* in_shared, int64_t length) {
+    constexpr int FOURS = E / 4;
+    const int lanes = blockDim.x, stripes = blockDim.y, width = lanes * V * FOURS;
+    auto* const rows = reinterpret_cast<float4*>(in_shared);
+    if (stripes > 1) __syncthreads();  // what stood there before has been read
+#pragma unroll
+    for (int s = 0; s < SUMS; ++s) {
+#pragma unroll
+        for (int i = 0; i < V * FOURS; ++i) {
+            const float* const sum = own[s][i / FOURS] + i % FOURS * 4;
+            const float4 four = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            const int64_t column = int64_t{share.first + i / FOURS * share.step} * E + i % FOURS * 4;
+            if (stripes == 1) store_columns<WHOLE>(partials + s * apart, column, four, length);
+            if (stripes > 1) rows[(s * stripes + threadIdx.y) * width + i * lanes + threadIdx.x] = four;
+        }
+    }
+    if (stripes == 1) return;
+    __syncthreads();
+    for (int at = threadIdx.y * lanes + threadIdx.x; at < SUMS * width; at += ROW_THREADS) {
+        const int s = at / width, i = at % width / lanes, lane = at % lanes;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int y = 0; y < stripes; ++y) {
+            const float4 more = rows[(s * stripes + y) * width + at % width];
+            sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+        }
+        const int64_t column = int64_t{lane + i / FOURS * lanes} * E + i % FOURS * 4;
+        store_columns<WHOLE>(partials + s * apart, column, sum, length);
+    }
+}
+
+// How many rows there are from `row` on, every `apart`-th, up to `count`.
+__device__ inline int turns_of(int64_t row, int64_t apart, int64_t count) {
+    return row < count ? static_cast<int>((count - row - 1) / apart) + 1 : 0;
+}
+
+// The rows of an operand that a thread goes through: every `apart`-th from `row` on. EVEN: they lie evenly apart, and an
+// addition leads from one to the next.
+template <bool EVEN, typename T>
+struct RowCursor {
+    T *base, *at;
+    int64_t row;
+
+    __device__ RowCursor(T* base_in, const Rows& rows, int64_t row_in) : base(base_in), at(base), row(row_in) {
+        if constexpr (EVEN) at += row * rows.step();
+    }
+
+    // Where the row starts, if it is there (`live`); from then on it is the next one.
+    __device__ T* next(const Rows& rows, int64_t apart, bool live) {
+        T* const start = EVEN ? at : base + (live ? rows.start(row) : 0);
+        if constexpr (EVEN) at += apart * rows.step();
+        row += apart;
+        return start;
+    }
+};
+
+// What a thread does with its part of the rows that it goes through, every `apart`-th from `row` on, which it calls by
+// their turn. HELD: what the first pass over a row makes of it stays in registers for the second, as does the weight.
+template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
+struct BackwardRows {
+    static constexpr int E = Vec<T>::size, STAGES = backward_stages(V, is_hopper()), WEIGHT = 2 * V * STAGES;
+    static constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
+    using Sums = std::conditional_t<CENTRED, Pair, float>;
+
+    const NormBackward<T>& p;
+    const RowShare<CLUSTER>& share;
+    const Slots<T, ROW_THREADS> slots;
+    const int64_t row;
+    const int own;  // turns of this thread
+    RowCursor<WHOLE, const T> input, grad, grad_sum;
+    RowCursor<WHOLE, T> grad_input;
+    float of_columns[SUMS][V][E] = {};  // sums, of the weight's gradient and of the bias's
+    float scale[KEPT][E], x_hat[KEPT][E], weighted[KEPT][E], g[E];
+    Vec<T> more[RESIDUAL ? V : 1];
+
+    __device__ BackwardRows(const NormBackward<T>& p_in, const RowShare<CLUSTER>& share_in, uint4* in_shared,
+                            int64_t row_in)
+        : p(p_in),
+          share(share_in),
+          slots(in_shared),
+          row(row_in),
+          own(turns_of(row, p.apart, p.count)),
+          input(p.input, p.in, row),
+          grad(p.grad, p.g, row),
+          grad_sum(p.grad_sum, p.gs, row),
+          grad_input(p.grad_input, p.gi, row) {
+        if constexpr (HELD<V>) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                const int first = (share.first + v * share.step) * E;
+                unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
+            }
+        } else {
+            slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
+        }
+    }
+
+    // To be called for every turn, in order.
+    __device__ void fetch(int turn) {
+        const bool live = turn < own;
+        const int begin = turn % STAGES * 2 * V;
+        slots.template fetch<WHOLE, V>(begin, input.next(p.in, p.apart, live), p.in, share, live, p.length);
+        slots.template fetch<WHOLE, V>(begin + V, grad.next(p.g, p.apart, live), p.g, share, live, p.length);
+        cp_async_commit();
+    }
+    __device__ Stats stats(int turn) const {
+        return turn < own ? load_stats<CENTRED>(p.stats, row + turn * p.apart) : Stats{0.0f, 0.0f, 0.0f};
+    }
+    // What is added to the gradient of this turn's row, unless it comes element by element, which has time.
+    __device__ void fetch_more(int turn) {
+        if constexpr (RESIDUAL && WHOLE) {
+            const bool live = CLUSTER || turn < own;
+            load_row<WHOLE>(more, grad_sum.next(p.gs, p.apart, live), p.gs, share, live, p.length, 0.0f);
+        }
+    }
+
+    // x̂ and the weighted gradient of vector v.
+    __device__ void work_out(int turn, int v, const Stats& stats) {
+        const int begin = turn % STAGES * 2 * V + v, at = v % KEPT;
+        slots.read(begin, x_hat[at]);
+        slots.read(begin + V, g);
+        if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale[at]);
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            x_hat[at][e] = normalized<CENTRED, SHIFTED<T>>(x_hat[at][e], stats);
+            weighted[at][e] = g[e] * scale[at][e];
+        }
+    }
+
+    // The first pass: what this thread adds to the sums of its row, and to those of its columns.
+    __device__ Sums sums(int turn, const Stats& stats) {
+        Sums sums{};
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            const int at = v % KEPT;
+            work_out(turn, v, stats);
+            Pair partial{0.0f, 0.0f};
+#pragma unroll
+            for (int e = 0; e < E; ++e) {
+                of_columns[0][v][e] = fmaf(g[e], x_hat[at][e], of_columns[0][v][e]);
+                if constexpr (CENTRED) of_columns[1][v][e] += g[e];
+                partial = {partial.first + weighted[at][e], fmaf(weighted[at][e], x_hat[at][e], partial.second)};
+            }
+            if constexpr (CENTRED) sums = PairSum{}(sums, partial);
+            if constexpr (!CENTRED) sums += partial.second;
+        }
+        return sums;
+    }
+
+    // The second pass.
+    __device__ void store_gradient(int turn, const Sums& sums, const Stats& stats) {
+        const bool live = CLUSTER || turn < own;
+        Pair means{0.0f, 0.0f};
+        if constexpr (CENTRED) means = {sums.first * p.per_element, sums.second * p.per_element};
+        if constexpr (!CENTRED) means.second = sums * p.per_element;
+        T* const to = grad_input.next(p.gi, p.apart, live);
+        const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, p.apart, live) : nullptr;
+#pragma unroll(WHOLE ? V : 1)
+        for (int v = 0; v < V; ++v) {
+            const int at = v % KEPT, first = (share.first + v * share.step) * E;
+            if constexpr (!HELD<V>) work_out(turn, v, stats);
+            float x[E];
+#pragma unroll
+            for (int e = 0; e < E; ++e) {
+                x[e] = gradient<CENTRED>(x_hat[at][e], weighted[at][e], means, stats.rstd);
+            }
+            if constexpr (RESIDUAL) {
+                if constexpr (WHOLE) unpack(more[v], g);
+                if constexpr (!WHOLE) unpack(load_chunk(added, p.gs, first, live ? p.length : 0, 0.0f), g);
+#pragma unroll
+                for (int e = 0; e < E; ++e) x[e] += g[e];
+            }
+            store_part<WHOLE>(to, p.gi, pack<T>(x), v, share, live, p.length);
+        }
+    }
+};
+
+// One read of input and gradient, one write: while a row is worked on the next ones arrive, and every thread keeps the
+// sums of its columns in registers over all the rows that it goes through: those of the weights too where nobody wants
+// them, which costs no byte and spares half of the instances. Where rows are not held, the first pass over the next row
+// stands between sending a row's sums and receiving them.
+template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
+__device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackward<T>& p) {
+#if __CUDA_ARCH__ >= 800
+    if (!exists_here<CLUSTER>()) return;
+    using Mine = BackwardRows<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>;
+    using Sums = typename Mine::Sums;
+    const std::conditional_t<CENTRED, PairSum, Sum> add;
+    extern __shared__ uint4 in_shared[];
+    __shared__ Letterbox<CLUSTER, Sums> letterbox[2];
+    const RowShare<CLUSTER> share;
+    share.open(letterbox[0], letterbox[1]);
+    // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
+    const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
+    const int turns = turns_of(first_row, p.apart, p.count);
+    Mine mine(p, share, in_shared, first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y));
+#pragma unroll 1
+    for (int turn = 0; turn < Mine::STAGES; ++turn) mine.fetch(turn);
+    const bool gradient = p.grad_input != nullptr;
+    Stats next = mine.stats(0);
+    share.meet();
+    if constexpr (HELD<V> || !is_hopper()) {
+        for (int turn = 0; turn < turns; ++turn) {
+            const Stats stats = next;
+            next = mine.stats(turn + 1);
+            mine.fetch_more(turn);
+            cp_async_wait<Mine::STAGES - 1>();
+            Sums sums = mine.sums(turn, stats);
+            if constexpr (HELD<V>) mine.fetch(turn + Mine::STAGES);
+            if (gradient) {
+                sums = send_over_row<CLUSTER>(sums, add, letterbox[turn % 2]);
+                sums = receive_over_row<CLUSTER>(sums, add, letterbox[turn % 2], turn / 2);
+                mine.store_gradient(turn, sums, stats);
+            }
+            if constexpr (!HELD<V>) mine.fetch(turn + Mine::STAGES);
+        }
+    } else {
+        Stats stats = next;
+        Sums sent{};
+        for (int turn = -1; turn < turns; ++turn) {
+            const Stats before = stats;
+            stats = next;
+            next = mine.stats(turn + 2);
+            if (turn >= 0) mine.fetch_more(turn);
+            cp_async_wait<Mine::STAGES - 2>();
+            Sums sums = mine.sums(turn + 1, stats);
+            Sums of_row{};
+            if (turn >= 0 && gradient) of_row = receive_over_row<CLUSTER>(sent, add, letterbox[turn % 2], turn / 2);
+            if (turn + 1 < turns && gradient) sent = send_over_row<CLUSTER>(sums, add, letterbox[(turn + 1) % 2]);
+            if (turn < 0) continue;
+            if (gradient) mine.store_gradient(turn, of_row, before);
+            mine.fetch(turn + Mine::STAGES);
+        }
+    }
+    cp_async_wait<0>();
+    launch_dependents();
+    if (w.partials == nullptr) return;
+    float* const partials = w.partials + first_row * p.length;
+    const RowShare<CLUSTER> anew;  // no register is held for it meanwhile
+    store_partials<WHOLE>(partials, w.groups * p.length, mine.of_columns, anew, in_shared, p.length);
+#endif
+}
+
+}  // namespace kl
