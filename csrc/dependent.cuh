@@ -21,6 +21,15 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
+// Whether Hopper runs code that was made for it, and not what a driver makes of an older architecture's, where the two
+// functions above are nothing.
+constexpr bool made_for_hopper() {
+    for (const int architecture : {__CUDA_ARCH_LIST__}) {
+        if (architecture / 100 == 9) return true;
+    }
+    return false;
+}
+
 // Launches kernel(arguments…), which calls wait_for_previous, as one that may begin before what is in its stream has ended.
 template <typename... Parameters, typename... Arguments>
 void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch,
@@ -33,7 +42,7 @@ void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, cons
     config.blockDim = block;
     config.stream = launch.stream;
     config.attrs = &early;
-    config.numAttrs = is_hopper(launch.device) ? 1 : 0;
+    config.numAttrs = made_for_hopper() && is_hopper(launch.device) ? 1 : 0;
     KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 
