@@ -2,12 +2,13 @@
 //
 //   persistent   blocks stay, and load the next tile's queries, keys and values ahead     tensor cores
 //
-// Three things beside the schedule of pingpong.cuh:
+// Four things beside the schedule of pingpong.cuh:
 //
 //   - The producer goes on to the next tile of queries while the consumers end this one: no tile but a block's first
 //     waits for its loads, and none for a block's start.
 //   - Tiles are walked in an order that shares keys and values in L2, and where they differ in length are handed out by a
 //     counter, the longest first (TileOrder below; FlashAttention-3, hopper/tile_scheduler.hpp).
+//   - At head dimension 64 and few keys a query the step is `wgmma`: see `few_keys`.
 //   - Where nothing is hidden, tiles of keys are longer: fewer rescalings and barriers for each key. Under a mask they
 //     would be cut at its edge, and much of a longer one is made in vain.
 
@@ -94,6 +95,15 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #endif
 }
 
+// At head dimension 64 a softmax takes as long as the products, and what hides its latencies is other warps: five blocks
+// of `wgmma` on an SM do that better than three warpgroups in turns, and make few scores in vain. But each loads keys and
+// values for 64 queries alone, which with many keys is all that L2 gives. As many as the middle query sees are the mean.
+bool few_keys(const Attention& a) {
+    const int64_t middle = a.S_q / 2;
+    const int64_t seen = std::min<int64_t>(a.S_k, middle + a.last + 1) - std::max<int64_t>(middle + a.first, 0);
+    return std::max(a.D, a.D_v) <= 64 && seen <= 1536;
+}
+
 // How many scores the tiles of a head make, hidden ones too. (QueryTile's arithmetic.)
 template <typename S>
 int64_t scores_made(const Attention& a) {
@@ -132,6 +142,9 @@ void run_persistent(AttentionCall& call) {
 std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tensor& key, const Tensor& value,
                                                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                                 double scale, bool enable_gqa) {
+    if (few_keys(prepare_attention(query, key, value, first, last, scale, enable_gqa))) {
+        return attention_wgmma(query, key, value, attn_mask, first, last, scale, enable_gqa);
+    }
     AttentionCall call("persistent", query, key, value, attn_mask, first, last, scale, enable_gqa);
     const bool whole = call.a.last >= call.a.S_k - 1 && !call.a.hides_left();
     return call.results<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
