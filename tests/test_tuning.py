@@ -22,6 +22,7 @@ if (reason := table.unavailable("matmul", "triton")) is not None:
 import triton
 
 from triton_impl import attention, choosing, interpreted, matmul, matmul_descriptors, matmul_tiles, tuning
+from triton_impl.tuned import Tuned
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -75,12 +76,12 @@ def test_a_choice_that_does_not_fit_gives_way_to_the_next(monkeypatch):
     def kernel(x_ptr, n, BLOCK):
         pass
 
-    tuned = tuning.Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32, 16)], ["n"])
+    tuned = Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32, 16)], ["n"])
     tuned.kernel = small = _SmallMemory()
     tuned(lambda meta: (meta["BLOCK"],), (torch.zeros(1),), (1,), {})
     assert small.blocks == [64, 16]
 
-    tuned = tuning.Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32)], ["n"])
+    tuned = Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32)], ["n"])
     tuned.kernel = _SmallMemory()
     with pytest.raises(triton.OutOfResources):
         tuned(lambda meta: (meta["BLOCK"],), (torch.zeros(1),), (1,), {})
@@ -103,8 +104,8 @@ def _attention(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
     monkeypatch.setattr(module, "_launches", tuning.Launches())
     calls = []
-    choose = tuning.Tuned._choose
-    monkeypatch.setattr(tuning.Tuned, "_choose", lambda *args: calls.append(args) or choose(*args))
+    choose = Tuned._choose
+    monkeypatch.setattr(Tuned, "_choose", lambda *args: calls.append(args) or choose(*args))
     # Three times aligned, then at an address that kernels for aligned operands must not take, and back.
     for offset in (0, 0, 0, 1, 1, 0):
         torch.testing.assert_close(*call(offset), rtol=1e-4, atol=1e-4)

@@ -41,7 +41,8 @@ from triton_impl.attention_tiles import (
     wide,
 )
 from triton_impl.dot import dot
-from triton_impl.tuning import Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Launch, Launches
 
 CHOICES: Choices = {
     -64: ((64, 64, 8, 1), (64, 32, 4, 2), (32, 32, 4, 1)),

@@ -38,7 +38,8 @@ from triton_impl.attention_tiles import (
 )
 from triton_impl.dot import dot
 from triton_impl.fast_math import exp2
-from triton_impl.tuning import Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Launch, Launches
 
 #: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
 MAX_BLOCK_M = 64

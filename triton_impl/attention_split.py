@@ -28,7 +28,8 @@ from triton_impl.attention_tiles import (
 )
 from triton_impl.dot import dot
 from triton_impl.fast_math import exp2
-from triton_impl.tuning import Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Launch, Launches
 
 #: Queries, of all heads that share keys, that one tile holds.
 MAX_ROWS = 32

@@ -19,7 +19,8 @@ from triton_impl.elementwise import tile_of
 from triton_impl.norms import Needs, as_matrix, as_parameter, normalize_row_again, normalize_rows, rstd_of, store_stats
 from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_of_rows
 from triton_impl.rows import blocks_of, forward_shapes, row_configs, suitable_forward
-from triton_impl.tuning import Known, Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Known, Launch, Launches
 
 #: Backward: elements of a tile, its columns at most, warps, and programs that run on a multiprocessor at once.
 TILE, COLUMNS, WARPS, PROGRAMS = 2048, 256, 4, 4

@@ -24,7 +24,8 @@ from triton_impl.matmul import Write, described_entry, product, write_persistent
 from triton_impl.matmul_descriptors import activate
 from triton_impl.matmul_tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, grouped, kind_of
 from triton_impl.sum import summed
-from triton_impl.tuning import Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Launch, Launches
 
 
 @triton.jit(do_not_specialize=["tuning_key"])

@@ -26,7 +26,8 @@ from triton_impl import matmul_descriptors as descriptors
 from triton_impl import matmul_split as split
 from triton_impl.aot import Entry, entry
 from triton_impl.matmul_tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, config, grouped, kind_of
-from triton_impl.tuning import Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Launch, Launches
 
 
 @triton.jit

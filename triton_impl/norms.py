@@ -30,7 +30,8 @@ from triton_impl.rows import (
     suitable_backward,
     suitable_forward,
 )
-from triton_impl.tuning import Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Launch, Launches
 
 #: The longest rows that `fused` keeps in registers, forward and backward.
 MAX_FUSED = 32768

@@ -25,7 +25,8 @@ from triton_impl.rows import (
     suitable_backward,
     suitable_forward,
 )
-from triton_impl.tuning import Launch, Launches, Tuned
+from triton_impl.tuned import Tuned
+from triton_impl.tuning import Launch, Launches
 
 #: The longest row that `fused` keeps in registers: 32 values a thread at 1024 threads.
 MAX_FUSED = 32768

@@ -1,14 +1,13 @@
-"""Choose a kernel's configuration once, then launch it with little more host work than Triton's own.
+"""Launch a kernel with little more host work than Triton's own, and keep what is known of operands met before.
 
-Triton's Autotuner looks its choice up anew in every call, at a cost of tens of microseconds. Here it is asked only for
-operands of a kind not met before; what it chose is kept as a :class:`Launch`.
+Which of a kernel's configurations a call takes is chosen elsewhere, once (choosing.py). Here are what the environment
+says of that, the list of choices that :func:`recorded` keeps, and :class:`Launch`, with which a call is repeated.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -174,71 +173,3 @@ class Known:
             launch = Launch(self.kernel, (programs,), arguments, self.options)
             self.launches.remember(key, launch)
         launch(*tensors, values=values)
-
-
-class Tuned:
-    """A kernel and its configurations. `key` and `prune` are as for :func:`triton.autotune`.
-
-    The choice is kept on disk beside the compiled kernels, so that each machine tunes once.
-    """
-
-    def __init__(
-        self, kernel: Any, configs: list[triton.Config], key: Sequence[str], prune: Callable[..., Any] | None = None
-    ) -> None:
-        self.kernel = kernel
-        self.autotuner = triton.autotune(
-            # Where configurations are pruned, `prune` ends with to_time.
-            configs if prune else to_time(configs),
-            key=list(key),
-            prune_configs_by={"early_config_prune": prune} if prune else None,
-            cache_results=True,
-        )(kernel)
-        self._lock = threading.Lock()  # the autotuner keeps the arguments of the call that it times
-
-    def __call__(
-        self,
-        grid: Callable[[dict[str, Any]], tuple[int, ...]],
-        tensors: tuple[torch.Tensor, ...],
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        values: tuple[Any, ...] = (),
-    ) -> Launch | None:
-        """Run the kernel, tuning it first where that is due; what is returned repeats it with other tensors.
-
-        The kernel takes its tensors first, then `values` (see :class:`Launch`), then the other `arguments`, then
-        constants. Inside torch.compile, which knows how to trace an autotuner, nothing is returned.
-        """
-        if torch.compiler.is_compiling():
-            self.autotuner[grid](*tensors, *values, *arguments, **constants)
-            return None
-        with self._lock:
-            config = self._choose(grid, (*tensors, *values, *arguments), constants)
-        decided = {**constants, **config.kwargs}
-        names = self.kernel.arg_names[len(tensors) + len(values) + len(arguments) :]
-        # By position, because every keyword costs host time in each launch.
-        positional = (*arguments, *(decided[name] for name in names))
-        options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
-        return Launch(self.kernel, grid(decided), positional, options)
-
-    def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
-        if TUNING or interpreted():
-            if _choices is not None:
-                self.autotuner.cache.clear()
-                self.autotuner.configs_timings = {}
-            self.autotuner[grid](*arguments, **constants)
-            if _choices is not None:
-                medians = {config: times[0] for config, times in self.autotuner.configs_timings.items()}
-                _choices.append(Choice(self.kernel, self.autotuner.best_config, medians))
-            return self.autotuner.best_config
-        configs = self.autotuner.configs
-        if self.autotuner.early_config_prune is not None:
-            named = dict(zip(self.kernel.arg_names, arguments, strict=False))
-            configs = self.autotuner.early_config_prune(configs, named, **constants)
-        for config in configs:
-            try:
-                self.kernel[grid](*arguments, **constants, **config.all_kwargs())
-                return config
-            except triton.OutOfResources:
-                if config is configs[-1]:
-                    raise
-        raise AssertionError("a kernel has at least one configuration")

@@ -1,0 +1,73 @@
+"""A kernel that takes its tensors as pointers, and the configurations to choose from for each kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from triton_impl.choosing import Chooser
+from triton_impl.tuning import Launch, to_time
+
+
+class Tuned:
+    """A kernel and its configurations. `key` and `prune` are as for :func:`triton.autotune`."""
+
+    def __init__(
+        self, kernel: Any, configs: list[triton.Config], key: Sequence[str], prune: Callable[..., Any] | None = None
+    ) -> None:
+        self.kernel = kernel
+        # For torch.compile, which traces no other kind of choice, and makes its own.
+        self.autotuner = triton.autotune(
+            # Where configurations are pruned, `prune` ends with to_time.
+            configs if prune else to_time(configs),
+            key=list(key),
+            prune_configs_by={"early_config_prune": prune} if prune else None,
+        )(kernel)
+        self._key, self._prune, self._chooser = tuple(key), prune, Chooser(kernel)
+
+    def __call__(
+        self,
+        grid: Callable[[dict[str, Any]], tuple[int, ...]],
+        tensors: tuple[torch.Tensor, ...],
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        values: tuple[Any, ...] = (),
+    ) -> Launch | None:
+        """Run the kernel, tuning it first where that is due; what is returned repeats it with other tensors.
+
+        The kernel takes its tensors first, then `values` (see :class:`Launch`), then the other `arguments`, then
+        constants. Inside torch.compile, which knows how to trace an autotuner, nothing is returned.
+        """
+        if torch.compiler.is_compiling():
+            self.autotuner[grid](*tensors, *values, *arguments, **constants)
+            return None
+        config = self._choose(grid, (*tensors, *values, *arguments), constants)
+        decided = {**constants, **config.kwargs}
+        names = self.kernel.arg_names[len(tensors) + len(values) + len(arguments) :]
+        # By position, because every keyword costs host time in each launch.
+        positional = (*arguments, *(decided[name] for name in names))
+        options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
+        return Launch(self.kernel, grid(decided), positional, options)
+
+    def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
+        named = dict(zip(self.kernel.arg_names, arguments, strict=False))
+        configs = self.autotuner.configs
+        if self._prune is not None:
+            configs = self._prune(configs, named, **constants)
+        of_key = {**named, **constants}
+        key = (*(of_key[name] for name in self._key if name in of_key), *_dtypes(arguments))
+
+        def run(config: triton.Config, only_compile: bool) -> Any:
+            decided = {**constants, **config.all_kwargs()}
+            if only_compile:
+                return self.kernel.warmup(*arguments, grid=grid, **decided)
+            return self.kernel[grid](*arguments, **decided)
+
+        return self._chooser(key, configs, run)
+
+
+def _dtypes(arguments: tuple[Any, ...]) -> Iterator[str]:
+    return (str(a.dtype) for a in arguments if isinstance(a, torch.Tensor))
