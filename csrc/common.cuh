@@ -39,7 +39,7 @@ inline int device_attribute(cudaDeviceAttr attribute, int32_t device) {
 inline int multiprocessors(int32_t device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
 // Hopper and later: thread-block clusters, programmatic dependent launch.
-inline bool is_hopper(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9; }
+inline bool hopper_or_later(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9; }
 
 inline void check_cuda(const Tensor& tensor, const char* op, const char* name) {
     KL_CHECK(tensor.is_cuda(), op, ": argument `", name, "` must be a CUDA tensor");

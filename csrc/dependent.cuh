@@ -42,7 +42,7 @@ void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, cons
     config.blockDim = block;
     config.stream = launch.stream;
     config.attrs = &early;
-    config.numAttrs = made_for_hopper() && is_hopper(launch.device) ? 1 : 0;
+    config.numAttrs = made_for_hopper() && hopper_or_later(launch.device) ? 1 : 0;
     KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 

@@ -22,7 +22,8 @@ __host__ __device__ constexpr int backward_slots(int v, bool hopper) {
     return 2 * v * backward_stages(v, hopper) + (v <= HELD_VECTORS ? 0 : v);
 }
 
-__host__ __device__ constexpr bool is_hopper() {
+// The same of the architecture that is compiled for.
+__host__ __device__ constexpr bool hopper_or_later() {
 #if __CUDA_ARCH__ >= 900
     return true;
 #else
@@ -108,7 +109,7 @@ struct RowCursor {
 // their turn. HELD: what the first pass over a row makes of it stays in registers for the second, as does the weight.
 template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
 struct BackwardRows {
-    static constexpr int E = Vec<T>::size, STAGES = backward_stages(V, is_hopper()), WEIGHT = 2 * V * STAGES;
+    static constexpr int E = Vec<T>::size, STAGES = backward_stages(V, hopper_or_later()), WEIGHT = 2 * V * STAGES;
     static constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
     using Sums = std::conditional_t<CENTRED, Pair, float>;
 
@@ -249,7 +250,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     const bool gradient = p.grad_input != nullptr;
     Stats next = mine.stats(0);
     share.meet();
-    if constexpr (HELD<V> || !is_hopper()) {
+    if constexpr (HELD<V> || !hopper_or_later()) {
         for (int turn = 0; turn < turns; ++turn) {
             const Stats stats = next;
             next = mine.stats(turn + 1);

@@ -136,7 +136,7 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
         static DeviceSet asked;
         static Resident resident;
-        const int bytes = slot_bytes(shape, backward_slots(v(), is_hopper(launch.device)));
+        const int bytes = slot_bytes(shape, backward_slots(v(), hopper_or_later(launch.device)));
         allow_shared(kernel, bytes, launch.device, asked);
         const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
         w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
