@@ -142,10 +142,8 @@ void run_persistent(AttentionCall& call) {
 std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tensor& key, const Tensor& value,
                                                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                                 double scale, bool enable_gqa) {
-    if (few_keys(prepare_attention(query, key, value, first, last, scale, enable_gqa))) {
-        return attention_wgmma(query, key, value, attn_mask, first, last, scale, enable_gqa);
-    }
     AttentionCall call("persistent", query, key, value, attn_mask, first, last, scale, enable_gqa);
+    if (few_keys(call.a)) return run_wgmma(call);
     const bool whole = call.a.last >= call.a.S_k - 1 && !call.a.hides_left();
     return call.results<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
         using T = decltype(zero);
