@@ -75,10 +75,13 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
     return tma_can_address(*tensor);
 }
 
+TileOrder tile_order(const Tiled& p, int BM, int BN) {
+    return {static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+}
+
 PairOrder pair_order(const Tiled& p, int BM, int BN) {
-    const auto tiles_m = static_cast<int>(ceil_div(p.M, BM)), tiles_n = static_cast<int>(ceil_div(p.N, BN));
+    const auto [tiles_m, tiles_n, rows] = tile_order(p, BM, BN);
     const bool below = tiles_m % CLUSTER == 0 || tiles_n % CLUSTER != 0;
-    const int rows = 2048 / BM;
     if (below) return {{static_cast<int>(ceil_div(tiles_m, CLUSTER)), tiles_n, rows / CLUSTER}, true};
     return {{tiles_m, static_cast<int>(ceil_div(tiles_n, CLUSTER)), rows}, false};
 }

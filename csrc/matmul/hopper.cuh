@@ -153,6 +153,9 @@ Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, con
 // The output as TMA writes it, in boxes of 64×64; where its rows are not multiples of 16 bytes, TMA cannot.
 TmaTensor output_tensor(const HopperCall& call);
 
+// BM×BN tiles, in groups of 2048 rows.
+TileOrder tile_order(const Tiled& p, int BM, int BN);
+
 // How many tiles there are in all batches; raises where 32 bits do not count them.
 int tile_count(const TileOrder& order, const Tiled& p);
 

@@ -456,9 +456,7 @@ typename PlainLoader<T>::Source plain_source(const HopperCall& call) {
             static_cast<const T*>(call.b_data),
             call.product};
 }
-PairOrder plain_order(const Tiled& p) {
-    return {{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM}, false};
-}
+PairOrder plain_order(const Tiled& p) { return {tile_order(p, BM, BN), false}; }
 
 // Whether to share out the last turns of linear's tiles. A block lays down and adds up 128 KiB for it, in the time of
 // about 16 k-tiles; a count so rough must promise something.

@@ -174,14 +174,14 @@ int64_t split_cycles(const Tiled& p, int64_t k_tiles, int splits, int blocks_at_
     return cycles(p, k_tiles, turns * (BEGIN + steps * MULTIPLY + waiting + end + (splits > 1 ? MEET : 0)));
 }
 
-// The same of `persistent` and `stream_k`, whose tiles are 128×256, made by pairs of blocks. The first goes by turns, the
-// second leaves none unfilled, but lays down and adds up 128 KiB a block.
-int64_t whole_cycles(const Tiled& p, int64_t k_tiles, int sms, bool share) {
-    constexpr int64_t BM = 128, BN = 256, SHARE = 25000, STEP = BM * BN * 64 / MULTIPLIED;
-    const int64_t pairs = tile_count(pair_order(p, BM, BN).tiles, p), workers = sms / CLUSTER;
-    const int64_t turns = ceil_div(pairs, workers),
-                  steps = share ? ceil_div(pairs * k_tiles, workers) : turns * k_tiles;
-    return cycles(p, k_tiles, BEGIN + 2000 + steps * STEP + BM * BN / STORED + (share ? SHARE : 0));
+// The same of `persistent` and `stream_k`, of whose tiles each worker, a pair of blocks, makes a pair at once. The first
+// goes by turns, the second leaves none unfilled, but lays down and adds up 128 KiB a block.
+constexpr int WHOLE_BM = 128, WHOLE_BN = 256;
+
+int64_t whole_cycles(const Tiled& p, int64_t k_tiles, int64_t pairs, int64_t workers, bool share) {
+    constexpr int64_t OUTPUTS = WHOLE_BM * WHOLE_BN, SHARE = 25000, STEP = OUTPUTS * 64 / MULTIPLIED;
+    const int64_t steps = share ? ceil_div(pairs * k_tiles, workers) : ceil_div(pairs, workers) * k_tiles;
+    return cycles(p, k_tiles, BEGIN + 2000 + steps * STEP + OUTPUTS / STORED + (share ? SHARE : 0));
 }
 
 template <typename Tile, typename T, Major A, Major B>
@@ -205,7 +205,7 @@ template <typename Tile, typename T, Major A, Major B>
 void launch_split(const HopperCall& call, int log_splits, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
-    const TileOrder tiles{static_cast<int>(ceil_div(p.M, Tile::BM)), static_cast<int>(ceil_div(p.N, Tile::BN)), 1};
+    const TileOrder tiles = tile_order(p, Tile::BM, Tile::BN);
     const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_splits};
     const int splits = 1 << log_splits;
     launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(tiles, p) * splits, splits,
@@ -221,12 +221,12 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
             constexpr Major A = a_major(), B = b_major();
-            const int sms = multiprocessors(on.device);
             const int64_t k_tiles = ceil_div(call.tiled.K, BLOCK_K<T>);
-            const int64_t whole = whole_cycles(call.tiled, k_tiles, sms, false);
-            const int64_t shared = whole_cycles(call.tiled, k_tiles, sms, true);
-            const bool turns = tile_count(pair_order(call.tiled, 128, 256).tiles, call.tiled) >= sms / CLUSTER;
-            const bool share = turns && shared < whole - whole / 128;
+            const int64_t pairs = tile_count(pair_order(call.tiled, WHOLE_BM, WHOLE_BN).tiles, call.tiled);
+            const int64_t workers = multiprocessors(on.device) / CLUSTER;
+            const int64_t whole = whole_cycles(call.tiled, k_tiles, pairs, workers, false);
+            const int64_t shared = whole_cycles(call.tiled, k_tiles, pairs, workers, true);
+            const bool share = pairs >= workers && shared < whole - whole / 128;
             Plan plan;
             plan.cycles = share ? shared : whole;
             const auto consider_tile = [&](auto tile) {

@@ -73,7 +73,7 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "warp_specialized", [&](const HopperCall& call, const Launch& on) {
         const Tiled& p = call.tiled;
-        const TileOrder order{static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
+        const TileOrder order = tile_order(p, BM, BN);
         const int blocks = tile_count(order, p);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
