@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Tuned:
             key=list(key),
             prune_configs_by={"early_config_prune": prune} if prune else None,
         )(kernel)
-        self._key, self._prune, self._chooser = tuple(key), prune, Chooser(kernel)
+        self._chooser = Chooser(kernel)
 
     def __call__(
         self,
@@ -54,11 +54,12 @@ class Tuned:
 
     def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
-        configs = self.autotuner.configs
-        if self._prune is not None:
-            configs = self._prune(configs, named, **constants)
+        configs, prune = self.autotuner.configs, self.autotuner.early_config_prune
+        if prune is not None:
+            configs = prune(configs, named, **constants)
         of_key = {**named, **constants}
-        key = (*(of_key[name] for name in self._key if name in of_key), *_dtypes(arguments))
+        dtypes = (str(a.dtype) for a in arguments if isinstance(a, torch.Tensor))
+        key = (*(of_key[name] for name in self.autotuner.keys if name in of_key), *dtypes)
 
         def run(config: triton.Config, only_compile: bool) -> Any:
             decided = {**constants, **config.all_kwargs()}
@@ -67,7 +68,3 @@ class Tuned:
             return self.kernel[grid](*arguments, **decided)
 
         return self._chooser(key, configs, run)
-
-
-def _dtypes(arguments: tuple[Any, ...]) -> Iterator[str]:
-    return (str(a.dtype) for a in arguments if isinstance(a, torch.Tensor))
