@@ -1,4 +1,4 @@
-"""What Triton makes of a variant's kernels, and what its autotuner chose.
+"""What Triton makes of a variant's kernels, and which configuration was chosen.
 
 The variant's own host code is called with tensors that have no memory, so what is compiled is what a call would launch.
 For another GPU than this machine's, or without one, that happens in a process of its own, where kernels are compiled
