@@ -37,6 +37,23 @@ def _raising(error: Exception):
     return raise_it
 
 
+class _Overwriting(torch.autograd.Function):
+    """Its backward writes over the input that it saved, unseen by autograd, as a kernel does."""
+
+    @staticmethod
+    def forward(ctx, input, approximate):
+        ctx.save_for_backward(input)
+        ctx.approximate = approximate
+        return torch.nn.functional.gelu(input, approximate=approximate)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (input,) = ctx.saved_tensors
+        found = torch.ops.aten.gelu_backward(grad, input, approximate=ctx.approximate)
+        input.data.copy_(found)
+        return found, None
+
+
 def _fake(name, make, requirement=INSTALLED, **adapter) -> peers.Peer:
     peer = peers.Peer(name, requirement, None)
     peer.covers("gelu", **adapter)(make)
@@ -61,6 +78,9 @@ def fakes(made) -> dict[str, peers.Peer]:
     coloured = RuntimeError("\x1b[91mno such kernel\x1b[0m\nand a long trace")
     all_of_them = [
         _fake("right", making("right", lambda input, **options: torch.nn.functional.gelu(input, **options))),
+        _fake(
+            "overwriting", making("overwriting", lambda input, *, approximate: _Overwriting.apply(input, approximate))
+        ),
         _fake("wrong", making("wrong", lambda input, **options: input * 0.5)),
         _fake("raising", making("raising", _raising(coloured))),
         _fake("absent", making("absent", None), requirement="no-such-package[extra]==1.2"),
@@ -107,6 +127,12 @@ def test_a_right_peer_is_timed_as_ours_are(swept, made):
         )
         assert 0 < row.rounds <= baseline.rounds
     assert made.count("right") == 1, "a call is made once, whatever the number of cases"
+
+
+def test_a_backward_that_overwrites_what_it_saved_is_right_once_and_timed(swept):
+    for row in _rows(swept, "overwriting"):
+        assert row.wrong is None
+        assert row.us > 0
 
 
 def test_a_wrong_peer_gets_no_time(swept):
