@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -135,7 +136,7 @@ def _shapes(rows: list[Row]) -> list[tuple[str, float]]:
     """Shapes in the sweep's order with their places on the axis; a gap where the options change."""
     options: dict[str, str] = {}
     for row in rows:
-        options.setdefault(row.shape, repr(sorted(row.options.items())))
+        options.setdefault(row.shape, repr(sorted(_without_sizes(row).items())))
     placed: list[tuple[str, float]] = []
     place, before = 0.0, None
     for kind in dict.fromkeys(options.values()):
@@ -144,6 +145,12 @@ def _shapes(rows: list[Row]) -> list[tuple[str, float]]:
             placed.append((shape, place))
             before = kind
     return placed
+
+
+def _without_sizes(row: Row) -> dict[str, Any]:
+    """The options, save one that repeats the sizes of the first tensor, as normalized_shape does."""
+    first = row.shapes[0]
+    return {k: v for k, v in row.options.items() if not (isinstance(v, list | tuple) and [*v] == first[-len(v) :])}
 
 
 def look(backend: str, backends: Sequence[str]) -> tuple[tuple[float, ...], str]:

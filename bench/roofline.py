@@ -20,7 +20,7 @@ PASSES = ("forward", "backward")
 #: would lie on each other.
 ASIDE = 1.07
 #: Names stand to the right of their points, and the axis goes on this far beyond the last of them.
-ROOM = 200
+ROOM = 3000
 
 
 def draw(results: Path) -> list[Path]:

@@ -110,6 +110,17 @@ def test_a_new_run_supersedes(swept):
     assert renewed == measured
 
 
+def test_lines_join_shapes_whose_options_only_repeat_them(tmp_path):
+    norms = [
+        Row(op="layer_norm", backend="torch.naive", level="torch", pass_="forward", dtype="bfloat16", shape=f"4x{n}",
+            shapes=[[4, n], [n], None], options={"normalized_shape": [n], "eps": eps})
+        for eps, n in ((1e-5, 8), (1e-5, 16), (1e-3, 32))
+    ]  # fmt: skip
+    first, second, other = (place for _, place in pictures._shapes(norms))
+    assert (first, second) == (0, 1)
+    assert other - second > 1
+
+
 def test_table_and_pictures(swept):
     console = Console(record=True, width=250)
     found = rows.latest(rows.read(swept))
