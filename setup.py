@@ -78,7 +78,7 @@ def extension(home: Path) -> dict:
             "cxx": ["-O3", "-g0", "-std=c++17", "-Wall", "-fvisibility=hidden"],
             # The code of the host alone: checks and launches, on which -O3 spends twice the time. Kernels are made by
             # cicc and ptxas, which do not see it.
-            "nvcc": ["-O1", "-std=c++17", "-lineinfo", "--threads=1", "-Xcompiler=-Wall"],
+            "nvcc": ["-O1", "-std=c++17", "--threads=1", "-Xcompiler=-Wall"],
         },
         language="c++",
     )
