@@ -423,7 +423,8 @@ def test_roofs_are_measured_ones_where_there_are_any():
 @pytest.mark.parametrize("measured", ["full", "cpu"])
 def test_rooflines_are_drawn_and_the_same_again(measured, tmp_path):
     path = tmp_path / "rows.jsonl"
-    rows.write(path, _full_rows() if measured == "full" else rows.read(CPU))
+    few = ("matmul", "softmax", "ceiling")  # every operation's are drawn by the test below
+    rows.write(path, [r for r in _full_rows() if r.op in few] if measured == "full" else rows.read(CPU))
     ops = {row.op for row in rows.read(path)} - {"ceiling"}
     drawn = roofline.draw(path)
     assert {p.name for p in drawn} == {"roofline-rows.svg", *(f"roofline-{op}-rows.svg" for op in ops)}

@@ -12,7 +12,7 @@ constexpr int THREADS = 256;
 // Neighbouring threads take neighbouring columns: a warp reads one element of A and, of a dense B, one run of memory,
 // and writes one run of C. Nothing else has changed.
 template <typename T>
-__global__ void matmul_coalesced_kernel(T* c, const T* a, const T* b, Product p) {
+__global__ void __launch_bounds__(THREADS, 4) matmul_coalesced_kernel(T* c, const T* a, const T* b, Product p) {
     const int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x;
     if (i >= p.batches * p.M * p.N) return;
     const int64_t batch = i / (p.M * p.N), within = i % (p.M * p.N);

@@ -12,7 +12,7 @@ constexpr int THREADS = 256;
 // Neighbouring threads take neighbouring rows: for dense operands, each of a warp's loads of A and stores of C touches
 // 32 cache lines, of which it uses one element each.
 template <typename T>
-__global__ void matmul_naive_kernel(T* c, const T* a, const T* b, Product p) {
+__global__ void __launch_bounds__(THREADS, 4) matmul_naive_kernel(T* c, const T* a, const T* b, Product p) {
     const int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x;
     if (i >= p.batches * p.M * p.N) return;
     const int64_t batch = i / (p.M * p.N), within = i % (p.M * p.N);
