@@ -149,7 +149,7 @@ def _shapes(rows: list[Row]) -> list[tuple[str, float]]:
 
 def _without_sizes(row: Row) -> dict[str, Any]:
     """The options, save one that repeats the sizes of the first tensor, as normalized_shape does."""
-    first = row.shapes[0]
+    first = (row.shapes or [None])[0] or []
     return {k: v for k, v in row.options.items() if not (isinstance(v, list | tuple) and [*v] == first[-len(v) :])}
 
 

@@ -46,10 +46,17 @@ function shapeNames(places) {
   return { angle, across: longest * Math.cos(radians), down: longest * Math.sin(radians) };
 }
 
+// The options, save one that repeats the sizes of the first tensor, as normalized_shape does.
+function withoutSizes(row) {
+  const first = row.shapes?.[0] || [];
+  const repeats = (value) => Array.isArray(value) && `${value}` === `${first.slice(-value.length)}`;
+  return Object.entries(row.options || {}).filter(([, value]) => !repeats(value));
+}
+
 // Shapes in the order of the rows, with a gap where the options change.
 function placesOf(rows) {
   const options = new Map();
-  for (const row of rows) if (!options.has(row.shape)) options.set(row.shape, JSON.stringify(row.options || {}));
+  for (const row of rows) if (!options.has(row.shape)) options.set(row.shape, JSON.stringify(withoutSizes(row)));
   const places = new Map();
   let place = 0;
   for (const kind of unique(options.values())) {
