@@ -389,7 +389,7 @@ inline int slot_bytes(const RowLaunch& shape, int vectors) {
 template <auto* KERNEL, bool STAY, typename... Arguments>
 void launch_for_rows(const RowLaunch& shape, int64_t count, int vectors, const Launch& launch, Arguments... arguments) {
     static DeviceSet asked;
-    if (vectors > 0) allow_shared(KERNEL, ROW_THREADS * vectors * 16, launch.device, asked);
+    if (vectors > 0) allow_shared(KERNEL, slot_bytes({ROW_THREADS, 1, 1}, vectors), launch.device, asked);
     const int bytes = slot_bytes(shape, vectors);
     unsigned grid = shape.grid(count);
     if constexpr (STAY) {

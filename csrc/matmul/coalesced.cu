@@ -11,6 +11,7 @@ constexpr int THREADS = 256;
 
 // Neighbouring threads take neighbouring columns: a warp reads one element of A and, of a dense B, one run of memory,
 // and writes one run of C. Nothing else has changed.
+// Four blocks an SM leave registers for the loads of several turns at once.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4) matmul_coalesced_kernel(T* c, const T* a, const T* b, Product p) {
     const int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x;
