@@ -43,7 +43,7 @@ $(if $(PYTHON),,$(PY)):
 
 $(INSTALLED): $(if $(PYTHON),,$(PY)) $(BUILT_FROM) $(STALE)
 	@echo "== Installing into $(PY): torch if it is missing (a download of 0.2 to 3 GB), then the package with its CUDA"
-	@echo "   extension if there is an nvcc (1 to 5 minutes, longest on few cores)"
+	@echo "   extension if there is an nvcc (1 to 6 minutes, longest on few cores)"
 	$(if $(TORCH),@$(PY) -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)"))
 	@$(PY) -m pip install -q -e .
 	@mkdir -p build && touch $@
@@ -56,7 +56,7 @@ install: $(INSTALLED)  ## set up .venv and install the package into it
 test: $(INSTALLED)  ## set up and run the tests
 	@$(PY) -m pip install -q $(call extra,test)
 	@$(PY) -m kernel_ladder doctor
-	@echo "== Running the tests with $(WORKERS) workers (about 20 minutes on 2 cores without a GPU)"
+	@echo "== Running the tests with $(WORKERS) workers (20 to 50 minutes on 2 cores without a GPU)"
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal $(TEST)
 
 bench: $(INSTALLED)  ## set up and run the sweep
