@@ -7,8 +7,7 @@
 //   registers  the sum stays in registers of as many threads as suit its    rows that fill an SM's registers
 //              length; backward, a block keeps the sums of its columns
 //              over all its rows, and the next row is under way
-//   cluster    long rows spread over the SMs of a cluster, while the next   memory bandwidth
-//              ones arrive
+//   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
 //
 // Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh and norm_backward.cuh, which
 // the normalisations share.

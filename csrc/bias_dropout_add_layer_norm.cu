@@ -102,8 +102,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
             T* const place = reinterpret_cast<T*>(slots.slot(i / E)) + i % E;
             *place = live && column < length ? sum_at(p, mask, row, column) : from_float<T>(0.0f);
         }
-#pragma unroll
-        for (int v = 0; v < V; ++v) tile[v] = slots.take(v);
+        slots.take(tile, 0);
     }
     if (p.norm.sum != nullptr) {
         store_row<WHOLE>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, share, live, length);
@@ -117,9 +116,8 @@ __global__ void __launch_bounds__(ROW_THREADS, blocks_an_sm<ROW_VECTORS, WHOLE>)
     if (!exists_here<CLUSTER>()) return;
     extern __shared__ uint4 in_shared[];
     const Slots<T> slots(in_shared);
-    const RowShare<CLUSTER> share;
     norm_registers_of<T, true, ROW_VECTORS, WHOLE, CLUSTER>(
-        p.norm, share, [&](Vec<T>(&tile)[ROW_VECTORS], int64_t row, bool live) {
+        p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowShare<CLUSTER>& share, int64_t row, bool live) {
             gather_sum<WHOLE>(tile, p, mask, share, slots, row, live);
         });
 }
@@ -189,7 +187,7 @@ constexpr const char* BACKWARD_NAME = "bias_dropout_add_layer_norm_backward";
 template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
     launch_for_rows<bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>, STAYS<WHOLE, CLUSTER>>(
-        shape, p.norm.count, WHOLE ? 0 : ROW_VECTORS, launch, p, mask);
+        shape, p.norm.count, WHOLE ? 0 : slot_bytes(shape, ROW_VECTORS), launch, p, mask);
 }
 
 }  // namespace
@@ -248,8 +246,7 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
             const bool whole = p.norm.in.template vectors<T>(layout.length) &&
                                p.norm.res.template vectors<T>(layout.length) &&
                                p.norm.out.template vectors<T>(layout.length) && p.norm.parameter.whole;
-            // A cluster that stays finds where its next result goes by an addition.
-            with_constant(whole && (shape.cluster == 1 || p.norm.out.even()), [&](auto w) {
+            with_constant(whole, [&](auto w) {
                 with_constant(shape.cluster > 1, [&](auto c) {
                     launch_registers<T, decltype(w)::value, decltype(c)::value>(p, mask, shape, launch);
                 });

@@ -8,9 +8,9 @@
 //              mean and deviations in two passes there; backward, a block
 //              keeps the sums of its columns over all its rows, and the
 //              next rows are under way while one is worked on
-//   cluster    long rows spread over the SMs of a cluster, while the next   memory bandwidth
-//              ones arrive; backward, the first pass over the next row
-//              hides how long they take to agree on one
+//   cluster    long rows spread over the SMs of a cluster; backward, the    memory bandwidth
+//              first pass over the next row hides how long they take to
+//              agree on one
 //
 // Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh and norm_backward.cuh, which
 // the normalisations share.

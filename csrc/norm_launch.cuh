@@ -75,20 +75,14 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         } else if (step == NormStep::block) {
             Op::template block<T>()<<<grid_size(p.count), NORM_THREADS, 0, launch.stream>>>(p);
         } else {
-            // With a residual a thread holds two rows' vectors, if only for a while; and of a row that a cluster shares few,
-            // so that the parameters of an SM's blocks, each its own, fit in the L1.
+            // With a residual a thread holds two rows' vectors, if only for a while.
             constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
-            const int64_t chunks = layout.chunks<T>();
-            const bool vectors = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
-                                 p.out.template vectors<T>(p.length) && p.parameter.whole;
-            const RowLaunch shape =
-                row_launch(chunks, step == NormStep::cluster, vectors && !Op::RESIDUAL && chunks <= MAX_BLOCK_CHUNKS);
-            // A cluster that stays finds its next row by an addition.
-            const bool whole = vectors && (shape.cluster == 1 || (p.in.even() && p.res.even() && p.out.even()));
-            with_row_shape<ROW_VECTORS, WIDE, ROW_VECTORS>(shape, whole, [&](auto v, auto w, auto c) {
-                constexpr bool STAY = STAYS<w(), c()>;
-                launch_for_rows<Op::template registers<T, v(), w(), c()>(), STAY>(
-                    shape, p.count, STAY ? FORWARD_SLOTS<Op::RESIDUAL> : 0, launch, p);
+            const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
+                               p.out.template vectors<T>(p.length) && p.parameter.whole;
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == NormStep::cluster, whole && !Op::RESIDUAL);
+            with_row_shape<ROW_VECTORS, WIDE>(shape, whole, [&](auto v, auto w, auto c) {
+                launch_for_rows<Op::template registers<T, v(), w(), c()>(), STAYS<w(), c()>>(shape, p.count, 0, launch,
+                                                                                             p);
             });
         }
     });
@@ -239,10 +233,10 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr int COLUMNS = WARP * COLUMN_LANES;
         add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
+        constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
         const RowLaunch large{ROW_THREADS, 1, 1};
         add(forward + "registers", kernel_facts<Op::template registers<T, ROW_VECTORS, true, false>()>("", MIN_BLOCK));
-        add(forward + "cluster", kernel_facts<Op::template registers<T, ROW_VECTORS, true, true>()>(
-                                     "", ROW_THREADS, slot_bytes(large, FORWARD_SLOTS<Op::RESIDUAL>)));
+        add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE, true, true>()>("", block_of<WIDE>));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "naive (weights)",
             kernel_facts<Op::template backward_naive_weights<T>()>("", NORM_NAIVE_THREADS));

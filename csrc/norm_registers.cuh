@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "norm.cuh"
-#include "slots.cuh"
 
 namespace kl {
 
@@ -61,24 +60,25 @@ __device__ Stats row_stats(Vec<T> (&tile)[VECTORS], const RowShare<CLUSTER>& sha
     }
 }
 
-// `gather(tile, row, live)` makes a row in registers, zeros past its end. Weight and bias come when they are needed, from
-// the L1: every row of the SM wants the same.
+// `gather(tile, share, row, live)` makes a row in registers, zeros past its end. Weight and bias come when they are needed,
+// from the L1: every row of the SM wants the same.
 template <typename T, bool CENTRED, int V, bool WHOLE, bool CLUSTER, typename Gather>
-__device__ void norm_registers_of(const NormForward<T>& p, const RowShare<CLUSTER>& share, Gather&& gather) {
+__device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     __shared__ Mailbox<CLUSTER, float> of_sum[CENTRED ? 1 : 2];
     __shared__ Mailbox<CLUSTER, Deviations<T>> of_deviations;
     constexpr int E = Vec<T>::size, TURNS = CENTRED ? 1 : 2;
+    const RowShare<CLUSTER> share;
     if constexpr (CENTRED) share.open(of_sum[0], of_deviations);
     if constexpr (!CENTRED) share.open(of_sum[0], of_sum[1]);
     share.template each_row<STAYS<WHOLE, CLUSTER>>(p.count, [&](int64_t row, bool live, int turn) {
         Vec<T> tile[V];
-        gather(tile, row, live);
+        gather(tile, share, row, live);
         if (turn == 0) share.meet();
         const Stats stats =
             row_stats<CENTRED, WHOLE>(tile, share, p, of_sum[turn % TURNS], of_deviations, turn / TURNS);
         if (live && share.first == 0) store_stats<CENTRED>(p.stats, row, stats);
         stay_packed(tile);
-        T* const out = p.output + p.out.template start_of<STAYS<WHOLE, CLUSTER>>(row);
+        T* const out = p.output + p.out.start(row);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             const int first = (share.first + v * share.step) * E;
@@ -97,53 +97,21 @@ __device__ void norm_registers_of(const NormForward<T>& p, const RowShare<CLUSTE
     });
 }
 
-// Vectors of a thread in shared memory, where clusters stay.
-template <bool RESIDUAL>
-constexpr int FORWARD_SLOTS = RESIDUAL ? 2 * ROW_VECTORS : ROW_VECTORS;
-
-// Rows as they are, or with a RESIDUAL the sum of two, which is stored. Where clusters stay, the next row is under way while
-// one is worked on: what its blocks wait for each other is no time without a load.
+// Rows as they are, or with a RESIDUAL the sum of two, which is stored.
 template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
 __device__ void norm_registers(const NormForward<T>& p) {
     if (!exists_here<CLUSTER>()) return;
-    constexpr bool STAY = STAYS<WHOLE, CLUSTER>;
-    extern __shared__ uint4 in_shared[];
-    const Slots<T, ROW_THREADS> slots(in_shared);
-    const RowShare<CLUSTER> share;
-    [[maybe_unused]] const auto fetch = [&](int64_t row) {
-        const bool live = row < p.count;
-        slots.template fetch<true, V>(0, p.input + row * p.in.step(), p.in, share, live, p.length);
+    const auto gather = [&](Vec<T>(&tile)[V], const RowShare<CLUSTER>& share, int64_t row, bool live) {
+        load_row<WHOLE>(tile, p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
         if constexpr (RESIDUAL) {
-            slots.template fetch<true, V>(V, p.residual + row * p.res.step(), p.res, share, live, p.length);
+            Vec<T> residual[V];
+            load_row<WHOLE>(residual, p.residual + p.res.start(row), p.res, share, live, p.length, 0.0f);
+#pragma unroll
+            for (int v = 0; v < V; ++v) tile[v] = add_vec(tile[v], residual[v]);
+            store_row<WHOLE>(p.sum + p.out.start(row), p.out, tile, share, live, p.length);
         }
-        cp_async_commit();
     };
-    if constexpr (STAY) fetch(share.row);
-    norm_registers_of<T, CENTRED, V, WHOLE, CLUSTER>(p, share, [&](Vec<T>(&tile)[V], int64_t row, bool live) {
-        if constexpr (STAY) {
-            share.anew();
-            asm volatile("" : "+l"(row));
-            cp_async_wait<0>();
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                tile[v] = slots.take(v);
-                if constexpr (RESIDUAL) tile[v] = add_vec(tile[v], slots.take(V + v));
-            }
-            fetch(row + share.rows_at_once);
-        } else {
-            load_row<WHOLE>(tile, p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
-            if constexpr (RESIDUAL) {
-                Vec<T> residual[V];
-                load_row<WHOLE>(residual, p.residual + p.res.start(row), p.res, share, live, p.length, 0.0f);
-#pragma unroll
-                for (int v = 0; v < V; ++v) tile[v] = add_vec(tile[v], residual[v]);
-            }
-        }
-        if constexpr (RESIDUAL) {
-            T* const sum = p.sum + p.out.template start_of<STAY>(row);
-            store_row<WHOLE>(sum, p.out, tile, share, live, p.length);
-        }
-    });
+    norm_registers_of<T, CENTRED, V, WHOLE, CLUSTER>(p, gather);
 }
 
 }  // namespace kl

@@ -22,12 +22,6 @@ struct Rows {
     bool even() const { return walk.dims <= 1; }
     __device__ int64_t step() const { return walk.dims > 0 ? walk.strides[0] : 0; }
 
-    // The start of a row, of EVEN ones without a division.
-    template <bool EVEN>
-    __device__ int64_t start_of(int64_t row) const {
-        return EVEN ? row * step() : start(row);
-    }
-
     // Whether rows of this length consist of such vectors alone.
     template <typename T>
     bool vectors(int64_t length) const {
@@ -95,7 +89,7 @@ constexpr bool STAYS = WHOLE && CLUSTER;
 template <bool CLUSTER>
 struct RowShare {
     int64_t row, rows_at_once;  // the whole grid takes so many rows at once: a loop over rows goes on by as many
-    mutable int first, step;
+    int first, step;
 
     __device__ RowShare() {
         row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -123,9 +117,6 @@ struct RowShare {
             f(row < count ? row : 0, row < count, 0);
         }
     }
-
-    // Keeps a compiler from finding out before a loop over rows where every vector lies, for which it lacks registers.
-    __device__ void anew() const { asm volatile("" : "+r"(first), "+r"(step)); }
 
     // To be called once, before all else: makes the mailboxes that will serve ready for what other blocks send.
     template <typename... Mailboxes>
@@ -365,8 +356,8 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
 }
 
 // Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for: whole
-// vectors FEW or MANY a thread, IN_CLUSTERS in clusters. Rows element by element take ROW_VECTORS.
-template <int FEW, int MANY, int IN_CLUSTERS = MANY, typename F>
+// vectors FEW or MANY a thread, MANY in clusters. Rows element by element take ROW_VECTORS.
+template <int FEW, int MANY, typename F>
 void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
     using Few = std::integral_constant<int, FEW>;
     using Many = std::integral_constant<int, MANY>;
@@ -374,30 +365,22 @@ void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
     using Yes = std::true_type;
     using No = std::false_type;
     if (!whole) return shape.cluster > 1 ? f(Single{}, No{}, Yes{}) : f(Single{}, No{}, No{});
-    if (shape.cluster > 1) return f(std::integral_constant<int, IN_CLUSTERS>{}, Yes{}, Yes{});
+    if (shape.cluster > 1) return f(Many{}, Yes{}, Yes{});
     if (shape.vectors > FEW) return f(Many{}, Yes{}, No{});
     f(Few{}, Yes{}, No{});
 }
 
-// Bytes of shared memory for so many vectors a thread.
-inline int slot_bytes(const RowLaunch& shape, int vectors) {
-    return static_cast<int>(shape.threads * shape.rows) * vectors * 16;
-}
-
-// Launches `KERNEL(arguments…)` for `count` rows, on blocks or clusters that stay or do not, with so many vectors a thread
-// in shared memory.
+// Launches `KERNEL(arguments…)` for `count` rows, on blocks or clusters that stay or do not.
 template <auto* KERNEL, bool STAY, typename... Arguments>
-void launch_for_rows(const RowLaunch& shape, int64_t count, int vectors, const Launch& launch, Arguments... arguments) {
-    static DeviceSet asked;
-    if (vectors > 0) allow_shared(KERNEL, slot_bytes({ROW_THREADS, 1, 1}, vectors), launch.device, asked);
-    const int bytes = slot_bytes(shape, vectors);
+void launch_for_rows(const RowLaunch& shape, int64_t count, int shared_bytes, const Launch& launch,
+                     Arguments... arguments) {
     unsigned grid = shape.grid(count);
     if constexpr (STAY) {
         static Resident resident;
-        const int64_t clusters = resident.clusters(KERNEL, shape.block(), shape.cluster, bytes, launch);
+        const int64_t clusters = resident.clusters(KERNEL, shape.block(), shape.cluster, shared_bytes, launch);
         grid = grid_size(std::min(count, clusters) * shape.cluster);
     }
-    launch_rows(KERNEL, shape, grid, bytes, launch, arguments...);
+    launch_rows(KERNEL, shape, grid, shared_bytes, launch, arguments...);
 }
 
 }  // namespace kl

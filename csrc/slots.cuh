@@ -24,10 +24,10 @@ struct Slots {
         unpack(reinterpret_cast<const Vec<T>&>(word), x);
     }
 
-    // The vector in slot i, once it has come.
-    __device__ Vec<T> take(int i) const {
-        const uint4 word = *slot(i);
-        return reinterpret_cast<const Vec<T>&>(word);
+    // Vectors from slot `begin` on, once they have come.
+    __device__ void take(Vec<T> (&tile)[ROW_VECTORS], int begin) const {
+#pragma unroll
+        for (int v = 0; v < ROW_VECTORS; ++v) reinterpret_cast<uint4&>(tile[v]) = *slot(begin + v);
     }
 
     // Vector v of a row, of V, goes to slot begin + v: zeros past the end of the row, and for a thread without one.
@@ -68,5 +68,10 @@ struct Slots {
         }
     }
 };
+
+// Bytes of shared memory for so many vectors a thread.
+inline int slot_bytes(const RowLaunch& shape, int vectors) {
+    return static_cast<int>(shape.threads * shape.rows) * vectors * 16;
+}
 
 }  // namespace kl
