@@ -25,9 +25,6 @@ struct HopperShape {
     static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_, CONSUMER_REGISTERS = CONSUMER_REGISTERS_;
     static constexpr int QUERIES = 64 * CONSUMERS, PRODUCERS = PRODUCER_REGISTERS > 0;
     static constexpr int THREADS = (PRODUCERS + CONSUMERS) * WARPGROUP;
-    // A key's two products take four cycles of an SM's tensor cores for each 64 of the head dimension, and its exponential
-    // four of the special function unit: at 64 a part of them is made elsewhere.
-    static constexpr bool POLYNOMIAL = HEAD_DIM <= 64;
     static constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
     static constexpr int Q_PANEL = QUERIES * SWIZZLE_ROW, KV_PANEL = KEYS * SWIZZLE_ROW;  // bytes
     static constexpr int Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
@@ -125,7 +122,8 @@ struct AttentionCall {
     }
 };
 
-// `wgmma`'s launch, which is `persistent`'s too where that is ahead.
+// `wgmma`'s tile at head dimension 64, and its launch, which is `persistent`'s too where that is ahead.
+using Wgmma64 = HopperShape<64, 64, 1>;
 std::tuple<Tensor, Tensor> run_wgmma(AttentionCall& call);
 
 // Facts of a step's kernels by their names, one for each shape: `of(zero, shape, name)` gives those of one.
@@ -143,8 +141,8 @@ void hopper_facts(std::vector<KernelFacts>& facts, ScalarType dtype, std::initia
 // ---- where things stand ---------------------------------------------------------------------------------------------
 
 // The i-th tile of a ring: where it stands, and the parity of the phase in which it lands.
-__device__ inline int stage_of(int i) { return i % STAGES; }
-__device__ inline uint32_t phase_of(int i) { return i / STAGES % 2; }
+__device__ inline unsigned stage_of(unsigned i) { return i % STAGES; }
+__device__ inline uint32_t phase_of(unsigned i) { return i / STAGES % 2; }
 
 // A block's shared memory: its queries, the rings, and barriers, which say that a tile has landed (full), or that all
 // consumer warps have done with it (empty).
@@ -321,65 +319,48 @@ __device__ inline void issue_output(float (&output)[S::HEAD_DIM / 2], uint32_t (
 // would pass 2^SLACK otherwise, which 16 bits hold as exactly as those up to 1: so that outputs are seldom rescaled.
 // (flash-attention, flash_attn/cute/softmax.py.)
 constexpr float SLACK = 8.0f;
-// 2^x for x ≤ 127 on the multiply-add units: the whole part is added to the exponent, of the rest, up to a half either way,
-// a polynomial is made, wrong by 3e-6 at most and exact at 0. 2^−127 and less is 0. NaN does not come through.
-// (flash-attention, flash_attn/cute/utils.py.)
-__device__ inline float exp2_polynomial(float x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 · 2^23: a sum with it is whole, and its lowest bits are the number
-    x = fmaxf(x, -127.0f);
-    const float whole = x + ROUND, rest = x - (whole - ROUND);
-    float y = fmaf(rest, 0.00958285294f, 0.0559064262f);
-    y = fmaf(rest, y, 0.240240991f);
-    y = fmaf(rest, y, 0.693124175f);
-    y = fmaf(rest, y, 1.0f);
-    return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
-}
-// The larger; NaN where one of them is.
-__device__ inline float max_nan(float a, float b) {
-    float c;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-}
-
-// With POLYNOMIAL an eighth of the exponentials is one.
-template <int KEYS, bool POLYNOMIAL>
+template <int KEYS>
 struct RunningSoftmax {
     float row_max[2] = {-INFINITE, -INFINITE};
     float row_sum[2] = {0.0f, 0.0f};  // of this thread's columns
     float rescale[2];                 // what the output was made of must be multiplied by
 
     // scores becomes exp(scores − row_max), with a maximum that may be an earlier one. `scale` is of scores in powers of 2.
+    // Maxima and sums are chains of dependent instructions: two a row, and both rows at once, hide their latencies.
     __device__ void next(float (&scores)[KEYS / 2], float scale) {
+        float new_max[2], shift[2], largest[2][2], sum[2][2] = {};
+        const auto each_score = [&](auto&& f) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; ++i) f(scores[i], i / 2 % 2, i % 2);
+        };
+#pragma unroll
+        for (int i = 0; i < 4; ++i) largest[i / 2][i % 2] = scores[i];
+        // fmaxf drops NaN; the special function unit brings it back.
+        each_score([&](float x, int h, int chain) { largest[h][chain] = fmaxf(largest[h][chain], x); });
+#pragma unroll
+        for (int h = 0; h < 2; ++h) new_max[h] = fmaxf(row_max[h], fmaxf(largest[h][0], largest[h][1]));
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(FULL_MASK, new_max[h], lanes));
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            // fmaxf drops NaN; the special function unit brings it back, of such a score, but the polynomial would not.
-            const auto larger = [](float a, float b) { return POLYNOMIAL ? max_nan(a, b) : fmaxf(a, b); };
-            float new_max = row_max[h];
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j) {
-                new_max = larger(new_max, larger(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
-            }
-            new_max = larger(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
-            new_max = larger(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
             // From −inf the difference is infinite, or no number: then too the maximum is a new one.
-            if ((new_max - row_max[h]) * scale <= SLACK) new_max = row_max[h];
+            const bool kept = (new_max[h] - row_max[h]) * scale <= SLACK;
+            if (kept) new_max[h] = row_max[h];
             // While a row has seen only −inf, nothing is subtracted: its exponentials are 0, not NaN.
-            float shift = new_max == -INFINITE ? 0.0f : new_max * scale;
-            if (POLYNOMIAL && new_max == INFINITE) shift = INFINITE - INFINITE;  // what inf − inf gives the others
-            rescale[h] = exp2_approx(fmaf(row_max[h], scale, -shift));
-            row_max[h] = new_max;
-            float sum = 0.0f;
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j) {
-#pragma unroll
-                for (int e = 4 * j + 2 * h; e < 4 * j + 2 * h + 2; ++e) {
-                    const float x = fmaf(scores[e], scale, -shift);
-                    scores[e] = POLYNOMIAL && j % 8 == 7 ? exp2_polynomial(x) : exp2_approx(x);
-                    sum += scores[e];
-                }
-            }
-            row_sum[h] = fmaf(row_sum[h], rescale[h], sum);
+            shift[h] = new_max[h] == -INFINITE ? 0.0f : new_max[h] * scale;
+            // The power is not quite 1 where nothing has changed: `shift` is rounded.
+            rescale[h] = kept ? 1.0f : exp2_approx(fmaf(row_max[h], scale, -shift[h]));
+            row_max[h] = new_max[h];
         }
+        each_score([&](float& x, int h, int chain) {
+            x = exp2_approx(fmaf(x, scale, -shift[h]));
+            sum[h][chain] += x;
+        });
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row_sum[h] = fmaf(row_sum[h], rescale[h], sum[h][0] + sum[h][1]);
     }
 
     template <int COUNT>
@@ -424,7 +405,7 @@ __device__ inline void round_weights(uint32_t (&weights)[KEYS / 16][4], const fl
 template <typename T, typename S>
 __device__ inline void store_results(T* first_output, int64_t stride, float* first_lse, const Attention& a,
                                      const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
-                                     const RunningSoftmax<S::KEYS, S::POLYNOMIAL>& softmax) {
+                                     const RunningSoftmax<S::KEYS>& softmax) {
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -454,7 +435,7 @@ __device__ inline void store_results(T* first_output, int64_t stride, float* fir
 template <typename T, typename S>
 __device__ inline void store_results(T* all_output, float* all_lse, const Attention& a, const QueryTile<S>& tile,
                                      const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
-                                     const RunningSoftmax<S::KEYS, S::POLYNOMIAL>& softmax) {
+                                     const RunningSoftmax<S::KEYS>& softmax) {
     const int64_t begin = int64_t{tile.outer} * a.S_q;
     store_results<T, S>(all_output + begin * a.D_v, a.D_v, all_lse + begin, a, rows, output, softmax);
 }

@@ -2,15 +2,13 @@
 //
 //   persistent   blocks stay, and load the next tile's queries, keys and values ahead     tensor cores
 //
-// Four things beside the schedule of pingpong.cuh:
+// Three things beside the schedule of pingpong.cuh:
 //
 //   - The producer goes on to the next tile of queries while the consumers end this one: no tile but a block's first
 //     waits for its loads, and none for a block's start.
 //   - Tiles are walked in an order that shares keys and values in L2, and where they differ in length are handed out by a
 //     counter, the longest first (TileOrder below; FlashAttention-3, hopper/tile_scheduler.hpp).
-//   - At head dimension 64 and few keys a query the step is `wgmma`: see `few_keys`.
-//   - Where nothing is hidden, tiles of keys are longer: fewer rescalings and barriers for each key. Under a mask they
-//     would be cut at its edge, and much of a longer one is made in vain.
+//   - At head dimension 64 and few keys a query the step is `wgmma`: see `wgmma_is_ahead`.
 
 #include "pingpong.cuh"
 
@@ -18,10 +16,8 @@ namespace kl {
 namespace {
 
 using Persistent64 = HopperShape<64, 128, 3, 32, 160>;
-using PersistentShort64 = HopperShape<64, 128, 2, 24, 240>;  // where 192 queries would make too many scores in vain
 using Persistent96 = HopperShape<96, 128, 2, 24, 240>;
 using Persistent128 = HopperShape<128, 128, 2, 24, 240>;
-using PersistentWhole128 = HopperShape<128, 176, 2, 24, 240>;  // no key is hidden
 using Persistent256 = HopperShape<256, 80, 2, 24, 240>;
 
 // The order of tiles: by sections of heads whose keys and values fit in L2 together; in a section the last queries of
@@ -87,7 +83,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         const QueryTile<S> tile = tile_numbered<S>(number, order, a);
         const ThreadRows rows(tile.q0, consumer);
         float output[S::HEAD_DIM / 2];
-        RunningSoftmax<S::KEYS, S::POLYNOMIAL> softmax;
+        RunningSoftmax<S::KEYS> softmax;
         attend_in_turns<T, S>(output, softmax, at, a, tile, rows, consumer, turn, begin);
         store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
         begin += tile.steps;
@@ -95,25 +91,27 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #endif
 }
 
-// At head dimension 64 a softmax takes as long as the products, and what hides its latencies is other warps: five blocks
-// of `wgmma` on an SM do that better than three warpgroups in turns, and make few scores in vain. But each loads keys and
-// values for 64 queries alone, which with many keys is all that L2 gives. As many as the middle query sees are the mean.
-bool few_keys(const Attention& a) {
-    const int64_t middle = a.S_q / 2;
-    const int64_t seen = std::min<int64_t>(a.S_k, middle + a.last + 1) - std::max<int64_t>(middle + a.first, 0);
-    return std::max(a.D, a.D_v) <= 64 && seen <= 1536;
+// How long the tiles of a head take, in scores made, hidden ones too: each costs as much as `more` keys beside its own.
+// Of many tiles some, evenly spaced, stand for all. (QueryTile's arithmetic.)
+template <typename S>
+double time_in_scores(const Attention& a, int more) {
+    const int64_t tiles = ceil_div(a.S_q, S::QUERIES), stride = ceil_div(tiles, 128);
+    int64_t keys = 0;
+    for (int64_t tile = 0; tile < tiles; tile += stride) {
+        const int64_t q0 = tile * S::QUERIES,
+                      end = ceil_div(std::min<int64_t>(a.S_k, q0 + S::QUERIES + a.last), S::KEYS);
+        const int64_t last = std::max<int64_t>(end, 1) - 1;
+        keys += (last - std::min(std::max<int64_t>(q0 + a.first, 0) / S::KEYS, last) + 1) * S::KEYS + more;
+    }
+    return static_cast<double>(keys) * S::QUERIES * static_cast<double>(stride);
 }
 
-// How many scores the tiles of a head make, hidden ones too. (QueryTile's arithmetic.)
-template <typename S>
-int64_t scores_made(const Attention& a) {
-    int64_t made = 0;
-    for (int64_t q0 = 0; q0 < a.S_q; q0 += S::QUERIES) {
-        const int64_t end = ceil_div(std::min<int64_t>(a.S_k, q0 + S::QUERIES + a.last), S::KEYS);
-        const int64_t last = std::max<int64_t>(end, 1) - 1;
-        made += last - std::min(std::max<int64_t>(q0 + a.first, 0) / S::KEYS, last) + 1;
-    }
-    return made * S::QUERIES * S::KEYS;
+// At head dimension 64 a softmax takes as long as the products, and 192 queries against 128 keys make many scores in vain
+// where few are seen: five blocks of `wgmma` on an SM, of 64 queries each, are ahead there. With many keys each loads all
+// that L2 gives. What a tile costs, and how much slower `wgmma` is with many keys, is fitted to times at 512 to 4096 keys.
+bool wgmma_is_ahead(const Attention& a) {
+    if (std::max(a.D, a.D_v) > 64) return false;
+    return 1.11 * time_in_scores<Wgmma64>(a, 80) < time_in_scores<Persistent64>(a, 107);
 }
 
 template <typename T, typename S>
@@ -143,30 +141,18 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
                                                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                                 double scale, bool enable_gqa) {
     AttentionCall call("persistent", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    if (few_keys(call.a)) return run_wgmma(call);
-    const bool whole = call.a.last >= call.a.S_k - 1 && !call.a.hides_left();
+    if (wgmma_is_ahead(call.a)) return run_wgmma(call);
     return call.results<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
         using T = decltype(zero);
         using S = decltype(shape);
-        if constexpr (S::HEAD_DIM == 128) {
-            if (whole) return run_persistent<T, PersistentWhole128>(call);
-        }
-        if constexpr (S::HEAD_DIM == 64) {
-            // A warpgroup more shares keys and values, and fills gaps: worth a tenth of scores made in vain.
-            constexpr int64_t LONG = 8192;  // queries, of which an edge of 64 is nothing
-            const bool is_short =
-                call.a.S_q <= LONG && 11 * scores_made<PersistentShort64>(call.a) < 10 * scores_made<S>(call.a);
-            if (is_short) return run_persistent<T, PersistentShort64>(call);
-        }
         run_persistent<T, S>(call);
     });
 }
 
 void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Persistent64, PersistentShort64, Persistent96, Persistent128, PersistentWhole128, Persistent256>(
+    hopper_facts<Persistent64, Persistent96, Persistent128, Persistent256>(
         facts, dtype,
-        {"attention.persistent.64", "attention.persistent.short.64", "attention.persistent.96",
-         "attention.persistent.128", "attention.persistent.whole.128", "attention.persistent.256"},
+        {"attention.persistent.64", "attention.persistent.96", "attention.persistent.128", "attention.persistent.256"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     registers_increase<S::CONSUMER_REGISTERS>();
     const ThreadRows rows(tile.q0, consumer);
     float output[S::HEAD_DIM / 2];
-    RunningSoftmax<S::KEYS, S::POLYNOMIAL> softmax;
+    RunningSoftmax<S::KEYS> softmax;
     begin_turns(consumer);
     attend_in_turns<T, S>(output, softmax, at, a, tile, rows, consumer, 0, 0);
     store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);

@@ -14,10 +14,9 @@ __device__ inline void begin_turns(int consumer) {
 
 // The block's `turn`-th tile of queries, whose first step has place `begin` of the rings.
 template <typename T, typename S>
-__device__ inline void attend_in_turns(float (&output)[S::HEAD_DIM / 2],
-                                       RunningSoftmax<S::KEYS, S::POLYNOMIAL>& softmax, const AttentionShared<S>& at,
-                                       const Attention& a, const QueryTile<S>& tile, const ThreadRows& rows,
-                                       int consumer, int turn, int begin) {
+__device__ inline void attend_in_turns(float (&output)[S::HEAD_DIM / 2], RunningSoftmax<S::KEYS>& softmax,
+                                       const AttentionShared<S>& at, const Attention& a, const QueryTile<S>& tile,
+                                       const ThreadRows& rows, int consumer, int turn, int begin) {
     const int next_consumer = (consumer + 1) % S::CONSUMERS;
     const uint32_t q = at.q + consumer * 64 * SWIZZLE_ROW;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
@@ -40,6 +39,7 @@ __device__ inline void attend_in_turns(float (&output)[S::HEAD_DIM / 2],
         const int i = begin + step;
         named_barrier_sync(1 + consumer, 2 * WARPGROUP);
         issue_scores<T, S>(scores, q, at.key(i));
+        if (step > 1) softmax.rescale_output(output);  // under the product of the scores, where it costs no one time
         mbarrier_wait(at.value_full(i - 1), phase_of(i - 1));
         issue_output<T, S>(output, weights, at.value(i - 1), step > 1);
         named_barrier_arrive(1 + next_consumer, 2 * WARPGROUP);
@@ -57,8 +57,8 @@ __device__ inline void attend_in_turns(float (&output)[S::HEAD_DIM / 2],
         wgmma_pin(output);
         done_with(at.value_empty(i - 1));
         round_weights<T, S::KEYS>(weights, scores);
-        softmax.rescale_output(output);
     }
+    if (tile.steps > 1) softmax.rescale_output(output);
     const int i = begin + tile.steps - 1;
     mbarrier_wait(at.value_full(i), phase_of(i));
     issue_output<T, S>(output, weights, at.value(i), tile.steps > 1);

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     }
     const ThreadRows rows(tile.q0, consumer);
     float output[S::HEAD_DIM / 2];
-    RunningSoftmax<S::KEYS, S::POLYNOMIAL> softmax;
+    RunningSoftmax<S::KEYS> softmax;
     begin_turns(consumer);
     attend_in_turns<T, S>(output, softmax, at, a, tile, rows, consumer, 0, 0);
     const int64_t stride = int64_t{a.heads} * a.D_v;  // from query to query

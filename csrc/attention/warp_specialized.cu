@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     float output[S::HEAD_DIM / 2];
     float scores[S::KEYS / 2];
     uint32_t weights[S::KEYS / 16][4];
-    RunningSoftmax<S::KEYS, S::POLYNOMIAL> softmax;
+    RunningSoftmax<S::KEYS> softmax;
 
     mbarrier_wait(at.query_full(), 0);
     for (int i = 0; i < tile.steps; ++i) {

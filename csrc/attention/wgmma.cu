@@ -11,7 +11,6 @@
 namespace kl {
 namespace {
 
-using Wgmma64 = HopperShape<64, 64, 1>;
 using Wgmma128 = HopperShape<128, 64, 1>;
 
 template <typename T, typename S>
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     float output[S::HEAD_DIM / 2];
     float scores[S::KEYS / 2];
     uint32_t weights[S::KEYS / 16][4];
-    RunningSoftmax<S::KEYS, S::POLYNOMIAL> softmax;
+    RunningSoftmax<S::KEYS> softmax;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
 
     mbarrier_wait(at.query_full(), 0);
