@@ -120,14 +120,11 @@ def check(
     # Every call comes by here: first whether all is as it mostly is, and only else what is not, if anything.
     if not (
         len(q) >= 3
-        and k[:-3] == q[:-3]
-        and v[:-1] == k[:-1]
-        and k[-1] == q[-1]
+        and ((k == q and v == q) or (k[:-2] == q[:-2] and k[-1] == q[-1] and v[:-1] == k[:-1]))
         and 1 <= q[-1] <= MAX_HEAD_DIM
         and 1 <= v[-1] <= MAX_HEAD_DIM
         and isinstance(is_causal, bool)
         and isinstance(enable_gqa, bool)
-        and k[-3] == q[-3]
         and scale is None
         and window_size == NO_WINDOW
         and isinstance(return_lse, bool)
