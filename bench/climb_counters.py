@@ -59,12 +59,12 @@ COLUMNS: tuple[tuple[str, Callable[[Counters], Any], str], ...] = (
 
 
 def cells(mine: Counters, before: Counters) -> list[str]:
-    """One cell a column, bold where it is not what it was in the step before."""
+    """One cell a column, bold where it is not what it was in the step before, and is seen not to be."""
     found = []
     for _, value, form in COLUMNS:
         now, then = value(mine), value(before)
         text = "" if now is None else form.format(now)
-        found.append(f"**{text}**" if text and moved(then, now) else text)
+        found.append(f"**{text}**" if moved(then, now) and text != form.format(then) else text)
     return found
 
 

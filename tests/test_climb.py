@@ -173,3 +173,9 @@ def test_what_moved(then, now):
 @pytest.mark.parametrize(("then", "now"), [(100, 105), (0, 0), ("wait", "wait"), (None, 5), (5, None)])
 def test_what_did_not_move(then, now):
     assert not climb_counters.moved(then, now)
+
+
+def test_what_moved_unseen_is_not_bold(monkeypatch):
+    monkeypatch.setattr(climb_counters, "COLUMNS", [("share", lambda c: c["share"], "{:.0%}")])
+    assert climb_counters.cells({"share": 0.0004}, {"share": 0.0001}) == ["0%"]
+    assert climb_counters.cells({"share": 0.04}, {"share": 0.01}) == ["**4%**"]
