@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,8 @@ OTHER = "#56B4E9"
 MARKERS = "osD^vPX*<>"
 #: Earlier steps are paler, so that the end of each climb stands out.
 PALEST = 0.45
-#: Panels with more shapes than this stand below each other.
-WIDE = 12
+#: Panels stand side by side up to so many inches, or the width of the widest.
+LINE = 18.6
 
 STYLE = {
     "font.size": 10,
@@ -66,33 +67,83 @@ def _in_other_layouts(op: str) -> set[str]:
 
 
 def _picture(rows: list[Row], path: Path) -> None:
-    # Float32 beside bfloat16 would hide the one or the other: a row of panels for each, a column for each pass.
-    dtypes = sorted({row.dtype for row in rows}, key=lambda d: (d != "bfloat16", d))
-    passes = ("forward", "backward")
-    bytes_bound = 2 * sum(row.bytes_bound for row in rows) >= len(rows)
-    widest = max(len({r.shape for r in rows if r.dtype == d}) for d in dtypes)
-    panels = [
-        (dtype, pass_)
-        for dtype in dtypes
-        for pass_ in passes
-        if any(row.dtype == dtype and row.pass_ == pass_ for row in rows)
-    ]
-    columns = 1 if widest > WIDE else len(passes)
-    lines = math.ceil(len(panels) / columns)
-    size = (columns * max(4.5, 0.55 * widest + 2.6) + 0.4, lines * 4.4 + 0.5)
+    lines = _lines(_panels(rows))
+    width = max(sum(panel.inches for panel in line) for line in lines)
     with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-        for axes in grid.flat[len(panels) :]:
-            axes.set_axis_off()
-        for axes, (dtype, pass_) in zip(grid.flat, panels, strict=False):
-            members = [row for row in rows if row.dtype == dtype and row.pass_ == pass_]
-            axes.set_title(f"{pass_}, {dtype}", loc="left", fontsize=10, fontweight="bold")
-            _panel(axes, members, bytes_bound)
-        for axes in grid[:, 0]:
-            axes.set_ylabel("GB/s of the least bytes" if bytes_bound else "TFLOP/s of the least operations")
+        figure = plt.figure(figsize=(width + 0.4, 4.4 * len(lines) + 0.5), layout="constrained")
+        grid = figure.add_gridspec(len(lines), 1)
+        for i, line in enumerate(lines):
+            shares = [panel.inches for panel in line]
+            rest = [width - sum(shares)] if width - sum(shares) > 0.1 else []
+            places = grid[i].subgridspec(1, len(line) + len(rest), width_ratios=[*shares, *rest])
+            for k, panel in enumerate(line):
+                axes = figure.add_subplot(places[k])
+                axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
+                _panel(axes, panel.rows, panel.bytes_bound)
+                if k == 0 or panel.bytes_bound != line[k - 1].bytes_bound:
+                    unit = "GB/s of the least bytes" if panel.bytes_bound else "TFLOP/s of the least operations"
+                    axes.set_ylabel(unit)
         figure.suptitle(f"{rows[0].op} on {rows[0].gpu}", x=0.01, ha="left", fontsize=12)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
         plt.close(figure)
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """What one pair of axes shows: one dtype, one pass, one unit. Panels of a kind differ in the pass alone."""
+
+    title: str
+    rows: list[Row]
+    bytes_bound: bool
+    kind: tuple[str, bool]
+
+    @property
+    def inches(self) -> float:
+        return max(4.5, 0.55 * len({row.shape for row in self.rows}) + 2.6)
+
+
+def _lines(panels: list[Panel]) -> list[list[Panel]]:
+    """Panels side by side as far as there is room, in their order; both passes of a dtype on one line if they fit."""
+    room = max([LINE, *(panel.inches for panel in panels)])
+    lines: list[list[Panel]] = [[]]
+    for i, panel in enumerate(panels):
+        ahead = [other for other in panels[i:] if other.kind == panel.kind]
+        wanted = sum(other.inches for other in ahead)
+        wanted = wanted if wanted <= room else panel.inches
+        if sum(other.inches for other in lines[-1]) + wanted > room:
+            lines.append([])
+        lines[-1].append(panel)
+    return lines
+
+
+def _panels(rows: list[Row]) -> list[Panel]:
+    """A panel for each dtype and pass: float32 beside bfloat16 would hide the one or the other.
+
+    Where operations bind most shapes, those that memory holds to a small part of the others' rate have panels of their
+    own, in bytes a second: they would lie on the axis.
+    """
+    mostly_bytes = 2 * sum(row.bytes_bound for row in rows) >= len(rows)
+    apart = set() if mostly_bytes else _far_below(rows)
+    dtypes = sorted({row.dtype for row in rows}, key=lambda d: (d != "bfloat16", d))
+    panels = []
+    for bound, note in ((False, ""), (True, ", bound by memory")):
+        for dtype in dtypes:
+            for pass_ in ("forward", "backward"):
+                mine = [r for r in rows if (r.dtype, r.pass_, r.shape in apart) == (dtype, pass_, bound)]
+                if mine:
+                    panels.append(Panel(f"{pass_}, {dtype}{note}", mine, mostly_bytes or bound, (dtype, bound)))
+    return panels
+
+
+def _far_below(rows: list[Row]) -> set[str]:
+    """Shapes that memory binds, at rates of less than a tenth of the largest that any shape could have."""
+    roofs: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row.least_us and row.pass_ == "forward":
+            roofs[row.dtype, row.shape] = row.flops / row.least_us
+    peaks = {dtype: max(roof for (d, _), roof in roofs.items() if d == dtype) for dtype, _ in roofs}
+    bytes_bound = {row.shape for row in rows if row.bytes_bound}
+    return {shape for (dtype, shape), roof in roofs.items() if shape in bytes_bound and roof < peaks[dtype] / 10}
 
 
 def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
@@ -198,7 +249,8 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], log: bool) -> No
         return math.log(y / low) / math.log(high / low) if log else (y - low) / (high - low)
 
     ends = sorted(ends, key=lambda end: end[0])
-    at = spread([height(y) for y, _, _ in ends], gap=0.055)
+    gap = max(0.046, min(0.055, 1 / max(len(ends) - 1, 1)))  # as near as can be read, before they pass the top
+    at = spread([height(y) for y, _, _ in ends], gap)
     line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
     for (y, name, colour), where in zip(ends, at, strict=True):
         axes.annotate(

@@ -121,6 +121,51 @@ def test_lines_join_shapes_whose_options_only_repeat_them(tmp_path):
     assert other - second > 1
 
 
+def test_what_memory_holds_far_below_has_panels_of_its_own():
+    def timed(shape: str, pass_: str, dtype: str, flops: float) -> Row:
+        return Row(
+            op="attention", backend="torch.naive", level="torch", pass_=pass_, dtype=dtype, shape=shape, us=2000.0,
+            flops=flops, bytes=1e8, ceiling_gbs=4000.0, ceiling_tflops=1000.0,
+        )  # fmt: skip
+
+    found = [
+        timed(shape, pass_, dtype, flops)
+        for dtype in ("float32", "bfloat16")
+        for pass_ in ("backward", "forward")
+        for shape, flops in (("full", 1e12), ("causal", 5e11), ("decode", 1e9))
+    ]
+    panels = pictures._panels([row for row in found if (row.shape, row.pass_) != ("decode", "backward")])
+    assert [(panel.title, panel.bytes_bound) for panel in panels] == [
+        ("forward, bfloat16", False),
+        ("backward, bfloat16", False),
+        ("forward, float32", False),
+        ("backward, float32", False),
+        ("forward, bfloat16, bound by memory", True),
+        ("forward, float32, bound by memory", True),
+    ]
+    # What memory binds all of needs no second kind.
+    panels = pictures._panels([row for row in found if row.shape == "decode"])
+    assert [panel.title for panel in panels][:2] == ["forward, bfloat16", "backward, bfloat16"]
+    assert all(panel.bytes_bound for panel in panels)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "lines"),
+    [
+        ((7, 7, 2, 2), [[0, 1], [2, 3]]),  # both passes of a dtype together
+        ((12, 6), [[0, 1]]),
+        ((39, 19, 3, 3, 4), [[0], [1, 2, 3], [4]]),  # too wide for both
+    ],
+)
+def test_panels_stand_side_by_side(shapes, lines):
+    panels = []
+    for i, count in enumerate(shapes):
+        members = [Row(op="gelu", backend="torch.naive", level="torch", pass_="forward", dtype="float32", shape=str(n))
+                   for n in range(count)]  # fmt: skip
+        panels.append(pictures.Panel(str(i), members, False, (str(i // 2), False)))
+    assert [[int(panel.title) for panel in line] for line in pictures._lines(panels)] == lines
+
+
 def test_table_and_pictures(swept):
     console = Console(record=True, width=250)
     found = rows.latest(rows.read(swept))
