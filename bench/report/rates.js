@@ -2,15 +2,31 @@
 
 function drawRates(view, width) {
   if (!view.ops.length) return [nothing("No rows.")];
-  return view.ops.map((op) => {
+  return view.ops.flatMap((op) => {
     const rows = view.rows.filter((row) => row.op === op && row.us != null);
     const title = `${op} ${view.pass}, ${view.dtype}`;
-    return figure(title, ...(rows.length ? ratesOf(rows, view, width, title) : [nothing("Nothing has a time.")]));
+    if (!rows.length) return [figure(title, nothing("Nothing has a time."))];
+    return kindsOf(rows).map(({ note, mine, bytesBound }) =>
+      figure(title + note, ...ratesOf(mine, view, width, title + note, bytesBound)),
+    );
   });
 }
 
-function ratesOf(rows, view, width, title) {
-  const bytesBound = 2 * rows.filter((row) => row.bytes_bound).length >= rows.length;
+// Where operations bind most shapes, those that memory holds to a small part of the others' rate have a chart of their
+// own, in bytes a second: they would lie on the axis. (As bench/pictures.py has it.)
+function kindsOf(rows) {
+  if (2 * rows.filter((row) => row.bytes_bound).length >= rows.length) {
+    return [{ note: "", mine: rows, bytesBound: true }];
+  }
+  const peak = Math.max(...rows.map((row) => ceilingRate(row, false) || 0));
+  const farBelow = (row) => row.bytes_bound && ceilingRate(row, false) && ceilingRate(row, false) < peak / 10;
+  return [
+    { note: "", mine: rows.filter((row) => !farBelow(row)), bytesBound: false },
+    { note: ", bound by memory", mine: rows.filter(farBelow), bytesBound: true },
+  ].filter(({ mine }) => mine.length);
+}
+
+function ratesOf(rows, view, width, title, bytesBound) {
   const wide = width > NARROW;
   const places = placesOf(rows);
   const names = shapeNames(places);
