@@ -49,7 +49,7 @@ function ratesOf(rows, view, width, title, bytesBound) {
   return [chart, wide ? null : legend(rows, look)].filter(Boolean);
 }
 
-const LONGEST = 26; // characters of a shape's name; the details have all of it
+const LONGEST = 32; // characters of a shape's name; the details have all of it
 const CHARACTER = 6.4; // pixels
 
 const shortened = (shape) => (shape.length > LONGEST ? `${shape.slice(0, LONGEST - 1)}…` : shape);
