@@ -7,6 +7,7 @@ and not interpreted; nothing can be timed there, so the first guess of each kern
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import inspect as python
 import json
@@ -14,6 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -155,28 +158,77 @@ def _in_a_process(request: Request, arch: architecture.Architecture) -> Inspecti
         "code": sorted(request.code),
         "kernel": request.kernel,
     }
-    run = subprocess.run(
-        [sys.executable, "-m", "triton_impl.inspect"],
-        input=json.dumps(asked),
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "0",
-            tuning.ENV_AUTOTUNE: "0",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "PYTHONWARNINGS": "ignore",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if run.returncode != 0:
-        raise InspectError(run.stderr.strip().splitlines()[-1] if run.returncode == 2 else run.stderr)
-    answer = json.loads(run.stdout.splitlines()[-1])
+    answer = _compiler(arch.number).ask(asked)
     kernels = [Kernel(**each) for each in answer.pop("kernels")]
     code = [Code(**each) for each in answer.pop("code")]
     found = Inspection(**answer, kernels=kernels, code=code)
     found.notes.append("compiled ahead of time, in the first configuration of each kernel: timing needs such a GPU")
     return found
+
+
+class _Compiler:
+    """A process that compiles for one architecture. It stays for the next request: to begin takes it seconds."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "triton_impl.inspect"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        atexit.register(self._end)
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            try:
+                self._process.stdin.write(json.dumps(asked) + "\n")
+                self._process.stdin.flush()
+                line = self._process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            if not line:
+                self._end()
+                self._errors.seek(0)
+                raise InspectError(self._errors.read() or "the process that compiles has ended without a word")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise InspectError(answer["error"])
+        return answer
+
+    def _end(self) -> None:
+        atexit.unregister(self._end)
+        self._process.kill()
+        self._process.communicate()
+
+
+_compilers: dict[tuple[object, ...], _Compiler] = {}
+
+
+def _compiler(capability: int) -> _Compiler:
+    """The process for an architecture: what one has compiled for is taken for every later target."""
+    chosen = {k: v for k, v in os.environ.items() if k.startswith(("TRITON_", "KERNEL_LADDER_", "PYTHONPATH"))}
+    key = (capability, *sorted(chosen.items()))
+    if key not in _compilers or not _compilers[key].lives:
+        _compilers[key] = _Compiler(
+            {
+                **os.environ,
+                "TRITON_INTERPRET": "0",
+                tuning.ENV_AUTOTUNE: "0",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                "PYTHONWARNINGS": "ignore",
+            }
+        )
+    return _compilers[key]
 
 
 def _supported(request: Request) -> Case:
@@ -198,7 +250,7 @@ def _supported(request: Request) -> Case:
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`_in_a_process` asks of its process."""
+    """What :func:`_in_a_process` asks for."""
     asked_case = asked["case"]
     shapes = each(tuple, asked_case["shapes"])
     # JSON knows no tuples, and options are keys.
@@ -218,9 +270,19 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     return dataclasses.asdict(_trace(request, case, architecture.named(asked["arch"])))
 
 
+def _serve() -> None:
+    """Answer a line of JSON with a line of JSON, until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    for line in sys.stdin:
+        try:
+            answer = _answer(json.loads(line))
+        except InspectError as error:
+            answer = {"error": str(error)}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    try:
-        print(json.dumps(_answer(json.load(sys.stdin))))
-    except InspectError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    _serve()
