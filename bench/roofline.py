@@ -62,6 +62,7 @@ def _picture(rows: Sequence[Row], found: Sequence[Row], path: Path, every: bool)
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         figure.supxlabel(CAPTION.replace(", whatever", ",\nwhatever"), x=0.01, ha="left", fontsize=8, color="#555555")
         figure.draw_without_rendering()  # settles the layout, and with it how steep a slope looks
+        figure.set_layout_engine("none")  # once is enough: it takes longer than all else
         for axes, limits in panels:
             _name_slopes(axes, limits)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
@@ -78,6 +79,7 @@ def _panel(axes: Axes, rows: Sequence[Row], found: Sequence[Row], every: bool) -
     axes.set_ylabel("TFLOP/s of the least operations")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.minorticks_off()
     _frame(axes, rows, limits)
     _draw_roofs(axes, limits)
     points = [point for op in dict.fromkeys(row.op for row in rows) for point in _climbs(axes, op, rows)]
