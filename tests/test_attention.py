@@ -147,7 +147,8 @@ def test_a_band_may_pass_by_every_key(variant):
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.level in ("triton", "cuda")], ids=lambda v: v.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_call_gives_the_same_bits(variant, dtype):
-    case = Case("", ((2, 8, 2, 64), (2, 2, 700, 64), (2, 2, 700, 64)), {**OPTIONS, "enable_gqa": True})
+    keys = 700 if DEVICE.type == "cuda" else 130  # interpreted, one thread does all, in one order
+    case = Case("", ((2, 8, 2, 64), (2, 2, keys, 64), (2, 2, keys, 64)), {**OPTIONS, "enable_gqa": True})
     inputs = make_inputs(case, dtype, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
     grad = make_grad(kernel_ladder.spec("attention"), inputs, case.options)
@@ -210,7 +211,7 @@ def calls(draw) -> Case:
 
 
 #: Chunks of random calls, and the calls of each. On a GPU Triton takes seconds to compile most of them.
-RANDOM = {"triton": (5, 10), "cuda": (1, 200)} if DEVICE.type == "cuda" else {"triton": (1, 20), "cuda": (1, 20)}
+RANDOM = {"triton": (5, 10), "cuda": (1, 200)} if DEVICE.type == "cuda" else {"triton": (1, 10), "cuda": (1, 10)}
 
 
 @pytest.mark.parametrize(
