@@ -95,7 +95,10 @@ class Panel:
     title: str
     rows: list[Row]
     bytes_bound: bool
-    kind: tuple[str, bool]
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        return self.rows[0].dtype, self.bytes_bound
 
     @property
     def inches(self) -> float:
@@ -131,19 +134,17 @@ def _panels(rows: list[Row]) -> list[Panel]:
             for pass_ in ("forward", "backward"):
                 mine = [r for r in rows if (r.dtype, r.pass_, r.shape in apart) == (dtype, pass_, bound)]
                 if mine:
-                    panels.append(Panel(f"{pass_}, {dtype}{note}", mine, mostly_bytes or bound, (dtype, bound)))
+                    panels.append(Panel(f"{pass_}, {dtype}{note}", mine, mostly_bytes or bound))
     return panels
 
 
 def _far_below(rows: list[Row]) -> set[str]:
     """Shapes that memory binds, at rates of less than a tenth of the largest that any shape could have."""
-    roofs: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if row.least_us and row.pass_ == "forward":
-            roofs[row.dtype, row.shape] = row.flops / row.least_us
-    peaks = {dtype: max(roof for (d, _), roof in roofs.items() if d == dtype) for dtype, _ in roofs}
-    bytes_bound = {row.shape for row in rows if row.bytes_bound}
-    return {shape for (dtype, shape), roof in roofs.items() if shape in bytes_bound and roof < peaks[dtype] / 10}
+    forward = [row for row in rows if row.pass_ == "forward" and row.least_us]
+    peaks: dict[str, float] = {}
+    for row in forward:
+        peaks[row.dtype] = max(peaks.get(row.dtype, 0.0), row.flops / row.least_us)
+    return {row.shape for row in forward if row.bytes_bound and row.flops / row.least_us < peaks[row.dtype] / 10}
 
 
 def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:

@@ -160,9 +160,9 @@ def test_what_memory_holds_far_below_has_panels_of_its_own():
 def test_panels_stand_side_by_side(shapes, lines):
     panels = []
     for i, count in enumerate(shapes):
-        members = [Row(op="gelu", backend="torch.naive", level="torch", pass_="forward", dtype="float32", shape=str(n))
-                   for n in range(count)]  # fmt: skip
-        panels.append(pictures.Panel(str(i), members, False, (str(i // 2), False)))
+        of_kind = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": str(i // 2)}
+        members = [Row(shape=str(n), **of_kind) for n in range(count)]
+        panels.append(pictures.Panel(str(i), members, False))
     assert [[int(panel.title) for panel in line] for line in pictures._lines(panels)] == lines
 
 
