@@ -79,9 +79,8 @@ def _is_hopper(device: int) -> bool:
 
 
 def _read_by_tma(x: torch.Tensor) -> bool:
-    """Whether rows, of a multiple of 8 elements, are dense, and each starts at a multiple of 16 bytes."""
-    # Most are contiguous, which is quick to ask.
-    return x.storage_offset() % 8 == 0 and (x.is_contiguous() or has_rows_at(x, 8))
+    """Whether rows are dense, and each starts at a multiple of 16 bytes."""
+    return x.storage_offset() % 8 == 0 and has_rows_at(x, 8)
 
 
 def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:
