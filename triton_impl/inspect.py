@@ -196,6 +196,9 @@ class _Compiler:
                 line = self._process.stdout.readline()
             except BrokenPipeError:
                 line = ""
+            except BaseException:  # an interrupt, a test's time limit: this answer would be taken for the next one's
+                self._end()
+                raise
             if not line:
                 self._end()
                 self._errors.seek(0)
