@@ -101,7 +101,6 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
 
 # All of an operation's kernels in one test: a process for each would take its time to begin, and tests of one operation
 # that fall to several workers would each compile them all.
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_compiles(op, capability):
