@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 // ---- registers, cluster --------------------------------------------------------------------------------------------
 
 template <typename T, int V, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(block_of<V>, blocks_an_sm<V, WHOLE>)
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     add_rms_norm_registers_kernel(__grid_constant__ const NormForward<T> p) {
     norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
 }

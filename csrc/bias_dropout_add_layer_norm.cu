@@ -82,7 +82,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
         load_row<WHOLE>(residual, p.norm.residual + p.norm.res.start(row), p.norm.res, share, live, length, 0.0f);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            const int first = (share.first + v * share.step) * E;
+            const int64_t first = share.template has<T>(v, length) ? share.at(v) * E : length;  // past the end, zeros
             float x[E], more[E];
             unpack(tile[v], x);
             unpack(load_parameter<WHOLE>(p.bias, p.norm.parameter, first, length, 0.0f), more);
@@ -98,9 +98,10 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
     } else {
 #pragma unroll 1
         for (int i = 0; i < V * E; ++i) {
-            const int64_t column = int64_t{share.first + i / E * share.step} * E + i % E;
+            const int64_t column = int64_t{share.at(i / E)} * E + i % E;
             T* const place = reinterpret_cast<T*>(slots.slot(i / E)) + i % E;
-            *place = live && column < length ? sum_at(p, mask, row, column) : from_float<T>(0.0f);
+            *place = live && share.template has<T>(i / E, length) && column < length ? sum_at(p, mask, row, column)
+                                                                                     : from_float<T>(0.0f);
         }
         slots.take(tile, 0);
     }
@@ -110,7 +111,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
 }
 
 template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, blocks_an_sm<ROW_VECTORS, WHOLE>)
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     bias_dropout_add_layer_norm_registers_kernel(__grid_constant__ const Chain<T> p,
                                                  __grid_constant__ const DropoutMask mask) {
     if (!exists_here<CLUSTER>()) return;
@@ -186,8 +187,8 @@ constexpr const char* BACKWARD_NAME = "bias_dropout_add_layer_norm_backward";
 
 template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
-    launch_for_rows<bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>, STAYS<WHOLE, CLUSTER>>(
-        shape, p.norm.count, WHOLE ? 0 : slot_bytes(shape, ROW_VECTORS), launch, p, mask);
+    launch_rows(bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>, shape, shape.grid(p.norm.count),
+                WHOLE ? 0 : slot_bytes(shape, ROW_VECTORS), launch, p, mask);
 }
 
 }  // namespace

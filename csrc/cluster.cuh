@@ -23,24 +23,28 @@ __device__ inline uint32_t rank() {
 __device__ inline void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Four or eight bytes into the shared memory of the cluster's block of this rank, counted there at the barrier that
-// stands where `barrier` does here. Nothing waits for it but who waits at that barrier: the cluster's own barrier would
-// have every thread wait until what it stored to global memory has arrived as well.
+// Four, eight or sixteen bytes into the shared memory of the cluster's block of this rank, counted there at the barrier
+// that stands where `barrier` does here. Nothing waits for it but who waits at that barrier: the cluster's own barrier
+// would have every thread wait until what it stored to global memory has arrived as well.
 template <typename V>
 __device__ void send(V* shared, const V& value, uint64_t* barrier, uint32_t rank) {
-    static_assert(sizeof(V) == 4 || sizeof(V) == 8);
-    const uint32_t to = shared_address(shared), at = shared_address(barrier);
+    static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
+    uint32_t to, at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(shared)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(barrier)), "r"(rank));
     if constexpr (sizeof(V) == 4) {
-        asm volatile(
-            "{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 at, %1, %3;\n"
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %2, [at];\n}" ::"r"(to),
-            "r"(at), "r"(reinterpret_cast<const uint32_t&>(value)), "r"(rank)
-            : "memory");
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                     "r"(reinterpret_cast<const uint32_t&>(value)), "r"(at)
+                     : "memory");
+    } else if constexpr (sizeof(V) == 8) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                     "l"(reinterpret_cast<const uint64_t&>(value)), "r"(at)
+                     : "memory");
     } else {
+        const uint4& words = reinterpret_cast<const uint4&>(value);
         asm volatile(
-            "{\n.reg .b32 to, at;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 at, %1, %3;\n"
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %2, [at];\n}" ::"r"(to),
-            "r"(at), "l"(reinterpret_cast<const uint64_t&>(value)), "r"(rank)
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+            "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(at)
             : "memory");
     }
 }

@@ -60,8 +60,9 @@ __device__ void store_partials(float* partials, int64_t apart, const float (&own
         for (int i = 0; i < V * FOURS; ++i) {
             const float* const sum = own[s][i / FOURS] + i % FOURS * 4;
             const float4 four = make_float4(sum[0], sum[1], sum[2], sum[3]);
-            const int64_t column = int64_t{share.first + i / FOURS * share.step} * E + i % FOURS * 4;
-            if (stripes == 1) store_columns<WHOLE>(partials + s * apart, column, four, length);
+            const int64_t column = int64_t{share.at(i / FOURS)} * E + i % FOURS * 4;
+            if (stripes == 1 && (!CLUSTER || share.at(i / FOURS) < share.end))
+                store_columns<WHOLE>(partials + s * apart, column, four, length);
             if (stripes > 1) rows[(s * stripes + threadIdx.y) * width + i * lanes + threadIdx.x] = four;
         }
     }
@@ -138,7 +139,7 @@ struct BackwardRows {
         if constexpr (HELD<V>) {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
-                const int first = (share.first + v * share.step) * E;
+                const int first = share.at(v) * E;
                 unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
             }
         } else {
@@ -208,7 +209,7 @@ struct BackwardRows {
         const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, p.apart, live) : nullptr;
 #pragma unroll(WHOLE ? V : 1)
         for (int v = 0; v < V; ++v) {
-            const int at = v % KEPT, first = (share.first + v * share.step) * E;
+            const int at = v % KEPT, first = share.at(v) * E;
             if constexpr (!HELD<V>) work_out(turn, v, stats);
             float x[E];
 #pragma unroll
@@ -217,7 +218,10 @@ struct BackwardRows {
             }
             if constexpr (RESIDUAL) {
                 if constexpr (WHOLE) unpack(more[v], g);
-                if constexpr (!WHOLE) unpack(load_chunk(added, p.gs, first, live ? p.length : 0, 0.0f), g);
+                if constexpr (!WHOLE)
+                    unpack(load_chunk(added, p.gs, first,
+                                      live && (!CLUSTER || share.template has<T>(v, p.length)) ? p.length : 0, 0.0f),
+                           g);
 #pragma unroll
                 for (int e = 0; e < E; ++e) x[e] += g[e];
             }
@@ -239,7 +243,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     const std::conditional_t<CENTRED, PairSum, Sum> add;
     extern __shared__ uint4 in_shared[];
     __shared__ Letterbox<CLUSTER, Sums> letterbox[2];
-    const RowShare<CLUSTER> share;
+    const RowShare<CLUSTER> share(vectors_of<T>(p.length));
     share.open(letterbox[0], letterbox[1]);
     // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
     const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
@@ -287,7 +291,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     launch_dependents();
     if (w.partials == nullptr) return;
     float* const partials = w.partials + first_row * p.length;
-    const RowShare<CLUSTER> anew;  // no register is held for it meanwhile
+    const RowShare<CLUSTER> anew(vectors_of<T>(p.length));  // no register is held for it meanwhile
     store_partials<WHOLE>(partials, w.groups * p.length, mine.of_columns, anew, in_shared, p.length);
 #endif
 }

@@ -33,6 +33,10 @@ inline Rows parameter_rows(const std::optional<Tensor>& weight, const std::optio
 
 constexpr int NORM_NAIVE_THREADS = 128;
 
+// Vectors of a thread that shares a long row. With a residual it holds two rows' vectors, if only for a while.
+template <typename Op>
+constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
+
 // Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows.
 template <typename Op>
 std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
@@ -75,14 +79,12 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         } else if (step == NormStep::block) {
             Op::template block<T>()<<<grid_size(p.count), NORM_THREADS, 0, launch.stream>>>(p);
         } else {
-            // With a residual a thread holds two rows' vectors, if only for a while.
-            constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
-            const RowLaunch shape = row_launch(layout.chunks<T>(), step == NormStep::cluster, whole && !Op::RESIDUAL);
-            with_row_shape<ROW_VECTORS, WIDE>(shape, whole, [&](auto v, auto w, auto c) {
-                launch_for_rows<Op::template registers<T, v(), w(), c()>(), STAYS<w(), c()>>(shape, p.count, 0, launch,
-                                                                                             p);
+            const RowLaunch shape =
+                row_launch(layout.chunks<T>(), step == NormStep::cluster, whole ? WIDE<Op> : ROW_VECTORS);
+            with_row_shape<ROW_VECTORS, WIDE<Op>>(shape, whole, [&](auto v, auto w, auto c) {
+                launch_rows(Op::template registers<T, v(), w(), c()>(), shape, shape.grid(p.count), 0, launch, p);
             });
         }
     });
@@ -233,10 +235,9 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr int COLUMNS = WARP * COLUMN_LANES;
         add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
-        constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
         const RowLaunch large{ROW_THREADS, 1, 1};
         add(forward + "registers", kernel_facts<Op::template registers<T, ROW_VECTORS, true, false>()>("", MIN_BLOCK));
-        add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE, true, true>()>("", block_of<WIDE>));
+        add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE<Op>, true, true>()>("", ROW_THREADS));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "naive (weights)",
             kernel_facts<Op::template backward_naive_weights<T>()>("", NORM_NAIVE_THREADS));

@@ -10,91 +10,169 @@ namespace kl {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// Mean and deviations in two passes over registers: as exact as it gets, and no byte moves for it.
-template <typename T>
-using Deviations = std::conditional_t<SHIFTED<T>, Pair, float>;  // their sum and squares, or the squares
-
-template <bool CENTRED, bool WHOLE, bool CLUSTER, typename T, int VECTORS>
-__device__ Stats row_stats(Vec<T> (&tile)[VECTORS], const RowShare<CLUSTER>& share, const NormForward<T>& p,
-                           Mailbox<CLUSTER, float>& of_sum, Mailbox<CLUSTER, Deviations<T>>& of_deviations, int turn) {
-    constexpr int E = Vec<T>::size;
-    float x[E], sum = 0.0f;
+template <typename T, int V>
+__device__ float sum_of(const Vec<T> (&tile)[V]) {
+    float x[Vec<T>::size], sum = 0.0f;
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
+    for (int v = 0; v < V; ++v) {
         unpack(tile[v], x);
         float partial = 0.0f;
 #pragma unroll
-        for (int e = 0; e < E; ++e) partial = CENTRED ? partial + x[e] : fmaf(x[e], x[e], partial);
+        for (int e = 0; e < Vec<T>::size; ++e) partial += x[e];
         sum += partial;
     }
-    sum = reduce_over_row<CLUSTER>(sum, Sum{}, of_sum, turn);
-    if constexpr (!CENTRED) return stats_of_squares(sum * p.per_element, p.eps);
-    const float mean = sum * p.per_element;
-    stay_packed(tile);
-    Deviations<T> deviations{};
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        unpack(tile[v], x);
-        const int first = (share.first + v * share.step) * E;
-        const float centre =
-            first < static_cast<int>(p.length) ? mean : 0.0f;  // past the end there are zeros, which are not to deviate
-        float lost = 0.0f, squares = 0.0f;
-#pragma unroll
-        for (int e = 0; e < E; ++e) {
-            const float deviation = x[e] - (WHOLE || first + e < static_cast<int>(p.length) ? centre : 0.0f);
-            if constexpr (SHIFTED<T>) lost += deviation;
-            squares = fmaf(deviation, deviation, squares);
-        }
-        if constexpr (SHIFTED<T>) {
-            deviations = PairSum{}(deviations, {lost, squares});
-        } else {
-            deviations += squares;
-        }
-    }
-    if constexpr (SHIFTED<T>) {
-        deviations = reduce_over_row<CLUSTER>(deviations, PairSum{}, of_deviations, turn);
-        return stats_of_deviations(mean, deviations, p.per_element, p.eps);
-    } else {
-        deviations = reduce_over_row<CLUSTER>(deviations, Sum{}, of_deviations, turn);
-        return {mean, rsqrtf(deviations * p.per_element + p.eps), 0.0f};
-    }
+    return sum;
 }
 
+// The sums of a thread's deviations from `centre` and of their squares. The first would be zero for a row and its mean,
+// but that the mean is rounded; it counts only where SHIFTED.
+template <bool WHOLE, bool CLUSTER, typename T, int V>
+__device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const RowShare<CLUSTER>& share, int64_t length) {
+    constexpr int E = Vec<T>::size;
+    float x[E];
+    Pair sums{0.0f, 0.0f};
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        unpack(tile[v], x);
+        const int first = share.at(v) * E;
+        // Past the end stand zeros, which are not to deviate.
+        const float inside = share.template has<T>(v, length) ? centre : 0.0f;
+        Pair partial{0.0f, 0.0f};
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            const float deviation = x[e] - (WHOLE || first + e < static_cast<int>(length) ? inside : 0.0f);
+            if constexpr (SHIFTED<T>) partial.first += deviation;
+            partial.second = fmaf(deviation, deviation, partial.second);
+        }
+        sums = PairSum{}(sums, partial);
+    }
+    return sums;
+}
+
+// On one block: two passes over registers, the second about the row's mean.
+template <bool WHOLE, typename T, int V>
+__device__ Stats centred_stats(Vec<T> (&tile)[V], const RowShare<false>& share, const NormForward<T>& p) {
+    __shared__ Mailbox<false, float> of_sum, of_squares;
+    __shared__ Mailbox<false, Pair> of_deviations;
+    const float mean = reduce_over_row(sum_of(tile), Sum{}, of_sum) * p.per_element;
+    stay_packed(tile);
+    Pair deviations = deviations_from<WHOLE>(mean, tile, share, p.length);
+    if constexpr (SHIFTED<T>) deviations = reduce_over_row(deviations, PairSum{}, of_deviations);
+    if constexpr (!SHIFTED<T>) deviations.second = reduce_over_row(deviations.second, Sum{}, of_squares);
+    return stats_of_deviations(mean, deviations, p.per_element, p.eps);
+}
+
+// Of some of a row's elements: how many there are, a value near their mean, and the sums of their deviations from it and
+// of their squares.
+struct alignas(16) Moments {
+    float count, centre;
+    Pair deviations;
+};
+
+// In a cluster, where a meeting costs more: the second pass about the mean of what a warp has. From the moments of all warps
+// those of the row follow (Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample
+// Variances, 1979).
+template <bool WHOLE, typename T, int V>
+__device__ Stats centred_stats(Vec<T> (&tile)[V], const RowShare<true>& share, const NormForward<T>& p,
+                               Mailbox<true, Moments>& mailbox) {
+    constexpr int E = Vec<T>::size;
+    const int lane = threadIdx.x % WARP, end = min(share.end * E, static_cast<int>(p.length));
+    float sum = over_lanes(sum_of(tile), Sum{}, WARP);
+    stay_packed(tile);
+    int elements = 0;
+#pragma unroll
+    for (int v = 0; v < V; ++v) elements += max(min(end - (share.at(v) - lane) * E, WARP * E), 0);
+    Moments own{static_cast<float>(elements), 0.0f, {}};
+    if (elements > 0) own.centre = sum * rcp_approx(own.count);
+    own.deviations = deviations_from<WHOLE>(own.centre, tile, share, p.length);
+    if constexpr (SHIFTED<T>) own.deviations.first = over_lanes(own.deviations.first, Sum{}, WARP);
+    own.deviations.second = over_lanes(own.deviations.second, Sum{}, WARP);
+
+    const Moments* slots;
+    const int count = leave_for_row(own, mailbox, slots);
+    sum = 0.0f;
+    for (int slot = lane; slot < count; slot += WARP) sum = fmaf(slots[slot].count, slots[slot].centre, sum);
+    const float mean = over_lanes(sum, Sum{}, WARP) * p.per_element;
+    Pair deviations{0.0f, 0.0f};
+    for (int slot = lane; slot < count; slot += WARP) {
+        const Moments m = slots[slot];
+        const float off = m.centre - mean, moved = fmaf(m.count, off, m.deviations.first);
+        if constexpr (SHIFTED<T>) deviations.first += moved;
+        deviations.second += fmaf(off, moved + m.deviations.first, m.deviations.second);
+    }
+    if constexpr (SHIFTED<T>) deviations.first = over_lanes(deviations.first, Sum{}, WARP);
+    deviations.second = over_lanes(deviations.second, Sum{}, WARP);
+    return stats_of_deviations(mean, deviations, p.per_element, p.eps);
+}
+
+template <bool CLUSTER, typename T, int V>
+__device__ Stats plain_stats(const Vec<T> (&tile)[V], const NormForward<T>& p, Mailbox<CLUSTER, float>& mailbox) {
+    float x[Vec<T>::size], squares = 0.0f;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        unpack(tile[v], x);
+        float partial = 0.0f;
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) partial = fmaf(x[e], x[e], partial);
+        squares += partial;
+    }
+    return stats_of_squares(reduce_over_row(squares, Sum{}, mailbox) * p.per_element, p.eps);
+}
+
+// A vector of weight and of bias.
+template <typename T>
+struct Parameters {
+    Vec<T> weight, bias;
+};
+
+// Vectors whose weight and bias are on their way at once: on one block they come from the L1.
+template <bool CLUSTER>
+constexpr int TOGETHER = CLUSTER ? 2 : 1;
+
 // `gather(tile, share, row, live)` makes a row in registers, zeros past its end. Weight and bias come when they are needed,
-// from the L1: every row of the SM wants the same.
+// from the L1 or L2: every row wants the same.
 template <typename T, bool CENTRED, int V, bool WHOLE, bool CLUSTER, typename Gather>
 __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
-    __shared__ Mailbox<CLUSTER, float> of_sum[CENTRED ? 1 : 2];
-    __shared__ Mailbox<CLUSTER, Deviations<T>> of_deviations;
-    constexpr int E = Vec<T>::size, TURNS = CENTRED ? 1 : 2;
-    const RowShare<CLUSTER> share;
-    if constexpr (CENTRED) share.open(of_sum[0], of_deviations);
-    if constexpr (!CENTRED) share.open(of_sum[0], of_sum[1]);
-    share.template each_row<STAYS<WHOLE, CLUSTER>>(p.count, [&](int64_t row, bool live, int turn) {
-        Vec<T> tile[V];
-        gather(tile, share, row, live);
-        if (turn == 0) share.meet();
-        const Stats stats =
-            row_stats<CENTRED, WHOLE>(tile, share, p, of_sum[turn % TURNS], of_deviations, turn / TURNS);
-        if (live && share.first == 0) store_stats<CENTRED>(p.stats, row, stats);
-        stay_packed(tile);
-        T* const out = p.output + p.out.start(row);
+    __shared__ Mailbox<CLUSTER, std::conditional_t<CENTRED && CLUSTER, Moments, float>> mailbox;
+    constexpr int E = Vec<T>::size, N = TOGETHER<CLUSTER>;
+    const RowShare<CLUSTER> share(vectors_of<T>(p.length));
+    share.open(mailbox);
+    const bool live = share.row < p.count;
+    const int64_t row = live ? share.row : 0;
+    Vec<T> tile[V];
+    gather(tile, share, row, live);
+    share.meet();
+    Stats stats;
+    if constexpr (!CENTRED) stats = plain_stats(tile, p, mailbox);
+    if constexpr (CENTRED && CLUSTER) stats = centred_stats<WHOLE>(tile, share, p, mailbox);
+    if constexpr (CENTRED && !CLUSTER) stats = centred_stats<WHOLE>(tile, share, p);
+    if (live && share.first == 0) store_stats<CENTRED>(p.stats, row, stats);
+    stay_packed(tile);
+    T* const out = p.output + p.out.start(row);
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-            const int first = (share.first + v * share.step) * E;
-            if (first >= static_cast<int>(p.length)) break;
+    for (int v = 0; v < V; v += N) {
+        Parameters<T> parameters[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const int first = share.at(v + i) * E;
+            parameters[i].weight = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
+            if constexpr (CENTRED)
+                parameters[i].bias = load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
             float x[E], scale[E], offset[E];
-            unpack(tile[v], x);
-            unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale);
-            if constexpr (CENTRED) unpack(load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f), offset);
+            unpack(tile[v + i], x);
+            unpack(parameters[i].weight, scale);
+            if constexpr (CENTRED) unpack(parameters[i].bias, offset);
 #pragma unroll
             for (int e = 0; e < E; ++e) {
                 x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], stats);
                 x[e] = CENTRED ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
             }
-            store_part<WHOLE>(out, p.out, pack<T>(x), v, share, live, p.length);
+            store_part<WHOLE>(out, p.out, pack<T>(x), v + i, share, live, p.length);
         }
-    });
+    }
 }
 
 // Rows as they are, or with a RESIDUAL the sum of two, which is stored.

@@ -52,20 +52,16 @@ __device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t f
 
 // ---- a row in registers --------------------------------------------------------------------------------------------
 
-constexpr int MAX_CLUSTER = 16;    // that Hopper runs, when asked to
-constexpr int ROW_THREADS = 512;   // of a block at most: an SM holds several, of which one loads while another stores
-constexpr int ROW_VECTORS = 4;     // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
-constexpr int WIDE_THREADS = 256;  // the same for long rows where a thread holds nothing but one row's vectors: what
-constexpr int WIDE_VECTORS = 8;    // it does once a row then weighs half as much
+constexpr int MAX_CLUSTER = 16;   // that Hopper runs, when asked to
+constexpr int ROW_THREADS = 512;  // of a block at most: an SM holds two, of which one loads while the other stores
+constexpr int ROW_VECTORS = 4;    // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
+constexpr int WIDE_VECTORS = 8;   // the same of long rows, for which what a thread does once a row then weighs half as
+                                  // much, and clusters are the smaller, and the sooner meet
 
-// Threads of a block that takes V vectors a thread, at most.
-template <int V>
-constexpr int block_of = V == WIDE_VECTORS ? WIDE_THREADS : ROW_THREADS;
-
-// How many of them an SM is to have room for: 1024 threads of 64 registers, or half as many where rows come element by
-// element, which takes more.
-template <int V, bool WHOLE>
-constexpr int blocks_an_sm = 1024 / block_of<V> / (WHOLE ? 1 : 2);
+// How many of the largest blocks an SM is to have room for: 1024 threads of 64 registers, or half as many where rows come
+// element by element, which takes more.
+template <bool WHOLE>
+constexpr int BLOCKS_AN_SM = WHOLE ? 2 : 1;
 
 // Whether the architecture that is compiled for has clusters, where they are asked for. A kernel that asks without is
 // never launched, and need not be compiled.
@@ -78,44 +74,41 @@ __device__ constexpr bool exists_here() {
 #endif
 }
 
-// Clusters stay, and go from row to row: to begin one costs its blocks a meeting. Not those of rows element by element:
-// the compiler would keep the address of each.
-template <bool WHOLE, bool CLUSTER>
-constexpr bool STAYS = WHOLE && CLUSTER;
+constexpr int LINE_VECTORS = 8;  // vectors of a line of 128 bytes
 
-// Which row this thread works on, and which of its vectors: `first`, and from there every `step`-th.
+// Which row this thread works on, and which of its vectors: `first`, and from there every `step`-th up to `end`.
 // Without clusters blockDim.x threads share a row and blockDim.y rows a block; blockDim.x may be a part of a warp.
-// With clusters a row is shared by all the blocks of one.
+// With clusters a row is shared by all the blocks of one, in equal parts of whole lines.
 template <bool CLUSTER>
 struct RowShare {
-    int64_t row, rows_at_once;  // the whole grid takes so many rows at once: a loop over rows goes on by as many
-    int first, step;
+    int64_t row;
+    int first, step, end;
 
-    __device__ RowShare() {
+    // Of a row of so many vectors.
+    __device__ explicit RowShare(int vectors) {
         row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-        rows_at_once = int64_t{gridDim.x} * blockDim.y;
         first = threadIdx.x;
         step = blockDim.x;
+        end = vectors;
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
-            row = blockIdx.x / cluster::blocks();
-            rows_at_once = gridDim.x / cluster::blocks();
-            first += cluster::rank() * blockDim.x;
-            step *= cluster::blocks();
+            const int blocks = cluster::blocks(), log2 = __popc(blocks - 1);  // a power of two
+            const int part = (((vectors - 1) >> log2) / LINE_VECTORS + 1) * LINE_VECTORS;
+            const int begin = static_cast<int>(cluster::rank()) * part;
+            row = blockIdx.x >> log2;
+            first += begin;
+            end = min(begin + part, vectors);
         }
 #endif
     }
 
-    // Calls f(row, live, turn) for every row of this thread, which is one where it does not STAY. A thread without a row
-    // (not `live`) joins in what needs all.
-    template <bool STAY, typename F>
-    __device__ void each_row(int64_t count, F&& f) const {
-        if constexpr (STAY) {
-            int turn = 0;
-            for (int64_t at = row; at < count; at += rows_at_once, ++turn) f(at, true, turn);
-        } else {
-            f(row < count ? row : 0, row < count, 0);
-        }
+    // This thread's v-th vector.
+    __device__ int at(int v) const { return first + v * step; }
+
+    // Whether it lies in the row, of so many elements, and in this block's part of it.
+    template <typename T>
+    __device__ bool has(int v, int64_t length) const {
+        return CLUSTER ? at(v) < end : at(v) * Vec<T>::size < static_cast<int>(length);
     }
 
     // To be called once, before all else: makes the mailboxes that will serve ready for what other blocks send.
@@ -140,6 +133,12 @@ struct RowShare {
     }
 };
 
+// Vectors of 16 bytes that hold so many elements. A row in registers is not long.
+template <typename T>
+__device__ int vectors_of(int64_t length) {
+    return (static_cast<int>(length) - 1) / Vec<T>::size + 1;
+}
+
 template <typename T>
 __device__ uint4 filled(float value) {
     Vec<T> v;
@@ -155,15 +154,16 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
                          int64_t length, float fill) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
+        const int first = share.at(v) * Vec<T>::size;
+        const bool inside = live && share.template has<T>(v, length);
         if constexpr (WHOLE) {
             // As one word of 16 bytes, whose loads ptxas issues one after the other: of a vector's elements it makes
             // choices one by one, and waits for each load in between.
             uint4 word = filled<T>(fill);
-            if (live && first < static_cast<int>(length)) word = *reinterpret_cast<const uint4*>(row + first);
+            if (inside) word = *reinterpret_cast<const uint4*>(row + first);
             reinterpret_cast<uint4&>(tile[v]) = word;
         } else {
-            tile[v] = load_chunk(row, rows, first, live ? length : 0, fill);
+            tile[v] = load_chunk(row, rows, first, inside ? length : 0, fill);
         }
     }
 }
@@ -182,10 +182,11 @@ __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
 template <bool WHOLE, typename T, typename Share>
 __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
                            int64_t length) {
-    const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
+    if (!live || !share.template has<T>(v, length)) return;
+    const int first = share.at(v) * Vec<T>::size;
     if constexpr (WHOLE) {
-        if (live && first < static_cast<int>(length)) store_vec(row + first, part);
-    } else if (live) {
+        store_vec(row + first, part);
+    } else {
         store_chunk(row, rows, part, first, length);
     }
 }
@@ -231,35 +232,42 @@ __device__ V over_lanes(V value, Op op, int lanes) {
     return value;
 }
 
-// The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
-// it. All threads of the block call it. V is a float or a Pair. A mailbox may serve again after a call with another one:
-// by then all have read it. `turn` says how often it has served. Of rows that several warps share a block has few, whose
-// threads may as well wait for each other.
-template <bool CLUSTER, typename V, typename Op>
-__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, int turn) {
+// Leaves the `value` of each warp for all threads that share a row, where several warps do, and returns how many there
+// then are, a power of two, at `slots`. All threads of the block call it, once a mailbox. Of rows that several warps
+// share a block has few, whose threads may as well wait for each other.
+template <bool CLUSTER, typename V>
+__device__ int leave_for_row(const V& value, Mailbox<CLUSTER, V>& mailbox, const V*& slots) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
-    if constexpr (CLUSTER) {
 #if __CUDA_ARCH__ >= 900
-        // Every warp writes to every block. All numbers are powers of two.
+    if constexpr (CLUSTER) {  // every warp writes to every block
         const uint32_t arrived = shared_address(&mailbox.arrived);
-        const int blocks = static_cast<int>(cluster::blocks()), slots = blocks * warps;
-        if (threadIdx.x == 0) mbarrier_arrive_expect(arrived, slots * sizeof(V));
+        const int blocks = static_cast<int>(cluster::blocks()), count = blocks * warps;
+        if (threadIdx.x == 0) mbarrier_arrive_expect(arrived, count * sizeof(V));
         if (lane < blocks) {
             cluster::send(&mailbox.slots[cluster::rank() * warps + warp], value, &mailbox.arrived, lane);
         }
-        mbarrier_wait(arrived, turn % 2);
-        value = mailbox.slots[lane & (slots - 1)];
-        for (int slot = WARP + lane; slot < slots; slot += WARP) value = op(value, mailbox.slots[slot]);
-        value = over_lanes(value, op, min(slots, WARP));
-#endif
-    } else if (warps > 1) {
-        V* const slots = mailbox.slots + threadIdx.y * warps;
-        if (lane == 0) slots[warp] = value;
-        __syncthreads();
-        value = over_lanes(slots[lane & (warps - 1)], op, warps);  // a power of two
+        mbarrier_wait(arrived, 0);
+        slots = mailbox.slots;
+        return count;
     }
-    return value;
+#endif
+    slots = mailbox.slots + threadIdx.y * warps;
+    if (lane == 0) mailbox.slots[threadIdx.y * warps + warp] = value;
+    __syncthreads();
+    return warps;
+}
+
+// The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
+// it. All threads of the block call it, once a mailbox. V is a float or a Pair.
+template <bool CLUSTER, typename V, typename Op>
+__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
+    value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
+    if (!CLUSTER && blockDim.x <= WARP) return value;
+    const V* slots;
+    const int count = leave_for_row(value, mailbox, slots), lane = threadIdx.x % WARP;
+    value = slots[lane & (count - 1)];
+    for (int slot = WARP + lane; slot < count; slot += WARP) value = op(value, slots[slot]);
+    return over_lanes(value, op, min(count, WARP));
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -321,26 +329,26 @@ constexpr int MIN_BLOCK = 128;
 // Vectors of the longest row that one block, or one cluster, can hold.
 constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;
 constexpr int64_t MAX_CLUSTER_CHUNKS = MAX_BLOCK_CHUNKS * MAX_CLUSTER;
-static_assert(WIDE_THREADS * WIDE_VECTORS == ROW_THREADS * ROW_VECTORS);
 
 // Threads that share such a row, `most` at most: a power of two, so that a part of a warp can reduce by shuffles.
-inline unsigned row_threads(int64_t chunks, unsigned vectors, unsigned most) {
+inline unsigned row_threads(int64_t chunks, int vectors, int64_t most) {
     unsigned threads = 4;
-    while (threads < most && threads * vectors < chunks) threads *= 2;
+    while (threads < most && int64_t{threads} * vectors < chunks) threads *= 2;
     return threads;
 }
 
-// `wide`: of long rows a thread takes WIDE_VECTORS.
-inline RowLaunch row_launch(int64_t chunks, bool clusters, bool wide = false) {
-    wide = wide && chunks > MIN_BLOCK * ROW_VECTORS;
-    const unsigned vectors = wide ? WIDE_VECTORS : ROW_VECTORS, most = wide ? WIDE_THREADS : ROW_THREADS;
-    const unsigned threads = row_threads(chunks, vectors, most);
-    if (threads < MIN_BLOCK) return {threads, MIN_BLOCK / threads, 1};
+// Of rows that MIN_BLOCK threads with ROW_VECTORS cannot hold a thread takes `wide`.
+inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS) {
+    if (chunks <= MAX_BLOCK_CHUNKS) {
+        const int vectors = chunks > MIN_BLOCK * ROW_VECTORS ? wide : ROW_VECTORS;
+        const unsigned threads = row_threads(chunks, vectors, MAX_BLOCK_CHUNKS / vectors);
+        return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1, vectors};
+    }
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
-    unsigned cluster = 1;
-    while (int64_t{cluster} * threads * vectors < chunks) cluster *= 2;
-    return {threads, 1, cluster, static_cast<int>(vectors)};
+    unsigned cluster = 2;
+    while (int64_t{cluster} * ROW_THREADS * wide < chunks) cluster *= 2;
+    return {row_threads(ceil_div(chunks, cluster), wide, ROW_THREADS), 1, cluster, wide};
 }
 
 // Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks.
@@ -368,19 +376,6 @@ void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
     if (shape.cluster > 1) return f(Many{}, Yes{}, Yes{});
     if (shape.vectors > FEW) return f(Many{}, Yes{}, No{});
     f(Few{}, Yes{}, No{});
-}
-
-// Launches `KERNEL(arguments…)` for `count` rows, on blocks or clusters that stay or do not.
-template <auto* KERNEL, bool STAY, typename... Arguments>
-void launch_for_rows(const RowLaunch& shape, int64_t count, int shared_bytes, const Launch& launch,
-                     Arguments... arguments) {
-    unsigned grid = shape.grid(count);
-    if constexpr (STAY) {
-        static Resident resident;
-        const int64_t clusters = resident.clusters(KERNEL, shape.block(), shape.cluster, shared_bytes, launch);
-        grid = grid_size(std::min(count, clusters) * shape.cluster);
-    }
-    launch_rows(KERNEL, shape, grid, shared_bytes, launch, arguments...);
 }
 
 }  // namespace kl

@@ -36,12 +36,12 @@ struct Slots {
                           int64_t length) const {
 #pragma unroll(WHOLE ? V : 1)  // element by element a vector is code enough
         for (int v = 0; v < V; ++v) {
-            const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
-            const bool inside = live && first + (WHOLE ? 0 : Vec<T>::size - 1) < static_cast<int>(length);
-            if (WHOLE || (rows.whole && inside)) {
+            const int first = share.at(v) * Vec<T>::size;
+            const bool inside = live && share.template has<T>(v, length);
+            if (WHOLE || (rows.whole && inside && first + Vec<T>::size <= static_cast<int>(length))) {
                 cp_async16_if(shared_address(slot(begin + v)), row + first, inside);
             } else {
-                const Vec<T> loaded = load_chunk(row, rows, first, live ? length : 0, 0.0f);
+                const Vec<T> loaded = load_chunk(row, rows, first, inside ? length : 0, 0.0f);
                 *slot(begin + v) = reinterpret_cast<const uint4&>(loaded);
             }
         }
@@ -54,8 +54,8 @@ struct Slots {
                                     float absent) const {
 #pragma unroll(WHOLE ? ROW_VECTORS : 1)
         for (int v = 0; v < ROW_VECTORS; ++v) {
-            const int first = (share.first + v * share.step) * Vec<T>::size;  // a row in registers is not long
-            if (WHOLE && parameter != nullptr && first < length) {
+            const int first = share.at(v) * Vec<T>::size;
+            if (WHOLE && parameter != nullptr && share.template has<T>(v, length)) {
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(begin + v))),
                              "l"(parameter + first)
                              : "memory");

@@ -344,20 +344,20 @@ __device__ void divide_by(Vec<T> (&tile)[V], Pair peak) {
 }
 
 template <typename T, int V, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(block_of<V>, blocks_an_sm<V, WHOLE>)
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     softmax_registers_kernel(T* output, __grid_constant__ const Rows out_rows, const T* input,
                              __grid_constant__ const Rows in_rows, int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
-    __shared__ Mailbox<CLUSTER, Pair> mailbox[2];
-    const RowShare<CLUSTER> share;
-    share.open(mailbox[0], mailbox[1]);
-    share.template each_row<STAYS<WHOLE, CLUSTER>>(count, [&](int64_t row, bool live, int turn) {
-        Vec<T> tile[V];
-        load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
-        if (turn == 0) share.meet();
-        divide_by(tile, reduce_over_row<CLUSTER>(peak_of(tile), Peak{}, mailbox[turn % 2], turn / 2));
-        store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
-    });
+    __shared__ Mailbox<CLUSTER, Pair> mailbox;
+    const RowShare<CLUSTER> share(vectors_of<T>(length));
+    share.open(mailbox);
+    const bool live = share.row < count;
+    const int64_t row = live ? share.row : 0;
+    Vec<T> tile[V];
+    load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
+    share.meet();
+    divide_by(tile, reduce_over_row(peak_of(tile), Peak{}, mailbox));
+    store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
 }
 
 template <typename T>
@@ -388,25 +388,25 @@ __device__ void gradient_of(Vec<T> (&g_tile)[ROW_VECTORS], const Vec<T> (&o_tile
 }
 
 template <typename T, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, blocks_an_sm<ROW_VECTORS, WHOLE>)
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     softmax_backward_registers_kernel(T* grad_input, __grid_constant__ const Rows gi_rows, const T* grad,
                                       __grid_constant__ const Rows g_rows, const T* output,
                                       __grid_constant__ const Rows o_rows, int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
-    __shared__ Mailbox<CLUSTER, float> mailbox[2];
-    const RowShare<CLUSTER> share;
-    share.open(mailbox[0], mailbox[1]);
-    share.template each_row<STAYS<WHOLE, CLUSTER>>(count, [&](int64_t row, bool live, int turn) {
-        Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
-        load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
-        load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
-        if (turn == 0) share.meet();
-        const float dot = reduce_over_row<CLUSTER>(dot_of(g_tile, o_tile), Sum{}, mailbox[turn % 2], turn / 2);
-        stay_packed(g_tile);
-        stay_packed(o_tile);
-        gradient_of(g_tile, o_tile, dot);
-        store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
-    });
+    __shared__ Mailbox<CLUSTER, float> mailbox;
+    const RowShare<CLUSTER> share(vectors_of<T>(length));
+    share.open(mailbox);
+    const bool live = share.row < count;
+    const int64_t row = live ? share.row : 0;
+    Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
+    load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
+    load_row<WHOLE>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
+    share.meet();
+    const float dot = reduce_over_row(dot_of(g_tile, o_tile), Sum{}, mailbox);
+    stay_packed(g_tile);
+    stay_packed(o_tile);
+    gradient_of(g_tile, o_tile, dot);
+    store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -461,11 +461,11 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
                 pointer<T>(output), out, pointer<T>(input), in, layout.length);
         } else if (step == Step::registers || step == Step::cluster) {
             const bool whole = in.vectors<T>(layout.length) && out.vectors<T>(layout.length);
-            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster, /*wide=*/whole);
+            const RowLaunch shape =
+                row_launch(layout.chunks<T>(), step == Step::cluster, whole ? WIDE_VECTORS : ROW_VECTORS);
             with_row_shape<ROW_VECTORS, WIDE_VECTORS>(shape, whole, [&](auto v, auto w, auto c) {
-                launch_for_rows<softmax_registers_kernel<T, v(), w(), c()>, STAYS<w(), c()>>(
-                    shape, layout.count, 0, launch, pointer<T>(output), out, pointer<T>(input), in, layout.count,
-                    layout.length);
+                launch_rows(softmax_registers_kernel<T, v(), w(), c()>, shape, shape.grid(layout.count), 0, launch,
+                            pointer<T>(output), out, pointer<T>(input), in, layout.count, layout.length);
             });
         } else {
             const dim3 block = shared_block<T>(layout.length);
@@ -505,9 +505,9 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
             with_constant(whole, [&](auto w) {
                 constexpr bool WHOLE = decltype(w)::value;
                 with_constant(shape.cluster > 1, [&](auto c) {
-                    launch_for_rows<softmax_backward_registers_kernel<T, WHOLE, c()>, STAYS<WHOLE, c()>>(
-                        shape, layout.count, 0, launch, pointer<T>(grad_input), gi, pointer<T>(grad), g,
-                        pointer<T>(output), o, layout.count, layout.length);
+                    launch_rows(softmax_backward_registers_kernel<T, WHOLE, c()>, shape, shape.grid(layout.count), 0,
+                                launch, pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o,
+                                layout.count, layout.length);
                 });
             });
         } else {
@@ -562,7 +562,7 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(
             kernel_facts<softmax_registers_kernel<T, ROW_VECTORS, true, false>>("softmax.registers", MIN_BLOCK));
         facts.push_back(
-            kernel_facts<softmax_registers_kernel<T, WIDE_VECTORS, true, true>>("softmax.cluster", WIDE_THREADS));
+            kernel_facts<softmax_registers_kernel<T, WIDE_VECTORS, true, true>>("softmax.cluster", ROW_THREADS));
         facts.push_back(
             kernel_facts<softmax_backward_registers_kernel<T, true, false>>("softmax_backward.registers", MIN_BLOCK));
         facts.push_back(

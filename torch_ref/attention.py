@@ -267,6 +267,7 @@ def _cases() -> list[Case]:
         case("d256", 1, 1, 1, 33, 65, 256),
         case("d24-dv40", 1, 2, 2, 33, 47, 24, d_v=40),
         case("d64-dv8", 1, 2, 2, 33, 47, 64, d_v=8, causal=True),
+        case("d40-dv8", 1, 2, 2, 33, 47, 40, d_v=8),
         # Heads, batches and the scale.
         case("gqa", 2, 6, 2, 35, 35, 16, causal=True),
         case("mqa", 1, 4, 1, 35, 67, 16),

@@ -16,7 +16,7 @@ from triton_impl.attention_tiles import (
     EVERYTHING,
     LN_2,
     band_kind,
-    block,
+    blocks,
     mask_kind,
 )
 
@@ -111,7 +111,7 @@ class Call(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """The kernels' constants but tile sizes, WIDE and what one of them has alone."""
         head_dim, head_dim_v = self.q.shape[3], self.v.shape[3]
-        block_d, block_dv = block(head_dim), block(head_dim_v)
+        block_d, block_dv = blocks(head_dim, head_dim_v)
         return {
             "BAND": self.kind,
             "MASK": mask_kind(self.mask),

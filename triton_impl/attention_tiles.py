@@ -198,6 +198,16 @@ def block(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
+def blocks(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The tiles that hold a query's head dimension, and a value's.
+
+    Where neither fills its tile, and the value's is the narrower, Hopper's product of weights and values reads past its
+    shared memory (Triton 3.6; head dimensions 24 and 8, or 40 and 8): then the value's is as wide as the other.
+    """
+    block_d, block_dv = block(head_dim), block(head_dim_v)
+    return block_d, max(block_d, block_dv) if head_dim < block_d and head_dim_v < block_dv else block_dv
+
+
 def wide(*strides: tuple[int, ...]) -> bool:
     """Whether offsets inside a tile of 256 by 256 may pass 32 bits."""
     return max(map(max, strides)) >= 2**22
