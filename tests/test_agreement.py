@@ -35,14 +35,14 @@ def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
 def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype) -> bool:
     """Whether a variant is tried on a sample in a dtype: on all in all, where that does not take hours.
 
-    A compiler takes seconds or minutes for a sample: few have it, without a GPU in two dtypes by turns. Triton's
-    interpreter takes so long that each has one dtype by turns.
+    A compiler takes seconds or minutes for a sample: few have it, without a GPU the first in all dtypes and the others
+    in one by turns, as each has in Triton's interpreter, which takes long too.
     """
     if variant.name == "compile.max_autotune":
         return case.id == "prime"
     if variant.level == "compile":
         turn, rest = divmod(index, 7)
-        return rest == 0 and (DEVICE.type == "cuda" or turn == 0 or DTYPES.index(dtype) % 2 == turn % 2)
+        return rest == 0 and (DEVICE.type == "cuda" or turn == 0 or DTYPES.index(dtype) == turn % len(DTYPES))
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
         return index == 0  # that they refuse it, one sample tells
     return variant.level != "triton" or DEVICE.type == "cuda" or index == 0 or DTYPES.index(dtype) == index % 3
