@@ -18,14 +18,6 @@ from kernel_ladder.table import Variant
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
 
-#: How many processes of this run share the machine.
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-# Each with a thread on every core, they would spend most of their time waiting for each other's.
-if WORKERS > 1:
-    threads = max(1, len(os.sched_getaffinity(0)) // WORKERS)
-    torch.set_num_threads(threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of what the tests start
-
 if not torch.cuda.is_available() and table.unavailable("gelu", "triton") is None:
     import triton_impl
 
@@ -41,7 +33,7 @@ needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is vis
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
 #: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
-TRIES = 1 if DEVICE.type == "cuda" and WORKERS == 1 else 5
+TRIES = 1 if DEVICE.type == "cuda" and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1 else 5
 
 
 @pytest.fixture(scope="session")
