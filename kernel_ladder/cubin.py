@@ -82,6 +82,7 @@ def resources(path: Path, arch: str = "") -> tuple[Resources, ...]:
     return tuple(found)
 
 
+@functools.cache  # both passes of a variant, and variants of one operation, share kernels
 def sass(path: Path, symbol: str, arch: str | None = None) -> str:
     """The instructions of one kernel, without their encoding. `arch` chooses where a library has several."""
     options = ["--gpu-architecture", arch] if arch else []

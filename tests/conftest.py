@@ -18,6 +18,14 @@ from kernel_ladder.table import Variant
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
 
+if not torch.cuda.is_available() and table.unavailable("gelu", "triton") is None:
+    import triton_impl
+
+    if triton_impl.interpreted():
+        from . import interpreter
+
+        interpreter.hasten()
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")

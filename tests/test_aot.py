@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -39,39 +37,30 @@ def name(e) -> str:
     return f"{e.kernel.__name__.strip('_')} {dtype} {blocks} {e.options}"
 
 
-def compile_all(op: str, capability: int) -> None:
-    """Print, for each entry of an operation, what its compiled code is like. Runs in its own process."""
+def facts(op: str, index: int, capability: int) -> dict:
+    """What the compiled code of an operation's entry is like. Runs where kernels are compiled, not interpreted."""
     from triton_impl.aot import compile_entry, local_memory
 
-    for e in entries(op, capability):
-        kernel = compile_entry(e, capability)
-        ptx = kernel.asm["ptx"]
-        facts = {
-            "cubin": len(kernel.asm["cubin"]),
-            "target": next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target")),
-            "wgmma": ptx.count("wgmma.mma_async"),
-            "mma": ptx.count("mma.sync"),
-            "tma": ptx.count("cp.async.bulk.tensor"),
-            "local": local_memory(kernel.asm["cubin"]),
-        }
-        print("AOT", json.dumps(facts), flush=True)
+    kernel = compile_entry(entries(op, capability)[index], capability)
+    ptx = kernel.asm["ptx"]
+    return {
+        "cubin": len(kernel.asm["cubin"]),
+        "target": next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target")),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+        "tma": ptx.count("cp.async.bulk.tensor"),
+        "local": local_memory(kernel.asm["cubin"]),
+    }
 
 
-def compiled(op: str, capability: int) -> list[dict]:
-    """The facts that :func:`compile_all` prints, from a process where kernels are compiled, not interpreted."""
-    command = [sys.executable, "-c", f"from tests.test_aot import compile_all; compile_all({op!r}, {capability})"]
-    run = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    facts = [json.loads(line.removeprefix("AOT ")) for line in run.stdout.splitlines() if line.startswith("AOT ")]
-    expected = entries(op, capability)
-    assert len(facts) == len(expected), f"{name(expected[len(facts)])} does not compile:\n{run.stderr[-4000:]}"
-    return facts
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    """A process where kernels are compiled, not interpreted; one, since importing takes as long as several kernels."""
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        patch.setenv("TRITON_INTERPRET", "0")
+        pool.submit(os.getpid).result()  # it has begun, with this environment
+        patch.undo()
+        yield pool
 
 
 def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
@@ -99,17 +88,16 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
                 yield f"{found[instruction]} {instruction}, where there should be {'some' if wanted else 'none'}"
 
 
-# All of an operation's kernels in one test: a process for each would take its time to begin, and tests of one operation
-# that fall to several workers would each compile them all.
 @pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
-def test_compiles(op, capability):
-    facts = compiled(op, capability)
-    found = [
-        f"{name(e)}: {fault}"
-        for e, fact in zip(entries(op, capability), facts, strict=True)
-        for fault in faults(op, e, fact, capability)
-    ]
+def test_compiles(op, capability, compiler):
+    found = []
+    for index, e in enumerate(entries(op, capability)):
+        try:
+            fact = compiler.submit(facts, op, index, capability).result()
+        except Exception as error:
+            pytest.fail(f"{name(e)} does not compile:\n{error}")
+        found += [f"{name(e)}: {fault}" for fault in faults(op, e, fact, capability)]
     assert not found, "\n".join(found)
 
 

@@ -86,5 +86,5 @@ start = time.perf_counter()
 import kernel_ladder
 print(time.perf_counter() - start)
 """
-    # The best of several: the first may find cold files and the machine may be busy.
-    assert min(float(fresh(code)) for _ in range(5)) < 0.2
+    # The best of several: the first may find cold files and the machine may be busy. One that is quick is enough.
+    assert any(float(fresh(code)) < 0.2 for _ in range(5))

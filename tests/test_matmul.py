@@ -56,7 +56,7 @@ def test_every_layout_and_the_same_bits_again(variant, dtype, layout, shape):
 
     result = agreement(kernel_ladder.spec("matmul"), run, inputs, {})
     assert result.agrees, str(result)
-    for _ in range(2):
+    for _ in range(2 if DEVICE.type == "cuda" else 1):  # interpreted, one thread does all, in one order
         assert torch.equal(run(*inputs), results[0])
 
 

@@ -1,0 +1,83 @@
+"""Triton's interpreter without work that it does over and over to no effect: most of its time, and none of its results.
+
+What a kernel computes is left to Triton. All of this is about Triton's own internals, so each part stands aside where a
+version of it has none of what it is about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from triton.language import core
+from triton.runtime import interpreter
+
+
+def without_overflow_checks() -> None:
+    """Integer sums are not made again in 64 bits, to assert what is not asserted where nothing is debugged."""
+    options = interpreter.interpreter_builder.options
+    if getattr(options, "sanitize_overflow", False) and not options.debug:
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def with_dtypes_remembered() -> None:
+    """NumPy's dtype of a Triton type is looked up in a table that is not made anew for it."""
+    look_up = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = look_up(dtype.scalar)
+        return known[name]
+
+    interpreter._get_np_dtype = np_dtype
+
+
+def patched_once_a_launch() -> None:
+    """The language's functions are replaced when a kernel starts, not again at every function that it calls."""
+    patch = interpreter._patch_lang
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    scopes: dict[frozenset, Any] = {}
+
+    @functools.cache
+    def builtins(module: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(module) if core.is_builtin(member)]
+
+    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+        for name, member in builtins(module):
+            interpreter._patch_attr(module, name, member, builder, scope)
+
+    class Launch(interpreter._LangPatchScope):
+        """What a kernel's launch replaced, and functions that it called which see the language by another name."""
+
+        def restore(self) -> None:
+            while scopes:
+                scopes.popitem()[1].undo()
+
+        def undo(self) -> None:
+            super().restore()
+
+    @functools.cache
+    def languages(function: Any) -> frozenset:
+        return frozenset(x.__name__ for x in function.__globals__.values() if x is interpreter.tl or x is core)
+
+    def patch_lang(function: Any) -> Any:
+        seen = languages(function)
+        if seen not in scopes:
+            scopes[seen] = patch(function)
+        return scopes[seen]
+
+    interpreter._LangPatchScope = Launch
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_lang
+
+
+def hasten() -> None:
+    """All of it, once."""
+    without_overflow_checks()
+    with_dtypes_remembered()
+    patched_once_a_launch()

@@ -1,0 +1,26 @@
+"""What hastens Triton's interpreter for the tests leaves no trace in the language."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernel_ladder
+import triton_impl
+
+pytestmark = pytest.mark.skipif(not triton_impl.interpreted(), reason="the kernels are compiled here")
+
+
+def test_after_a_launch_the_language_is_what_it_was():
+    from triton.language import core, math
+    from triton.runtime.interpreter import tl
+
+    def members() -> list[dict]:
+        return [
+            {name: x for name, x in vars(owner).items() if not name.startswith("__")}
+            for owner in (tl, tl.tensor, core, math)
+        ]
+
+    before = members()
+    kernel_ladder.softmax(torch.zeros(3, 40), backend="triton")
+    assert members() == before
