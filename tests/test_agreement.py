@@ -36,14 +36,14 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
     """Whether a variant is tried on a sample in a dtype: on all in all, where that does not take hours.
 
     A compiler takes seconds or minutes for a sample: few have it. Without a GPU the first has it in all dtypes and both
-    passes, the others in one dtype by turns and backward, where the output is compared too. Triton's interpreter takes
-    so long that each has one dtype by turns.
+    passes, the others in one dtype by turns and, from the third on, backward alone, where the output is compared too.
+    Triton's interpreter takes so long that each has one dtype by turns.
     """
     if variant.name == "compile.max_autotune":
         return case.id == "prime"
     if variant.level == "compile":
         turn, rest = divmod(index, 7)
-        in_turn = backward and DTYPES.index(dtype) == turn % len(DTYPES)
+        in_turn = (backward or turn == 1) and DTYPES.index(dtype) == turn % len(DTYPES)
         return rest == 0 and (DEVICE.type == "cuda" or turn == 0 or in_turn)
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
         return index == 0  # that they refuse it, one sample tells
