@@ -305,8 +305,8 @@ void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch&
     const Layout a_layout = layout_of<T>(a, p.M, p.a_m, p.K, p.a_k, p, p.a_batch);
     const Layout b_layout = layout_of<T>(b, p.N, p.b_n, p.K, p.b_k, p, p.b_batch);
     constexpr Layout ALONG_K = Layout::ALONG_K, ALONG_X = Layout::ALONG_X, GATHERED = Layout::GATHERED;
-    if (a_layout == GATHERED || b_layout == GATHERED) {
-        return launch<S, matmul_mma_kernel<T, S, GATHERED, GATHERED>>(c, a, b, p, on);
+    if (a_layout == GATHERED || b_layout == GATHERED) {  // by the smaller tiles alone
+        return launch<Small, matmul_mma_kernel<T, Small, GATHERED, GATHERED>>(c, a, b, p, on);
     }
     if (a_layout == ALONG_K) {
         if (b_layout == ALONG_K) return launch<S, matmul_mma_kernel<T, S, ALONG_K, ALONG_K>>(c, a, b, p, on);
