@@ -155,9 +155,6 @@ constexpr uint32_t GROUP = 16;  // rows of blocks that go over the columns toget
 template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE, typename Epilogue>
 __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Product& p, const Epilogue& epilogue) {
     constexpr int BK = BLOCK_K<T>;
-    // Whether the compiler is to know each copy: its register, where 16-bit tiles rest in some. A float32 tile's
-    // multiply-adds, 4096 in one piece, would be 64 KiB of code.
-    constexpr bool KNOWN = sizeof(T) != sizeof(float);
     extern __shared__ float4 shared[];
     float* const a_tiles = reinterpret_cast<float*>(shared);
     float* const b_tiles = a_tiles + STAGES * TILE<T>;
@@ -183,7 +180,7 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     if (p.K > 0) {
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; ++stage) {
-#pragma unroll(KNOWN ? BK / BURST : 1)
+#pragma unroll(sizeof(T) == sizeof(float) ? 1 : BK / BURST)  // 16-bit tiles rest in registers, which must be known
             for (int burst = 0; burst < BK; burst += BURST) {
 #pragma unroll
                 for (int i = 0; i < BURST; ++i) {
@@ -204,18 +201,18 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     Fragment fragments[2];
     if (p.K > 0) fragments[0].load(a_tiles + m_thread, b_tiles + n_thread);
     for (int64_t k0 = 0; k0 < p.K; k0 += BK) {
-#pragma unroll(KNOWN ? BK / BURST : 1)
+#pragma unroll
         for (int burst = 0; burst < BK; burst += BURST) {
 #pragma unroll
             for (int i = 0; i < BURST; ++i) a_loader.fetch(burst, i, a_tiles + writing);
 #pragma unroll
             for (int i = 0; i < BURST; ++i) b_loader.fetch(burst, i, b_tiles + writing);
-            if (burst == BK - BURST) {
-                a_loader.store(a_tiles + writing);
-                b_loader.store(b_tiles + writing);
-            }
 #pragma unroll
             for (int k = 0; k < BURST; ++k) {
+                if (burst + k == BK * 3 / 4) {
+                    a_loader.store(a_tiles + writing);
+                    b_loader.store(b_tiles + writing);
+                }
                 int next = reading + (burst + k + 1) * PITCH;
                 if (k == BURST - 1 && burst == BK - BURST) {
                     // Every thread has read its last values of this tile, and past the barrier all of the next tile is
