@@ -21,11 +21,16 @@ def listed(op: str) -> list:
 
 
 def entries(op: str, capability: int) -> list:
-    """What to compile. Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first."""
+    """What to compile. Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first.
+
+    Kernels that take tensor descriptors run on Hopper alone.
+    """
     if capability >= 90:
         return listed(op)
     first: dict[tuple, Any] = {}
     for e in listed(op):
+        if any(t.startswith("tensordesc") for t in e.signature.values()):
+            continue
         rest = tuple((k, v) for k, v in e.constexprs.items() if not k.startswith(("BLOCK", "GROUP")))
         first.setdefault((e.kernel.__name__, *e.signature.items(), *rest), e)
     return list(first.values())
