@@ -89,23 +89,21 @@ struct Loader {
         return ALONG_K ? t % K_LANES + i / OFFSETS * (K_LANES * V) : t / X_RUNS + i * V;
     }
 
-    // Copy burst + of_burst of the next tile: on its way to `tile` in shared memory, or into registers. Outside stands
-    // zero. The first of a burst is a multiple of BURST, and need not be known to the compiler where that is OFFSETS.
-    __device__ void fetch(int burst, int of_burst, float* tile) {
-        const int i = burst + of_burst, offset = OFFSETS == BURST ? of_burst : i % OFFSETS;
+    // Copy i of the next tile: on its way to `tile` in shared memory, or into registers. Outside stands zero.
+    __device__ void fetch(int i, float* tile) {
         if (i >= COPIES) return;
-        const int x = x_of(offset) - x_of(0), k = k_of(i) - k_of(0);
+        const int x = x_of(i) - x_of(0), k = k_of(i) - k_of(0);  // known to the compiler
         const T* from;
         if constexpr (WHOLE) {
-            from = reinterpret_cast<const T*>(reinterpret_cast<const char*>(source) + offsets[offset]);
+            from = reinterpret_cast<const T*>(reinterpret_cast<const char*>(source) + offsets[i % OFFSETS]);
             if (ALONG_K) from += k;
         } else {
-            cursor = offset != 0 ? cursor + (ALONG_K ? X_LANES * stride_x : stride_k) : source + k * stride_k;
+            cursor = i % OFFSETS != 0 ? cursor + (ALONG_K ? X_LANES * stride_x : stride_k) : source + k * stride_k;
             from = cursor;
         }
         const bool inside = WHOLE || (x < x_left && k < k_inside);
         if constexpr (ASYNC) {
-            float* to = tile + k_of(i) * PITCH + x_of(offset);
+            float* to = tile + k_of(i) * PITCH + x_of(i);
             WHOLE ? __pipeline_memcpy_async(to, from, V * sizeof(T)) : copy_or_zero(to, from, inside);
         } else if constexpr (V == 1) {
             staged[i / Vec<T>::size][i % Vec<T>::size] = inside ? *from : from_float<T>(0.0f);
@@ -180,13 +178,10 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     if (p.K > 0) {
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; ++stage) {
-#pragma unroll(sizeof(T) == sizeof(float) ? 1 : BK / BURST)  // 16-bit tiles rest in registers, which must be known
-            for (int burst = 0; burst < BK; burst += BURST) {
 #pragma unroll
-                for (int i = 0; i < BURST; ++i) {
-                    a_loader.fetch(burst, i, a_tiles + stage * TILE<T>);
-                    b_loader.fetch(burst, i, b_tiles + stage * TILE<T>);
-                }
+            for (int i = 0; i < BK; ++i) {
+                a_loader.fetch(i, a_tiles + stage * TILE<T>);
+                b_loader.fetch(i, b_tiles + stage * TILE<T>);
             }
             a_loader.store(a_tiles + stage * TILE<T>);
             b_loader.store(b_tiles + stage * TILE<T>);
@@ -202,37 +197,36 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     if (p.K > 0) fragments[0].load(a_tiles + m_thread, b_tiles + n_thread);
     for (int64_t k0 = 0; k0 < p.K; k0 += BK) {
 #pragma unroll
-        for (int burst = 0; burst < BK; burst += BURST) {
+        for (int k = 0; k < BK; ++k) {
+            if (k % BURST == 0) {
 #pragma unroll
-            for (int i = 0; i < BURST; ++i) a_loader.fetch(burst, i, a_tiles + writing);
+                for (int i = k; i < k + BURST; ++i) a_loader.fetch(i, a_tiles + writing);
 #pragma unroll
-            for (int i = 0; i < BURST; ++i) b_loader.fetch(burst, i, b_tiles + writing);
+                for (int i = k; i < k + BURST; ++i) b_loader.fetch(i, b_tiles + writing);
+            }
+            if (k == BK * 3 / 4) {
+                a_loader.store(a_tiles + writing);
+                b_loader.store(b_tiles + writing);
+            }
+            int next = reading + (k + 1) * PITCH;
+            if (k == BK - 1) {
+                // Every thread has read its last values of this tile, and past the barrier all of the next tile is
+                // there: so the next turn may fetch over this one.
+                __pipeline_commit();
+                __pipeline_wait_prior(STAGES - 2);
+                __syncthreads();
+                const bool more = k0 + STAGES * BK < p.K;
+                a_loader.advance(more);
+                b_loader.advance(more);
+                writing = reading;
+                next = reading = next_stage(reading);
+            }
+            fragments[(k + 1) % 2].load(a_tiles + next + m_thread, b_tiles + next + n_thread);
+            const Fragment& now = fragments[k % 2];
 #pragma unroll
-            for (int k = 0; k < BURST; ++k) {
-                if (burst + k == BK * 3 / 4) {
-                    a_loader.store(a_tiles + writing);
-                    b_loader.store(b_tiles + writing);
-                }
-                int next = reading + (burst + k + 1) * PITCH;
-                if (k == BURST - 1 && burst == BK - BURST) {
-                    // Every thread has read its last values of this tile, and past the barrier all of the next tile is
-                    // there: so the next turn may fetch over this one.
-                    __pipeline_commit();
-                    __pipeline_wait_prior(STAGES - 2);
-                    __syncthreads();
-                    const bool more = k0 + STAGES * BK < p.K;
-                    a_loader.advance(more);
-                    b_loader.advance(more);
-                    writing = reading;
-                    next = reading = next_stage(reading);
-                }
-                fragments[(k + 1) % 2].load(a_tiles + next + m_thread, b_tiles + next + n_thread);
-                const Fragment& now = fragments[k % 2];
+            for (int i = 0; i < 8; ++i) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-#pragma unroll
-                    for (int j = 0; j < 16; ++j) sum[i][j] += now.a[i] * now.b[j];
-                }
+                for (int j = 0; j < 16; ++j) sum[i][j] += now.a[i] * now.b[j];
             }
         }
     }
