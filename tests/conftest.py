@@ -81,14 +81,17 @@ def elements(case: Case) -> int:
     return sum(math.prod(shape) for shape in case.shapes if shape is not None)
 
 
+def computes(case: Case) -> bool:
+    """Whether there is something to compute."""
+    return all(shape is None or math.prod(shape) > 0 for shape in case.shapes)
+
+
 def plain_cases(op: str) -> list[Case]:
     """The samples of an operation with ordinary values in contiguous memory and something to compute."""
     return [
         case
         for case in kernel_ladder.spec(op).samples
-        if case.values == "normal"
-        and case.layout == "contiguous"
-        and all(s is None or math.prod(s) > 0 for s in case.shapes)
+        if case.values == "normal" and case.layout == "contiguous" and computes(case)
     ]
 
 

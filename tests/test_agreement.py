@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +16,7 @@ from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import DTYPES, Case, as_leaves
 from kernel_ladder.table import Variant
 
-from .conftest import DEVICE, every_variant, variant_id
+from .conftest import DEVICE, computes, every_variant, variant_id
 
 
 @functools.lru_cache(maxsize=8)
@@ -34,26 +33,28 @@ def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
 
 
 @functools.cache
-def computing(op: str) -> list[int]:
-    """Which of an operation's samples have something to compute."""
-    samples = kernel_ladder.spec(op).samples
-    return [i for i, case in enumerate(samples) if all(s is None or math.prod(s) for s in case.shapes)]
+def compiled_on_cpu(op: str) -> list[int]:
+    """The few of an operation's samples that a compiler has without a GPU: they have something to compute."""
+    return [i for i, case in enumerate(kernel_ladder.spec(op).samples) if computes(case)][::6]
 
 
 def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backward: bool) -> bool:
     """Whether a variant is tried on a sample in a dtype: on all in all, where that does not take hours.
 
-    A compiler takes seconds or minutes for a sample: few have it. Without a GPU those have something to compute, in one
-    dtype by turns and backward alone, where the output is compared too, save the first, which runs forward as well.
-    Triton's interpreter takes so long that each has one dtype by turns.
+    A compiler takes seconds or minutes for a sample: few have it. Without a GPU it has them in one dtype by turns and
+    backward alone, where the output is compared too, save the first, which runs forward as well. Triton's interpreter
+    takes so long that each has one dtype by turns.
     """
     if variant.name == "compile.max_autotune":
         return case.id == "prime"
     if variant.level == "compile":
         if DEVICE.type == "cuda":
             return index % 7 == 0
-        turn, rest = divmod(computing(variant.op).index(index), 6) if index in computing(variant.op) else (0, 1)
-        return rest == 0 and DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)
+        few = compiled_on_cpu(variant.op)
+        if index not in few:
+            return False
+        turn = few.index(index)
+        return DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
         return index == 0  # that they refuse it, one sample tells
     return variant.level != "triton" or DEVICE.type == "cuda" or index == 0 or DTYPES.index(dtype) == index % 3

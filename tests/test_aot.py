@@ -20,6 +20,10 @@ def listed(op: str) -> list:
     return getattr(importlib.import_module(f"triton_impl.{op}"), "AOT", [])
 
 
+def takes_descriptors(e) -> bool:
+    return any(t.startswith("tensordesc") for t in e.signature.values())
+
+
 def entries(op: str, capability: int) -> list:
     """What to compile. Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first.
 
@@ -29,7 +33,7 @@ def entries(op: str, capability: int) -> list:
         return listed(op)
     first: dict[tuple, Any] = {}
     for e in listed(op):
-        if any(t.startswith("tensordesc") for t in e.signature.values()):
+        if takes_descriptors(e):
             continue
         rest = tuple((k, v) for k, v in e.constexprs.items() if not k.startswith(("BLOCK", "GROUP")))
         first.setdefault((e.kernel.__name__, *e.signature.items(), *rest), e)
@@ -74,7 +78,7 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
         yield f"{found['cubin']} bytes for {found['target']}"
     if capability == 90 and found["local"]:  # tuned for Hopper; an Ampere that has fewer choices may spill
         yield f"{found['local']} bytes of registers spilt to local memory"
-    if any(t.startswith("tensordesc") for t in e.signature.values()) and capability == 90:
+    if takes_descriptors(e):
         if not found["tma"]:
             yield "no TMA"
         if not found["wgmma"]:
