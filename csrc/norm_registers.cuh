@@ -12,16 +12,7 @@ namespace kl {
 
 template <typename T, int V>
 __device__ float sum_of(const Vec<T> (&tile)[V]) {
-    float x[Vec<T>::size], sum = 0.0f;
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-        unpack(tile[v], x);
-        float partial = 0.0f;
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) partial += x[e];
-        sum += partial;
-    }
-    return sum;
+    return sum_over(tile, [](float sum, float x) { return sum + x; });
 }
 
 // The sums of a thread's deviations from `centre` and of their squares. The first would be zero for a row and its mean,
@@ -107,15 +98,7 @@ __device__ Stats centred_stats(Vec<T> (&tile)[V], const RowShare<true>& share, c
 
 template <bool CLUSTER, typename T, int V>
 __device__ Stats plain_stats(const Vec<T> (&tile)[V], const NormForward<T>& p, Mailbox<CLUSTER, float>& mailbox) {
-    float x[Vec<T>::size], squares = 0.0f;
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-        unpack(tile[v], x);
-        float partial = 0.0f;
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) partial = fmaf(x[e], x[e], partial);
-        squares += partial;
-    }
+    const float squares = sum_over(tile, [](float sum, float x) { return fmaf(x, x, sum); });
     return stats_of_squares(reduce_over_row(squares, Sum{}, mailbox) * p.per_element, p.eps);
 }
 

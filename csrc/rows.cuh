@@ -178,6 +178,21 @@ __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
     }
 }
 
+// A sum over what this thread has of a row, vector by vector: f(sum so far, element) takes an element in.
+template <typename T, int VECTORS, typename F>
+__device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
+    float x[Vec<T>::size], sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        unpack(tile[v], x);
+        float partial = 0.0f;
+#pragma unroll
+        for (int e = 0; e < Vec<T>::size; ++e) partial = f(partial, x[e]);
+        sum += partial;
+    }
+    return sum;
+}
+
 // One of this thread's vectors, the v-th.
 template <bool WHOLE, typename T, typename Share>
 __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,

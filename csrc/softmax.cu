@@ -295,16 +295,7 @@ __device__ float max_of(const Vec<T> (&tile)[V]) {
 
 template <bool IS_FAR, typename T, int V>
 __device__ float sum_of_powers(const Vec<T> (&tile)[V], float top) {
-    float x[Vec<T>::size], sum = 0.0f;
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-        unpack(tile[v], x);
-        float partial = 0.0f;
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) partial += power_below<IS_FAR>(x[e], top);
-        sum += partial;
-    }
-    return sum;
+    return sum_over(tile, [top](float sum, float x) { return sum + power_below<IS_FAR>(x, top); });
 }
 
 // Of the elements that this thread has.
