@@ -89,10 +89,8 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] += more[e];
             const uint64_t call = (row * length + first) / PHILOX_WORDS;
-            mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32));
             unpack(residual[v], more);
-#pragma unroll
-            for (int e = 0; e < E; ++e) x[e] += more[e];
+            mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
             tile[v] = pack<T>(x);
         }
     } else {

@@ -15,9 +15,8 @@ __device__ float sum_of(const Vec<T> (&tile)[V]) {
     return sum_over(tile, [](float sum, float x) { return sum + x; });
 }
 
-// The sums of a thread's deviations from `centre` and of their squares. The first would be zero for a row and its mean,
-// but that the mean is rounded; it counts only where SHIFTED.
-template <bool WHOLE, bool CLUSTER, typename T, int V>
+// The sums of a thread's deviations from `centre` and of their squares. The first is only made where it is WANTED.
+template <bool WHOLE, bool WANTED, bool CLUSTER, typename T, int V>
 __device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const RowShare<CLUSTER>& share, int64_t length) {
     constexpr int E = Vec<T>::size;
     float x[E];
@@ -32,7 +31,7 @@ __device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const Row
 #pragma unroll
         for (int e = 0; e < E; ++e) {
             const float deviation = x[e] - (WHOLE || first + e < static_cast<int>(length) ? inside : 0.0f);
-            if constexpr (SHIFTED<T>) partial.first += deviation;
+            if constexpr (WANTED) partial.first += deviation;
             partial.second = fmaf(deviation, deviation, partial.second);
         }
         sums = PairSum{}(sums, partial);
@@ -47,59 +46,71 @@ __device__ Stats centred_stats(Vec<T> (&tile)[V], const RowShare<false>& share, 
     __shared__ Mailbox<false, Pair> of_deviations;
     const float mean = reduce_over_row(sum_of(tile), Sum{}, of_sum) * p.per_element;
     stay_packed(tile);
-    Pair deviations = deviations_from<WHOLE>(mean, tile, share, p.length);
+    // The first would be zero, but that the mean is rounded.
+    Pair deviations = deviations_from<WHOLE, SHIFTED<T>>(mean, tile, share, p.length);
     if constexpr (SHIFTED<T>) deviations = reduce_over_row(deviations, PairSum{}, of_deviations);
     if constexpr (!SHIFTED<T>) deviations.second = reduce_over_row(deviations.second, Sum{}, of_squares);
     return stats_of_deviations(mean, deviations, p.per_element, p.eps);
 }
 
-// Of some of a row's elements: how many there are, a value near their mean, and the sums of their deviations from it and
-// of their squares.
+// Of some of a row's elements: how many there are, a value among them, and the sums of their deviations from it and of
+// their squares.
 struct alignas(16) Moments {
     float count, centre;
     Pair deviations;
+
+    // The same about another centre, of which the count is not wanted.
+    __device__ Pair about(float other) const {
+        const float off = centre - other, moved = fmaf(count, off, deviations.first);
+        return {moved, fmaf(off, moved + deviations.first, deviations.second)};
+    }
 };
 
-// In a cluster, where a meeting costs more: the second pass about the mean of what a warp has. From the moments of all warps
-// those of the row follow (Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample
-// Variances, 1979).
-template <bool WHOLE, typename T, int V>
+// In a cluster, where what a thread waits for costs more: one pass and one meeting. A warp takes the deviations from the
+// mean of its first vectors, which are on hand before the others. However far that mean may lie from the warp's, it is so
+// of an eighth of the warp's elements, whose own deviations then outweigh what cancels: three bits are lost at most.
+// From the moments of all warps those of the row follow (Chan, Golub and LeVeque, Updating Formulae and a Pairwise
+// Algorithm for Computing Sample Variances, 1979), of 16-bit elements about the first warp's centre: what cancels there,
+// one part in as many as a row has warps' vectors, is far below their spacing.
+template <bool WHOLE, typename T, int V, typename F>
 __device__ Stats centred_stats(Vec<T> (&tile)[V], const RowShare<true>& share, const NormForward<T>& p,
-                               Mailbox<true, Moments>& mailbox) {
+                               Mailbox<true, Moments>& mailbox, F&& meanwhile) {
     constexpr int E = Vec<T>::size;
-    const int lane = threadIdx.x % WARP, end = min(share.end * E, static_cast<int>(p.length));
-    float sum = over_lanes(sum_of(tile), Sum{}, WARP);
-    stay_packed(tile);
+    const int lane = threadIdx.x % WARP,
+              left = min(share.end * E, static_cast<int>(p.length)) - (share.first - lane) * E;
+    const auto inside = [&](int v) { return max(min(left - v * share.step() * E, WARP * E), 0); };
     int elements = 0;
 #pragma unroll
-    for (int v = 0; v < V; ++v) elements += max(min(end - (share.at(v) - lane) * E, WARP * E), 0);
+    for (int v = 0; v < V; ++v) elements += inside(v);
+    const Vec<T>(&head)[1] = reinterpret_cast<const Vec<T>(&)[1]>(tile[0]);
+    const float sum = over_lanes(sum_of(head), Sum{}, WARP);
     Moments own{static_cast<float>(elements), 0.0f, {}};
-    if (elements > 0) own.centre = sum * rcp_approx(own.count);
-    own.deviations = deviations_from<WHOLE>(own.centre, tile, share, p.length);
-    if constexpr (SHIFTED<T>) own.deviations.first = over_lanes(own.deviations.first, Sum{}, WARP);
-    own.deviations.second = over_lanes(own.deviations.second, Sum{}, WARP);
+    if (elements > 0) own.centre = sum * rcp_approx(static_cast<float>(inside(0)));
+    own.deviations = over_lanes(deviations_from<WHOLE, true>(own.centre, tile, share, p.length), PairSum{}, WARP);
 
     const Moments* slots;
-    const int count = leave_for_row(own, mailbox, slots);
-    sum = 0.0f;
-    for (int slot = lane; slot < count; slot += WARP) sum = fmaf(slots[slot].count, slots[slot].centre, sum);
-    const float mean = over_lanes(sum, Sum{}, WARP) * p.per_element;
+    const int count = leave_for_row(own, mailbox, slots, meanwhile);
+    float mean = slots[0].centre;
     Pair deviations{0.0f, 0.0f};
-    for (int slot = lane; slot < count; slot += WARP) {
-        const Moments m = slots[slot];
-        const float off = m.centre - mean, moved = fmaf(m.count, off, m.deviations.first);
-        if constexpr (SHIFTED<T>) deviations.first += moved;
-        deviations.second += fmaf(off, moved + m.deviations.first, m.deviations.second);
+    if constexpr (SHIFTED<T>) {
+        float more = 0.0f;
+#pragma unroll 1
+        for (int slot = lane; slot < count; slot += WARP) more += slots[slot].about(mean).first;
+        mean += over_lanes(more, Sum{}, WARP) * p.per_element;
     }
-    if constexpr (SHIFTED<T>) deviations.first = over_lanes(deviations.first, Sum{}, WARP);
-    deviations.second = over_lanes(deviations.second, Sum{}, WARP);
-    return stats_of_deviations(mean, deviations, p.per_element, p.eps);
+#pragma unroll 1
+    for (int slot = lane; slot < count; slot += WARP) deviations = PairSum{}(deviations, slots[slot].about(mean));
+    deviations = over_lanes(deviations, PairSum{}, WARP);
+    Stats stats = stats_of_deviations(mean, deviations, p.per_element, p.eps);
+    if constexpr (!SHIFTED<T>) stats.mean = fmaf(deviations.first, p.per_element, mean);
+    return stats;
 }
 
-template <bool CLUSTER, typename T, int V>
-__device__ Stats plain_stats(const Vec<T> (&tile)[V], const NormForward<T>& p, Mailbox<CLUSTER, float>& mailbox) {
+template <bool CLUSTER, typename T, int V, typename F>
+__device__ Stats plain_stats(const Vec<T> (&tile)[V], const NormForward<T>& p, Mailbox<CLUSTER, float>& mailbox,
+                             F&& meanwhile) {
     const float squares = sum_over(tile, [](float sum, float x) { return fmaf(x, x, sum); });
-    return stats_of_squares(reduce_over_row(squares, Sum{}, mailbox) * p.per_element, p.eps);
+    return stats_of_squares(reduce_over_row(squares, Sum{}, mailbox, meanwhile) * p.per_element, p.eps);
 }
 
 // A vector of weight and of bias.
@@ -108,53 +119,47 @@ struct Parameters {
     Vec<T> weight, bias;
 };
 
-// Vectors whose weight and bias are on their way at once: on one block they come from the L1.
-template <bool CLUSTER>
-constexpr int TOGETHER = CLUSTER ? 2 : 1;
-
 // `gather(tile, share, row, live)` makes a row in registers, zeros past its end. Weight and bias come when they are needed,
 // from the L1 or L2: every row wants the same.
 template <typename T, bool CENTRED, int V, bool WHOLE, bool CLUSTER, typename Gather>
 __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     __shared__ Mailbox<CLUSTER, std::conditional_t<CENTRED && CLUSTER, Moments, float>> mailbox;
-    constexpr int E = Vec<T>::size, N = TOGETHER<CLUSTER>;
+    constexpr int E = Vec<T>::size;
     const RowShare<CLUSTER> share(vectors_of<T>(p.length));
     share.open(mailbox);
-    const bool live = share.row < p.count;
+    const bool live = share.live(p.count);
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[V];
     gather(tile, share, row, live);
     share.meet();
+    Parameters<T> parameters;
+    const auto fetch_parameters = [&](int v) {
+        const int first = share.at(v) * E;
+        parameters.weight = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
+        if constexpr (CENTRED) parameters.bias = load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f);
+    };
+    const auto meanwhile = [&] { fetch_parameters(0); };
     Stats stats;
-    if constexpr (!CENTRED) stats = plain_stats(tile, p, mailbox);
-    if constexpr (CENTRED && CLUSTER) stats = centred_stats<WHOLE>(tile, share, p, mailbox);
+    if constexpr (!CENTRED) stats = plain_stats(tile, p, mailbox, meanwhile);
+    if constexpr (CENTRED && CLUSTER) stats = centred_stats<WHOLE>(tile, share, p, mailbox, meanwhile);
     if constexpr (CENTRED && !CLUSTER) stats = centred_stats<WHOLE>(tile, share, p);
     if (live && share.first == 0) store_stats<CENTRED>(p.stats, row, stats);
     stay_packed(tile);
     T* const out = p.output + p.out.start(row);
 #pragma unroll
-    for (int v = 0; v < V; v += N) {
-        Parameters<T> parameters[N];
+    for (int v = 0; v < V; ++v) {
+        if (!CLUSTER || v > 0) fetch_parameters(v);
+        float x[E], scale[E], offset[E];
+        unpack(tile[v], x);
+        unpack(parameters.weight, scale);
+        if constexpr (CENTRED) unpack(parameters.bias, offset);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const int first = share.at(v + i) * E;
-            parameters[i].weight = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
-            if constexpr (CENTRED)
-                parameters[i].bias = load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f);
+        for (int e = 0; e < E; ++e) {
+            x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], stats);
+            x[e] = CENTRED ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
         }
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            float x[E], scale[E], offset[E];
-            unpack(tile[v + i], x);
-            unpack(parameters[i].weight, scale);
-            if constexpr (CENTRED) unpack(parameters[i].bias, offset);
-#pragma unroll
-            for (int e = 0; e < E; ++e) {
-                x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], stats);
-                x[e] = CENTRED ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
-            }
-            store_part<WHOLE>(out, p.out, pack<T>(x), v + i, share, live, p.length);
-        }
+        store_part<WHOLE>(out, p.out, pack<T>(x), v, share, live, p.length);
+        keep_order();
     }
 }
 

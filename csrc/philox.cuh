@@ -61,13 +61,25 @@ struct DropoutMask {
     // Multiplies elements whose first is number 4 · (upper · 2^32 + lower).
     template <int SIZE>
     __device__ void apply(float (&x)[SIZE], uint32_t lower, uint32_t upper) const {
+        each<SIZE>(lower, upper, [&](int e, float factor) { x[e] *= factor; });
+    }
+
+    // The same, and adds others.
+    template <int SIZE>
+    __device__ void apply(float (&x)[SIZE], uint32_t lower, uint32_t upper, const float (&more)[SIZE]) const {
+        each<SIZE>(lower, upper, [&](int e, float factor) { x[e] = fmaf(x[e], factor, more[e]); });
+    }
+
+  private:
+    template <int SIZE, typename F>
+    __device__ void each(uint32_t lower, uint32_t upper, F&& f) const {
 #pragma unroll
         for (int call = 0; call < SIZE / PHILOX_WORDS; ++call) {
             const uint4 words = philox(lower + call, upper, keys);
-            x[PHILOX_WORDS * call] *= factor(words.x);
-            x[PHILOX_WORDS * call + 1] *= factor(words.y);
-            x[PHILOX_WORDS * call + 2] *= factor(words.z);
-            x[PHILOX_WORDS * call + 3] *= factor(words.w);
+            f(PHILOX_WORDS * call, factor(words.x));
+            f(PHILOX_WORDS * call + 1, factor(words.y));
+            f(PHILOX_WORDS * call + 2, factor(words.z));
+            f(PHILOX_WORDS * call + 3, factor(words.w));
         }
     }
 };

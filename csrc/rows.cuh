@@ -76,19 +76,21 @@ __device__ constexpr bool exists_here() {
 
 constexpr int LINE_VECTORS = 8;  // vectors of a line of 128 bytes
 
-// Which row this thread works on, and which of its vectors: `first`, and from there every `step`-th up to `end`.
+// Which row this thread works on, and which of its vectors: `first`, and from there every `step()`-th up to `end`.
 // Without clusters blockDim.x threads share a row and blockDim.y rows a block; blockDim.x may be a part of a warp.
-// With clusters a row is shared by all the blocks of one, in equal parts of whole lines.
+// With clusters a row is shared by all the blocks of one, in equal parts of whole lines. Their blocks are all of
+// ROW_THREADS, so that addresses follow from one another by constants: long rows are bound by instructions.
 template <bool CLUSTER>
 struct RowShare {
     int64_t row;
-    int first, step, end;
+    int first, end;
+
+    __device__ static int step() { return CLUSTER ? ROW_THREADS : static_cast<int>(blockDim.x); }
 
     // Of a row of so many vectors.
     __device__ explicit RowShare(int vectors) {
         row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
         first = threadIdx.x;
-        step = blockDim.x;
         end = vectors;
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
@@ -103,12 +105,15 @@ struct RowShare {
     }
 
     // This thread's v-th vector.
-    __device__ int at(int v) const { return first + v * step; }
+    __device__ int at(int v) const { return first + v * step(); }
+
+    // Whether there is a row for this thread, of so many. Every cluster has one.
+    __device__ bool live(int64_t count) const { return CLUSTER || row < count; }
 
     // Whether it lies in the row, of so many elements, and in this block's part of it.
     template <typename T>
     __device__ bool has(int v, int64_t length) const {
-        return CLUSTER ? at(v) < end : at(v) * Vec<T>::size < static_cast<int>(length);
+        return CLUSTER ? v * step() < end - first : at(v) * Vec<T>::size < static_cast<int>(length);
     }
 
     // To be called once, before all else: makes the mailboxes that will serve ready for what other blocks send.
@@ -177,6 +182,10 @@ __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
         asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));
     }
 }
+
+// ptxas moves no load or store over this. Left alone it puts off stores, one vector after another, until it runs out of
+// registers. All threads of a warp come here.
+__device__ inline void keep_order() { __syncwarp(); }
 
 // A sum over what this thread has of a row, vector by vector: f(sum so far, element) takes an element in.
 template <typename T, int VECTORS, typename F>
@@ -247,11 +256,16 @@ __device__ V over_lanes(V value, Op op, int lanes) {
     return value;
 }
 
+struct Nothing {
+    __device__ void operator()() const {}
+};
+
 // Leaves the `value` of each warp for all threads that share a row, where several warps do, and returns how many there
 // then are, a power of two, at `slots`. All threads of the block call it, once a mailbox. Of rows that several warps
-// share a block has few, whose threads may as well wait for each other.
-template <bool CLUSTER, typename V>
-__device__ int leave_for_row(const V& value, Mailbox<CLUSTER, V>& mailbox, const V*& slots) {
+// share a block has few, whose threads may as well wait for each other. In a cluster, where they wait for longer, each
+// calls `meanwhile()` first: for loads that would else come later.
+template <bool CLUSTER, typename V, typename F = Nothing>
+__device__ int leave_for_row(const V& value, Mailbox<CLUSTER, V>& mailbox, const V*& slots, F&& meanwhile = F{}) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER) {  // every warp writes to every block
@@ -261,6 +275,7 @@ __device__ int leave_for_row(const V& value, Mailbox<CLUSTER, V>& mailbox, const
         if (lane < blocks) {
             cluster::send(&mailbox.slots[cluster::rank() * warps + warp], value, &mailbox.arrived, lane);
         }
+        meanwhile();
         mbarrier_wait(arrived, 0);
         slots = mailbox.slots;
         return count;
@@ -274,13 +289,14 @@ __device__ int leave_for_row(const V& value, Mailbox<CLUSTER, V>& mailbox, const
 
 // The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
 // it. All threads of the block call it, once a mailbox. V is a float or a Pair.
-template <bool CLUSTER, typename V, typename Op>
-__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox) {
+template <bool CLUSTER, typename V, typename Op, typename F = Nothing>
+__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, F&& meanwhile = F{}) {
     value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
     if (!CLUSTER && blockDim.x <= WARP) return value;
     const V* slots;
-    const int count = leave_for_row(value, mailbox, slots), lane = threadIdx.x % WARP;
+    const int count = leave_for_row(value, mailbox, slots, meanwhile), lane = threadIdx.x % WARP;
     value = slots[lane & (count - 1)];
+#pragma unroll 1  // two or three times at most
     for (int slot = WARP + lane; slot < count; slot += WARP) value = op(value, slots[slot]);
     return over_lanes(value, op, min(count, WARP));
 }
@@ -354,16 +370,16 @@ inline unsigned row_threads(int64_t chunks, int vectors, int64_t most) {
 
 // Of rows that MIN_BLOCK threads with ROW_VECTORS cannot hold a thread takes `wide`.
 inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS) {
-    if (chunks <= MAX_BLOCK_CHUNKS) {
-        const int vectors = chunks > MIN_BLOCK * ROW_VECTORS ? wide : ROW_VECTORS;
-        const unsigned threads = row_threads(chunks, vectors, MAX_BLOCK_CHUNKS / vectors);
-        return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1, vectors};
-    }
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
+    if (chunks <= int64_t{ROW_THREADS} * wide) {
+        const int vectors = chunks > MIN_BLOCK * ROW_VECTORS ? wide : ROW_VECTORS;
+        const unsigned threads = row_threads(chunks, vectors, ROW_THREADS);
+        return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1, vectors};
+    }
     unsigned cluster = 2;
     while (int64_t{cluster} * ROW_THREADS * wide < chunks) cluster *= 2;
-    return {row_threads(ceil_div(chunks, cluster), wide, ROW_THREADS), 1, cluster, wide};
+    return {ROW_THREADS, 1, cluster, wide};
 }
 
 // Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks.

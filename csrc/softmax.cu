@@ -315,8 +315,8 @@ __device__ Pair peak_of(Vec<T> (&tile)[V]) {
     return peak;
 }
 
-template <bool IS_FAR, typename T, int V>
-__device__ void divide_by(Vec<T> (&tile)[V], Pair peak) {
+template <bool IS_FAR, typename T, int V, typename F>
+__device__ void divide_by(const Vec<T> (&tile)[V], Pair peak, F&& put) {
     const float scale = 1.0f / peak.second;
     float x[Vec<T>::size];
 #pragma unroll
@@ -324,14 +324,16 @@ __device__ void divide_by(Vec<T> (&tile)[V], Pair peak) {
         unpack(tile[v], x);
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) x[e] = power_below<IS_FAR>(x[e], peak.first) * scale;
-        tile[v] = pack<T>(x);
+        put(v, pack<T>(x));
+        keep_order();
     }
 }
 
-// The result in place of the elements, from the peak of the whole row. A row of nothing but −inf gives NaN.
-template <typename T, int V>
-__device__ void divide_by(Vec<T> (&tile)[V], Pair peak) {
-    is_far(peak.first) ? divide_by<true>(tile, peak) : divide_by<false>(tile, peak);
+// Makes the result, vector by vector for `put(v, vector)`, from the peak of the whole row. A row of nothing but −inf gives
+// NaN.
+template <typename T, int V, typename F>
+__device__ void divide_by(const Vec<T> (&tile)[V], Pair peak, F&& put) {
+    is_far(peak.first) ? divide_by<true>(tile, peak, put) : divide_by<false>(tile, peak, put);
 }
 
 template <typename T, int V, bool WHOLE, bool CLUSTER>
@@ -342,13 +344,15 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     __shared__ Mailbox<CLUSTER, Pair> mailbox;
     const RowShare<CLUSTER> share(vectors_of<T>(length));
     share.open(mailbox);
-    const bool live = share.row < count;
+    const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[V];
     load_row<WHOLE>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
     share.meet();
-    divide_by(tile, reduce_over_row(peak_of(tile), Peak{}, mailbox));
-    store_row<WHOLE>(output + out_rows.start(row), out_rows, tile, share, live, length);
+    const Pair peak = reduce_over_row(peak_of(tile), Peak{}, mailbox);
+    T* const out = output + out_rows.start(row);
+    divide_by(tile, peak,
+              [&](int v, const Vec<T>& part) { store_part<WHOLE>(out, out_rows, part, v, share, live, length); });
 }
 
 template <typename T>
@@ -387,7 +391,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     __shared__ Mailbox<CLUSTER, float> mailbox;
     const RowShare<CLUSTER> share(vectors_of<T>(length));
     share.open(mailbox);
-    const bool live = share.row < count;
+    const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
     Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
     load_row<WHOLE>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
