@@ -133,8 +133,8 @@ struct AddRmsNorm {
 
 template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
-                                                const std::optional<Tensor>& weight, double eps) {
-    return norm_forward<AddRmsNorm>(input, residual, weight, std::nullopt, eps, STEP);
+                                                const std::optional<Tensor>& weight, double eps, bool keep) {
+    return norm_forward<AddRmsNorm>(input, residual, weight, std::nullopt, eps, keep, STEP);
 }
 
 template <NormStep STEP>
@@ -148,13 +148,14 @@ std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tenso
 }
 
 template std::tuple<Tensor, Tensor, Tensor> add_rms_norm<NormStep::naive>(const Tensor&, const Tensor&,
-                                                                          const std::optional<Tensor>&, double);
+                                                                          const std::optional<Tensor>&, double, bool);
 template std::tuple<Tensor, Tensor, Tensor> add_rms_norm<NormStep::block>(const Tensor&, const Tensor&,
-                                                                          const std::optional<Tensor>&, double);
+                                                                          const std::optional<Tensor>&, double, bool);
 template std::tuple<Tensor, Tensor, Tensor> add_rms_norm<NormStep::registers>(const Tensor&, const Tensor&,
-                                                                              const std::optional<Tensor>&, double);
+                                                                              const std::optional<Tensor>&, double,
+                                                                              bool);
 template std::tuple<Tensor, Tensor, Tensor> add_rms_norm<NormStep::cluster>(const Tensor&, const Tensor&,
-                                                                            const std::optional<Tensor>&, double);
+                                                                            const std::optional<Tensor>&, double, bool);
 template std::tuple<Tensor, Tensor> add_rms_norm_backward<NormStep::naive>(const Tensor&, const Tensor&, const Tensor&,
                                                                            const std::optional<Tensor>&, const Tensor&,
                                                                            bool, bool);

@@ -80,15 +80,16 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
         Vec<T> residual[V];
         load_row<WHOLE>(tile, p.norm.input + p.norm.in.start(row), p.norm.in, share, live, length, 0.0f);
         load_row<WHOLE>(residual, p.norm.residual + p.norm.res.start(row), p.norm.res, share, live, length, 0.0f);
+        const int64_t call0 = (row * length + int64_t{share.first} * E) / PHILOX_WORDS;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            const int64_t first = share.template has<T>(v, length) ? share.at(v) * E : length;  // past the end, zeros
+            const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
             float x[E], more[E];
             unpack(tile[v], x);
             unpack(load_parameter<WHOLE>(p.bias, p.norm.parameter, first, length, 0.0f), more);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] += more[e];
-            const uint64_t call = (row * length + first) / PHILOX_WORDS;
+            const uint64_t call = call0 + int64_t{v} * (share.step() * E / PHILOX_WORDS);
             unpack(residual[v], more);
             mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
             tile[v] = pack<T>(x);
@@ -194,7 +195,7 @@ void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunc
 template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
     const Tensor& input, const Tensor& bias, const Tensor& residual, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& norm_bias, int64_t threshold, double scale, int64_t seed, double eps, bool keep_sum) {
+    const std::optional<Tensor>& norm_bias, int64_t threshold, double scale, int64_t seed, double eps, bool keep) {
     check_cuda(input, NAME, "input");
     KL_CHECK(input.dim() > 0, NAME, ": argument `input` must have at least one dimension");
     check_like(residual, input, NAME, "residual");
@@ -208,17 +209,17 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
     // Contiguous both, so that LayerNorm's backward pass numbers the rows as they are numbered here.
     const std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
     Tensor output = empty(input, input.scalar_type(), sizes);
-    Tensor sum = empty(input, input.scalar_type(), keep_sum ? sizes : std::vector<int64_t>{0});
-    Tensor stats = empty(input, ScalarType::Float, {layout.count, STATS<true>});
+    Tensor sum = empty(input, input.scalar_type(), keep ? sizes : std::vector<int64_t>{0});
+    Tensor stats = empty(input, ScalarType::Float, {keep ? layout.count : 0, STATS<true>});
     if (input.numel() == 0) return {output, sum, stats};
     dispatch(input.scalar_type(), NAME, [&](auto zero) {
         using T = decltype(zero);
         Chain<T> p{};
         p.bias = pointer<T>(bias);
         p.norm.output = pointer<T>(output);
-        p.norm.sum = keep_sum ? pointer<T>(sum) : nullptr;
+        p.norm.sum = keep ? pointer<T>(sum) : nullptr;
         p.norm.out = layout.rows(output, NAME);
-        p.norm.stats = pointer<float>(stats);
+        p.norm.stats = keep ? pointer<float>(stats) : nullptr;
         p.norm.input = pointer<T>(input);
         p.norm.in = layout.rows(input, NAME);
         p.norm.residual = pointer<T>(residual);
@@ -234,7 +235,7 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
         if constexpr (STEP == NormStep::naive) {
             const auto grid = grid_size(ceil_div(layout.count, NORM_NAIVE_THREADS));
             // A sum that is not kept waits where the output will be.
-            T* const at = keep_sum ? p.norm.sum : p.norm.output;
+            T* const at = keep ? p.norm.sum : p.norm.output;
             NormForward<T> of_sum = p.norm;
             of_sum.input = at;
             of_sum.in = p.norm.out;

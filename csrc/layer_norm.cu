@@ -136,8 +136,8 @@ struct LayerNorm {
 
 template <NormStep STEP>
 std::tuple<Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
-                                      const std::optional<Tensor>& bias, double eps) {
-    auto [output, sum, stats] = norm_forward<LayerNorm>(input, std::nullopt, weight, bias, eps, STEP);
+                                      const std::optional<Tensor>& bias, double eps, bool keep) {
+    auto [output, sum, stats] = norm_forward<LayerNorm>(input, std::nullopt, weight, bias, eps, keep, STEP);
     return {output, stats};
 }
 
@@ -150,13 +150,13 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const
 }
 
 template std::tuple<Tensor, Tensor> layer_norm<NormStep::naive>(const Tensor&, const std::optional<Tensor>&,
-                                                                const std::optional<Tensor>&, double);
+                                                                const std::optional<Tensor>&, double, bool);
 template std::tuple<Tensor, Tensor> layer_norm<NormStep::block>(const Tensor&, const std::optional<Tensor>&,
-                                                                const std::optional<Tensor>&, double);
+                                                                const std::optional<Tensor>&, double, bool);
 template std::tuple<Tensor, Tensor> layer_norm<NormStep::registers>(const Tensor&, const std::optional<Tensor>&,
-                                                                    const std::optional<Tensor>&, double);
+                                                                    const std::optional<Tensor>&, double, bool);
 template std::tuple<Tensor, Tensor> layer_norm<NormStep::cluster>(const Tensor&, const std::optional<Tensor>&,
-                                                                  const std::optional<Tensor>&, double);
+                                                                  const std::optional<Tensor>&, double, bool);
 template std::tuple<Tensor, Tensor, Tensor> layer_norm_backward<NormStep::naive>(const Tensor&, const Tensor&,
                                                                                  const std::optional<Tensor>&,
                                                                                  const Tensor&, bool, bool, bool);

@@ -27,6 +27,7 @@ __device__ Stats load_stats(const float* stats, int64_t row) {
 
 template <bool CENTRED>
 __device__ void store_stats(float* stats, int64_t row, const Stats& value) {
+    if (stats == nullptr) return;
     float* const of_row = stats + row * STATS<CENTRED>;
     if constexpr (CENTRED) {
         of_row[0] = value.mean;
@@ -74,7 +75,7 @@ template <typename T>
 struct NormForward {
     T *output, *sum;
     Rows out;
-    float* stats;  // (count, STATS)
+    float* stats;  // (count, STATS); null where there will be no backward pass
     const T *input, *residual;
     Rows in, res;
     const T *weight, *bias;

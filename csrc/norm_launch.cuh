@@ -37,11 +37,12 @@ constexpr int NORM_NAIVE_THREADS = 128;
 template <typename Op>
 constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
 
-// Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows.
+// Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows, if
+// that is to be kept.
 template <typename Op>
 std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
                                                 const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                                                double eps, NormStep step) {
+                                                double eps, bool keep, NormStep step) {
     constexpr bool CENTRED = Op::CENTRED;
     check_cuda(input, Op::NAME, "input");
     KL_CHECK(input.dim() > 0, Op::NAME, ": argument `input` must have at least one dimension");
@@ -53,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
     const RowLayout layout(input, -1, Op::NAME);
     Tensor output = layout.dense.allocate(input);
     Tensor sum = residual.has_value() ? layout.dense.allocate(input) : output;
-    Tensor stats = empty(input, ScalarType::Float, {layout.count, STATS<CENTRED>});
+    Tensor stats = empty(input, ScalarType::Float, {keep ? layout.count : 0, STATS<CENTRED>});
     if (input.numel() == 0) return {output, sum, stats};
     dispatch(input.scalar_type(), Op::NAME, [&](auto zero) {
         using T = decltype(zero);
@@ -61,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         p.output = pointer<T>(output);
         p.sum = pointer<T>(sum);
         p.out = layout.rows(output, Op::NAME);
-        p.stats = pointer<float>(stats);
+        p.stats = keep ? pointer<float>(stats) : nullptr;
         p.input = pointer<T>(input);
         p.in = layout.rows(input, Op::NAME);
         p.residual = optional_pointer<T>(residual);

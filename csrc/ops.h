@@ -72,10 +72,11 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 // The climb that the normalisations share: norm.cuh, norm_registers.cuh.
 enum class NormStep { naive, block, registers, cluster };
 
-// layer_norm.cu: over the last dimension. Forward gives output and what the backward pass needs of the rows.
+// layer_norm.cu: over the last dimension. Forward gives output and, where asked to keep it, what the backward pass needs of
+// the rows.
 template <NormStep STEP>
 std::tuple<Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
-                                      const std::optional<Tensor>& bias, double eps);
+                                      const std::optional<Tensor>& bias, double eps, bool keep);
 template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& input,
                                                        const std::optional<Tensor>& weight, const Tensor& stats,
@@ -84,7 +85,7 @@ void layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // rms_norm.cu
 template <NormStep STEP>
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps);
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, bool keep);
 template <NormStep STEP>
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input,
                                              const std::optional<Tensor>& weight, const Tensor& stats, bool needs_input,
@@ -94,7 +95,7 @@ void rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 // add_rms_norm.cu
 template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
-                                                const std::optional<Tensor>& weight, double eps);
+                                                const std::optional<Tensor>& weight, double eps, bool keep);
 template <NormStep STEP>
 std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tensor& grad_sum, const Tensor& sum,
                                                  const std::optional<Tensor>& weight, const Tensor& stats,
@@ -105,7 +106,7 @@ void add_rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype
 template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
     const Tensor& input, const Tensor& bias, const Tensor& residual, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& norm_bias, int64_t threshold, double scale, int64_t seed, double eps, bool keep_sum);
+    const std::optional<Tensor>& norm_bias, int64_t threshold, double scale, int64_t seed, double eps, bool keep);
 template <NormStep STEP>
 std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& grad, int64_t threshold, double scale,
                                                                 int64_t seed);

@@ -135,8 +135,8 @@ struct RmsNorm {
 }  // namespace
 
 template <NormStep STEP>
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps) {
-    auto [output, sum, stats] = norm_forward<RmsNorm>(input, std::nullopt, weight, std::nullopt, eps, STEP);
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, bool keep) {
+    auto [output, sum, stats] = norm_forward<RmsNorm>(input, std::nullopt, weight, std::nullopt, eps, keep, STEP);
     return {output, stats};
 }
 
@@ -150,10 +150,14 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& i
     return {grad_input, grad_weight};
 }
 
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::naive>(const Tensor&, const std::optional<Tensor>&, double);
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::block>(const Tensor&, const std::optional<Tensor>&, double);
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::registers>(const Tensor&, const std::optional<Tensor>&, double);
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::cluster>(const Tensor&, const std::optional<Tensor>&, double);
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::naive>(const Tensor&, const std::optional<Tensor>&, double,
+                                                              bool);
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::block>(const Tensor&, const std::optional<Tensor>&, double,
+                                                              bool);
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::registers>(const Tensor&, const std::optional<Tensor>&, double,
+                                                                  bool);
+template std::tuple<Tensor, Tensor> rms_norm<NormStep::cluster>(const Tensor&, const std::optional<Tensor>&, double,
+                                                                bool);
 template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::naive>(const Tensor&, const Tensor&,
                                                                        const std::optional<Tensor>&, const Tensor&,
                                                                        bool, bool);

@@ -18,8 +18,14 @@ def _register(name: str) -> None:
         input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
         weight = as_parameter(weight)
-        output, total, stats = run(input, residual, weight, eps_or_default(eps, input.dtype))
+        output, total, stats = run(input, residual, weight, eps_or_default(eps, input.dtype), True)
         return (output, total), (total, weight, stats)
+
+    def inference(
+        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, total, _ = run(input, residual, as_parameter(weight), eps_or_default(eps, input.dtype), False)
+        return output, total
 
     def backward(
         saved: tuple, grads: tuple[torch.Tensor, torch.Tensor], needs: tuple[bool, ...]
@@ -34,15 +40,22 @@ def _register(name: str) -> None:
         return too_long(input, input.shape[-1], name)
 
     @torch.library.register_fake(f"kernel_ladder::add_rms_norm.{name}")
-    def _(input, residual, weight, eps):
-        return torch.empty_like(input), torch.empty_like(input), empty_stats(input, 1)
+    def _(input, residual, weight, eps, keep):
+        return torch.empty_like(input), torch.empty_like(input), empty_stats(input, 1, keep)
 
     @torch.library.register_fake(f"kernel_ladder::add_rms_norm_backward.{name}")
     def _(grad, grad_sum, sum, weight, stats, needs_input, needs_weight):
         of_sum = torch.empty_like(sum) if needs_input else sum.new_empty((0,))
         return of_sum, empty_if(needs_weight, sum, sum.shape[-1])
 
-    register("add_rms_norm", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
+    register(
+        "add_rms_norm",
+        f"cuda.{name}",
+        forward=forward,
+        backward=backward,
+        unsupported=unsupported,
+        inference=inference,
+    )
 
 
 for _name in climb("add_rms_norm"):

@@ -25,9 +25,9 @@ def _register(name: str) -> None:
         norm_bias: torch.Tensor | None,
         mask: tuple[int, float, int],
         eps: float,
-        keep_sum: bool,
+        keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return run(input, as_parameter(bias), residual, weight, as_parameter(norm_bias), *mask, eps, keep_sum)
+        return run(input, as_parameter(bias), residual, weight, as_parameter(norm_bias), *mask, eps, keep)
 
     def forward(
         input: torch.Tensor,
@@ -76,9 +76,9 @@ def _register(name: str) -> None:
         return too_long(input, input.shape[-1], name)
 
     @torch.library.register_fake(f"kernel_ladder::{OP}.{name}")
-    def _(input, bias, residual, weight, norm_bias, threshold, scale, seed, eps, keep_sum):
+    def _(input, bias, residual, weight, norm_bias, threshold, scale, seed, eps, keep):
         output = input.new_empty(input.shape)
-        return output, input.new_empty(input.shape if keep_sum else (0,)), empty_stats(input, 3)
+        return output, input.new_empty(input.shape if keep else (0,)), empty_stats(input, 3, keep)
 
     @torch.library.register_fake(f"kernel_ladder::{OP}_backward.{name}")
     def _(grad, threshold, scale, seed):

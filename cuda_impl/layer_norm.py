@@ -24,8 +24,20 @@ def _register(name: str) -> None:
     ) -> tuple[torch.Tensor, tuple]:
         dims = len(normalized_shape)
         rows, weight = as_rows(input, dims), as_parameter(weight)
-        output, stats = run(rows, weight, as_parameter(bias), eps)
+        output, stats = run(rows, weight, as_parameter(bias), eps, True)
         return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
+
+    def inference(
+        input: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        normalized_shape,
+        eps,
+    ) -> torch.Tensor:
+        dims = len(normalized_shape)
+        output, _ = run(as_rows(input, dims), as_parameter(weight), as_parameter(bias), eps, False)
+        return output if dims == 1 else output.view(input.shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved
@@ -48,15 +60,22 @@ def _register(name: str) -> None:
         return too_long(input, row_length(input, len(normalized_shape)), name)
 
     @torch.library.register_fake(f"kernel_ladder::layer_norm.{name}")
-    def _(input, weight, bias, eps):
-        return torch.empty_like(input), empty_stats(input, 3)
+    def _(input, weight, bias, eps, keep):
+        return torch.empty_like(input), empty_stats(input, 3, keep)
 
     @torch.library.register_fake(f"kernel_ladder::layer_norm_backward.{name}")
     def _(grad, input, weight, stats, needs_input, needs_weight, needs_bias):
         of_input = torch.empty_like(input) if needs_input else input.new_empty((0,))
         return of_input, *(empty_if(needed, input, input.shape[-1]) for needed in (needs_weight, needs_bias))
 
-    register("layer_norm", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
+    register(
+        "layer_norm",
+        f"cuda.{name}",
+        forward=forward,
+        backward=backward,
+        unsupported=unsupported,
+        inference=inference,
+    )
 
 
 for _name in climb("layer_norm"):

@@ -63,9 +63,9 @@ def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.reshape(-1).contiguous()
 
 
-def empty_stats(input: torch.Tensor, per_row: int) -> torch.Tensor:
-    """For a fake: what a forward pass keeps of its rows."""
-    return input.new_empty((math.prod(input.shape[:-1]), per_row), dtype=torch.float32)
+def empty_stats(input: torch.Tensor, per_row: int, keep: bool) -> torch.Tensor:
+    """For a fake: what a forward pass keeps of its rows, nothing where there will be no backward pass."""
+    return input.new_empty((math.prod(input.shape[:-1]) if keep else 0, per_row), dtype=torch.float32)
 
 
 def empty_if(needed: bool, like: torch.Tensor, length: int) -> torch.Tensor:

@@ -19,8 +19,13 @@ def _register(name: str) -> None:
     ) -> tuple[torch.Tensor, tuple]:
         dims = len(normalized_shape)
         rows, weight = as_rows(input, dims), as_parameter(weight)
-        output, stats = run(rows, weight, eps_or_default(eps, input.dtype))
+        output, stats = run(rows, weight, eps_or_default(eps, input.dtype), True)
         return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
+
+    def inference(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> torch.Tensor:
+        dims = len(normalized_shape)
+        output, _ = run(as_rows(input, dims), as_parameter(weight), eps_or_default(eps, input.dtype), False)
+        return output if dims == 1 else output.view(input.shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved
@@ -32,15 +37,22 @@ def _register(name: str) -> None:
         return too_long(input, row_length(input, len(normalized_shape)), name)
 
     @torch.library.register_fake(f"kernel_ladder::rms_norm.{name}")
-    def _(input, weight, eps):
-        return torch.empty_like(input), empty_stats(input, 1)
+    def _(input, weight, eps, keep):
+        return torch.empty_like(input), empty_stats(input, 1, keep)
 
     @torch.library.register_fake(f"kernel_ladder::rms_norm_backward.{name}")
     def _(grad, input, weight, stats, needs_input, needs_weight):
         of_input = torch.empty_like(input) if needs_input else input.new_empty((0,))
         return of_input, empty_if(needs_weight, input, input.shape[-1])
 
-    register("rms_norm", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
+    register(
+        "rms_norm",
+        f"cuda.{name}",
+        forward=forward,
+        backward=backward,
+        unsupported=unsupported,
+        inference=inference,
+    )
 
 
 for _name in climb("rms_norm"):
