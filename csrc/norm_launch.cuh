@@ -37,6 +37,11 @@ constexpr int NORM_NAIVE_THREADS = 128;
 template <typename Op>
 constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
 
+// Vectors of a row up to which the threads are twice as many instead: what a thread does once a row weighs less where rows
+// are not centred.
+template <typename Op>
+constexpr int64_t NARROW = Op::CENTRED ? 512 : 256;
+
 // Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows, if
 // that is to be kept.
 template <typename Op>
@@ -83,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
             const RowLaunch shape =
-                row_launch(layout.chunks<T>(), step == NormStep::cluster, whole ? WIDE<Op> : ROW_VECTORS);
+                row_launch(layout.chunks<T>(), step == NormStep::cluster, whole ? WIDE<Op> : ROW_VECTORS, NARROW<Op>);
             with_row_shape<ROW_VECTORS, WIDE<Op>>(shape, whole, [&](auto v, auto w, auto c) {
                 launch_rows(Op::template registers<T, v(), w(), c()>(), shape, shape.grid(p.count), 0, launch, p);
             });

@@ -355,7 +355,7 @@ struct RowLaunch {
     unsigned grid(int64_t count) const { return grid_size(ceil_div(count, rows) * cluster); }
 };
 
-constexpr int MIN_BLOCK = 128;
+constexpr int MIN_BLOCK = 64;  // the smaller, the sooner what one leaves is taken again
 
 // Vectors of the longest row that one block, or one cluster, can hold.
 constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;
@@ -368,12 +368,12 @@ inline unsigned row_threads(int64_t chunks, int vectors, int64_t most) {
     return threads;
 }
 
-// Of rows that MIN_BLOCK threads with ROW_VECTORS cannot hold a thread takes `wide`.
-inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS) {
+// Of rows of more vectors than `narrow` a thread takes `wide`, of others ROW_VECTORS.
+inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS, int64_t narrow = 512) {
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
     if (chunks <= int64_t{ROW_THREADS} * wide) {
-        const int vectors = chunks > MIN_BLOCK * ROW_VECTORS ? wide : ROW_VECTORS;
+        const int vectors = chunks > narrow ? wide : ROW_VECTORS;
         const unsigned threads = row_threads(chunks, vectors, ROW_THREADS);
         return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1, vectors};
     }
