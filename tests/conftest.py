@@ -15,8 +15,13 @@ from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
 
+from . import linker
+
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
+# Line tables for profilers, which Inductor asks of the C++ compiler, take it a tenth of its time. Read likewise later.
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+linker.choose()
 
 if not torch.cuda.is_available() and table.unavailable("gelu", "triton") is None:
     import triton_impl

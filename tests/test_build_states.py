@@ -65,6 +65,7 @@ def environment(folder: Path, *, with_packages: bool) -> Path:
 
 def clean_environment(**variables: str) -> dict[str, str]:
     dropped = ("CUDA_HOME", "CUDA_PATH", "KERNEL_LADDER_CUDA", "PYTHONPATH", "TORCH_CUDA_ARCH_LIST", "VIRTUAL_ENV")
+    dropped += ("COMPILER_PATH",)  # the tests' own linker
     return {**{k: v for k, v in os.environ.items() if k not in dropped}, **variables}
 
 

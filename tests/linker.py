@@ -1,0 +1,23 @@
+"""A quicker linker for what Inductor compiles, where there is one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+
+def choose() -> None:
+    """Let g++ find gold by the name of ld, in this process and those that it starts.
+
+    Each of Inductor's kernels is a library of its own, linked with PyTorch's. To read the names in those takes GNU's ld
+    0.4 s, a quarter of what such a kernel takes in all, and gold 0.13 s.
+    """
+    gold = shutil.which("ld.gold")
+    if gold is None or "COMPILER_PATH" in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="linker-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.symlink(gold, os.path.join(folder, "ld"))
+    os.environ["COMPILER_PATH"] = folder
