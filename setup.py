@@ -11,6 +11,7 @@ from setuptools import setup
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "_build"))
 
+import together  # noqa: E402
 from environment import check_toolkit, cuda_home, say, show_installed_torch  # noqa: E402
 
 #: Without TORCH_CUDA_ARCH_LIST and without a GPU: Ampere for mma.sync and cp.async, Hopper with wgmma and TMA.
@@ -59,8 +60,8 @@ def extension(home: Path) -> dict:
     libraries_home = next(d for d in ("lib64", "lib", "targets/x86_64-linux/lib") if (home / d).exists())
     module = Extension(
         "kernel_ladder._C",
-        sources=files(".cu", ".cpp"),
-        depends=files(".cuh", ".h"),
+        sources=together.sources(ROOT),
+        depends=files(".cu", ".cuh", ".h"),
         include_dirs=[
             str(ROOT / "csrc"),
             pybind11.get_include(),

@@ -19,7 +19,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
 constexpr int ROWS = 4;  // of a thread, forward: as many loads in flight
 constexpr int BACKWARD_THREADS = 512;
 constexpr int ROWS_IN_FLIGHT = 2;  // of a thread, backward, of two operands

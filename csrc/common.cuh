@@ -99,6 +99,8 @@ void with_constant(bool value, F&& f) {
     value ? f(std::true_type{}) : f(std::false_type{});
 }
 
+constexpr int THREADS = 256;  // of a block, where nothing asks for another number
+
 inline unsigned int grid_size(int64_t blocks) {
     KL_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "too many blocks for one launch: ", blocks);
     return static_cast<unsigned int>(blocks);

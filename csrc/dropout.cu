@@ -18,19 +18,18 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
-enum { OUTPUT, INPUT, OPERANDS };
+enum { OUT, IN, BOTH };
 
 // ---- naive: one element a thread -----------------------------------------------------------------------------------
 
 template <typename T>
-__device__ void dropout_element(T* output, const T* input, const Operands<OPERANDS>& at, const DropoutMask& mask,
+__device__ void dropout_element(T* output, const T* input, const Operands<BOTH>& at, const DropoutMask& mask,
                                 int64_t i) {
-    output[at.offset(OUTPUT, i)] = from_float<T>(to_float(input[at.offset(INPUT, i)]) * mask.of(i));
+    output[at.offset(OUT, i)] = from_float<T>(to_float(input[at.offset(IN, i)]) * mask.of(i));
 }
 
 template <typename T>
-__global__ void dropout_naive_kernel(T* output, const T* input, __grid_constant__ const Operands<OPERANDS> at,
+__global__ void dropout_naive_kernel(T* output, const T* input, __grid_constant__ const Operands<BOTH> at,
                                      __grid_constant__ const DropoutMask mask, int64_t numel) {
     const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
     if (i < numel) dropout_element(output, input, at, mask, i);
@@ -40,7 +39,7 @@ __global__ void dropout_naive_kernel(T* output, const T* input, __grid_constant_
 
 template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
-    dropout_vectorized_kernel(T* output, const T* input, __grid_constant__ const Operands<OPERANDS> at,
+    dropout_vectorized_kernel(T* output, const T* input, __grid_constant__ const Operands<BOTH> at,
                               __grid_constant__ const DropoutMask mask, int64_t numel) {
     constexpr int SIZE = Vec<T>::size, CALLS = SIZE / PHILOX_WORDS;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
@@ -49,13 +48,13 @@ __global__ void __launch_bounds__(THREADS)
         for (int64_t i = first; i < first + SIZE && i < numel; ++i) dropout_element(output, input, at, mask, i);
         return;
     }
-    const Vec<T> v = load_vec(input + vector_offset<ACCESS, T>(at, INPUT, first));
+    const Vec<T> v = load_vec(input + vector_offset<ACCESS, T>(at, IN, first));
     // A block's calls are a power of two, so that none carries into the upper word: it is the block's.
     const uint64_t call = uint64_t{blockIdx.x} * (THREADS * CALLS);
     float x[SIZE];
     unpack(v, x);
     mask.apply(x, static_cast<uint32_t>(call) + threadIdx.x * CALLS, static_cast<uint32_t>(call >> 32));
-    store_vec(output + vector_offset<ACCESS, T>(at, OUTPUT, first), pack<T>(x));
+    store_vec(output + vector_offset<ACCESS, T>(at, OUT, first), pack<T>(x));
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -69,7 +68,7 @@ Tensor dropout(const Tensor& input, int64_t threshold, double scale, int64_t see
     if (numel == 0) return output;
     std::vector<int64_t> row_major(input.dim());
     std::iota(row_major.begin(), row_major.end(), 0);
-    const Operands<OPERANDS> operands(row_major, {&output, &input}, "dropout");
+    const Operands<BOTH> operands(row_major, {&output, &input}, "dropout");
     dispatch(input.scalar_type(), "dropout", [&](auto zero) {
         using T = decltype(zero);
         auto* out = static_cast<T*>(output.data_ptr());

@@ -12,8 +12,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
-
 // ---- naive: one element a thread -----------------------------------------------------------------------------------
 
 template <typename T, typename Form>

@@ -7,8 +7,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
-
 // One output a thread, neighbouring threads along N.
 template <typename T>
 __global__ void linear_naive_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p,

@@ -20,7 +20,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
 constexpr int LOADS = 4;  // in flight a thread
 // Enough to cover the memory's latency. Unless told so, the compiler spends fewer registers, at the price of a thread
 // that waits for each load before it issues the next.

@@ -13,8 +13,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
-
 // sigmoid(x) and its slope, of exp(−|x|), which neither overflows nor lets them cancel.
 __device__ inline float sigmoid(float x, float* slope) {
     const float e = exp2_approx(-LOG2E * fabsf(x));

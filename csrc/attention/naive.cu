@@ -10,7 +10,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
 constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow with the number of partial sums only
 
 // C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed over `summed` consecutive heads of A

@@ -14,13 +14,13 @@
 namespace kl {
 namespace {
 
-constexpr int ROWS = 16, WARPS = 4, THREADS = WARPS * WARP;
+constexpr int ROWS = 16, WARPS = 4;
 constexpr int MIN_RUN = 256;  // keys: fewer are not worth a block of their own
 constexpr int COMBINE_THREADS = 128;
 
 template <int HEAD_DIM_, int TILE_, int STAGES_, int BLOCKS_>
 struct SplitShape {
-    static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_, THREADS = WARPS * WARP;
     static constexpr int BLOCKS = BLOCKS_;  // an SM
     static constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = TILE * HEAD_DIM * 2;
     static constexpr int SHARED = Q_BYTES + WARPS * STAGES * 2 * TILE_BYTES;
@@ -47,7 +47,7 @@ struct Runs {
 };
 
 template <typename T, typename S>
-__global__ void __launch_bounds__(THREADS, S::BLOCKS)
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     attention_split_kv_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a, Runs runs) {
 #if __CUDA_ARCH__ >= 800
     constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS)
 #pragma unroll
     for (int i = 0; i < S::STAGES - 1; ++i) load(i);
 
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += S::THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
         const T* source = p.query.at(batch, head0 + row / a.S_q) + row % a.S_q * p.query.row;
         Vec<T> v;
@@ -254,7 +254,7 @@ void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const 
     static DeviceSet asked;
     allow_shared(kernel, S::SHARED, launch.device, asked);
     const auto grid = grid_size(a.batches * a.heads_kv * runs.count);
-    kernel<<<grid, THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
+    kernel<<<grid, S::THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
     attention_split_kv_combine_kernel<T><<<grid_size(a.rows()), COMBINE_THREADS, 0, launch.stream>>>(
@@ -298,7 +298,7 @@ void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType
         const auto add = [&](const char* name, auto shape) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_split_kv_kernel<T, S>>(name, THREADS, S::SHARED));
+            facts.push_back(kernel_facts<attention_split_kv_kernel<T, S>>(name, S::THREADS, S::SHARED));
         };
         facts.push_back(kernel_facts<attention_split_kv_combine_kernel<decltype(zero)>>("attention.split_kv.combine",
                                                                                         COMBINE_THREADS));

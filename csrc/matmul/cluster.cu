@@ -11,14 +11,17 @@
 namespace kl {
 namespace {
 
-constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
+namespace cluster {
+constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2, BLOCK_THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+}  // namespace cluster
 
 template <typename T, Major A, Major B>
-__global__ void __launch_bounds__(THREADS, 1)
+__global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
     matmul_cluster_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, PairOrder order) {
 #if KL_SM90A
+    using namespace cluster;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
@@ -75,6 +78,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 }  // namespace
 
 Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    using namespace cluster;
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "cluster", [&](const HopperCall& call, const Launch& on) {
         const PairOrder order = pair_order(call.tiled, BM, BN);
@@ -82,18 +86,19 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
             static DeviceSet asked;
-            launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster", blocks, CLUSTER, THREADS,
-                          SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), call.tiled,
-                          order);
+            launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster", blocks, CLUSTER,
+                          BLOCK_THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(),
+                          call.tiled, order);
         });
     });
 }
 
 void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    using namespace cluster;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_cluster_kernel<T, Major::K, B>>("matmul.cluster", THREADS, SHARED));
+        facts.push_back(kernel_facts<matmul_cluster_kernel<T, Major::K, B>>("matmul.cluster", BLOCK_THREADS, SHARED));
     });
 }
 

@@ -7,8 +7,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
-
 // Neighbouring threads take neighbouring columns: a warp reads one element of A and, of a dense B, one run of memory,
 // and writes one run of C. Nothing else has changed.
 // Four blocks an SM leave registers for the loads of several turns at once.

@@ -7,8 +7,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
-
 // Neighbouring threads take neighbouring rows: for dense operands, each of a warp's loads of A and stores of C touches
 // 32 cache lines, of which it uses one element each.
 // Four blocks an SM leave registers for the loads of several turns at once.

@@ -12,8 +12,6 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 256;
-
 // A product is worth a copy from this many multiply-adds on for each element copied, and altogether: below, launching
 // a second kernel costs more than plain loads do.
 constexpr int64_t WORTH_PER_ELEMENT = 192, WORTH_ALTOGETHER = int64_t{1} << 29;

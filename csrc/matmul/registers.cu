@@ -17,7 +17,7 @@
 namespace kl {
 namespace {
 
-constexpr int THREADS = 128;
+constexpr int BLOCK_THREADS = 128;
 constexpr int BLOCK = 128;  // rows of A, and columns of B, per block
 // k of a tile: as many as two blocks of an SM have shared memory for, save that 16-bit tiles rest in registers.
 template <typename T>
@@ -55,9 +55,9 @@ struct Loader {
     static constexpr int V = WHOLE && !(ASYNC && ALONG_K) ? Vec<T>::size : 1;
     static constexpr int COPIES = BK / V;
     // A warp's single elements along k are 8 k of 4 x: whole sectors of 32 bytes. Longer runs are one row per thread.
-    static constexpr int K_LANES = V == 1 ? 8 : 1, X_LANES = THREADS / K_LANES;  // where ALONG_K
-    static constexpr int X_RUNS = BLOCK / V;                                     // else: runs in a row of the tile
-    static constexpr int OFFSETS = ALONG_K ? BLOCK / X_LANES : COPIES;           // copies after which k moves on
+    static constexpr int K_LANES = V == 1 ? 8 : 1, X_LANES = BLOCK_THREADS / K_LANES;  // where ALONG_K
+    static constexpr int X_RUNS = BLOCK / V;                            // else: runs in a row of the tile
+    static constexpr int OFFSETS = ALONG_K ? BLOCK / X_LANES : COPIES;  // copies after which k moves on
 
     const T* source;  // of the next tile: its first element where WHOLE, else this thread's first
     const T* cursor;  // where not WHOLE: the latest copy's source
@@ -249,13 +249,13 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
 }
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(BLOCK_THREADS, 2)
     matmul_registers_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p) {
     multiply<T, A_ALONG_K, B_ALONG_K, WHOLE>(c, a, b, p, Identity{});
 }
 
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(BLOCK_THREADS, 2)
     linear_registers_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p,
                             __grid_constant__ const BiasActivation<T> epilogue) {
     multiply<T, true, true, WHOLE>(c, a, b, p, epilogue);
@@ -282,7 +282,7 @@ void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, co
     static DeviceSet asked;
     allow_shared(KERNEL, SHARED<T>, on.device, asked);
     const auto grid = grid_size(p.batches * ceil_div(p.M, BLOCK) * ceil_div(p.N, BLOCK));
-    KERNEL<<<grid, THREADS, SHARED<T>, on.stream>>>(c, a, b, p, epilogue...);
+    KERNEL<<<grid, BLOCK_THREADS, SHARED<T>, on.stream>>>(c, a, b, p, epilogue...);
 }
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
@@ -342,14 +342,15 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
 
 void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     if (dtype != ScalarType::Float) return;
-    facts.push_back(kernel_facts<linear_registers_kernel<float, true>>("linear.registers", THREADS, SHARED<float>));
+    facts.push_back(
+        kernel_facts<linear_registers_kernel<float, true>>("linear.registers", BLOCK_THREADS, SHARED<float>));
 }
 
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         facts.push_back(
-            kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", THREADS, SHARED<T>));
+            kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", BLOCK_THREADS, SHARED<T>));
     });
 }
 

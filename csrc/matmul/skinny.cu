@@ -14,7 +14,7 @@ namespace kl {
 namespace {
 
 constexpr int MOST_ROWS = 16;
-constexpr int WARPS = 8, THREADS = WARPS * WARP;
+constexpr int WARPS = THREADS / WARP;
 
 // 16 bytes, zeros where `inside` is false. Volatile, so that loads stay where they are asked for, ahead of their use.
 __device__ inline uint4 load16(const void* pointer, bool inside) {

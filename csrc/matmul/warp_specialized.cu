@@ -11,14 +11,17 @@
 namespace kl {
 namespace {
 
-constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
+namespace warp_specialized {
+constexpr int BM = 128, BN = 256, STAGES = 4, CONSUMERS = 2, BLOCK_THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+}  // namespace warp_specialized
 
 template <typename T, Major A, Major B>
-__global__ void __launch_bounds__(THREADS, 1)
+__global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
     matmul_warp_specialized_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
 #if KL_SM90A
+    using namespace warp_specialized;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
@@ -70,6 +73,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 }  // namespace
 
 Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    using namespace warp_specialized;
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "warp_specialized", [&](const HopperCall& call, const Launch& on) {
         const Tiled& p = call.tiled;
@@ -79,18 +83,19 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
             using T = decltype(zero);
             static DeviceSet asked;
             launch_hopper(matmul_warp_specialized_kernel<T, a_major(), b_major()>, "matmul.warp_specialized", blocks, 1,
-                          THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
+                          BLOCK_THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
                           order);
         });
     });
 }
 
 void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    using namespace warp_specialized;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(
-            kernel_facts<matmul_warp_specialized_kernel<T, Major::K, B>>("matmul.warp_specialized", THREADS, SHARED));
+        facts.push_back(kernel_facts<matmul_warp_specialized_kernel<T, Major::K, B>>("matmul.warp_specialized",
+                                                                                     BLOCK_THREADS, SHARED));
     });
 }
 

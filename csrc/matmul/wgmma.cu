@@ -11,14 +11,17 @@
 namespace kl {
 namespace {
 
-constexpr int BM = 128, BN = 128, STAGES = 3, THREADS = 2 * WARPGROUP;
+namespace wgmma {
+constexpr int BM = 128, BN = 128, STAGES = 3, BLOCK_THREADS = 2 * WARPGROUP;
 constexpr int A_BYTES = BM * SWIZZLE_ROW, B_BYTES = BN * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + STAGES * 8;  // tiles, what aligns them, barriers
+}  // namespace wgmma
 
 template <typename T, Major A, Major B>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(wgmma::BLOCK_THREADS)
     matmul_wgmma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
 #if KL_SM90A
+    using namespace wgmma;
     const uint32_t tiles = aligned_shared(), barriers = tiles + STAGES * STAGE_BYTES;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers + s * 8, 1);
@@ -59,6 +62,7 @@ __global__ void __launch_bounds__(THREADS)
 }  // namespace
 
 Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
+    using namespace wgmma;
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "wgmma", [&](const HopperCall& call, const Launch& on) {
         const Tiled& p = call.tiled;
@@ -67,17 +71,18 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
             static DeviceSet asked;
-            launch_hopper(matmul_wgmma_kernel<T, a_major(), b_major()>, "matmul.wgmma", blocks, 1, THREADS, SHARED, on,
-                          asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order);
+            launch_hopper(matmul_wgmma_kernel<T, a_major(), b_major()>, "matmul.wgmma", blocks, 1, BLOCK_THREADS,
+                          SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order);
         });
     });
 }
 
 void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+    using namespace wgmma;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_wgmma_kernel<T, Major::K, B>>("matmul.wgmma", THREADS, SHARED));
+        facts.push_back(kernel_facts<matmul_wgmma_kernel<T, Major::K, B>>("matmul.wgmma", BLOCK_THREADS, SHARED));
     });
 }
 
