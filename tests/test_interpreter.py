@@ -24,3 +24,18 @@ def test_after_a_launch_the_language_is_what_it_was():
     before = members()
     kernel_ladder.softmax(torch.zeros(3, 40), backend="triton")
     assert members() == before
+
+
+def test_an_interpreter_that_does_not_run_says_why(monkeypatch):
+    class Broken:
+        def __getitem__(self, grid):
+            raise TypeError("only 0-dimensional arrays can be converted")
+
+    monkeypatch.setattr(triton_impl, "_count", Broken())
+    triton_impl.unavailable.cache_clear()
+    try:
+        reason = triton_impl.unavailable()
+        assert "numpy" in reason
+        assert "only 0-dimensional arrays" in reason
+    finally:
+        triton_impl.unavailable.cache_clear()
