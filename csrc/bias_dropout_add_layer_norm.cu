@@ -83,6 +83,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
         const int64_t call0 = (row * length + int64_t{share.first} * E) / PHILOX_WORDS;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
+            // Past the end of this block's part, zeros.
             const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
             float x[E], more[E];
             unpack(tile[v], x);
