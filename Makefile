@@ -43,7 +43,7 @@ $(if $(PYTHON),,$(PY)):
 
 $(INSTALLED): $(if $(PYTHON),,$(PY)) $(BUILT_FROM) $(STALE)
 	@echo "== Installing into $(PY): torch if it is missing (a download of 0.2 to 3 GB), then the package with its CUDA"
-	@echo "   extension if there is an nvcc (1 to 7 minutes, longest on few cores)"
+	@echo "   extension if there is an nvcc (1 to 5 minutes on two cores or more)"
 	$(if $(TORCH),@$(PY) -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)"))
 	@$(PY) -m pip install -q -e .
 	@mkdir -p build && touch $@
