@@ -56,7 +56,7 @@ install: $(INSTALLED)  ## set up .venv and install the package into it
 test: $(INSTALLED)  ## set up and run the tests
 	@$(PY) -m pip install -q $(call extra,test)
 	@$(PY) -m kernel_ladder doctor
-	@echo "== Running the tests with $(WORKERS) workers (15 to 40 minutes on 2 cores without a GPU)"
+	@echo "== Running the tests with $(WORKERS) workers (15 minutes on 2 cores without a GPU, up to 40 where they are slow)"
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal $(TEST)
 
 bench: $(INSTALLED)  ## set up and run the sweep
