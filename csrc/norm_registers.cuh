@@ -76,8 +76,8 @@ template <bool WHOLE, typename T, int V, typename F>
 __device__ Stats centred_stats(Vec<T> (&tile)[V], const RowShare<true>& share, const NormForward<T>& p,
                                Mailbox<true, Moments>& mailbox, F&& meanwhile) {
     constexpr int E = Vec<T>::size;
-    const int lane = threadIdx.x % WARP,
-              left = min(share.end * E, static_cast<int>(p.length)) - (share.first - lane) * E;
+    const int lane = threadIdx.x % WARP;
+    const int left = min(share.end * E, static_cast<int>(p.length)) - (share.first - lane) * E;
     const auto inside = [&](int v) { return max(min(left - v * share.step() * E, WARP * E), 0); };
     int elements = 0;
 #pragma unroll
@@ -113,12 +113,6 @@ __device__ Stats plain_stats(const Vec<T> (&tile)[V], const NormForward<T>& p, M
     return stats_of_squares(reduce_over_row(squares, Sum{}, mailbox, meanwhile) * p.per_element, p.eps);
 }
 
-// A vector of weight and of bias.
-template <typename T>
-struct Parameters {
-    Vec<T> weight, bias;
-};
-
 // `gather(tile, share, row, live)` makes a row in registers, zeros past its end. Weight and bias come when they are needed,
 // from the L1 or L2: every row wants the same.
 template <typename T, bool CENTRED, int V, bool WHOLE, bool CLUSTER, typename Gather>
@@ -132,11 +126,11 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     Vec<T> tile[V];
     gather(tile, share, row, live);
     share.meet();
-    Parameters<T> parameters;
+    Vec<T> weight, bias;
     const auto fetch_parameters = [&](int v) {
         const int first = share.at(v) * E;
-        parameters.weight = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
-        if constexpr (CENTRED) parameters.bias = load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f);
+        weight = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
+        if constexpr (CENTRED) bias = load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f);
     };
     const auto meanwhile = [&] { fetch_parameters(0); };
     Stats stats;
@@ -151,8 +145,8 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
         if (!CLUSTER || v > 0) fetch_parameters(v);
         float x[E], scale[E], offset[E];
         unpack(tile[v], x);
-        unpack(parameters.weight, scale);
-        if constexpr (CENTRED) unpack(parameters.bias, offset);
+        unpack(weight, scale);
+        if constexpr (CENTRED) unpack(bias, offset);
 #pragma unroll
         for (int e = 0; e < E; ++e) {
             x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], stats);

@@ -14,18 +14,18 @@ def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     run, run_backward = getattr(ops.add_rms_norm, name), getattr(ops.add_rms_norm_backward, name)
 
-    def forward(
-        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
+    def normalise(
+        keep: bool, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
         weight = as_parameter(weight)
-        output, total, stats = run(input, residual, weight, eps_or_default(eps, input.dtype), True)
+        output, total, stats = run(input, residual, weight, eps_or_default(eps, input.dtype), keep)
         return (output, total), (total, weight, stats)
 
-    def inference(
-        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, total, _ = run(input, residual, as_parameter(weight), eps_or_default(eps, input.dtype), False)
-        return output, total
+    def forward(*inputs: torch.Tensor | None, **options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
+        return normalise(True, *inputs, **options)
+
+    def inference(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        return normalise(False, *inputs, **options)[0]
 
     def backward(
         saved: tuple, grads: tuple[torch.Tensor, torch.Tensor], needs: tuple[bool, ...]

@@ -14,7 +14,8 @@ def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     run, run_backward = getattr(ops.layer_norm, name), getattr(ops.layer_norm_backward, name)
 
-    def forward(
+    def normalise(
+        keep: bool,
         input: torch.Tensor,
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
@@ -24,20 +25,14 @@ def _register(name: str) -> None:
     ) -> tuple[torch.Tensor, tuple]:
         dims = len(normalized_shape)
         rows, weight = as_rows(input, dims), as_parameter(weight)
-        output, stats = run(rows, weight, as_parameter(bias), eps, True)
+        output, stats = run(rows, weight, as_parameter(bias), eps, keep)
         return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
 
-    def inference(
-        input: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        *,
-        normalized_shape,
-        eps,
-    ) -> torch.Tensor:
-        dims = len(normalized_shape)
-        output, _ = run(as_rows(input, dims), as_parameter(weight), as_parameter(bias), eps, False)
-        return output if dims == 1 else output.view(input.shape)
+    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
+        return normalise(True, *inputs, **options)
+
+    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
+        return normalise(False, *inputs, **options)[0]
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved

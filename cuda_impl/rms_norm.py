@@ -14,18 +14,19 @@ def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     run, run_backward = getattr(ops.rms_norm, name), getattr(ops.rms_norm_backward, name)
 
-    def forward(
-        input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
+    def normalise(
+        keep: bool, input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
     ) -> tuple[torch.Tensor, tuple]:
         dims = len(normalized_shape)
         rows, weight = as_rows(input, dims), as_parameter(weight)
-        output, stats = run(rows, weight, eps_or_default(eps, input.dtype), True)
+        output, stats = run(rows, weight, eps_or_default(eps, input.dtype), keep)
         return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
 
-    def inference(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> torch.Tensor:
-        dims = len(normalized_shape)
-        output, _ = run(as_rows(input, dims), as_parameter(weight), eps_or_default(eps, input.dtype), False)
-        return output if dims == 1 else output.view(input.shape)
+    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
+        return normalise(True, *inputs, **options)
+
+    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
+        return normalise(False, *inputs, **options)[0]
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 
 from kernel_ladder import table
@@ -65,14 +64,16 @@ def _count(times):
 @functools.cache
 def unavailable() -> str | None:
     """Why Triton kernels cannot run here, or None."""
-    if not interpreted() and not torch.cuda.is_available():
-        return "no GPU is visible and TRITON_INTERPRET=0 switches Triton's interpreter off"
     if interpreted():
         try:
             _count[(1,)](2)
         except Exception as error:  # Triton 3.6's takes arrays of one element for numbers, which numpy 2.4 forbids
+            import numpy
+
             found = f"Triton {triton.__version__}'s interpreter does not run with numpy {numpy.__version__}"
             return f"{found} ({error}); a newer Triton or numpy below 2.4 does"
+    elif not torch.cuda.is_available():
+        return "no GPU is visible and TRITON_INTERPRET=0 switches Triton's interpreter off"
     return None
 
 
