@@ -89,8 +89,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
         **many,
         help="levels or variants (default: all; torch.builtin, or torch.naive for an operation without it, is always "
         "there to compare with). "
-        f"{', '.join(sorted(sweep.LONG_TUNING))}, tuned for up to a minute a shape, is measured at the quick shapes "
-        "alone unless it is named here",
+        f"{', '.join(sorted(sweep.LONG_TUNING))}, tuned for up to a minute a shape, is left out of a quick sweep, and "
+        "of any other but for the quick shapes, unless it is named here",
     )
     parser.add_argument(
         "--peers",
@@ -100,10 +100,12 @@ def _sweep_parser() -> argparse.ArgumentParser:
         help=f"other libraries too, all or some of {', '.join(peers.known())}",
     )
     parser.add_argument(
-        "--dtype", **many, help="default: bfloat16, and float32 for the quick cases; float32 without a GPU"
+        "--dtype",
+        **many,
+        help="default: bfloat16, without --quick float32 too for the quick cases; float32 without a GPU",
     )
     parser.add_argument("--pass", dest="pass_", default="both", metavar="PASS", help="forward, backward or both")
-    parser.add_argument("--quick", action="store_true", help="a few shapes only")
+    parser.add_argument("--quick", action="store_true", help="a few shapes only, in bfloat16 on a GPU")
     parser.add_argument(
         "--time",
         type=float,

@@ -60,8 +60,8 @@ def sweep_cases(spec: Spec, device: torch.device, quick: bool) -> list[Case]:
     return list(tiny.values())[:1] if quick else list(tiny.values())
 
 
-def default_dtypes(case: Case, device: torch.device) -> list[torch.dtype]:
-    """bfloat16 everywhere and float32 for the quick cases; without a GPU float32 alone."""
+def default_dtypes(case: Case, device: torch.device, quick: bool) -> list[torch.dtype]:
+    """bfloat16, and in a sweep that is not quick float32 too for the quick cases; without a GPU float32 alone."""
     if device.type != "cuda":
         return [torch.float32]
-    return [torch.bfloat16, torch.float32] if case.quick else [torch.bfloat16]
+    return [torch.bfloat16, torch.float32] if case.quick and not quick else [torch.bfloat16]

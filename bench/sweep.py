@@ -26,8 +26,8 @@ from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, Spec, as_leaves
 from kernel_ladder.table import Variant
 
-#: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, they are measured at the quick
-#: cases alone: else they would take most of the sweep's time.
+#: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, a quick sweep leaves them out and
+#: any other measures them at the quick cases alone: else they would take most of its time.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
 
 
@@ -57,7 +57,7 @@ class Choice:
 
     def tunes(self, name: str, case: Case) -> bool:
         """Whether there is time for a variant's tuning at a case."""
-        return name not in LONG_TUNING or case.quick or name in (self.backends or ())
+        return name not in LONG_TUNING or (case.quick and not self.quick) or name in (self.backends or ())
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def groups(choice: Choice, device: torch.device) -> list[Group]:
         Group(op, case, dtype, _with_kernels(choice.passes, op, case))
         for op in choice.ops
         for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)
-        for dtype in choice.dtypes or default_dtypes(case, device)
+        for dtype in choice.dtypes or default_dtypes(case, device, choice.quick)
     ]
     return [group for group in found if group.passes]
 
@@ -405,8 +405,8 @@ def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) 
         left_out = sum(not sweep.choice.tunes(name, group.case) for group in takes)
         if left_out and sweep.device.type == "cuda":
             note(
-                f"{name} is tuned for up to a minute a shape: it is measured at the quick shapes and left out at "
-                f"{left_out} others; --backend {name} measures it everywhere"
+                f"{name} is tuned for up to a minute a shape: it is left out at {left_out} of {len(takes)} cases; "
+                f"--backend {name} measures it at all of them"
             )
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bench import ceiling_kernels, ceilings, intervals, phases, sweep, timing
+from bench import cases, ceiling_kernels, ceilings, intervals, phases, sweep, timing
 from kernel_ladder.spec import Case
 
 from .conftest import DEVICE, TRIES, needs_gpu
@@ -282,7 +282,7 @@ def test_phases_do_not_overlap(monkeypatch):
     assert "100% of what it measures" in text  # 3 s at rest and half of one between samples, of 7
 
 
-def test_long_tuning_is_for_the_quick_cases_unless_named():
+def test_long_tuning_is_for_the_quick_cases_of_a_full_sweep_unless_named():
     quick, other = Case("a", ((1,),), quick=True), Case("b", ((1,),))
     name = "compile.max_autotune"
     assert name in sweep.LONG_TUNING
@@ -290,4 +290,14 @@ def test_long_tuning_is_for_the_quick_cases_unless_named():
     assert unnamed.tunes(name, quick)
     assert not unnamed.tunes(name, other)
     assert unnamed.tunes("compile.default", other)
-    assert sweep.Choice(["matmul"], [name], seconds=0.1).tunes(name, other)
+    assert not sweep.Choice(["matmul"], quick=True).tunes(name, quick)
+    for is_quick in (False, True):
+        assert sweep.Choice(["matmul"], [name], quick=is_quick).tunes(name, other)
+
+
+def test_a_quick_sweep_on_a_gpu_is_in_bfloat16():
+    gpu, quick, other = torch.device("cuda"), Case("a", ((1,),), quick=True), Case("b", ((1,),))
+    assert cases.default_dtypes(quick, gpu, quick=True) == [torch.bfloat16]
+    assert cases.default_dtypes(quick, gpu, quick=False) == [torch.bfloat16, torch.float32]
+    assert cases.default_dtypes(other, gpu, quick=False) == [torch.bfloat16]
+    assert cases.default_dtypes(quick, torch.device("cpu"), quick=True) == [torch.float32]
