@@ -73,6 +73,12 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
 }
 
+template <typename T, int ROWS>
+__global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS<T, CENTRED, ROWS>)
+    layer_norm_short_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_short<T, CENTRED, ROWS>(p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     layer_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -101,6 +107,10 @@ struct LayerNorm {
     template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto registers() {
         return layer_norm_registers_kernel<T, V, WHOLE, CLUSTER>;
+    }
+    template <typename T, int ROWS>
+    static constexpr auto short_rows() {
+        return layer_norm_short_kernel<T, ROWS>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

@@ -15,8 +15,8 @@ constexpr int MAX_DIMS = 12;
 // Row-major index → memory offset, over the dimensions that do not collapse into their neighbour.
 struct Strided {
     int dims = 0;
+    int64_t strides[MAX_DIMS];  // first: of most operands one is all that a kernel looks at, and it lies beside `dims`
     int64_t sizes[MAX_DIMS];
-    int64_t strides[MAX_DIMS];
 
 #if defined(__CUDACC__)
     __device__ int64_t offset(int64_t index) const {
