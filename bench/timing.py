@@ -264,7 +264,7 @@ def interleave(
     return times
 
 
-def host_seconds(call: Callable[[], Any], device: torch.device, budget_s: float = 0.05) -> float:
+def host_seconds(call: Callable[[], Any], device: torch.device, budget_s: float = 0.02) -> float:
     """Wall time of issuing one call, without waiting for the device; the launch queue never fills.
 
     The smallest over batches: whatever disturbs the host only ever adds.

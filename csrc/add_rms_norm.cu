@@ -70,6 +70,12 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
 }
 
+template <typename T, int ROWS>
+__global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS<T, CENTRED, RESIDUAL, ROWS>)
+    add_rms_norm_registers_short_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_short<T, CENTRED, RESIDUAL, ROWS>(p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     add_rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -98,6 +104,10 @@ struct AddRmsNorm {
     template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto registers() {
         return add_rms_norm_registers_kernel<T, V, WHOLE, CLUSTER>;
+    }
+    template <typename T, int ROWS>
+    static constexpr auto short_rows() {
+        return add_rms_norm_registers_short_kernel<T, ROWS>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
 }
 
 template <typename T, int ROWS>
-__global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS<T, CENTRED, ROWS>)
-    layer_norm_short_kernel(__grid_constant__ const ShortNorm<T> p) {
-    norm_short<T, CENTRED, ROWS>(p);
+__global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS<T, CENTRED, RESIDUAL, ROWS>)
+    layer_norm_registers_short_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_short<T, CENTRED, RESIDUAL, ROWS>(p);
 }
 
 template <typename T, int V, bool WHOLE, bool CLUSTER>
@@ -110,7 +110,7 @@ struct LayerNorm {
     }
     template <typename T, int ROWS>
     static constexpr auto short_rows() {
-        return layer_norm_short_kernel<T, ROWS>;
+        return layer_norm_registers_short_kernel<T, ROWS>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

@@ -43,28 +43,14 @@ constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
 template <typename Op>
 constexpr int64_t NARROW = Op::CENTRED ? 512 : 256;
 
-// Rows of whole vectors that a warp can hold, evenly apart.
-template <typename T>
-bool is_short(const NormForward<T>& p, bool whole) {
-    return whole && p.length <= SHORT_ROW && p.in.even() && p.out.even();
-}
-
 template <typename Op, typename T>
 void norm_forward_short(const NormForward<T>& p, const Launch& launch) {
-    const auto run = [&](auto rows) {
-        constexpr int ROWS = rows();
-        const unsigned lanes = row_threads(p.length / Vec<T>::size, SHORT_VECTORS<T, ROWS>, WARP),
-                       y = MIN_BLOCK / lanes;
-        const ShortNorm<T> args{p.output,    p.input,      p.weight,
-                                p.bias,      p.stats,      p.out.step(),
-                                p.in.step(), p.count,      static_cast<int>(p.length),
-                                p.eps,       p.per_element};
-        const unsigned grid = grid_size(ceil_div(p.count, int64_t{ROWS} * y));
-        Op::template short_rows<T, ROWS>()<<<grid, dim3(lanes, y), 0, launch.stream>>>(args);
-    };
-    if (p.length <= SHORT_ROW / SHORT_ROWS) return run(std::integral_constant<int, SHORT_ROWS>{});
-    if (p.length <= SHORT_ROW / 2) return run(std::integral_constant<int, 2>{});
-    run(std::integral_constant<int, 1>{});
+    const ShortNorm<T> args{p.output, p.sum,        p.input,     p.residual,   p.weight, p.bias,
+                            p.stats,  p.out.step(), p.in.step(), p.res.step(), p.count,  static_cast<int>(p.length),
+                            p.eps,    p.per_element};
+    with_short_rows<T>(p.count, p.length, [&](auto rows, unsigned grid, dim3 block) {
+        Op::template short_rows<T, rows()>()<<<grid, block, 0, launch.stream>>>(args);
+    });
 }
 
 // Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows, if
@@ -112,9 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         } else {
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
-            if constexpr (!Op::RESIDUAL) {
-                if (is_short(p, whole)) return norm_forward_short<Op>(p, launch);
-            }
+            if (are_short(p.length, whole, p.in, p.res, p.out)) return norm_forward_short<Op>(p, launch);
             const RowLaunch shape =
                 row_launch(layout.chunks<T>(), step == NormStep::cluster, whole ? WIDE<Op> : ROW_VECTORS, NARROW<Op>);
             with_row_shape<ROW_VECTORS, WIDE<Op>>(shape, whole, [&](auto v, auto w, auto c) {
@@ -271,10 +255,7 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
         const RowLaunch large{ROW_THREADS, 1, 1};
         add(forward + "registers", kernel_facts<Op::template registers<T, ROW_VECTORS, true, false>()>("", MIN_BLOCK));
-        if constexpr (!Op::RESIDUAL) {
-            add(forward + "registers (short rows)",
-                kernel_facts<Op::template short_rows<T, SHORT_ROWS>()>("", MIN_BLOCK));
-        }
+        add(forward + "registers (short rows)", kernel_facts<Op::template short_rows<T, SHORT_ROWS>()>("", MIN_BLOCK));
         add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE<Op>, true, true>()>("", ROW_THREADS));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "naive (weights)",

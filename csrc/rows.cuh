@@ -20,7 +20,7 @@ struct Rows {
 
     // Whether they lie evenly apart, and how far.
     bool even() const { return walk.dims <= 1; }
-    __device__ int64_t step() const { return walk.dims > 0 ? walk.strides[0] : 0; }
+    __host__ __device__ int64_t step() const { return walk.dims > 0 ? walk.strides[0] : 0; }
 
     // Whether rows of this length consist of such vectors alone.
     template <typename T>

@@ -18,6 +18,7 @@
 #include "common.cuh"
 #include "ops.h"
 #include "rows.cuh"
+#include "short_rows.cuh"
 
 namespace kl {
 namespace {
@@ -355,6 +356,65 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
               [&](int v, const Vec<T>& part) { store_part<WHOLE>(out, out_rows, part, v, share, live, length); });
 }
 
+// ---- registers, short rows: several a warp ---------------------------------------------------------------------------
+
+// No more than is looked at, all in one place: a launch waits for each line of its arguments.
+template <typename T>
+struct ShortRows {
+    T* output;
+    const T* input;
+    int64_t out_step, in_step, count;  // elements from row to row; rows
+    int length;
+};
+
+// Powers of two stay as floats until their sum is known. −max · log2 e is rounded, by the same for all of a row, unless
+// it is so far that the power overflows; of a far maximum the differences are taken first.
+template <typename T, int ROWS>
+__global__ void __launch_bounds__(MIN_BLOCK, 1024 / MIN_BLOCK)
+    softmax_registers_short_kernel(__grid_constant__ const ShortRows<T> p) {
+    constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
+    const ShortShare<T, ROWS> share(p.count, p.length);
+    Vec<T> tile[ROWS][V];
+    share.load(tile, p.input, p.in_step, NEG_INF);
+    float top[ROWS], sum[ROWS], x[ROWS][V * E];
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) top[r] = max_of(tile[r]);
+    each_over_lanes(top, Max{}, share.lanes);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) far = far || is_far(top[r]);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        sum[r] = 0.0f;
+        const float moved = -top[r] * LOG2E;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            float part[E], partial = 0.0f;
+            unpack(tile[r][v], part);
+#pragma unroll
+            for (int e = 0; e < E; ++e) {
+                const float y = far ? (part[e] - top[r]) * LOG2E : fmaf(part[e], LOG2E, moved);
+                x[r][v * E + e] = exp2_approx(y);
+                partial += x[r][v * E + e];
+            }
+            sum[r] += partial;
+        }
+    }
+    each_over_lanes(sum, Sum{}, share.lanes);
+    T* const output = p.output + share.row * p.out_step;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const float scale = 1.0f / sum[r];
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            float part[E];
+#pragma unroll
+            for (int e = 0; e < E; ++e) part[e] = x[r][v * E + e] * scale;
+            share.store(output, p.out_step, r, v, pack<T>(part));
+        }
+    }
+}
+
 template <typename T>
 __device__ float dot_of(const Vec<T> (&g_tile)[ROW_VECTORS], const Vec<T> (&o_tile)[ROW_VECTORS]) {
     float g[Vec<T>::size], o[Vec<T>::size], dot = 0.0f;
@@ -456,6 +516,13 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
                 pointer<T>(output), out, pointer<T>(input), in, layout.length);
         } else if (step == Step::registers || step == Step::cluster) {
             const bool whole = in.vectors<T>(layout.length) && out.vectors<T>(layout.length);
+            if (are_short(layout.length, whole, in, out)) {
+                const ShortRows<T> args{pointer<T>(output), pointer<T>(input), out.step(),
+                                        in.step(),          layout.count,      static_cast<int>(layout.length)};
+                return with_short_rows<T>(layout.count, layout.length, [&](auto rows, unsigned grid, dim3 block) {
+                    softmax_registers_short_kernel<T, rows()><<<grid, block, 0, launch.stream>>>(args);
+                });
+            }
             const RowLaunch shape =
                 row_launch(layout.chunks<T>(), step == Step::cluster, whole ? WIDE_VECTORS : ROW_VECTORS);
             with_row_shape<ROW_VECTORS, WIDE_VECTORS>(shape, whole, [&](auto v, auto w, auto c) {
@@ -556,6 +623,8 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         facts.push_back(kernel_facts<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
         facts.push_back(
             kernel_facts<softmax_registers_kernel<T, ROW_VECTORS, true, false>>("softmax.registers", MIN_BLOCK));
+        facts.push_back(
+            kernel_facts<softmax_registers_short_kernel<T, SHORT_ROWS>>("softmax.registers (short rows)", MIN_BLOCK));
         facts.push_back(
             kernel_facts<softmax_registers_kernel<T, WIDE_VECTORS, true, true>>("softmax.cluster", ROW_THREADS));
         facts.push_back(

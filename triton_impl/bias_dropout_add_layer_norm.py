@@ -16,7 +16,17 @@ from triton_impl import layer_norm, norms, register, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
 from triton_impl.elementwise import tile_of
-from triton_impl.norms import Needs, as_matrix, as_parameter, normalize_row_again, normalize_rows, rstd_of, store_stats
+from triton_impl.norms import (
+    HEAD,
+    HEAD_FLOAT32,
+    Needs,
+    as_matrix,
+    as_parameter,
+    normalize_row_again,
+    normalize_rows,
+    rstd_of,
+    store_stats,
+)
 from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_of_rows
 from triton_impl.rows import blocks_of, forward_shapes, row_configs, suitable_forward
 from triton_impl.tuned import Tuned
@@ -71,7 +81,7 @@ def _fused_kernel(
         tl.store(sum_ptr + row[:, None] * length + column[None, :], total, mask=mask)
     normalize_rows(
         total, out_ptr, stats_ptr, weight_ptr, norm_bias_ptr, row, column, count, length, eps,
-        True, HAS_WEIGHT, HAS_BIAS, ROWS,
+        True, HAS_WEIGHT, HAS_BIAS, ROWS, False,
     )  # fmt: skip
 
 
@@ -79,18 +89,18 @@ def _fused_kernel(
 def _online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the sum is not kept, `sum_ptr` is the output, which waits there for its normalisation."""
     row = tl.program_id(0).to(tl.int64)
     rows = row + tl.arange(0, 1)
     lane = tl.arange(0, BLOCK)
-    # Deviations from the mean of the first block: close to those from the mean of all, and known in advance.
-    first = _sum_of(
+    # Deviations from the mean of the row's HEAD: close to those from the mean of all, and known in advance.
+    head = _sum_of(
         input_ptr, bias_ptr, residual_ptr, rows, 0, key_low, key_high, threshold, scale,
-        in_stride, residual_stride, count, length, FOURS, BLOCK,
+        in_stride, residual_stride, count, length, FOURS, HEAD,
     )  # fmt: skip
-    mean = tl.sum(first.reshape([BLOCK]).to(tl.float32), axis=0) / tl.minimum(length, BLOCK)
+    mean = tl.sum(head.reshape([HEAD]).to(tl.float32), axis=0) / tl.minimum(length, HEAD)
     sums = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -110,7 +120,7 @@ def _online_kernel(
     tl.debug_barrier()  # the sum is read by threads that may not have written it
     normalize_row_again(
         sum_ptr + row * length, out_ptr + row * length, weight_ptr, norm_bias_ptr, mean, rstd, shift, length,
-        True, HAS_WEIGHT, HAS_BIAS, BLOCK,
+        True, HAS_WEIGHT, HAS_BIAS, BLOCK, False,
     )  # fmt: skip
 
 
@@ -165,6 +175,7 @@ def _sum_and_norm(
         arguments = (*strides, count, length, eps)
         constants: dict[str, Any] = {"HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "FOURS": length % 4 == 0}
         if not fused:
+            constants["HEAD"] = HEAD_FLOAT32 if x.dtype == torch.float32 else HEAD
             return _online(lambda meta: (count,), tensors, arguments, constants, mask)
         constants |= {"KEEP": keep, "BLOCK": triton.next_power_of_2(length)}
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants, mask)
@@ -245,6 +256,6 @@ def _fused_entry(block: int, keep: bool) -> Entry:
 
 AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
-    _entry(_online_kernel, 8, _FLAGS, BLOCK=4096),
+    _entry(_online_kernel, 8, {**_FLAGS, "HEAD": HEAD}, BLOCK=4096),
     _entry(_backward_kernel, WARPS, {"FOURS": True}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

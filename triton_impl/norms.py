@@ -36,6 +36,13 @@ from triton_impl.tuning import Launch, Launches
 #: The longest rows that `fused` keeps in registers, forward and backward.
 MAX_FUSED = 32768
 MAX_FUSED_BACKWARD = 8192
+#: The largest block in which `online` goes through a row.
+LARGEST_BLOCK = 16384
+#: Of how many of a row's first elements `online` takes the mean in advance. The further it is from that of all, the
+#: more bits cancel; elements of 16 bits have them to spare.
+HEAD, HEAD_FLOAT32 = 256, 8192
+#: The longest rows whose parameters wait in registers too.
+MAX_EARLY = tl.constexpr(4096)
 #: SMs to make programs for where there is no GPU: a few, which the interpreter goes through one by one.
 MULTIPROCESSORS_INTERPRETED = 3
 
@@ -77,23 +84,36 @@ def rstd_of(variance, eps):
 @triton.jit
 def normalize_rows(
     x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Normalise whole rows that are in registers: ROWS of them, whose numbers are `row`; zeros past their end."""
+    """Normalise whole rows that are in registers: ROWS of them, whose numbers are `row`; zeros past their end.
+
+    Parameters that are to come EARLY wait in registers for the rows' statistics.
+    """
     live, inside = row < count, column < length
     mask = live[:, None] & inside[None, :]
+    SHIFTED: tl.constexpr = CENTRED and out_ptr.dtype.element_ty == tl.float32
+    if HAS_WEIGHT and EARLY:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if HAS_BIAS and EARLY:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
     x = x.to(tl.float32)
     mean = tl.sum(x, axis=1) / length if CENTRED else tl.zeros([ROWS], tl.float32)
     deviation = tl.where(mask, x - mean[:, None], 0.0) if CENTRED else x
-    lost = tl.sum(deviation, axis=1) / length if CENTRED else mean
+    # Of 16-bit elements what rounding the mean loses is far below their own spacing.
+    lost = tl.sum(deviation, axis=1) / length if SHIFTED else tl.zeros([ROWS], tl.float32)
     rstd = rstd_of(tl.sum(deviation * deviation, axis=1) / length - lost * lost, eps)
     shift = -lost * rstd
     store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
-    y = deviation * rstd[:, None] + shift[:, None] if CENTRED else deviation * rstd[:, None]
+    y = deviation * rstd[:, None] + shift[:, None] if SHIFTED else deviation * rstd[:, None]
     if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if not EARLY:
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        y *= weight.to(tl.float32)[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if not EARLY:
+            bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+        y += bias.to(tl.float32)[None, :]
     tl.store(out_ptr + row[:, None] * length + column[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -117,25 +137,26 @@ def _norm_kernel(
         tl.store(sum_ptr + dense, x, mask=mask)
     normalize_rows(
         x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
-        CENTRED, HAS_WEIGHT, HAS_BIAS, ROWS,
+        CENTRED, HAS_WEIGHT, HAS_BIAS, ROWS, BLOCK <= MAX_EARLY,
     )  # fmt: skip
 
 
 @triton.jit
 def normalize_row_again(
     x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Normalise one row of any length, whose statistics are known."""
+    """Normalise one row of any length, whose statistics are known. EVEN: it consists of whole blocks."""
     for start in range(0, length, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + i, mask=i < length, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        inside = tl.full([BLOCK], True, tl.int1) if EVEN else i < length
+        x = tl.load(x_ptr + i, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         y = _normalized(x, mean, rstd, shift, CENTRED)
         if HAS_WEIGHT:
-            y *= tl.load(weight_ptr + i, mask=i < length, other=0.0).to(tl.float32)
+            y *= tl.load(weight_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if HAS_BIAS:
-            y += tl.load(bias_ptr + i, mask=i < length, other=0.0).to(tl.float32)
-        tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < length)
+            y += tl.load(bias_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -143,7 +164,7 @@ def _norm_online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -152,22 +173,25 @@ def _norm_online_kernel(
     if RESIDUAL:
         residual_ptr += row * residual_stride
         sum_ptr += row * length
-    # Deviations from the mean of the first block: close to those from the mean of all, and known in advance.
+    # Deviations from the mean of the row's HEAD: close to those from the mean of all, and known in advance.
     mean = 0.0
     if CENTRED:
-        first = tl.load(input_ptr + lane, mask=lane < length, other=0.0).to(tl.float32)
-        mean = tl.sum(first, axis=0) / tl.minimum(length, BLOCK)
+        of_head = tl.arange(0, HEAD)
+        head = tl.load(input_ptr + of_head, mask=of_head < length, other=0.0).to(tl.float32)
+        mean = tl.sum(head, axis=0) / tl.minimum(length, HEAD)
     sums = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
         i = start + lane
-        x = tl.load(input_ptr + i, mask=i < length, other=0.0, eviction_policy="evict_last")
+        inside = tl.full([BLOCK], True, tl.int1) if EVEN else i < length
+        x = tl.load(input_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last")
         if RESIDUAL:
-            residual = tl.load(residual_ptr + i, mask=i < length, other=0.0)
+            residual = tl.load(residual_ptr + i, mask=inside, other=0.0)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-            tl.store(sum_ptr + i, x, mask=i < length)
-        deviation = tl.where(i < length, x.to(tl.float32) - mean, 0.0)
-        sums += deviation
+            tl.store(sum_ptr + i, x, mask=inside)
+        deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
+        if CENTRED:
+            sums += deviation
         squares += deviation * deviation
     lost = tl.sum(sums, axis=0) / length if CENTRED else 0.0
     rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
@@ -178,7 +202,7 @@ def _norm_online_kernel(
         tl.debug_barrier()  # the sum is read by threads that may not have written it
         x_ptr = sum_ptr
     normalize_row_again(
-        x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length, CENTRED, HAS_WEIGHT, HAS_BIAS, BLOCK
+        x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length, CENTRED, HAS_WEIGHT, HAS_BIAS, BLOCK, EVEN
     )
 
 
@@ -339,7 +363,11 @@ def _norm_sum_kernel(
 
 KEY = ("length", "CENTRED", "RESIDUAL")
 _fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL"), suitable_forward)
-_online = Tuned(_norm_online_kernel, blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8)), KEY)
+_online = Tuned(
+    _norm_online_kernel,
+    blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8), (4096, 16), (2048, 8)),
+    KEY,
+)
 _fused_backward = Tuned(
     _norm_backward_kernel, row_configs((2, 1)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), suitable_backward
 )
@@ -409,6 +437,8 @@ def forward(
             "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
         }  # fmt: skip
         if not fused:
+            constants["EVEN"] = length % LARGEST_BLOCK == 0
+            constants["HEAD"] = HEAD_FLOAT32 if x.dtype == torch.float32 else HEAD
             return _online(lambda meta: (count,), tensors, arguments, constants)
         constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)
@@ -533,7 +563,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         config = triton.Config({"ROWS": rows, "STAGES": 2}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_backward_kernel, "bf16", {**backward_flags, "BLOCK": block}, config))
     for kernel, constants, block, warps in (
-        (_norm_online_kernel, forward_flags, {"BLOCK": 8192}, 16),
+        (_norm_online_kernel, {**forward_flags, "HEAD": HEAD, "EVEN": False}, {"BLOCK": 8192}, 16),
         (_norm_backward_rows_kernel, rows_flags, {"BLOCK": 4096}, 8),
         (_norm_backward_columns_kernel, backward_flags, {"BLOCK": 2048, "STAGES": 3}, 4),
         (_norm_sum_kernel, {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred}, {"GROUPS": 64, "COLUMNS": 32}, 8),

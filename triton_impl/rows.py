@@ -27,7 +27,9 @@ def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], mo
 
 def forward_shapes(block: int) -> list[tuple[int, int]]:
     """(rows, warps) of a program that has rows of up to `block` elements in registers, best first."""
-    return _shapes(block, (16, 32, 8), (2048, 4096, 1024), 32 if block > 16384 else 16)
+    shapes = _shapes(block, (16, 32, 8), (2048, 4096, 1024), 32 if block > 16384 else 16)
+    # More than 64 registers a thread let an SM hold 16 such warps and no more: then 32 hide more latency.
+    return [*shapes, (1, 32)] if block == 16384 else shapes
 
 
 def backward_shapes(block: int) -> list[tuple[int, int]]:
