@@ -263,6 +263,8 @@ class Sweep:
         except torch.OutOfMemoryError:
             return self._give_up(row, f"out of memory on {environment.machine_name()}")
         except Exception as error:  # one broken kernel must not cost the rows of the others
+            if _was_interrupted(error):
+                raise KeyboardInterrupt from error
             row.wrong = f"raised {gate.one_line(error)}"
             return self._give_up(row, None)
 
@@ -333,6 +335,13 @@ class Sweep:
             ratios = intervals.paired_ratios(baseline, times)
             row.speedup_low, row.speedup_high = intervals.median_interval(ratios)
         self.emit(row)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether an error was raised over an interrupt: what cleans up after one may fail, and hide it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def run(

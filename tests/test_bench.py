@@ -193,6 +193,7 @@ def test_a_backward_that_moves_nothing_is_not_timed():
 
 def _wrong(monkeypatch, **changes):
     """Put a changed `torch.naive` in the table."""
+    table.variants("gelu")  # loads them
     climb = table._variants["gelu", "torch"]
     monkeypatch.setitem(climb, "torch.naive", dataclasses.replace(climb["torch.naive"], **changes))
 
@@ -283,6 +284,20 @@ def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
     naive = [row for row in rows.read(path) if row.backend == "torch.naive"]
     assert naive
     assert {(row.us, row.unsupported) for row in naive} == {(None, "only on Sundays")}
+
+
+def test_an_interrupt_is_one_even_where_another_error_hides_it(monkeypatch, tmp_path):
+    def forward(input, **options):
+        try:
+            raise KeyboardInterrupt
+        finally:  # as a lock does that was given up before it was taken again
+            raise RuntimeError("release unlocked lock")
+
+    _wrong(monkeypatch, forward=forward)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
+    assert main([*argv, "--output", str(path)]) == 130
+    assert not any(row.wrong for row in rows.read(path))
 
 
 def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):

@@ -12,14 +12,20 @@ KIND = Kind(centred=False, residual=True)
 
 
 def _variant(name: str, fused: bool) -> None:
-    def forward(
-        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
+    def normalise(
+        keep: bool, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
         w = as_parameter(weight)
         eps = eps_or_default(eps, input.dtype)
-        output, total, stats = norms.forward(KIND, fused, as_matrix(input), as_matrix(residual), w, None, eps)
+        output, total, stats = norms.forward(KIND, fused, as_matrix(input), as_matrix(residual), w, None, eps, keep)
         total = total.view(input.shape)
         return (output.view(input.shape), total), (total, w, stats)
+
+    def forward(*inputs: torch.Tensor | None, **options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
+        return normalise(True, *inputs, **options)
+
+    def inference(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        return normalise(False, *inputs, **options)[0]
 
     def backward(
         saved: tuple, grads: tuple[torch.Tensor, torch.Tensor], needs: tuple[bool, ...]
@@ -34,7 +40,7 @@ def _variant(name: str, fused: bool) -> None:
     def refused(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps) -> str | None:
         return unsupported(input) or norms.too_long(input.shape[-1], fused)
 
-    register("add_rms_norm", name, forward=forward, backward=backward, unsupported=refused)
+    register("add_rms_norm", name, forward=forward, backward=backward, unsupported=refused, inference=inference)
 
 
 _variant("triton.online", fused=False)

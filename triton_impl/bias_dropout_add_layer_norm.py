@@ -81,7 +81,7 @@ def _fused_kernel(
         tl.store(sum_ptr + row[:, None] * length + column[None, :], total, mask=mask)
     normalize_rows(
         total, out_ptr, stats_ptr, weight_ptr, norm_bias_ptr, row, column, count, length, eps,
-        True, HAS_WEIGHT, HAS_BIAS, ROWS, False,
+        True, KEEP, HAS_WEIGHT, HAS_BIAS, ROWS, False,
     )  # fmt: skip
 
 
@@ -89,7 +89,8 @@ def _fused_kernel(
 def _online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the sum is not kept, `sum_ptr` is the output, which waits there for its normalisation."""
     row = tl.program_id(0).to(tl.int64)
@@ -116,7 +117,8 @@ def _online_kernel(
     lost = tl.sum(sums, axis=0) / length
     rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
     shift = -lost * rstd
-    store_stats(stats_ptr, row, count, True, mean, rstd, shift, True)
+    if KEEP:
+        store_stats(stats_ptr, row, count, True, mean, rstd, shift, True)
     tl.debug_barrier()  # the sum is read by threads that may not have written it
     normalize_row_again(
         sum_ptr + row * length, out_ptr + row * length, weight_ptr, norm_bias_ptr, mean, rstd, shift, length,
@@ -163,7 +165,7 @@ def _sum_and_norm(
     count, length = x.shape
     output = x.new_empty((count, length))
     total = x.new_empty((count, length)) if keep else output
-    stats = x.new_empty((3, count), dtype=torch.float32)
+    stats = x.new_empty((3, count if keep else 0), dtype=torch.float32)
     if x.numel() == 0:
         return output, total, stats
     # What is absent is stood for by what is there: its pointer is not looked at.
@@ -173,11 +175,13 @@ def _sum_and_norm(
 
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
-        constants: dict[str, Any] = {"HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "FOURS": length % 4 == 0}
+        constants: dict[str, Any] = {
+            "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "FOURS": length % 4 == 0
+        }  # fmt: skip
         if not fused:
             constants["HEAD"] = HEAD_FLOAT32 if x.dtype == torch.float32 else HEAD
             return _online(lambda meta: (count,), tensors, arguments, constants, mask)
-        constants |= {"KEEP": keep, "BLOCK": triton.next_power_of_2(length)}
+        constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants, mask)
 
     _launches.run(key, make, tensors, mask)
@@ -256,6 +260,6 @@ def _fused_entry(block: int, keep: bool) -> Entry:
 
 AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
-    _entry(_online_kernel, 8, {**_FLAGS, "HEAD": HEAD}, BLOCK=4096),
+    _entry(_online_kernel, 8, {**_FLAGS, "KEEP": True, "HEAD": HEAD}, BLOCK=4096),
     _entry(_backward_kernel, WARPS, {"FOURS": True}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

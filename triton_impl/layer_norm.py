@@ -13,7 +13,8 @@ KIND = Kind(centred=True, residual=False)
 
 
 def _variant(name: str, fused: bool) -> None:
-    def forward(
+    def normalise(
+        keep: bool,
         input: torch.Tensor,
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
@@ -22,8 +23,14 @@ def _variant(name: str, fused: bool) -> None:
         eps,
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
-        output, _, stats = norms.forward(KIND, fused, x, None, w, as_parameter(bias), eps)
+        output, _, stats = norms.forward(KIND, fused, x, None, w, as_parameter(bias), eps, keep)
         return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
+
+    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
+        return normalise(True, *inputs, **options)
+
+    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
+        return normalise(False, *inputs, **options)[0]
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
@@ -41,7 +48,7 @@ def _variant(name: str, fused: bool) -> None:
     ) -> str | None:
         return unsupported(input) or norms.too_long(math.prod(normalized_shape), fused)
 
-    register("layer_norm", name, forward=forward, backward=backward, unsupported=refused)
+    register("layer_norm", name, forward=forward, backward=backward, unsupported=refused, inference=inference)
 
 
 _variant("triton.online", fused=False)

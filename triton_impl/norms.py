@@ -84,11 +84,13 @@ def rstd_of(variance, eps):
 @triton.jit
 def normalize_rows(
     x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    CENTRED: tl.constexpr, KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Normalise whole rows that are in registers: ROWS of them, whose numbers are `row`; zeros past their end.
 
-    Parameters that are to come EARLY wait in registers for the rows' statistics.
+    Their statistics are written where they are to be kept for a backward pass. Parameters that are to come EARLY wait
+    for them in registers.
     """
     live, inside = row < count, column < length
     mask = live[:, None] & inside[None, :]
@@ -104,7 +106,8 @@ def normalize_rows(
     lost = tl.sum(deviation, axis=1) / length if SHIFTED else tl.zeros([ROWS], tl.float32)
     rstd = rstd_of(tl.sum(deviation * deviation, axis=1) / length - lost * lost, eps)
     shift = -lost * rstd
-    store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
+    if KEEP:
+        store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
     y = deviation * rstd[:, None] + shift[:, None] if SHIFTED else deviation * rstd[:, None]
     if HAS_WEIGHT:
         if not EARLY:
@@ -121,8 +124,8 @@ def normalize_rows(
 def _norm_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
-    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -137,7 +140,7 @@ def _norm_kernel(
         tl.store(sum_ptr + dense, x, mask=mask)
     normalize_rows(
         x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
-        CENTRED, HAS_WEIGHT, HAS_BIAS, ROWS, BLOCK <= MAX_EARLY,
+        CENTRED, KEEP, HAS_WEIGHT, HAS_BIAS, ROWS, BLOCK <= MAX_EARLY,
     )  # fmt: skip
 
 
@@ -163,8 +166,8 @@ def normalize_row_again(
 def _norm_online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
-    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -196,7 +199,8 @@ def _norm_online_kernel(
     lost = tl.sum(sums, axis=0) / length if CENTRED else 0.0
     rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
     shift = -lost * rstd
-    store_stats(stats_ptr, row, count, True, mean, rstd, shift, CENTRED)
+    if KEEP:
+        store_stats(stats_ptr, row, count, True, mean, rstd, shift, CENTRED)
     x_ptr = input_ptr
     if RESIDUAL:
         tl.debug_barrier()  # the sum is read by threads that may not have written it
@@ -362,7 +366,7 @@ def _norm_sum_kernel(
 # ---- configurations ------------------------------------------------------------------------------------------------
 
 KEY = ("length", "CENTRED", "RESIDUAL")
-_fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL"), suitable_forward)
+_fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL", "KEEP"), suitable_forward)
 _online = Tuned(
     _norm_online_kernel,
     blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8), (4096, 16), (2048, 8)),
@@ -415,12 +419,16 @@ def forward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
+    keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and sum (the output again where there is no residual), (count, length) both, and what is kept of rows."""
+    """Output and sum (the output again where there is no residual), (count, length) both, and what is kept of rows.
+
+    What is kept is empty where nothing is to be.
+    """
     count, length = x.shape
     output = x.new_empty((count, length))
     total = x.new_empty((count, length)) if kind.residual else output
-    stats = x.new_empty((3 if kind.centred else 1, count), dtype=torch.float32)
+    stats = x.new_empty((3 if kind.centred else 1, count if keep else 0), dtype=torch.float32)
     if output.numel() == 0:
         return output, total, stats
     # What is absent is stood for by what is there: its pointer is not looked at.
@@ -428,12 +436,12 @@ def forward(
     tensors = (output, total, stats, x, r, output if weight is None else weight, output if bias is None else bias)
     strides = (x.stride(0), r.stride(0))
     absent = (weight is None, bias is None)
-    key = ("forward", kind, fused, count, length, strides, absent, x.dtype, x.device, eps)
+    key = ("forward", kind, fused, keep, count, length, strides, absent, x.dtype, x.device, eps)
 
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
         constants = {
-            "CENTRED": kind.centred, "RESIDUAL": kind.residual,
+            "CENTRED": kind.centred, "RESIDUAL": kind.residual, "KEEP": keep,
             "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
         }  # fmt: skip
         if not fused:
@@ -550,7 +558,7 @@ def too_long(length: int, fused: bool) -> str | None:
 def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for a normalisation's calls: short and long rows, both passes."""
     flags = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True}
-    forward_flags = {**flags, "HAS_BIAS": kind.centred}
+    forward_flags = {**flags, "KEEP": True, "HAS_BIAS": kind.centred}
     backward_flags = {**flags, "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True}
     rows_flags = {"CENTRED": kind.centred, "HAS_WEIGHT": True}
     made = []

@@ -14,12 +14,18 @@ KIND = Kind(centred=False, residual=False)
 
 
 def _variant(name: str, fused: bool) -> None:
-    def forward(
-        input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
+    def normalise(
+        keep: bool, input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
-        output, _, stats = norms.forward(KIND, fused, x, None, w, None, eps_or_default(eps, input.dtype))
+        output, _, stats = norms.forward(KIND, fused, x, None, w, None, eps_or_default(eps, input.dtype), keep)
         return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
+
+    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
+        return normalise(True, *inputs, **options)
+
+    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
+        return normalise(False, *inputs, **options)[0]
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
@@ -31,7 +37,7 @@ def _variant(name: str, fused: bool) -> None:
     def refused(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
         return unsupported(input) or norms.too_long(math.prod(normalized_shape), fused)
 
-    register("rms_norm", name, forward=forward, backward=backward, unsupported=refused)
+    register("rms_norm", name, forward=forward, backward=backward, unsupported=refused, inference=inference)
 
 
 _variant("triton.online", fused=False)
