@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.spec import check_tensors
+from kernel_ladder.spec import DTYPES, check_tensors
+
+
+def _is_int(n: object) -> bool:
+    return type(n) is int
 
 
 def check_normalized(
@@ -20,23 +24,23 @@ def check_normalized(
     """Raise unless `normalized_shape` is the end of the input's shape, and of that shape each parameter given."""
     given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
     check_tensors(op, input=input, **given)
-    if not isinstance(normalized_shape, tuple) or not all(type(n) is int for n in normalized_shape):
-        raise TypeError(f"{op}: argument `normalized_shape` must be a tuple of ints, got {normalized_shape!r}")
     shape = normalized_shape
-    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+    if not isinstance(shape, tuple) or not all(map(_is_int, shape)):
+        raise TypeError(f"{op}: argument `normalized_shape` must be a tuple of ints, got {normalized_shape!r}")
+    if not shape or input.shape[-len(shape) :] != shape:
         raise ValueError(
             f"{op}: argument `normalized_shape` must be the last dimensions of `input`, at least one: "
             f"got {shape} for a shape of {tuple(input.shape)}"
         )
     for name, x in parameters.items():
-        if x is not None and tuple(x.shape) != shape:
+        if x is not None and x.shape != shape:
             raise ValueError(f"{op}: argument `{name}` must have the shape {shape} of a row, got {tuple(x.shape)}")
     check_eps(op, eps)
 
 
 def check_eps(op: str, eps: float | None) -> None:
     """Raise unless `eps` is a number from zero up, or None."""
-    if eps is None:
+    if eps is None or (type(eps) is float and 0.0 <= eps < math.inf):
         return
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: argument `eps` must be a float, got {type(eps).__name__}")
@@ -49,9 +53,12 @@ def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+_EPS = {dtype: torch.finfo(computation_dtype(dtype)).eps for dtype in DTYPES}
+
+
 def eps_or_default(eps: float | None, dtype: torch.dtype) -> float:
     """`eps`, or where it is None what PyTorch's rms_norm adds: the machine epsilon of the dtype of the computation."""
-    return torch.finfo(computation_dtype(dtype)).eps if eps is None else float(eps)
+    return _EPS[dtype] if eps is None else float(eps)
 
 
 def as_rows(x: torch.Tensor, dims: int) -> torch.Tensor:
