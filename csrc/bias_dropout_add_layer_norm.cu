@@ -69,29 +69,37 @@ __global__ void bias_dropout_add_layer_norm_backward_naive_kernel(T* grad_input,
 
 // ---- registers, cluster --------------------------------------------------------------------------------------------
 
-// One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements; elsewhere a thread
-// makes its elements one by one, in its slots of shared memory.
+// Slots of a thread's vectors, of input and residual where they are whole.
+template <bool WHOLE>
+constexpr int CHAIN_SLOTS = WHOLE ? 2 * ROW_VECTORS : ROW_VECTORS;
+
+// One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements, and both operands come by
+// way of shared memory: loaded to registers, which are few, ptxas asks for a vector when the one before is done with.
+// Elsewhere a thread makes its elements one by one, in its slots.
 template <bool WHOLE, bool CLUSTER, typename T>
 __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const DropoutMask& mask,
                            const RowShare<CLUSTER>& share, const Slots<T>& slots, int64_t row, bool live) {
     constexpr int V = ROW_VECTORS, E = Vec<T>::size;
     const int64_t length = p.norm.length;
     if constexpr (WHOLE) {
-        Vec<T> residual[V];
-        load_row<WHOLE>(tile, p.norm.input + p.norm.in.start(row), p.norm.in, share, live, length, 0.0f);
-        load_row<WHOLE>(residual, p.norm.residual + p.norm.res.start(row), p.norm.res, share, live, length, 0.0f);
+        const T *const input = p.norm.input + p.norm.in.start(row), *const residual =
+                                                                        p.norm.residual + p.norm.res.start(row);
+        slots.template fetch<WHOLE, V>(0, input, p.norm.in, share, live, length);
+        slots.template fetch<WHOLE, V>(V, residual, p.norm.res, share, live, length);
+        cp_async_commit();
         const int64_t call0 = (row * length + int64_t{share.first} * E) / PHILOX_WORDS;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             // Past the end of this block's part, zeros.
             const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
             float x[E], more[E];
-            unpack(tile[v], x);
             unpack(load_parameter<WHOLE>(p.bias, p.norm.parameter, first, length, 0.0f), more);
+            if (v == 0) cp_async_wait<0>();
+            slots.read(v, x);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] += more[e];
             const uint64_t call = call0 + int64_t{v} * (share.step() * E / PHILOX_WORDS);
-            unpack(residual[v], more);
+            slots.read(V + v, more);
             mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
             tile[v] = pack<T>(x);
         }
@@ -121,6 +129,50 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
         p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowShare<CLUSTER>& share, int64_t row, bool live) {
             gather_sum<WHOLE>(tile, p, mask, share, slots, row, live);
         });
+}
+
+// ---- registers, short rows: several a warp ---------------------------------------------------------------------------
+
+template <typename T>
+struct ShortChain {
+    ShortNorm<T> norm;
+    const T* bias;
+};
+
+// As above both operands come by way of shared memory. Parameters of the norm come with them where they are a vector each.
+template <typename T, int ROWS>
+__global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
+    bias_dropout_add_layer_norm_registers_short_kernel(__grid_constant__ const ShortChain<T> p,
+                                                       __grid_constant__ const DropoutMask mask) {
+    constexpr int V = SHORT_VECTORS<T, ROWS>, E = Vec<T>::size;
+    __shared__ uint4 input[ROWS * V * MIN_BLOCK], residual[ROWS * V * MIN_BLOCK];
+    const ShortShare<T, ROWS> share(p.norm.count, p.norm.length);
+    const Slots<T, MIN_BLOCK> inputs(input), residuals(residual);
+    const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
+        share.fetch(inputs, p.norm.input, p.norm.in_step);
+        share.fetch(residuals, p.norm.residual, p.norm.res_step);
+        cp_async_commit();
+        meanwhile();
+        T* const sum = p.norm.sum == nullptr ? nullptr : p.norm.sum + share.row * p.norm.out_step;
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            float x[E], more[E], bias[E];
+            unpack(share.parameter(p.bias, v, 0.0f), bias);
+            if (v == 0) cp_async_wait<0>();
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                inputs.read(r * V + v, x);
+                residuals.read(r * V + v, more);
+#pragma unroll
+                for (int e = 0; e < E; ++e) x[e] += bias[e];
+                const uint64_t call = ((share.row + r * share.apart) * share.length + share.at(v)) / PHILOX_WORDS;
+                mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
+                tile[r][v] = pack<T>(x);
+                if (sum != nullptr) share.store(sum, p.norm.out_step, r, v, tile[r][v]);
+            }
+        }
+    };
+    norm_short_of<T, true, ROWS, ROWS == SHORT_ROWS>(p.norm, share, gather);
 }
 
 constexpr int DROP_THREADS = 256;
@@ -187,8 +239,11 @@ constexpr const char* BACKWARD_NAME = "bias_dropout_add_layer_norm_backward";
 
 template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
-    launch_rows(bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>, shape, shape.grid(p.norm.count),
-                WHOLE ? 0 : slot_bytes(shape, ROW_VECTORS), launch, p, mask);
+    constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
+    static DeviceSet asked;
+    const int bytes = slot_bytes(shape, CHAIN_SLOTS<WHOLE>);
+    allow_shared(kernel, bytes, launch.device, asked);
+    launch_rows(kernel, shape, shape.grid(p.norm.count), bytes, launch, p, mask);
 }
 
 }  // namespace
@@ -243,10 +298,17 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
             bias_dropout_add_layer_norm_naive_kernel<T>
                 <<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(p, of_sum, at, mask);
         } else {
-            const RowLaunch shape = row_launch(layout.chunks<T>(), STEP == NormStep::cluster);
             const bool whole = p.norm.in.template vectors<T>(layout.length) &&
                                p.norm.res.template vectors<T>(layout.length) &&
                                p.norm.out.template vectors<T>(layout.length) && p.norm.parameter.whole;
+            if (are_short(layout.length, whole, p.norm.in, p.norm.res, p.norm.out)) {
+                const ShortChain<T> args{short_norm(p.norm), p.bias};
+                return with_short_rows<T>(layout.count, layout.length, [&](auto rows, unsigned grid, dim3 block) {
+                    bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>
+                        <<<grid, block, 0, launch.stream>>>(args, mask);
+                });
+            }
+            const RowLaunch shape = row_launch(layout.chunks<T>(), STEP == NormStep::cluster);
             with_constant(whole, [&](auto w) {
                 with_constant(shape.cluster > 1, [&](auto c) {
                     launch_registers<T, decltype(w)::value, decltype(c)::value>(p, mask, shape, launch);
@@ -326,10 +388,13 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             facts.push_back(fact);
         };
         add(forward + "naive", kernel_facts<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
-        add(forward + "registers",
-            kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>("", MIN_BLOCK));
-        add(forward + "cluster",
-            kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>("", ROW_THREADS));
+        const RowLaunch least{MIN_BLOCK, 1, 1}, large{ROW_THREADS, 1, 1};
+        add(forward + "registers", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>(
+                                       "", MIN_BLOCK, slot_bytes(least, CHAIN_SLOTS<true>)));
+        add(forward + "registers (short rows)",
+            kernel_facts<bias_dropout_add_layer_norm_registers_short_kernel<T, SHORT_ROWS>>("", MIN_BLOCK));
+        add(forward + "cluster", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>(
+                                     "", ROW_THREADS, slot_bytes(large, CHAIN_SLOTS<true>)));
         add(backward + "naive",
             kernel_facts<bias_dropout_add_layer_norm_backward_naive_kernel<T>>("", NORM_NAIVE_THREADS));
         add(backward + "registers",

@@ -122,15 +122,6 @@ __device__ Vec<T> add_vec(const Vec<T>& a, const Vec<T>& b) {
     return pack<T>(x);
 }
 
-// 16 bytes that the kernel does not write, where `inside`. Without a branch, over which no load that follows would be moved;
-// volatile, lest it be moved over a barrier, to wait in registers.
-__device__ inline void load_constant_if(uint4& word, const void* from, bool inside) {
-    asm volatile(
-        "{\n.reg .pred inside;\nsetp.ne.u32 inside, %5, 0;\n@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-        : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w)
-        : "l"(from), "r"(static_cast<uint32_t>(inside)));
-}
-
 template <bool WHOLE = false, typename T>
 __device__ Vec<T> load_parameter(const T* parameter, const Rows& rows, int64_t first, int64_t length, float absent) {
     if (!WHOLE && parameter != nullptr) return load_chunk(parameter, rows, first, length, absent);

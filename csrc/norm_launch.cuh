@@ -45,9 +45,7 @@ constexpr int64_t NARROW = Op::CENTRED ? 512 : 256;
 
 template <typename Op, typename T>
 void norm_forward_short(const NormForward<T>& p, const Launch& launch) {
-    const ShortNorm<T> args{p.output, p.sum,        p.input,     p.residual,   p.weight, p.bias,
-                            p.stats,  p.out.step(), p.in.step(), p.res.step(), p.count,  static_cast<int>(p.length),
-                            p.eps,    p.per_element};
+    const ShortNorm<T> args = short_norm(p);
     with_short_rows<T>(p.count, p.length, [&](auto rows, unsigned grid, dim3 block) {
         Op::template short_rows<T, rows()>()<<<grid, block, 0, launch.stream>>>(args);
     });

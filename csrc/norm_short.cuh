@@ -28,6 +28,13 @@ struct ShortNorm {
     float eps, per_element;
 };
 
+template <typename T>
+ShortNorm<T> short_norm(const NormForward<T>& p) {
+    return {p.output, p.sum,        p.input,     p.residual,   p.weight, p.bias,
+            p.stats,  p.out.step(), p.in.step(), p.res.step(), p.count,  static_cast<int>(p.length),
+            p.eps,    p.per_element};
+}
+
 // In two passes over registers, the second about each row's mean.
 template <typename T, int ROWS, int V>
 __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<T, ROWS>& share,
@@ -76,39 +83,22 @@ __device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
     for (int r = 0; r < ROWS; ++r) stats[r] = stats_of_squares(squares[r] * p.per_element, p.eps);
 }
 
-// Rows as they are, or with a RESIDUAL the sum of two, which is stored.
-template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
-__device__ void norm_short(const ShortNorm<T>& p) {
+// `gather(tile, meanwhile)` makes the thread's rows, zeros past their end, and calls `meanwhile()` when it has asked for all
+// it needs: parameters that are to come EARLY are asked for there.
+template <typename T, bool CENTRED, int ROWS, bool EARLY, typename Gather>
+__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<T, ROWS>& share, Gather&& gather) {
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
-    const ShortShare<T, ROWS> share(p.count, p.length);
-    Vec<T> tile[ROWS][V], residual[RESIDUAL ? ROWS : 1][V], weight[V], bias[V];
-    share.load(tile, p.input, p.in_step, 0.0f);
-    if constexpr (RESIDUAL) share.load(residual, p.residual, p.res_step, 0.0f);
-    const auto parameter = [&](const T* from, int v, float absent) {
-        uint4 word = filled<T>(absent);
-        load_constant_if(word, from + share.at(v), from != nullptr && share.in_row(v));
-        return reinterpret_cast<const Vec<T>&>(word);
-    };
+    Vec<T> tile[ROWS][V], weight[V], bias[V];
     const auto fetch_parameters = [&](int v) {
-        weight[v] = parameter(p.weight, v, 1.0f);
-        if constexpr (CENTRED) bias[v] = parameter(p.bias, v, 0.0f);
+        weight[v] = share.parameter(p.weight, v, 1.0f);
+        if constexpr (CENTRED) bias[v] = share.parameter(p.bias, v, 0.0f);
     };
-    constexpr bool EARLY = SHORT_EARLY<T, CENTRED, ROWS>;
+    gather(tile, [&] {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-        if constexpr (EARLY) fetch_parameters(v);
-    }
-    if constexpr (RESIDUAL) {
-        T* const sum = p.sum + share.row * p.out_step;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                tile[r][v] = add_vec(tile[r][v], residual[r][v]);
-                share.store(sum, p.out_step, r, v, tile[r][v]);
-            }
+        for (int v = 0; v < V; ++v) {
+            if constexpr (EARLY) fetch_parameters(v);
         }
-    }
+    });
     Stats stats[ROWS];
     if constexpr (CENTRED) centred_stats(stats, tile, share, p);
     if constexpr (!CENTRED) plain_stats(stats, tile, share, p);
@@ -137,6 +127,31 @@ __device__ void norm_short(const ShortNorm<T>& p) {
             keep_order();
         }
     }
+}
+
+// Rows as they are, or with a RESIDUAL the sum of two, which is stored.
+template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
+__device__ void norm_short(const ShortNorm<T>& p) {
+    constexpr int V = SHORT_VECTORS<T, ROWS>;
+    const ShortShare<T, ROWS> share(p.count, p.length);
+    const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
+        share.load(tile, p.input, p.in_step, 0.0f);
+        [[maybe_unused]] Vec<T> residual[RESIDUAL ? ROWS : 1][V];
+        if constexpr (RESIDUAL) share.load(residual, p.residual, p.res_step, 0.0f);
+        meanwhile();
+        if constexpr (RESIDUAL) {
+            T* const sum = p.sum + share.row * p.out_step;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
+                    tile[r][v] = add_vec(tile[r][v], residual[r][v]);
+                    share.store(sum, p.out_step, r, v, tile[r][v]);
+                }
+            }
+        }
+    };
+    norm_short_of<T, CENTRED, ROWS, SHORT_EARLY<T, CENTRED, ROWS>>(p, share, gather);
 }
 
 }  // namespace kl

@@ -173,6 +173,15 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
     }
 }
 
+// 16 bytes that the kernel does not write, where `inside`. Without a branch, over which no load that follows would be moved;
+// volatile, lest it be moved over a barrier, to wait in registers.
+__device__ inline void load_constant_if(uint4& word, const void* from, bool inside) {
+    asm volatile(
+        "{\n.reg .pred inside;\nsetp.ne.u32 inside, %5, 0;\n@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w)
+        : "l"(from), "r"(static_cast<uint32_t>(inside)));
+}
+
 // Keeps a compiler that has unpacked a tile from holding on to the floats: unpacking anew is cheaper than registers.
 template <typename T, int VECTORS>
 __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "rows.cuh"
+#include "slots.cuh"
 
 namespace kl {
 
@@ -44,6 +44,24 @@ struct ShortShare {
                 reinterpret_cast<uint4&>(tile[r][v]) = word;
             }
         }
+    }
+    // The same on their way into shared memory, vector v of row r to slot r · V + v, with zeros past the end.
+    template <typename S>
+    __device__ void fetch(const S& slots, const T* rows, int64_t step) const {
+        rows += row * step;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r, rows += apart * step) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                cp_async16_if(shared_address(slots.slot(r * V + v)), rows + at(v), live(r) && in_row(v));
+            }
+        }
+    }
+    // The v-th vector of what all rows have in common, `absent` where there is none.
+    __device__ Vec<T> parameter(const T* from, int v, float absent) const {
+        uint4 word = filled<T>(absent);
+        load_constant_if(word, from + at(v), from != nullptr && in_row(v));
+        return reinterpret_cast<const Vec<T>&>(word);
     }
     // The v-th vector of the r-th row. `first`: where this thread's first row begins.
     __device__ void store(T* first, int64_t step, int r, int v, const Vec<T>& part) const {
