@@ -20,8 +20,10 @@ from triton_impl.tuning import Known
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward two of each operand.
 FORWARD_TILE, FORWARD_WARPS = 4096, 4
 BACKWARD_TILE, BACKWARD_WARPS = 4096, 8
-#: Columns of a tile, at most: backward it must be high, so that few programs have partial sums.
-FORWARD_COLUMNS, BACKWARD_COLUMNS = 1024, 256
+#: Columns of a tile, at most. Forward, bias comes to a thread by way of shared memory where it is narrower than the
+#: program, and all loads of the input are then under way; else ptxas puts some off until others are done with. Backward
+#: it must be high, so that few programs have partial sums.
+FORWARD_COLUMNS, BACKWARD_COLUMNS = 256, 256
 #: Programs of the backward kernel that run on a multiprocessor at once.
 BACKWARD_PROGRAMS = 4
 
