@@ -1,0 +1,270 @@
+"""Attention whose warps have different work, in Gluon, Triton's language below Triton.
+
+One warp has the copy engine fetch keys and values into a ring of tiles in shared memory. Warpgroups of four warps each
+have 64 queries; in each, the scores of the next tile and the product of the last tile's weights with its values are
+under way while weights are made (Shah et al., FlashAttention-3, arXiv:2407.08608). That takes what Triton does not say:
+which warps do what, and which of two products to wait for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernel_ladder.band import NO_WINDOW
+from kernel_ladder.spec import Output
+from triton_impl import attention_tma, interpreted
+from triton_impl.attention_call import Call, finished
+from triton_impl.attention_tiles import BELOW_DIAGONAL, LOG2_E, section, seqlen_class
+from triton_impl.choosing import Chooser
+from triton_impl.matmul_descriptors import DescriptorLaunch
+from triton_impl.tuning import Launches
+
+#: Queries of a warpgroup.
+BLOCK_M = gl.constexpr(64)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+#: Choices to time, as (keys of a tile, tiles of each in shared memory, warpgroups), by the wider head dimension.
+CHOICES = {
+    64: ((128, 2, 2), (128, 2, 3), (64, 4, 2)),
+    128: ((128, 2, 2), (64, 3, 2), (64, 2, 3)),
+    256: ((64, 2, 2), (32, 3, 2)),
+}
+
+# As it is called in later versions.
+_fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _place(num_tiles, num_heads, section, BAND: gl.constexpr):
+    """(tile, head) of this program, as in attention_tiles.program_tile; the longest causal tiles first."""
+    pid = gl.program_id(0)
+    first = pid // (section * num_tiles) * section
+    inside = pid - first * num_tiles
+    width = gl.minimum(section, num_heads - first)
+    tile = inside // width
+    if BAND == 1:
+        tile = num_tiles - 1 - tile
+    return tile, first + inside % width
+
+
+@gluon.jit
+def _key_range(start_m, rows, seqlen_k, first, last, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The first key that any of `rows` queries sees, how many tiles from there on all see whole, and how many in all."""
+    begin = 0
+    whole = seqlen_k // BLOCK_N
+    end = seqlen_k
+    if BAND != 0:
+        end = gl.maximum(gl.minimum(seqlen_k, start_m + rows + last), 0)
+        whole = gl.maximum(gl.minimum(seqlen_k, start_m + 1 + last), 0) // BLOCK_N
+    if BAND == 2:
+        begin = gl.maximum(start_m + first, 0) // BLOCK_N * BLOCK_N
+        whole = 0
+    # At least one, hidden if need be, so that every row comes to a result.
+    return begin, whole, gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, v_desc, memory, b, h, h_kv, start_m, begin, tiles):
+    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = memory
+    CONSUMERS: gl.constexpr = q_smem.shape[0]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    BLOCK_D: gl.constexpr = k_smem.shape[4]
+    BLOCK_DV: gl.constexpr = v_smem.shape[4]
+    for j in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(j), BLOCK_M * BLOCK_D * 2)
+        _fetch_tile(q_desc, [b, h, start_m + j * BLOCK_M, 0], q_full.index(j), q_smem.index(j))
+    for i in range(tiles):
+        stage = i % STAGES
+        free = ((i // STAGES) & 1) ^ 1
+        mbarrier.wait(k_empty.index(stage), free)
+        mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
+        _fetch_tile(k_desc, [b, h_kv, begin + i * BLOCK_N, 0], k_full.index(stage), k_smem.index(stage))
+        mbarrier.wait(v_empty.index(stage), free)
+        mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
+        _fetch_tile(v_desc, [b, h_kv, begin + i * BLOCK_N, 0], v_full.index(stage), v_smem.index(stage))
+
+
+@gluon.jit
+def _hide(scores, start_m, start_n, seqlen_k, first, last, BAND: gl.constexpr):
+    """Scores, −inf where a query does not see a key."""
+    layout: gl.constexpr = scores.type.layout
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    rows = (start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout)))[:, None]
+    cols = (start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+    seen = cols < seqlen_k
+    if BAND != 0:
+        seen = seen & (cols <= rows + last)
+    if BAND == 2:
+        seen = seen & (cols >= rows + first)
+    return gl.where(seen, scores, -float("inf"))
+
+
+@gluon.jit
+def _weigh(scores, factor, row_max, row_sum):
+    """Weights of a tile, what those before it are to be multiplied by, and the running sum and maximum."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = _exp2(scores * factor - shift[:, None])
+    correction = _exp2(row_max - shift)
+    return weights, correction, new_max, row_sum * correction + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _tile(smem, i):
+    """The i-th of several tiles (1, 1, rows, columns), as a matrix."""
+    return smem.index(i).reshape([smem.shape[3], smem.shape[4]])
+
+
+@gluon.jit
+def _scores(q, k_smem, stage):
+    """The product of queries and a tile of keys, under way."""
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    nothing = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout)
+    return warpgroup_mma(q, _tile(k_smem, stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step(i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, seqlen_k, first, last, MASKED, BAND):
+    """Weights of tile i, while those of the tile before are multiplied with its values."""
+    _, k_smem, v_smem, _, k_full, k_empty, v_full, v_empty = memory
+    STAGES: gl.constexpr = k_smem.shape[0]
+    stage, before = i % STAGES, (i - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    scores = _scores(q, k_smem, stage)
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    product = warpgroup_mma(weights, _tile(v_smem, before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASKED:
+        scores = _hide(scores, start_m, begin + i * k_smem.shape[3], seqlen_k, first, last, BAND)
+    made, correction, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
+    acc = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, gl.convert_layout(made.to(k_smem.dtype), weights.type.layout), row_max, row_sum
+
+
+@gluon.jit
+def _consume(
+    j: gl.constexpr, BAND: gl.constexpr, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
+    o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last,
+):  # fmt: skip
+    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = memory
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_DV: gl.constexpr = v_smem.shape[4]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    start_m += j * BLOCK_M
+    q = _tile(q_smem, j)
+    mbarrier.wait(q_full.index(j), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem, 0)])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    scores = _hide(scores, start_m, begin, seqlen_k, first, last, BAND)
+    of_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    row_max = gl.full([BLOCK_M], -float("inf"), gl.float32, of_rows)
+    row_sum = gl.full([BLOCK_M], 0.0, gl.float32, of_rows)
+    made, _, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
+    weights = gl.convert_layout(made.to(k_smem.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    acc = gl.full([BLOCK_M, BLOCK_DV], 0.0, gl.float32, acc_layout)
+    for i in range(1, whole):
+        acc, weights, row_max, row_sum = _step(
+            i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, seqlen_k, first, last, False, BAND
+        )
+    for i in range(gl.maximum(whole, 1), tiles):
+        acc, weights, row_max, row_sum = _step(
+            i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, seqlen_k, first, last, True, BAND
+        )
+    final = tiles - 1
+    mbarrier.wait(v_full.index(final % STAGES), (final // STAGES) & 1)
+    acc = warpgroup_mma(weights, _tile(v_smem, final % STAGES), acc)
+
+    rows = start_m + gl.arange(0, BLOCK_M, layout=of_rows)
+    gl.store(lse_ptr + head.to(gl.int64) * seqlen_q + rows, row_max + gl.log2(row_sum), mask=rows < seqlen_q)
+    total = gl.where(row_sum == 0.0, 1.0, row_sum)  # zeros for a row that sees nothing
+    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
+    rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, acc_layout))
+    cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, acc_layout))
+    at = o_row + rows.to(gl.int64)[:, None] * o_s + cols[None, :]
+    inside = (rows < seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
+    gl.store(out_ptr + at, acc.to(k_smem.dtype), mask=inside)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["first", "last", "section"])
+def _specialized_kernel(
+    out_ptr, lse_ptr, q_desc, k_desc, v_desc, factor, o_b, o_h, o_s,
+    num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section,
+    BAND: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = CONSUMERS * BLOCK_M
+    tile, head = _place((seqlen_q + ROWS - 1) // ROWS, num_heads, section, BAND)
+    b, h = head // heads, head % heads
+    start_m = tile * ROWS
+    begin, whole, tiles = _key_range(start_m, ROWS, seqlen_k, first, last, BAND, BLOCK_N)
+    o_row = b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
+
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
+    q_full, k_full, v_full = _barriers(CONSUMERS, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
+    k_empty, v_empty = _barriers(STAGES, CONSUMERS), _barriers(STAGES, CONSUMERS)
+    fence_async_shared()
+    memory = (q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty)
+    produced = (q_desc, k_desc, v_desc, memory, b, h, h // group, start_m, begin, tiles)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
+                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
+                (_consume, (1, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
+                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
+                (_produce, produced),
+            ],
+            [4, 1],
+            [240, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
+                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
+                (_consume, (1, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
+                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
+                (_consume, (2, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
+                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
+                (_produce, produced),
+            ],
+            [4, 4, 1],
+            [160, 160, PRODUCER_REGISTERS],
+        )  # fmt: skip
