@@ -49,13 +49,15 @@ def compile_entry(e: Entry, capability: int) -> Any:
     """The compiled kernel, pointers and integers taken to be multiples of 16, as in well-aligned calls."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, t in enumerate(e.signature.values())
         if t not in ("constexpr", "fp32") and not t.startswith("tensordesc")
     }
-    source = ASTSource(e.kernel, e.signature, constexprs=e.constexprs, attrs=aligned)
+    of = GluonASTSource if e.kernel.is_gluon() else ASTSource
+    source = of(e.kernel, e.signature, constexprs=e.constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=e.options)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
-from triton_impl import attention_split, attention_tma, register
+from triton_impl import attention_specialized, attention_split, attention_tma, register
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
 from triton_impl.attention_call import Call, finished, mask_grad_unsupported
@@ -224,6 +224,13 @@ register(
 )
 register(
     "attention",
+    "triton.warp_specialized",
+    forward=attention_specialized.attention,
+    backward=attention_backward,
+    unsupported=attention_specialized.unsupported,
+)
+register(
+    "attention",
     "triton.split_kv",
     forward=attention_split.attention,
     backward=attention_backward,
@@ -255,5 +262,6 @@ AOT = [
     ahead_of_time(_key_value_kernel, 128, 32, 16, 8, 1, dtype="fp32"),
     ahead_of_time(_key_value_kernel, 256, 16, 16, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
     *attention_tma.AOT,
+    *attention_specialized.AOT,
     *attention_split.AOT,
 ]

@@ -8,7 +8,7 @@ which warps do what, and which of two products to wait for.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
@@ -26,8 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
 from triton_impl import attention_tma, interpreted
+from triton_impl.aot import Entry, entry
 from triton_impl.attention_call import Call, finished
-from triton_impl.attention_tiles import BELOW_DIAGONAL, LOG2_E, section, seqlen_class
+from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LOG2_E, section, seqlen_class
 from triton_impl.choosing import Chooser
 from triton_impl.matmul_descriptors import DescriptorLaunch
 from triton_impl.tuning import Launches
@@ -49,9 +50,7 @@ _fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_share
 
 @gluon.jit
 def _exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -69,7 +68,7 @@ def _place(num_tiles, num_heads, section, BAND: gl.constexpr):
 
 @gluon.jit
 def _key_range(start_m, rows, seqlen_k, first, last, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The first key that any of `rows` queries sees, how many tiles from there on all see whole, and how many in all."""
+    """The first key that one of `rows` queries sees, and how many tiles from there on all see whole, and one sees."""
     begin = 0
     whole = seqlen_k // BLOCK_N
     end = seqlen_k
@@ -161,7 +160,7 @@ def _step(i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, 
     if MASKED:
         scores = _hide(scores, start_m, begin + i * k_smem.shape[3], seqlen_k, first, last, BAND)
     made, correction, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
-    acc = warpgroup_mma_wait(0, deps=[product])
+    acc, _ = warpgroup_mma_wait(0, deps=[product, weights])  # which the product reads from registers until now
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, gl.convert_layout(made.to(k_smem.dtype), weights.type.layout), row_max, row_sum
@@ -172,7 +171,7 @@ def _consume(
     j: gl.constexpr, BAND: gl.constexpr, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
     o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last,
 ):  # fmt: skip
-    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = memory
+    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, _ = memory
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_DV: gl.constexpr = v_smem.shape[4]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -268,3 +267,124 @@ def _specialized_kernel(
             [4, 4, 1],
             [160, 160, PRODUCER_REGISTERS],
         )  # fmt: skip
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _not_hopper(device: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        None if major == 9 else f"multiplies by wgmma, which is of compute capability 9.0; this GPU has {major}.{minor}"
+    )
+
+
+def unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    """As of `triton.tma`; and Gluon has no interpreter."""
+    if interpreted():
+        return "Gluon, Triton's lower language, runs on GPUs alone"
+    if (reason := attention_tma.unsupported(query, key, value, attn_mask, **options)) is not None:
+        return reason
+    return _not_hopper(query.get_device())
+
+
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], element)
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """(B, H, S, D), fetched by tiles of one head."""
+    return TensorDescriptor(x, *attention_tma.tiles_of(x, rows, columns), _layout(rows, columns, x.dtype))
+
+
+def configs(width: int) -> list[triton.Config]:
+    return [
+        triton.Config({"BLOCK_N": n, "STAGES": stages, "CONSUMERS": consumers}, num_warps=4, num_stages=1)
+        for n, stages, consumers in CHOICES[width]
+    ]
+
+
+_choose = Chooser(_specialized_kernel)
+
+#: By all that decides a forward pass: its launch.
+_launches: Launches = Launches()
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool | str,
+    scale: float | None,
+    enable_gqa: bool,
+    window_size: tuple[int, int] = NO_WINDOW,
+    return_lse: bool = False,
+) -> tuple[Output, tuple]:
+    call = Call.of(query, key, value, None, is_causal, scale, window_size)
+    output, lse = call.empty_results()
+    if key.shape[2] == 0 or output.numel() == 0:
+        call.see_nothing(output, lse)
+    elif (known := _launches.get(call.what)) is None:
+        _launches.remember(call.what, _first(call, output, lse))
+    else:
+        known(output, lse, call.q, call.k, call.v)
+    return finished(query, call, output, lse, return_lse)
+
+
+def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
+    """Choose a configuration and run it; what is returned does it again."""
+    q, k, v = call.q, call.k, call.v
+    batch, heads, seqlen_q, _ = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    num_heads, group = batch * heads, heads // heads_kv
+    block_d, block_dv = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
+    together = section(call.kind == BELOW_DIAGONAL, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
+
+    def launch(config: triton.Config) -> DescriptorLaunch:
+        block_n, stages, consumers = (config.kwargs[name] for name in ("BLOCK_N", "STAGES", "CONSUMERS"))
+        describe = (
+            None,
+            None,
+            _described(q, BLOCK_M.value, block_d),
+            _described(k, block_n, block_d),
+            _described(v, block_n, block_dv),
+        )
+        arguments = (
+            call.scale * LOG2_E, *output.stride()[:3], num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v,
+            *call.limits, min(together, num_heads), call.kind, block_d, block_dv, block_n, stages, consumers,
+        )  # fmt: skip
+        programs = triton.cdiv(seqlen_q, consumers * BLOCK_M.value) * num_heads
+        return DescriptorLaunch(_specialized_kernel, programs, describe, arguments, {"num_warps": config.num_warps})
+
+    key = (str(q.dtype), block_d, block_dv, call.kind, seqlen_class(seqlen_q))
+    return _choose.launch(key, configs(max(64, block_d, block_dv)), launch, output, lse, q, k, v)
+
+
+def _ahead_of_time(head_dim: int, choice: int, band: int = 0) -> Entry:
+    config = configs(head_dim)[choice]
+    made = entry(_specialized_kernel, "bf16", {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}, config)
+    rows = {"q_desc": BLOCK_M.value, "k_desc": config.kwargs["BLOCK_N"], "v_desc": config.kwargs["BLOCK_N"]}
+    described = {
+        name: f"tensordesc<bf16[1, 1, {count}, {head_dim}],{_layout(count, head_dim, torch.bfloat16)!r}>"
+        for name, count in rows.items()
+    }
+    return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | described)
+
+
+AOT = [
+    _ahead_of_time(64, 0),
+    _ahead_of_time(64, 1),
+    _ahead_of_time(128, 0, BELOW_DIAGONAL),
+    _ahead_of_time(128, 2),
+    _ahead_of_time(256, 0, BETWEEN_DIAGONALS),
+]

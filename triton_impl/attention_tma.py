@@ -129,11 +129,15 @@ def unsupported(
     return None
 
 
-def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """(B, H, S, D), fetched by tiles of one head."""
+def tiles_of(x: torch.Tensor, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and tiles of one head, by which a descriptor fetches (B, H, S, D)."""
     dense = 8 * triton.cdiv(x.shape[3], 8)  # the stride of what there is one of: any that the copy engine takes
     strides = [dense if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
+    return list(x.shape), [*strides, 1], [1, 1, rows, columns]
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, *tiles_of(x, rows, columns))
 
 
 _choose = Chooser(_tma_kernel)

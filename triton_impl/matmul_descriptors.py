@@ -297,7 +297,7 @@ class DescriptorLaunch:
 
 def _moved(descriptor: TensorDescriptor, tensor: torch.Tensor | None) -> TensorDescriptor:
     """The same description of another tensor's memory; checked when it was first made."""
-    moved = object.__new__(TensorDescriptor)
+    moved = object.__new__(type(descriptor))  # Triton's, or Gluon's
     moved.__dict__.update(descriptor.__dict__)
     moved.base = tensor
     return moved
