@@ -241,8 +241,9 @@ template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
     constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
     static DeviceSet asked;
+    const RowLaunch largest{ROW_THREADS, 1, 1};
+    allow_shared(kernel, slot_bytes(largest, CHAIN_SLOTS<WHOLE>), launch.device, asked);
     const int bytes = slot_bytes(shape, CHAIN_SLOTS<WHOLE>);
-    allow_shared(kernel, bytes, launch.device, asked);
     launch_rows(kernel, shape, shape.grid(p.norm.count), bytes, launch, p, mask);
 }
 
