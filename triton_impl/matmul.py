@@ -4,7 +4,8 @@ naive       one tile a program, in row order, nothing loaded ahead
 tiled       Triton pipelines the loads (``num_stages`` tiles ahead); programs in groups that share the L2; tuned
 tma         the copy engine fetches the tiles, by descriptors; in ``matmul_descriptors.py``, as the next
 persistent  as many programs as run at once take tile after tile, and fetch the next while they store the last
-split_k     where there are few tiles, programs share each one's k; in ``matmul_split.py``. Else as `persistent`
+split_k     where there are few tiles and k is long, programs share each one's k; in ``matmul_split.py``. Else as
+            `persistent`, or where it has less than a tile for each multiprocessor, as `tiled`
 
 On Hopper the tensor cores are fed by wgmma, save by `naive`, whose tiles are too small for it.
 """
@@ -205,7 +206,9 @@ write_persistent = _write_described(descriptors.persistent)
 
 def write_split(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[..., None] | None:
     shares = split.shares(c, a, b)
-    return write_persistent(c, a, b) if shares == 1 else split.write(c, a, b, shares)
+    if shares > 1:
+        return split.write(c, a, b, shares)
+    return write_tiled(c, a, b) if descriptors.leaves_idle(c) else write_persistent(c, a, b)
 
 
 def _register(name: str, write: Write, unsupported: Callable[..., str | None]) -> None:

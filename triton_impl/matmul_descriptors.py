@@ -253,6 +253,13 @@ def undescribable(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return None
 
 
+def leaves_idle(c: torch.Tensor) -> bool:
+    """Whether there are fewer of the largest tiles of `c` than multiprocessors."""
+    m, n = c.shape[-2:]
+    tiles = c.shape[:-2].numel() * triton.cdiv(m, 128) * triton.cdiv(n, 256)
+    return not torch.compiler.is_compiling() and tiles < multiprocessors(c.device, MULTIPROCESSORS)
+
+
 # ---- host: launches -------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,8 @@ from triton_impl.tuning import Known, Launch
 WORKSPACE = 64 * 2**20
 #: Shares of a tile's k, at most, and the least of k that is worth one.
 MOST, LEAST_K = 32, 256
+#: The least of k that is worth sharing at all: less takes no longer than the second kernel.
+LEAST_SHARED_K = 4096
 #: Outputs of a program of the second kernel.
 SUM_BLOCK = 512
 
@@ -77,7 +79,7 @@ _sum = Known(_matmul_split_sum_kernel)
 def shares(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> int:
     """How many shares to make of k: as many as give each multiprocessor four tiles, as far as that is worth it.
 
-    One where the tiles fill them already, in batches, and where torch.compile traces.
+    One where the tiles keep half of them busy, where k is short, in batches, and where torch.compile traces.
     """
     (m, k), n = a.shape[-2:], b.shape[-1]
     if c.dim() > 2 or torch.compiler.is_compiling():
@@ -87,7 +89,7 @@ def shares(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> int:
     block = 64 if min(m, n) > 64 else min(m, n)
     tiles = triton.cdiv(m, max(block, 16)) * triton.cdiv(n, 64)
     sms = multiprocessors(c.device, MULTIPROCESSORS)
-    if tiles > 2 * sms:
+    if 2 * tiles > sms or k < LEAST_SHARED_K:
         return 1
     wanted = triton.cdiv(4 * sms, tiles)
     return max(1, min(wanted, MOST, k // LEAST_K, WORKSPACE // (4 * m * n)))
