@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
-from triton_impl import attention_tma, interpreted
+from triton_impl import attention_tma
 from triton_impl.aot import Entry, entry
 from triton_impl.attention_call import Call, finished
 from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LOG2_E, section, seqlen_class
@@ -274,10 +274,10 @@ def _specialized_kernel(
 
 @cache
 def _not_hopper(device: int) -> str | None:
+    if not torch.cuda.is_available():  # kernels are looked into where they cannot run
+        return None
     major, minor = torch.cuda.get_device_capability(device)
-    return (
-        None if major == 9 else f"multiplies by wgmma, which is of compute capability 9.0; this GPU has {major}.{minor}"
-    )
+    return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
 
 
 def unsupported(
@@ -288,8 +288,8 @@ def unsupported(
     **options: object,
 ) -> str | None:
     """As of `triton.tma`; and Gluon has no interpreter."""
-    if interpreted():
-        return "Gluon, Triton's lower language, runs on GPUs alone"
+    if not query.is_cuda:
+        return f"Gluon, Triton's lower language, takes CUDA tensors alone, got {query.device.type}"
     if (reason := attention_tma.unsupported(query, key, value, attn_mask, **options)) is not None:
         return reason
     return _not_hopper(query.get_device())
