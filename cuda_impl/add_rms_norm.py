@@ -6,7 +6,7 @@ import torch
 
 from cuda_impl import climb
 from cuda_impl.norms import as_parameter, empty_if, empty_stats, too_long
-from kernel_ladder.norms import eps_or_default
+from kernel_ladder.norms import eps_or_default, forwards
 from kernel_ladder.table import register
 
 
@@ -20,12 +20,6 @@ def _register(name: str) -> None:
         weight = as_parameter(weight)
         output, total, stats = run(input, residual, weight, eps_or_default(eps, input.dtype), keep)
         return (output, total), (total, weight, stats)
-
-    def forward(*inputs: torch.Tensor | None, **options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
-        return normalise(True, *inputs, **options)
-
-    def inference(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        return normalise(False, *inputs, **options)[0]
 
     def backward(
         saved: tuple, grads: tuple[torch.Tensor, torch.Tensor], needs: tuple[bool, ...]
@@ -48,14 +42,7 @@ def _register(name: str) -> None:
         of_sum = torch.empty_like(sum) if needs_input else sum.new_empty((0,))
         return of_sum, empty_if(needs_weight, sum, sum.shape[-1])
 
-    register(
-        "add_rms_norm",
-        f"cuda.{name}",
-        forward=forward,
-        backward=backward,
-        unsupported=unsupported,
-        inference=inference,
-    )
+    register("add_rms_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
 
 
 for _name in climb("add_rms_norm"):

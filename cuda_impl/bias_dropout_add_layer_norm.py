@@ -7,6 +7,7 @@ import torch
 from cuda_impl import climb
 from cuda_impl.norms import as_parameter, empty_stats, too_long
 from kernel_ladder import philox
+from kernel_ladder.norms import forwards
 from kernel_ladder.table import register
 
 OP = "bias_dropout_add_layer_norm"
@@ -17,19 +18,8 @@ def _register(name: str) -> None:
     run, run_backward = getattr(ops.bias_dropout_add_layer_norm, name), getattr(getattr(ops, f"{OP}_backward"), name)
     run_norm_backward = getattr(ops.layer_norm_backward, name)
 
-    def _run(
-        input: torch.Tensor,
-        bias: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-        mask: tuple[int, float, int],
-        eps: float,
+    def normalise(
         keep: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return run(input, as_parameter(bias), residual, weight, as_parameter(norm_bias), *mask, eps, keep)
-
-    def forward(
         input: torch.Tensor,
         bias: torch.Tensor,
         residual: torch.Tensor,
@@ -41,22 +31,10 @@ def _register(name: str) -> None:
         eps: float,
     ) -> tuple[torch.Tensor, tuple]:
         mask, weight = (philox.threshold(p), philox.scale(p), seed), as_parameter(weight)
-        output, total, stats = _run(input, bias, residual, weight, norm_bias, mask, eps, True)
+        output, total, stats = run(
+            input, as_parameter(bias), residual, weight, as_parameter(norm_bias), *mask, eps, keep
+        )
         return output, (total, weight, stats, mask)
-
-    def inference(
-        input: torch.Tensor,
-        bias: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        norm_bias: torch.Tensor | None = None,
-        *,
-        p: float,
-        seed: int,
-        eps: float,
-    ) -> torch.Tensor:
-        mask = (philox.threshold(p), philox.scale(p), seed)
-        return _run(input, bias, residual, as_parameter(weight), norm_bias, mask, eps, False)[0]
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         total, weight, stats, mask = saved
@@ -84,7 +62,7 @@ def _register(name: str) -> None:
     def _(grad, threshold, scale, seed):
         return torch.empty_like(grad), grad.new_empty((grad.shape[-1],))
 
-    register(OP, f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported, inference=inference)
+    register(OP, f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
 
 
 for _name in climb(OP):

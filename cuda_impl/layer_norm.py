@@ -6,7 +6,7 @@ import torch
 
 from cuda_impl import climb
 from cuda_impl.norms import as_parameter, empty_if, empty_stats, row_length, too_long
-from kernel_ladder.norms import as_rows
+from kernel_ladder.norms import as_rows, forwards
 from kernel_ladder.table import register
 
 
@@ -27,12 +27,6 @@ def _register(name: str) -> None:
         rows, weight = as_rows(input, dims), as_parameter(weight)
         output, stats = run(rows, weight, as_parameter(bias), eps, keep)
         return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
-
-    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
-        return normalise(True, *inputs, **options)
-
-    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
-        return normalise(False, *inputs, **options)[0]
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved
@@ -63,14 +57,7 @@ def _register(name: str) -> None:
         of_input = torch.empty_like(input) if needs_input else input.new_empty((0,))
         return of_input, *(empty_if(needed, input, input.shape[-1]) for needed in (needs_weight, needs_bias))
 
-    register(
-        "layer_norm",
-        f"cuda.{name}",
-        forward=forward,
-        backward=backward,
-        unsupported=unsupported,
-        inference=inference,
-    )
+    register("layer_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
 
 
 for _name in climb("layer_norm"):

@@ -6,7 +6,7 @@ import torch
 
 from cuda_impl import climb
 from cuda_impl.norms import as_parameter, empty_if, empty_stats, row_length, too_long
-from kernel_ladder.norms import as_rows, eps_or_default
+from kernel_ladder.norms import as_rows, eps_or_default, forwards
 from kernel_ladder.table import register
 
 
@@ -21,12 +21,6 @@ def _register(name: str) -> None:
         rows, weight = as_rows(input, dims), as_parameter(weight)
         output, stats = run(rows, weight, eps_or_default(eps, input.dtype), keep)
         return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
-
-    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
-        return normalise(True, *inputs, **options)
-
-    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
-        return normalise(False, *inputs, **options)[0]
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved
@@ -46,14 +40,7 @@ def _register(name: str) -> None:
         of_input = torch.empty_like(input) if needs_input else input.new_empty((0,))
         return of_input, empty_if(needs_weight, input, input.shape[-1])
 
-    register(
-        "rms_norm",
-        f"cuda.{name}",
-        forward=forward,
-        backward=backward,
-        unsupported=unsupported,
-        inference=inference,
-    )
+    register("rms_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
 
 
 for _name in climb("rms_norm"):

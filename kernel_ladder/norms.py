@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kernel_ladder.spec import DTYPES, check_tensors
-
-
-def _is_int(n: object) -> bool:
-    return type(n) is int
 
 
 def check_normalized(
@@ -25,7 +22,7 @@ def check_normalized(
     given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
     check_tensors(op, input=input, **given)
     shape = normalized_shape
-    if not isinstance(shape, tuple) or not all(map(_is_int, shape)):
+    if not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
         raise TypeError(f"{op}: argument `normalized_shape` must be a tuple of ints, got {normalized_shape!r}")
     if not shape or input.shape[-len(shape) :] != shape:
         raise ValueError(
@@ -40,7 +37,7 @@ def check_normalized(
 
 def check_eps(op: str, eps: float | None) -> None:
     """Raise unless `eps` is a number from zero up, or None."""
-    if eps is None or (type(eps) is float and 0.0 <= eps < math.inf):
+    if eps is None:
         return
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: argument `eps` must be a float, got {type(eps).__name__}")
@@ -64,3 +61,18 @@ def eps_or_default(eps: float | None, dtype: torch.dtype) -> float:
 def as_rows(x: torch.Tensor, dims: int) -> torch.Tensor:
     """`x` with its last `dims` dimensions as one: a view where their strides allow one, else a copy."""
     return x if dims == 1 else x.flatten(-dims)
+
+
+def forwards(normalise: Callable[..., tuple[Any, tuple]]) -> dict[str, Callable[..., Any]]:
+    """A variant's `forward` and `inference`, both by ``normalise(keep, *inputs, **options)``.
+
+    It returns what `forward` does; where `keep` is False, what only a backward needs may be left unwritten.
+    """
+
+    def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Any, tuple]:
+        return normalise(True, *inputs, **options)
+
+    def inference(*inputs: torch.Tensor | None, **options: Any) -> Any:
+        return normalise(False, *inputs, **options)[0]
+
+    return {"forward": forward, "inference": inference}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_ladder.norms import eps_or_default
+from kernel_ladder.norms import eps_or_default, forwards
 from triton_impl import norms, register, unsupported
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
@@ -21,12 +21,6 @@ def _variant(name: str, fused: bool) -> None:
         total = total.view(input.shape)
         return (output.view(input.shape), total), (total, w, stats)
 
-    def forward(*inputs: torch.Tensor | None, **options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
-        return normalise(True, *inputs, **options)
-
-    def inference(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        return normalise(False, *inputs, **options)[0]
-
     def backward(
         saved: tuple, grads: tuple[torch.Tensor, torch.Tensor], needs: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, ...]:
@@ -40,7 +34,7 @@ def _variant(name: str, fused: bool) -> None:
     def refused(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps) -> str | None:
         return unsupported(input) or norms.too_long(input.shape[-1], fused)
 
-    register("add_rms_norm", name, forward=forward, backward=backward, unsupported=refused, inference=inference)
+    register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused)
 
 
 _variant("triton.online", fused=False)

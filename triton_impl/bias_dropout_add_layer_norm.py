@@ -12,16 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder.norms import forwards
 from triton_impl import layer_norm, norms, register, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
 from triton_impl.elementwise import tile_of
 from triton_impl.norms import (
     HEAD,
-    HEAD_FLOAT32,
     Needs,
     as_matrix,
     as_parameter,
+    head_of,
     normalize_row_again,
     normalize_rows,
     rstd_of,
@@ -179,7 +180,7 @@ def _sum_and_norm(
             "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "FOURS": length % 4 == 0
         }  # fmt: skip
         if not fused:
-            constants["HEAD"] = HEAD_FLOAT32 if x.dtype == torch.float32 else HEAD
+            constants["HEAD"] = head_of(x.dtype)
             return _online(lambda meta: (count,), tensors, arguments, constants, mask)
         constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants, mask)
@@ -206,14 +207,13 @@ def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[tor
 
 
 def _variant(name: str, fused: bool) -> None:
-    def forward(*inputs: torch.Tensor | None, p: float, seed: int, eps: float) -> tuple[torch.Tensor, tuple]:
+    def normalise(
+        keep: bool, *inputs: torch.Tensor | None, p: float, seed: int, eps: float
+    ) -> tuple[torch.Tensor, tuple]:
         mask = arguments(p, seed)
-        output, total, stats = _sum_and_norm(fused, True, mask, eps, *inputs)
+        output, total, stats = _sum_and_norm(fused, keep, mask, eps, *inputs)
         shape, weight = inputs[0].shape, as_parameter(inputs[3])
         return output.view(shape), (total, weight, stats, mask, tuple(shape))
-
-    def inference(*inputs: torch.Tensor | None, p: float, seed: int, eps: float) -> torch.Tensor:
-        return _sum_and_norm(fused, False, arguments(p, seed), eps, *inputs)[0].view(inputs[0].shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         total, weight, stats, mask, shape = saved
@@ -234,10 +234,9 @@ def _variant(name: str, fused: bool) -> None:
     register(
         "bias_dropout_add_layer_norm",
         name,
-        forward=forward,
+        **forwards(normalise),
         backward=backward,
         unsupported=refused,
-        inference=inference,
     )
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from kernel_ladder.norms import forwards
 from triton_impl import norms, register, unsupported
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
@@ -26,12 +27,6 @@ def _variant(name: str, fused: bool) -> None:
         output, _, stats = norms.forward(KIND, fused, x, None, w, as_parameter(bias), eps, keep)
         return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
 
-    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
-        return normalise(True, *inputs, **options)
-
-    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
-        return normalise(False, *inputs, **options)[0]
-
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
         of_input, *of_parameters = norms.backward(KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs))
@@ -48,7 +43,7 @@ def _variant(name: str, fused: bool) -> None:
     ) -> str | None:
         return unsupported(input) or norms.too_long(math.prod(normalized_shape), fused)
 
-    register("layer_norm", name, forward=forward, backward=backward, unsupported=refused, inference=inference)
+    register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused)
 
 
 _variant("triton.online", fused=False)

@@ -38,8 +38,7 @@ MAX_FUSED = 32768
 MAX_FUSED_BACKWARD = 8192
 #: The largest block in which `online` goes through a row.
 LARGEST_BLOCK = 16384
-#: Of how many of a row's first elements `online` takes the mean in advance. The further it is from that of all, the
-#: more bits cancel; elements of 16 bits have them to spare.
+#: See :func:`head_of`; the second is for float32.
 HEAD, HEAD_FLOAT32 = 256, 8192
 #: The longest rows whose parameters wait in registers too.
 MAX_EARLY = tl.constexpr(4096)
@@ -411,6 +410,14 @@ def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.reshape(-1).contiguous()
 
 
+def head_of(dtype: torch.dtype) -> int:
+    """Of how many of a row's first elements `online` takes the mean in advance.
+
+    The further it is from that of all, the more bits cancel; elements of 16 bits have them to spare.
+    """
+    return HEAD_FLOAT32 if dtype == torch.float32 else HEAD
+
+
 def forward(
     kind: Kind,
     fused: bool,
@@ -419,7 +426,7 @@ def forward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    keep: bool = True,
+    keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output and sum (the output again where there is no residual), (count, length) both, and what is kept of rows.
 
@@ -446,7 +453,7 @@ def forward(
         }  # fmt: skip
         if not fused:
             constants["EVEN"] = length % LARGEST_BLOCK == 0
-            constants["HEAD"] = HEAD_FLOAT32 if x.dtype == torch.float32 else HEAD
+            constants["HEAD"] = head_of(x.dtype)
             return _online(lambda meta: (count,), tensors, arguments, constants)
         constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)

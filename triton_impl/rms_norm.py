@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from kernel_ladder.norms import eps_or_default
+from kernel_ladder.norms import eps_or_default, forwards
 from triton_impl import norms, register, unsupported
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
@@ -21,12 +21,6 @@ def _variant(name: str, fused: bool) -> None:
         output, _, stats = norms.forward(KIND, fused, x, None, w, None, eps_or_default(eps, input.dtype), keep)
         return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
 
-    def forward(*inputs: torch.Tensor | None, **options) -> tuple[torch.Tensor, tuple]:
-        return normalise(True, *inputs, **options)
-
-    def inference(*inputs: torch.Tensor | None, **options) -> torch.Tensor:
-        return normalise(False, *inputs, **options)[0]
-
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
         of_input, of_weight, _ = norms.backward(
@@ -37,7 +31,7 @@ def _variant(name: str, fused: bool) -> None:
     def refused(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
         return unsupported(input) or norms.too_long(math.prod(normalized_shape), fused)
 
-    register("rms_norm", name, forward=forward, backward=backward, unsupported=refused, inference=inference)
+    register("rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused)
 
 
 _variant("triton.online", fused=False)
