@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
-from triton_impl import attention_tma
+from triton_impl import attention_tma, multiprocessors
 from triton_impl.aot import Entry, entry
 from triton_impl.attention_call import Call, finished
 from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LOG2_E, section, seqlen_class
@@ -39,9 +39,9 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 #: Choices to time, as (keys of a tile, tiles of each in shared memory, warpgroups), by the wider head dimension.
 CHOICES = {
-    64: ((128, 2, 2), (128, 2, 3), (64, 4, 2)),
-    128: ((128, 2, 2), (64, 3, 2), (64, 2, 3)),
-    256: ((64, 2, 2), (32, 3, 2)),
+    64: ((128, 2, 2, 0), (128, 2, 2, 1), (128, 2, 3, 0), (128, 2, 3, 1)),
+    128: ((128, 2, 2, 0), (128, 2, 2, 1), (64, 3, 2, 0)),
+    256: ((64, 2, 2, 0), (64, 2, 2, 1)),
 }
 
 # As it is called in later versions.
@@ -54,11 +54,25 @@ def _exp2(x):
 
 
 @gluon.jit
-def _place(num_tiles, num_heads, section, BAND: gl.constexpr):
-    """(tile, head) of this program, as in attention_tiles.program_tile; the longest causal tiles first."""
-    pid = gl.program_id(0)
-    first = pid // (section * num_tiles) * section
-    inside = pid - first * num_tiles
+def _turns(total):
+    """How many of `total` tiles this program takes."""
+    programs, last = gl.num_programs(0), total // gl.num_programs(0)
+    return last + (_number(last) < total).to(gl.int32)
+
+
+@gluon.jit
+def _number(turn):
+    """The number of this program's tile at a turn: programs come in one order and in the other by turns, so that where
+    tiles become shorter with their number, none has the longer one every time."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def _place(number, num_tiles, num_heads, section, BAND: gl.constexpr):
+    """(tile, head) of that number, as in attention_tiles.program_tile; the longest causal tiles first."""
+    first = number // (section * num_tiles) * section
+    inside = number - first * num_tiles
     width = gl.minimum(section, num_heads - first)
     tile = inside // width
     if BAND == 1:
@@ -83,25 +97,43 @@ def _key_range(start_m, rows, seqlen_k, first, last, BAND: gl.constexpr, BLOCK_N
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, memory, b, h, h_kv, start_m, begin, tiles):
-    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = memory
+def _work(number, extent, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Where the tile of queries of that number lies, and as _key_range the keys it sees."""
+    num_heads, _, _, seqlen_q, seqlen_k, first, last, section = extent
+    tile, head = _place(number, (seqlen_q + ROWS - 1) // ROWS, num_heads, section, BAND)
+    begin, whole, tiles = _key_range(tile * ROWS, ROWS, seqlen_k, first, last, BAND, BLOCK_N)
+    return head, tile * ROWS, begin, whole, tiles
+
+
+@gluon.jit
+def _produce(BAND: gl.constexpr, q_desc, k_desc, v_desc, memory, extent, turns):
+    q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = memory
     CONSUMERS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     BLOCK_DV: gl.constexpr = v_smem.shape[4]
-    for j in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(j), BLOCK_M * BLOCK_D * 2)
-        _fetch_tile(q_desc, [b, h, start_m + j * BLOCK_M, 0], q_full.index(j), q_smem.index(j))
-    for i in range(tiles):
-        stage = i % STAGES
-        free = ((i // STAGES) & 1) ^ 1
-        mbarrier.wait(k_empty.index(stage), free)
-        mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
-        _fetch_tile(k_desc, [b, h_kv, begin + i * BLOCK_N, 0], k_full.index(stage), k_smem.index(stage))
-        mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
-        _fetch_tile(v_desc, [b, h_kv, begin + i * BLOCK_N, 0], v_full.index(stage), v_smem.index(stage))
+    _, heads, group, _, _, _, _, _ = extent
+    fetched = 0
+    for turn in range(turns):
+        head, start_m, begin, _, tiles = _work(_number(turn), extent, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
+        b, h = head // heads, head % heads
+        h_kv = h // group
+        for i in range(tiles):
+            stage = fetched % STAGES
+            free = ((fetched // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), free)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
+            _fetch_tile(k_desc, [b, h_kv, begin + i * BLOCK_N, 0], k_full.index(stage), k_smem.index(stage))
+            if i == 0:
+                for j in gl.static_range(CONSUMERS):
+                    mbarrier.wait(q_empty.index(j), (turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(j), BLOCK_M * BLOCK_D * 2)
+                    _fetch_tile(q_desc, [b, h, start_m + j * BLOCK_M, 0], q_full.index(j), q_smem.index(j))
+            mbarrier.wait(v_empty.index(stage), free)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
+            _fetch_tile(v_desc, [b, h_kv, begin + i * BLOCK_N, 0], v_full.index(stage), v_smem.index(stage))
+            fetched += 1
 
 
 @gluon.jit
@@ -146,19 +178,50 @@ def _scores(q, k_smem, stage):
 
 
 @gluon.jit
-def _step(i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, seqlen_k, first, last, MASKED, BAND):
-    """Weights of tile i, while those of the tile before are multiplied with its values."""
-    _, k_smem, v_smem, _, k_full, k_empty, v_full, v_empty = memory
+def _await_turn(j: gl.constexpr, step, order):
+    if order.shape[0] > 1:
+        mbarrier.wait(order.index(j), (step & 1) ^ (j == 0))
+
+
+@gluon.jit
+def _pass_turn(j: gl.constexpr, order):
+    if order.shape[0] > 1:
+        mbarrier.arrive(order.index((j + 1) % order.shape[0]), count=1)
+
+
+@gluon.jit
+def _step(
+    j: gl.constexpr,
+    i,
+    acc,
+    weights,
+    row_max,
+    row_sum,
+    q,
+    memory,
+    start_m,
+    start_n,
+    factor,
+    seqlen_k,
+    first,
+    last,
+    MASKED,
+    BAND,
+):
+    """Weights of the i-th tile of keys, while those of the tile before are multiplied with its values."""
+    _, k_smem, v_smem, _, _, k_full, k_empty, v_full, v_empty, order = memory
     STAGES: gl.constexpr = k_smem.shape[0]
     stage, before = i % STAGES, (i - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    _await_turn(j, i, order)
     scores = _scores(q, k_smem, stage)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
     product = warpgroup_mma(weights, _tile(v_smem, before), acc, is_async=True)
+    _pass_turn(j, order)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
-        scores = _hide(scores, start_m, begin + i * k_smem.shape[3], seqlen_k, first, last, BAND)
+        scores = _hide(scores, start_m, start_n, seqlen_k, first, last, BAND)
     made, correction, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
     acc, _ = warpgroup_mma_wait(0, deps=[product, weights])  # which the product reads from registers until now
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -167,20 +230,20 @@ def _step(i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, 
 
 
 @gluon.jit
-def _consume(
-    j: gl.constexpr, BAND: gl.constexpr, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
-    o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last,
-):  # fmt: skip
-    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, _ = memory
+def _attend(j: gl.constexpr, BAND: gl.constexpr, q, memory, taken, start_m, begin, whole, tiles, factor, extent):
+    """The result of a tile of queries, not yet divided by the sums of its weights, those sums and the maxima."""
+    _, k_smem, v_smem, _, q_empty, k_full, k_empty, v_full, v_empty, order = memory
+    _, _, _, _, seqlen_k, first, last, _ = extent
     STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_DV: gl.constexpr = v_smem.shape[4]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    start_m += j * BLOCK_M
-    q = _tile(q_smem, j)
-    mbarrier.wait(q_full.index(j), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem, 0)])
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.wait(k_full.index(taken % STAGES), (taken // STAGES) & 1)
+    _await_turn(j, taken, order)
+    scores = _scores(q, k_smem, taken % STAGES)
+    _pass_turn(j, order)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(taken % STAGES), count=1)
     scores = _hide(scores, start_m, begin, seqlen_k, first, last, BAND)
     of_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     row_max = gl.full([BLOCK_M], -float("inf"), gl.float32, of_rows)
@@ -190,25 +253,49 @@ def _consume(
     acc = gl.full([BLOCK_M, BLOCK_DV], 0.0, gl.float32, acc_layout)
     for i in range(1, whole):
         acc, weights, row_max, row_sum = _step(
-            i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, seqlen_k, first, last, False, BAND
-        )
+            j, taken + i, acc, weights, row_max, row_sum, q, memory, start_m, begin + i * BLOCK_N, factor,
+            seqlen_k, first, last, False, BAND,
+        )  # fmt: skip
     for i in range(gl.maximum(whole, 1), tiles):
         acc, weights, row_max, row_sum = _step(
-            i, acc, weights, row_max, row_sum, q, memory, start_m, begin, factor, seqlen_k, first, last, True, BAND
-        )
-    final = tiles - 1
+            j, taken + i, acc, weights, row_max, row_sum, q, memory, start_m, begin + i * BLOCK_N, factor,
+            seqlen_k, first, last, True, BAND,
+        )  # fmt: skip
+    mbarrier.arrive(q_empty.index(j), count=1)
+    final = taken + tiles - 1
     mbarrier.wait(v_full.index(final % STAGES), (final // STAGES) & 1)
     acc = warpgroup_mma(weights, _tile(v_smem, final % STAGES), acc)
+    mbarrier.arrive(v_empty.index(final % STAGES), count=1)
+    return acc, row_max, row_sum
 
-    rows = start_m + gl.arange(0, BLOCK_M, layout=of_rows)
-    gl.store(lse_ptr + head.to(gl.int64) * seqlen_q + rows, row_max + gl.log2(row_sum), mask=rows < seqlen_q)
-    total = gl.where(row_sum == 0.0, 1.0, row_sum)  # zeros for a row that sees nothing
-    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc_layout))[:, None]
-    rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, acc_layout))
-    cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, acc_layout))
-    at = o_row + rows.to(gl.int64)[:, None] * o_s + cols[None, :]
-    inside = (rows < seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
-    gl.store(out_ptr + at, acc.to(k_smem.dtype), mask=inside)
+
+@gluon.jit
+def _consume(
+    j: gl.constexpr, BAND: gl.constexpr, out_ptr, lse_ptr, memory, extent, turns, factor, o_b, o_h, o_s, head_dim_v
+):  # fmt: skip
+    q_smem, k_smem, _, q_full, _, _, _, _, _, _ = memory
+    ROWS: gl.constexpr = q_smem.shape[0] * BLOCK_M
+    _, heads, _, seqlen_q, _, _, _, _ = extent
+    q = _tile(q_smem, j)
+    taken = 0
+    for turn in range(turns):
+        head, start_m, begin, whole, tiles = _work(_number(turn), extent, BAND, ROWS, k_smem.shape[3])
+        start_m += j * BLOCK_M
+        mbarrier.wait(q_full.index(j), turn & 1)
+        acc, row_max, row_sum = _attend(j, BAND, q, memory, taken, start_m, begin, whole, tiles, factor, extent)
+        taken += tiles
+
+        rows = start_m + gl.arange(0, BLOCK_M, layout=row_max.type.layout)
+        gl.store(lse_ptr + head.to(gl.int64) * seqlen_q + rows, row_max + gl.log2(row_sum), mask=rows < seqlen_q)
+        total = gl.where(row_sum == 0.0, 1.0, row_sum)  # zeros for a row that sees nothing
+        layout: gl.constexpr = acc.type.layout
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, layout))[:, None]
+        rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+        cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        at = (head // heads).to(gl.int64) * o_b + (head % heads).to(gl.int64) * o_h
+        at += rows.to(gl.int64)[:, None] * o_s + cols[None, :]
+        inside = (rows < seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
+        gl.store(out_ptr + at, acc.to(k_smem.dtype), mask=inside)
 
 
 @gluon.jit
@@ -224,49 +311,37 @@ def _specialized_kernel(
     out_ptr, lse_ptr, q_desc, k_desc, v_desc, factor, o_b, o_h, o_s,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section,
     BAND: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = CONSUMERS * BLOCK_M
-    tile, head = _place((seqlen_q + ROWS - 1) // ROWS, num_heads, section, BAND)
-    b, h = head // heads, head % heads
-    start_m = tile * ROWS
-    begin, whole, tiles = _key_range(start_m, ROWS, seqlen_k, first, last, BAND, BLOCK_N)
-    o_row = b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
-
+    extent = (num_heads, heads, group, seqlen_q, seqlen_k, first, last, section)
+    turns = _turns((seqlen_q + CONSUMERS * BLOCK_M - 1) // (CONSUMERS * BLOCK_M) * num_heads)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     q_full, k_full, v_full = _barriers(CONSUMERS, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
-    k_empty, v_empty = _barriers(STAGES, CONSUMERS), _barriers(STAGES, CONSUMERS)
+    q_empty, k_empty, v_empty = _barriers(CONSUMERS, 1), _barriers(STAGES, CONSUMERS), _barriers(STAGES, CONSUMERS)
+    order = _barriers(CONSUMERS if ORDERED else 1, 1)
     fence_async_shared()
-    memory = (q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty)
-    produced = (q_desc, k_desc, v_desc, memory, b, h, h // group, start_m, begin, tiles)
+    memory = (q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
+    consumed = (out_ptr, lse_ptr, memory, extent, turns, factor, o_b, o_h, o_s, head_dim_v)
+    produced = (BAND, q_desc, k_desc, v_desc, memory, extent, turns)
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
-                (_consume, (0, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
-                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
-                (_consume, (1, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
-                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
-                (_produce, produced),
-            ],
+            [(_consume, (0, BAND) + consumed), (_consume, (1, BAND) + consumed), (_produce, produced)],
             [4, 1],
             [240, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
-                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
-                (_consume, (1, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
-                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
-                (_consume, (2, BAND, out_ptr, lse_ptr, memory, head, start_m, begin, whole, tiles, factor,
-                            o_row, o_s, seqlen_q, seqlen_k, head_dim_v, first, last)),
+                (_consume, (0, BAND) + consumed),
+                (_consume, (1, BAND) + consumed),
+                (_consume, (2, BAND) + consumed),
                 (_produce, produced),
             ],
             [4, 4, 1],
             [160, 160, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -307,8 +382,10 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def configs(width: int) -> list[triton.Config]:
     return [
-        triton.Config({"BLOCK_N": n, "STAGES": stages, "CONSUMERS": consumers}, num_warps=4, num_stages=1)
-        for n, stages, consumers in CHOICES[width]
+        triton.Config(
+            {"BLOCK_N": n, "STAGES": stages, "CONSUMERS": consumers, "ORDERED": ordered}, num_warps=4, num_stages=1
+        )
+        for n, stages, consumers, ordered in CHOICES[width]
     ]
 
 
@@ -351,7 +428,7 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
     together = section(call.kind == BELOW_DIAGONAL, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
 
     def launch(config: triton.Config) -> DescriptorLaunch:
-        block_n, stages, consumers = (config.kwargs[name] for name in ("BLOCK_N", "STAGES", "CONSUMERS"))
+        block_n, stages, consumers, ordered = config.kwargs.values()
         describe = (
             None,
             None,
@@ -361,9 +438,9 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
         )
         arguments = (
             call.scale * LOG2_E, *output.stride()[:3], num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v,
-            *call.limits, min(together, num_heads), call.kind, block_d, block_dv, block_n, stages, consumers,
+            *call.limits, min(together, num_heads), call.kind, block_d, block_dv, block_n, stages, consumers, ordered,
         )  # fmt: skip
-        programs = triton.cdiv(seqlen_q, consumers * BLOCK_M.value) * num_heads
+        programs = min(triton.cdiv(seqlen_q, consumers * BLOCK_M.value) * num_heads, multiprocessors(q.device, 1))
         return DescriptorLaunch(_specialized_kernel, programs, describe, arguments, {"num_warps": config.num_warps})
 
     key = (str(q.dtype), block_d, block_dv, call.kind, seqlen_class(seqlen_q))
