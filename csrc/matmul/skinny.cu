@@ -14,7 +14,10 @@ namespace kl {
 namespace {
 
 constexpr int MOST_ROWS = 16;
-constexpr int WARPS = THREADS / WARP;
+
+// Columns of B that lie along N make half as many blocks, about one an SM: each then has twice the warps.
+template <bool ALONG_K>
+constexpr int SKINNY_THREADS = ALONG_K ? 256 : 512;
 
 // 16 bytes, zeros where `inside` is false. Volatile, so that loads stay where they are asked for, ahead of their use.
 __device__ inline uint4 load16(const void* pointer, bool inside) {
@@ -108,7 +111,8 @@ template <typename T, int MT, bool ALONG_K, typename Epilogue>
 __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Product& p, const Epilogue& epilogue) {
 #if __CUDA_ARCH__ >= 800
     using Step = Step<T, MT, ALONG_K>;
-    __shared__ float sums[WARPS][MT * 8][Step::COLUMNS];
+    constexpr int WARPS = SKINNY_THREADS<ALONG_K> / WARP, AT_ONCE = 8;
+    __shared__ float sums[AT_ONCE][MT * 8][Step::COLUMNS];
     const int warp = threadIdx.x / WARP, t = threadIdx.x % 4;
     const int64_t n0 = int64_t{blockIdx.x} * Step::COLUMNS;
     float sum[Step::TILES][MT][4] = {};
@@ -126,34 +130,43 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
         for (int i = 0; i < Step::LOADS; ++i) now.w[i] = next.w[i], next.w[i] = after.w[i];
     }
 #pragma unroll
-    for (int tile = 0; tile < Step::TILES; ++tile) {
+    for (int round = WARPS / AT_ONCE - 1; round >= 0;
+         --round) {  // the last warps leave their sums, the others add theirs
+        if (warp / AT_ONCE == round) {
 #pragma unroll
-        for (int q = 0; q < MT; ++q) {
+            for (int tile = 0; tile < Step::TILES; ++tile) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[warp][q * 8 + 2 * t + e % 2][Step::column(tile, e / 2)] = sum[tile][q][e];
+                for (int q = 0; q < MT; ++q) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float& at = sums[warp % AT_ONCE][q * 8 + 2 * t + e % 2][Step::column(tile, e / 2)];
+                        at = round + 1 < WARPS / AT_ONCE ? at + sum[tile][q][e] : sum[tile][q][e];
+                    }
+                }
+            }
         }
+        __syncthreads();
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < p.M * Step::COLUMNS; i += THREADS) {
+    for (int i = threadIdx.x; i < p.M * Step::COLUMNS; i += SKINNY_THREADS<ALONG_K>) {
         const int m = i / Step::COLUMNS, column = i % Step::COLUMNS;
         const int64_t n = n0 + column;
         if (n >= p.N) continue;
         float total[1] = {};
 #pragma unroll
-        for (int other = 0; other < WARPS; ++other) total[0] += sums[other][m][column];
+        for (int other = 0; other < AT_ONCE; ++other) total[0] += sums[other][m][column];
         epilogue.template columns<1>(n, 1).store(c, m * p.N + n, total, true);
     }
 #endif
 }
 
 template <typename T, int MT, bool ALONG_K>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(SKINNY_THREADS<ALONG_K>)
     matmul_skinny_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p) {
     multiply<T, MT, ALONG_K>(c, a, b, p, Identity{});
 }
 
 template <typename T, int MT>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(SKINNY_THREADS<true>)
     linear_skinny_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p,
                          __grid_constant__ const BiasActivation<T> epilogue) {
     multiply<T, MT, true>(c, a, b, p, epilogue);
@@ -174,9 +187,10 @@ bool check_skinny(const Product& p, const void* a, const void* b, ScalarType dty
     return along_k;
 }
 
-template <auto* KERNEL, int COLUMNS, typename T, typename... Epilogue>
+template <auto* KERNEL, bool ALONG_K, typename T, typename... Epilogue>
 void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, const Epilogue&... epilogue) {
-    KERNEL<<<grid_size(ceil_div(p.N, COLUMNS)), THREADS, 0, on.stream>>>(c, a, b, p, epilogue...);
+    constexpr int COLUMNS = Step<T, 1, ALONG_K>::COLUMNS;
+    KERNEL<<<grid_size(ceil_div(p.N, COLUMNS)), SKINNY_THREADS<ALONG_K>, 0, on.stream>>>(c, a, b, p, epilogue...);
 }
 
 // Calls f with a value of the 16-bit type that `dtype` names; check_skinny has seen to it that it names one.
@@ -187,9 +201,8 @@ void dispatch16(ScalarType dtype, F&& f) {
 
 template <typename T, bool ALONG_K>
 void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
-    constexpr int COLUMNS = Step<T, 1, ALONG_K>::COLUMNS;
-    p.M <= 8 ? launch<matmul_skinny_kernel<T, 1, ALONG_K>, COLUMNS>(c, a, b, p, on)
-             : launch<matmul_skinny_kernel<T, 2, ALONG_K>, COLUMNS>(c, a, b, p, on);
+    p.M <= 8 ? launch<matmul_skinny_kernel<T, 1, ALONG_K>, ALONG_K>(c, a, b, p, on)
+             : launch<matmul_skinny_kernel<T, 2, ALONG_K>, ALONG_K>(c, a, b, p, on);
 }
 
 }  // namespace
@@ -220,12 +233,11 @@ std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weig
     const Launch on(input);
     dispatch16(input.scalar_type(), [&](auto zero) {
         using T = decltype(zero);
-        constexpr int COLUMNS = Step<T, 1, true>::COLUMNS;
         auto* c = static_cast<T*>(call.output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(weight.data_ptr());
-        p.M <= 8 ? launch<linear_skinny_kernel<T, 1>, COLUMNS>(c, a, b, p, on, call.epilogue<T>())
-                 : launch<linear_skinny_kernel<T, 2>, COLUMNS>(c, a, b, p, on, call.epilogue<T>());
+        p.M <= 8 ? launch<linear_skinny_kernel<T, 1>, true>(c, a, b, p, on, call.epilogue<T>())
+                 : launch<linear_skinny_kernel<T, 2>, true>(c, a, b, p, on, call.epilogue<T>());
     });
     KL_LAUNCH_CHECK();
     return call.outputs();
@@ -235,15 +247,16 @@ void matmul_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch16(dtype, [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<matmul_skinny_kernel<T, 2, true>>("matmul.skinny", THREADS));
-        facts.push_back(kernel_facts<matmul_skinny_kernel<T, 2, false>>("matmul.skinny along N", THREADS));
+        facts.push_back(kernel_facts<matmul_skinny_kernel<T, 2, true>>("matmul.skinny", SKINNY_THREADS<true>));
+        facts.push_back(
+            kernel_facts<matmul_skinny_kernel<T, 2, false>>("matmul.skinny along N", SKINNY_THREADS<false>));
     });
 }
 
 void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch16(dtype, [&](auto zero) {
-        facts.push_back(kernel_facts<linear_skinny_kernel<decltype(zero), 2>>("linear.skinny", THREADS));
+        facts.push_back(kernel_facts<linear_skinny_kernel<decltype(zero), 2>>("linear.skinny", SKINNY_THREADS<true>));
     });
 }
 
