@@ -6,6 +6,8 @@ under way while weights are made (Shah et al., FlashAttention-3, arXiv:2407.0860
 which warps do what, and which of two products to wait for.
 """
 
+# ruff: noqa: RUF005 — inside a kernel tuples are joined by + alone
+
 from __future__ import annotations
 
 from functools import cache
@@ -56,7 +58,7 @@ def _exp2(x):
 @gluon.jit
 def _turns(total):
     """How many of `total` tiles this program takes."""
-    programs, last = gl.num_programs(0), total // gl.num_programs(0)
+    last = total // gl.num_programs(0)
     return last + (_number(last) < total).to(gl.int32)
 
 
