@@ -87,28 +87,20 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
         slots.template fetch<WHOLE, V>(0, input, p.norm.in, share, live, length);
         slots.template fetch<WHOLE, V>(V, residual, p.norm.res, share, live, length);
         cp_async_commit();
-        // The mask is drawn meanwhile.
-        static_assert(V * E <= 32);
         const int64_t call0 = (row * length + int64_t{share.first} * E) / PHILOX_WORDS;
-        uint32_t kept = 0;
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            const uint64_t call = call0 + int64_t{v} * (share.step() * E / PHILOX_WORDS);
-            kept |= mask.kept<E>(static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32)) << v * E;
-            asm volatile("" : "+r"(kept));  // not later
-        }
-        cp_async_wait<0>();
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             // Past the end of this block's part, zeros.
             const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
             float x[E], more[E];
             unpack(load_parameter<WHOLE>(p.bias, p.norm.parameter, first, length, 0.0f), more);
+            if (v == 0) cp_async_wait<0>();
             slots.read(v, x);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] += more[e];
+            const uint64_t call = call0 + int64_t{v} * (share.step() * E / PHILOX_WORDS);
             slots.read(V + v, more);
-            mask.apply_kept(x, kept >> v * E, more);
+            mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
             tile[v] = pack<T>(x);
         }
     } else {

@@ -61,28 +61,13 @@ struct DropoutMask {
     // Multiplies elements whose first is number 4 · (upper · 2^32 + lower).
     template <int SIZE>
     __device__ void apply(float (&x)[SIZE], uint32_t lower, uint32_t upper) const {
-        each<SIZE>(lower, upper, [&](int e, uint32_t word) { x[e] *= factor(word); });
+        each<SIZE>(lower, upper, [&](int e, float factor) { x[e] *= factor; });
     }
 
     // The same, and adds others.
     template <int SIZE>
     __device__ void apply(float (&x)[SIZE], uint32_t lower, uint32_t upper, const float (&more)[SIZE]) const {
-        each<SIZE>(lower, upper, [&](int e, uint32_t word) { x[e] = fmaf(x[e], factor(word), more[e]); });
-    }
-
-    // Which of SIZE elements stay, a bit each from bit 0 on: to be drawn while the elements are still on their way.
-    template <int SIZE>
-    __device__ uint32_t kept(uint32_t lower, uint32_t upper) const {
-        uint32_t bits = 0;
-        each<SIZE>(lower, upper, [&](int e, uint32_t word) { bits |= word >= threshold ? 1u << e : 0u; });
-        return bits;
-    }
-
-    // apply(), where the mask has been drawn before.
-    template <int SIZE>
-    __device__ void apply_kept(float (&x)[SIZE], uint32_t bits, const float (&more)[SIZE]) const {
-#pragma unroll
-        for (int e = 0; e < SIZE; ++e) x[e] = fmaf(x[e], bits >> e & 1u ? scale : 0.0f, more[e]);
+        each<SIZE>(lower, upper, [&](int e, float factor) { x[e] = fmaf(x[e], factor, more[e]); });
     }
 
   private:
@@ -91,10 +76,10 @@ struct DropoutMask {
 #pragma unroll
         for (int call = 0; call < SIZE / PHILOX_WORDS; ++call) {
             const uint4 words = philox(lower + call, upper, keys);
-            f(PHILOX_WORDS * call, words.x);
-            f(PHILOX_WORDS * call + 1, words.y);
-            f(PHILOX_WORDS * call + 2, words.z);
-            f(PHILOX_WORDS * call + 3, words.w);
+            f(PHILOX_WORDS * call, factor(words.x));
+            f(PHILOX_WORDS * call + 1, factor(words.y));
+            f(PHILOX_WORDS * call + 2, factor(words.z));
+            f(PHILOX_WORDS * call + 3, factor(words.w));
         }
     }
 };
