@@ -69,24 +69,31 @@ __global__ void bias_dropout_add_layer_norm_backward_naive_kernel(T* grad_input,
 
 // ---- registers, cluster --------------------------------------------------------------------------------------------
 
-// Slots of a thread's vectors, of input and residual where they are whole.
-template <bool WHOLE>
-constexpr int CHAIN_SLOTS = WHOLE ? 2 * ROW_VECTORS : ROW_VECTORS;
+// Slots of a thread's vectors: of input and residual, of their sum, or of nothing.
+template <bool WHOLE, bool CLUSTER>
+constexpr int CHAIN_SLOTS = !WHOLE ? ROW_VECTORS : CLUSTER ? 0 : 2 * ROW_VECTORS;
 
-// One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements, and both operands come by
-// way of shared memory: loaded to registers, which are few, ptxas asks for a vector when the one before is done with.
-// Elsewhere a thread makes its elements one by one, in its slots.
+// One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements. Both operands come by way
+// of shared memory: loaded to registers, which are few, ptxas asks for a vector when the one before is done with. That
+// suits a cluster, whose blocks wait for each other: some warps then draw while others load. Elsewhere a thread makes its
+// elements one by one, in its slots.
 template <bool WHOLE, bool CLUSTER, typename T>
 __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const DropoutMask& mask,
                            const RowShare<CLUSTER>& share, const Slots<T>& slots, int64_t row, bool live) {
     constexpr int V = ROW_VECTORS, E = Vec<T>::size;
     const int64_t length = p.norm.length;
     if constexpr (WHOLE) {
-        const T *const input = p.norm.input + p.norm.in.start(row), *const residual =
-                                                                        p.norm.residual + p.norm.res.start(row);
-        slots.template fetch<WHOLE, V>(0, input, p.norm.in, share, live, length);
-        slots.template fetch<WHOLE, V>(V, residual, p.norm.res, share, live, length);
-        cp_async_commit();
+        const T* const input = p.norm.input + p.norm.in.start(row);
+        const T* const residual = p.norm.residual + p.norm.res.start(row);
+        [[maybe_unused]] Vec<T> added[V];
+        if constexpr (CLUSTER) {
+            load_row<WHOLE>(tile, input, p.norm.in, share, live, length, 0.0f);
+            load_row<WHOLE>(added, residual, p.norm.res, share, live, length, 0.0f);
+        } else {
+            slots.template fetch<WHOLE, V>(0, input, p.norm.in, share, live, length);
+            slots.template fetch<WHOLE, V>(V, residual, p.norm.res, share, live, length);
+            cp_async_commit();
+        }
         const int64_t call0 = (row * length + int64_t{share.first} * E) / PHILOX_WORDS;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -94,12 +101,14 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
             const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
             float x[E], more[E];
             unpack(load_parameter<WHOLE>(p.bias, p.norm.parameter, first, length, 0.0f), more);
-            if (v == 0) cp_async_wait<0>();
-            slots.read(v, x);
+            if (!CLUSTER && v == 0) cp_async_wait<0>();
+            if constexpr (CLUSTER) unpack(tile[v], x);
+            if constexpr (!CLUSTER) slots.read(v, x);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] += more[e];
             const uint64_t call = call0 + int64_t{v} * (share.step() * E / PHILOX_WORDS);
-            slots.read(V + v, more);
+            if constexpr (CLUSTER) unpack(added[v], more);
+            if constexpr (!CLUSTER) slots.read(V + v, more);
             mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
             tile[v] = pack<T>(x);
         }
@@ -242,8 +251,8 @@ void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunc
     constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
     static DeviceSet asked;
     const RowLaunch largest{ROW_THREADS, 1, 1};
-    allow_shared(kernel, slot_bytes(largest, CHAIN_SLOTS<WHOLE>), launch.device, asked);
-    const int bytes = slot_bytes(shape, CHAIN_SLOTS<WHOLE>);
+    allow_shared(kernel, slot_bytes(largest, CHAIN_SLOTS<WHOLE, CLUSTER>), launch.device, asked);
+    const int bytes = slot_bytes(shape, CHAIN_SLOTS<WHOLE, CLUSTER>);
     launch_rows(kernel, shape, shape.grid(p.norm.count), bytes, launch, p, mask);
 }
 
@@ -389,13 +398,13 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             facts.push_back(fact);
         };
         add(forward + "naive", kernel_facts<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
-        const RowLaunch least{MIN_BLOCK, 1, 1}, large{ROW_THREADS, 1, 1};
+        const RowLaunch least{MIN_BLOCK, 1, 1};
         add(forward + "registers", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>(
-                                       "", MIN_BLOCK, slot_bytes(least, CHAIN_SLOTS<true>)));
+                                       "", MIN_BLOCK, slot_bytes(least, CHAIN_SLOTS<true, false>)));
         add(forward + "registers (short rows)",
             kernel_facts<bias_dropout_add_layer_norm_registers_short_kernel<T, SHORT_ROWS>>("", MIN_BLOCK));
-        add(forward + "cluster", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>(
-                                     "", ROW_THREADS, slot_bytes(large, CHAIN_SLOTS<true>)));
+        add(forward + "cluster",
+            kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>("", ROW_THREADS));
         add(backward + "naive",
             kernel_facts<bias_dropout_add_layer_norm_backward_naive_kernel<T>>("", NORM_NAIVE_THREADS));
         add(backward + "registers",
