@@ -19,12 +19,13 @@ from kernel_ladder.spec import Case
 
 from .conftest import DEVICE, needs_gpu, skip_unless_it_runs
 
-STEPS = ("wgmma", "warp_specialized", "pingpong", "persistent")
+STEPS = ("cuda.wgmma", "cuda.warp_specialized", "cuda.pingpong", "cuda.persistent")
+ALL = (*STEPS, "triton.warp_specialized")
 
 
 def step(name: str) -> table.Variant:
-    found = [v for v in table.variants("attention", "cuda") if v.name == f"cuda.{name}"]
-    return found[0] if found else pytest.skip("the extension was not built")
+    found = [v for v in table.variants("attention") if v.name == name]
+    return found[0] if found else pytest.skip(f"{name} is not installed")
 
 
 # ---- without a GPU -------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def test_the_default_is_the_last_step():
     names = [v.name for v in table.variants("attention", "cuda")]
     if not names:
         pytest.skip("the extension was not built")
-    assert names[-len(STEPS) - 1 :] == [*(f"cuda.{name}" for name in STEPS), "cuda.split_kv"]
+    assert names[-len(STEPS) - 1 :] == [*STEPS, "cuda.split_kv"]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ BANDS = {
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize(
     ("d", "d_v", "dtype"),
@@ -115,7 +116,7 @@ def test_many_tiles(name, band, d, d_v, dtype):
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ALL)
 def test_steps_repeat_in_every_bit(name):
     """A hundred times: whoever reads a tile before it has landed, or after it was overwritten, does not."""
     inputs = make_inputs(Case("", ((4, 8, 1500, 128),) * 3), torch.bfloat16, DEVICE)

@@ -39,11 +39,12 @@ from triton_impl.tuning import Launches
 BLOCK_M = gl.constexpr(64)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-#: Choices to time, as (keys of a tile, tiles of each in shared memory, warpgroups), by the wider head dimension.
+#: Choices to time, as (keys of a tile, tiles of each in shared memory, warpgroups, whether those start products in
+#: turns), by the wider head dimension.
 CHOICES = {
-    64: ((128, 2, 2, 0), (128, 2, 2, 1), (128, 2, 3, 0), (128, 2, 3, 1)),
-    128: ((128, 2, 2, 0), (128, 2, 2, 1), (64, 3, 2, 0)),
-    256: ((64, 2, 2, 0), (64, 2, 2, 1)),
+    64: ((128, 2, 2, True), (128, 2, 3, True)),
+    128: ((128, 2, 2, False), (128, 2, 2, True)),
+    256: ((64, 2, 2, False),),
 }
 
 # As it is called in later versions.
@@ -56,30 +57,37 @@ def _exp2(x):
 
 
 @gluon.jit
-def _turns(total):
-    """How many of `total` tiles this program takes."""
-    last = total // gl.num_programs(0)
-    return last + (_number(last) < total).to(gl.int32)
+def _tiles(extent, ROWS: gl.constexpr):
+    """Tiles of queries of a head."""
+    return (extent[3] + ROWS - 1) // ROWS
 
 
 @gluon.jit
-def _number(turn):
-    """The number of this program's tile at a turn: programs come in one order and in the other by turns, so that where
-    tiles become shorter with their number, none has the longer one every time."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+def _turns(extent, ROWS: gl.constexpr):
+    """How many tiles this program takes."""
+    num_heads, fold = extent[0], extent[8]
+    share = _tiles(extent, ROWS) * num_heads // fold - gl.program_id(0)
+    return fold * ((share + gl.num_programs(0) - 1) // gl.num_programs(0))
 
 
 @gluon.jit
-def _place(number, num_tiles, num_heads, section, BAND: gl.constexpr):
-    """(tile, head) of that number, as in attention_tiles.program_tile; the longest causal tiles first."""
-    first = number // (section * num_tiles) * section
-    inside = number - first * num_tiles
-    width = gl.minimum(section, num_heads - first)
-    tile = inside // width
+def _place(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr):
+    """(tile, head) at a turn. Sections of heads come one after another, as in attention_tiles.program_tile, and in a
+    section tile by tile, the longest causal tiles first. With a `fold` of two a program takes them in pairs, of a place
+    and of that as far from the section's end: under a causal mask all pairs are of one length."""
+    num_heads, fold, section = extent[0], extent[8], extent[7]
+    tiles = _tiles(extent, ROWS)
+    share = section * tiles // fold
+    unit = gl.program_id(0) + turn // fold * gl.num_programs(0)
+    before = unit // share * section
+    width = gl.minimum(section, num_heads - before)
+    place = unit % share
+    if turn % fold == 1:
+        place = width * tiles - 1 - place
+    tile = place // width
     if BAND == 1:
-        tile = num_tiles - 1 - tile
-    return tile, first + inside % width
+        tile = tiles - 1 - tile
+    return tile, before + place % width
 
 
 @gluon.jit
@@ -99,10 +107,10 @@ def _key_range(start_m, rows, seqlen_k, first, last, BAND: gl.constexpr, BLOCK_N
 
 
 @gluon.jit
-def _work(number, extent, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Where the tile of queries of that number lies, and as _key_range the keys it sees."""
-    num_heads, _, _, seqlen_q, seqlen_k, first, last, section = extent
-    tile, head = _place(number, (seqlen_q + ROWS - 1) // ROWS, num_heads, section, BAND)
+def _work(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Head and first query of the tile at a turn, and as _key_range the keys it sees."""
+    _, _, _, _, seqlen_k, first, last, _, _ = extent
+    tile, head = _place(turn, extent, BAND, ROWS)
     begin, whole, tiles = _key_range(tile * ROWS, ROWS, seqlen_k, first, last, BAND, BLOCK_N)
     return head, tile * ROWS, begin, whole, tiles
 
@@ -115,10 +123,10 @@ def _produce(BAND: gl.constexpr, q_desc, k_desc, v_desc, memory, extent, turns):
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = k_smem.shape[4]
     BLOCK_DV: gl.constexpr = v_smem.shape[4]
-    _, heads, group, _, _, _, _, _ = extent
+    _, heads, group, _, _, _, _, _, _ = extent
     fetched = 0
     for turn in range(turns):
-        head, start_m, begin, _, tiles = _work(_number(turn), extent, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
+        head, start_m, begin, _, tiles = _work(turn, extent, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
         b, h = head // heads, head % heads
         h_kv = h // group
         for i in range(tiles):
@@ -235,7 +243,7 @@ def _step(
 def _attend(j: gl.constexpr, BAND: gl.constexpr, q, memory, taken, start_m, begin, whole, tiles, factor, extent):
     """The result of a tile of queries, not yet divided by the sums of its weights, those sums and the maxima."""
     _, k_smem, v_smem, _, q_empty, k_full, k_empty, v_full, v_empty, order = memory
-    _, _, _, _, seqlen_k, first, last, _ = extent
+    _, _, _, _, seqlen_k, first, last, _, _ = extent
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_DV: gl.constexpr = v_smem.shape[4]
@@ -277,11 +285,11 @@ def _consume(
 ):  # fmt: skip
     q_smem, k_smem, _, q_full, _, _, _, _, _, _ = memory
     ROWS: gl.constexpr = q_smem.shape[0] * BLOCK_M
-    _, heads, _, seqlen_q, _, _, _, _ = extent
+    _, heads, _, seqlen_q, _, _, _, _, _ = extent
     q = _tile(q_smem, j)
     taken = 0
     for turn in range(turns):
-        head, start_m, begin, whole, tiles = _work(_number(turn), extent, BAND, ROWS, k_smem.shape[3])
+        head, start_m, begin, whole, tiles = _work(turn, extent, BAND, ROWS, k_smem.shape[3])
         start_m += j * BLOCK_M
         mbarrier.wait(q_full.index(j), turn & 1)
         acc, row_max, row_sum = _attend(j, BAND, q, memory, taken, start_m, begin, whole, tiles, factor, extent)
@@ -308,15 +316,15 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["first", "last", "section"])
+@gluon.jit(do_not_specialize=["first", "last", "section", "fold"])
 def _specialized_kernel(
     out_ptr, lse_ptr, q_desc, k_desc, v_desc, factor, o_b, o_h, o_s,
-    num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section,
+    num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section, fold,
     BAND: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    extent = (num_heads, heads, group, seqlen_q, seqlen_k, first, last, section)
-    turns = _turns((seqlen_q + CONSUMERS * BLOCK_M - 1) // (CONSUMERS * BLOCK_M) * num_heads)
+    extent = (num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
+    turns = _turns(extent, CONSUMERS * BLOCK_M)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
@@ -420,6 +428,16 @@ def attention(
     return finished(query, call, output, lse, return_lse)
 
 
+def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_once: int) -> tuple[int, int]:
+    """How many programs, and the `fold` of _place: as many as run at once where their shares of work are equal, or else
+    one for every tile, which start as others end."""
+    total = tiles * num_heads
+    if not is_causal:
+        return min(total, at_once), 1
+    in_pairs = tiles % 2 == 0 or together % 2 == num_heads % 2 == 0
+    return (at_once, 2) if in_pairs and total // 2 >= 3 * at_once else (total, 1)
+
+
 def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
     """Choose a configuration and run it; what is returned does it again."""
     q, k, v = call.q, call.k, call.v
@@ -427,10 +445,14 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     num_heads, group = batch * heads, heads // heads_kv
     block_d, block_dv = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
-    together = section(call.kind == BELOW_DIAGONAL, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
+    is_causal = call.kind == BELOW_DIAGONAL
+    together = section(is_causal, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
+    together = min(together, num_heads)
 
     def launch(config: triton.Config) -> DescriptorLaunch:
         block_n, stages, consumers, ordered = config.kwargs.values()
+        tiles = triton.cdiv(seqlen_q, consumers * BLOCK_M.value)
+        programs, fold = _programs(tiles, num_heads, together, is_causal, multiprocessors(q.device, 1))
         describe = (
             None,
             None,
@@ -440,9 +462,8 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
         )
         arguments = (
             call.scale * LOG2_E, *output.stride()[:3], num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v,
-            *call.limits, min(together, num_heads), call.kind, block_d, block_dv, block_n, stages, consumers, ordered,
+            *call.limits, together, fold, call.kind, block_d, block_dv, block_n, stages, consumers, ordered,
         )  # fmt: skip
-        programs = min(triton.cdiv(seqlen_q, consumers * BLOCK_M.value) * num_heads, multiprocessors(q.device, 1))
         return DescriptorLaunch(_specialized_kernel, programs, describe, arguments, {"num_warps": config.num_warps})
 
     key = (str(q.dtype), block_d, block_dv, call.kind, seqlen_class(seqlen_q))
@@ -464,6 +485,6 @@ AOT = [
     _ahead_of_time(64, 0),
     _ahead_of_time(64, 1),
     _ahead_of_time(128, 0, BELOW_DIAGONAL),
-    _ahead_of_time(128, 2),
+    _ahead_of_time(128, 1),
     _ahead_of_time(256, 0, BETWEEN_DIAGONALS),
 ]
