@@ -10,11 +10,11 @@ namespace kl {
 template <typename T, bool CENTRED, int ROWS>
 constexpr bool SHORT_EARLY = SHORT_VALUES * sizeof(T) / 4 + SHORT_VECTORS<T, ROWS> * (CENTRED ? 8 : 4) <= 48;
 
-// Blocks of MIN_BLOCK threads that an SM is to have room for: the most that leave registers enough for no spill.
+// As SHORT_BLOCKS: the most that leave registers enough for no spill.
 template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
-constexpr int SHORT_BLOCKS = sizeof(T) == 4 && (CENTRED || RESIDUAL) ? 10
-                             : CENTRED                               ? (ROWS == SHORT_ROWS ? 14 : 12)
-                                                                     : 16;
+constexpr int SHORT_NORM_BLOCKS = sizeof(T) == 4 && (CENTRED || RESIDUAL) ? 10
+                                  : CENTRED                               ? (ROWS == SHORT_ROWS ? 14 : 12)
+                                                                          : SHORT_BLOCKS;
 
 // No more than is looked at, all in one place: a launch waits for each line of its arguments. Steps are elements from row
 // to row, of output and sum alike.

@@ -8,9 +8,10 @@
 
 namespace kl {
 
-constexpr int SHORT_VALUES = 32;                // a thread holds
-constexpr int SHORT_ROW = SHORT_VALUES * WARP;  // elements of the longest row that a warp can hold
-constexpr int SHORT_ROWS = 4;                   // of a thread at most, and where a row may not need a whole warp
+constexpr int SHORT_VALUES = 32;                   // a thread holds
+constexpr int SHORT_LENGTH = SHORT_VALUES * WARP;  // of the longest row that a warp can hold, in elements
+constexpr int SHORT_ROWS = 4;                      // of a thread at most, and where a row may not need a whole warp
+constexpr int SHORT_BLOCKS = 1024 / MIN_BLOCK;     // that an SM is to have room for: 1024 threads of 64 registers
 
 // Vectors that a thread holds of each of so many rows.
 template <typename T, int ROWS>
@@ -85,7 +86,7 @@ __device__ void each_over_lanes(V (&values)[ROWS], Op op, int lanes) {
 // Whether rows of so many elements are short, of operands that lie so. `whole`: of whole vectors, on 16 bytes.
 template <typename... R>
 bool are_short(int64_t length, bool whole, const R&... operands) {
-    return whole && length <= SHORT_ROW && (operands.even() && ...);
+    return whole && length <= SHORT_LENGTH && (operands.even() && ...);
 }
 
 // Calls f(rows of a thread as a constant, grid, block) for `count` short rows.
@@ -96,8 +97,8 @@ void with_short_rows(int64_t count, int64_t length, F&& f) {
         const unsigned apart = MIN_BLOCK / lanes;
         f(rows, grid_size(ceil_div(count, int64_t{rows()} * apart)), dim3(lanes, apart));
     };
-    if (length <= SHORT_ROW / SHORT_ROWS) return run(std::integral_constant<int, SHORT_ROWS>{});
-    if (length <= SHORT_ROW / 2) return run(std::integral_constant<int, 2>{});
+    if (length <= SHORT_LENGTH / SHORT_ROWS) return run(std::integral_constant<int, SHORT_ROWS>{});
+    if (length <= SHORT_LENGTH / 2) return run(std::integral_constant<int, 2>{});
     run(std::integral_constant<int, 1>{});
 }
 

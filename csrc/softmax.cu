@@ -17,7 +17,6 @@
 
 #include "common.cuh"
 #include "ops.h"
-#include "rows.cuh"
 #include "short_rows.cuh"
 
 namespace kl {
@@ -370,7 +369,7 @@ struct ShortRows {
 // Powers of two stay as floats until their sum is known. −max · log2 e is rounded, by the same for all of a row, unless
 // it is so far that the power overflows; of a far maximum the differences are taken first.
 template <typename T, int ROWS>
-__global__ void __launch_bounds__(MIN_BLOCK, 1024 / MIN_BLOCK)
+__global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
     softmax_registers_short_kernel(__grid_constant__ const ShortRows<T> p) {
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
     const ShortShare<T, ROWS> share(p.count, p.length);
