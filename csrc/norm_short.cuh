@@ -37,7 +37,7 @@ ShortNorm<T> short_norm(const NormForward<T>& p) {
 
 // In two passes over registers, the second about each row's mean.
 template <typename T, int ROWS, int V>
-__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<T, ROWS>& share,
+__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS>& share,
                               const ShortNorm<T>& p) {
     float x[Vec<T>::size], sums[ROWS];
     Pair deviations[ROWS];
@@ -51,7 +51,8 @@ __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             unpack(tile[r][v], x);
-            const float centre = share.in_row(v) ? mean : 0.0f;  // zeros past the end are not to deviate
+            const float centre =
+                share.template has<T>(v, share.length) ? mean : 0.0f;  // zeros past the end are not to deviate
             Pair partial{0.0f, 0.0f};
 #pragma unroll
             for (int e = 0; e < Vec<T>::size; ++e) {
@@ -73,7 +74,7 @@ __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V
 }
 
 template <typename T, int ROWS, int V>
-__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<T, ROWS>& share,
+__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS>& share,
                             const ShortNorm<T>& p) {
     float squares[ROWS];
 #pragma unroll
@@ -86,7 +87,7 @@ __device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
 // `gather(tile, meanwhile)` makes the thread's rows, zeros past their end, and calls `meanwhile()` when it has asked for all
 // it needs: parameters that are to come EARLY are asked for there.
 template <typename T, bool CENTRED, int ROWS, bool EARLY, typename Gather>
-__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<T, ROWS>& share, Gather&& gather) {
+__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS>& share, Gather&& gather) {
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
     Vec<T> tile[ROWS][V], weight[V], bias[V];
     const auto fetch_parameters = [&](int v) {
@@ -133,7 +134,7 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<T, ROWS>& 
 template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
 __device__ void norm_short(const ShortNorm<T>& p) {
     constexpr int V = SHORT_VECTORS<T, ROWS>;
-    const ShortShare<T, ROWS> share(p.count, p.length);
+    const ShortShare<ROWS> share(p.count, p.length);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
         share.load(tile, p.input, p.in_step, 0.0f);
         [[maybe_unused]] Vec<T> residual[RESIDUAL ? ROWS : 1][V];

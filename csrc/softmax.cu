@@ -372,7 +372,7 @@ template <typename T, int ROWS>
 __global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
     softmax_registers_short_kernel(__grid_constant__ const ShortRows<T> p) {
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
-    const ShortShare<T, ROWS> share(p.count, p.length);
+    const ShortShare<ROWS> share(p.count, p.length);
     Vec<T> tile[ROWS][V];
     share.load(tile, p.input, p.in_step, NEG_INF);
     float top[ROWS], sum[ROWS], x[ROWS][V * E];
