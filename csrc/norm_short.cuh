@@ -39,29 +39,15 @@ ShortNorm<T> short_norm(const NormForward<T>& p) {
 template <typename T, int ROWS, int V>
 __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS>& share,
                               const ShortNorm<T>& p) {
-    float x[Vec<T>::size], sums[ROWS];
+    float sums[ROWS];
     Pair deviations[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) sums[r] = sum_over(tile[r], [](float sum, float x) { return sum + x; });
+    for (int r = 0; r < ROWS; ++r) sums[r] = sum_of(tile[r]);
     each_over_lanes(sums, Sum{}, share.lanes);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const float mean = stats[r].mean = sums[r] * p.per_element;
-        deviations[r] = {0.0f, 0.0f};
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            unpack(tile[r][v], x);
-            const float centre =
-                share.template has<T>(v, share.length) ? mean : 0.0f;  // zeros past the end are not to deviate
-            Pair partial{0.0f, 0.0f};
-#pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) {
-                const float deviation = x[e] - centre;
-                if constexpr (SHIFTED<T>) partial.first += deviation;
-                partial.second = fmaf(deviation, deviation, partial.second);
-            }
-            deviations[r] = PairSum{}(deviations[r], partial);
-        }
+        stats[r].mean = sums[r] * p.per_element;
+        deviations[r] = deviations_from<true, SHIFTED<T>>(stats[r].mean, tile[r], share, share.length);
         sums[r] = deviations[r].second;
     }
     if constexpr (SHIFTED<T>) each_over_lanes(deviations, PairSum{}, share.lanes);
