@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
                                                        __grid_constant__ const DropoutMask mask) {
     constexpr int V = SHORT_VECTORS<T, ROWS>, E = Vec<T>::size;
     __shared__ uint4 input[ROWS * V * MIN_BLOCK], residual[ROWS * V * MIN_BLOCK];
-    const ShortShare<T, ROWS> share(p.norm.count, p.norm.length);
+    const ShortShare<ROWS> share(p.norm.count, p.norm.length);
     const Slots<T, MIN_BLOCK> inputs(input), residuals(residual);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
         share.fetch(inputs, p.norm.input, p.norm.in_step);
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
                 residuals.read(r * V + v, more);
 #pragma unroll
                 for (int e = 0; e < E; ++e) x[e] += bias[e];
-                const uint64_t call = ((share.row + r * share.apart) * share.length + share.at(v)) / PHILOX_WORDS;
+                const uint64_t call = ((share.row + r * share.apart) * share.length + share.at(v) * E) / PHILOX_WORDS;
                 mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
                 tile[r][v] = pack<T>(x);
                 if (sum != nullptr) share.store(sum, p.norm.out_step, r, v, tile[r][v]);

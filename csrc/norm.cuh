@@ -130,6 +130,37 @@ __device__ Vec<T> load_parameter(const T* parameter, const Rows& rows, int64_t f
     return reinterpret_cast<const Vec<T>&>(word);
 }
 
+// ---- a thread's part of a row in registers --------------------------------------------------------------------------
+
+template <typename T, int V>
+__device__ float sum_of(const Vec<T> (&tile)[V]) {
+    return sum_over(tile, [](float sum, float x) { return sum + x; });
+}
+
+// The sums of a thread's deviations from `centre` and of their squares. The first is only made where it is WANTED.
+template <bool WHOLE, bool WANTED, typename T, int V, typename Share>
+__device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const Share& share, int64_t length) {
+    constexpr int E = Vec<T>::size;
+    float x[E];
+    Pair sums{0.0f, 0.0f};
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+        unpack(tile[v], x);
+        const int first = share.at(v) * E;
+        // Past the end stand zeros, which are not to deviate.
+        const float inside = share.template has<T>(v, length) ? centre : 0.0f;
+        Pair partial{0.0f, 0.0f};
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            const float deviation = x[e] - (WHOLE || first + e < static_cast<int>(length) ? inside : 0.0f);
+            if constexpr (WANTED) partial.first += deviation;
+            partial.second = fmaf(deviation, deviation, partial.second);
+        }
+        sums = PairSum{}(sums, partial);
+    }
+    return sums;
+}
+
 // ---- naive: one thread a row; of the weights' gradients, one thread a column -----------------------------------------
 
 template <typename T, bool CENTRED, bool RESIDUAL>

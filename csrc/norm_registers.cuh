@@ -10,35 +10,6 @@ namespace kl {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-template <typename T, int V>
-__device__ float sum_of(const Vec<T> (&tile)[V]) {
-    return sum_over(tile, [](float sum, float x) { return sum + x; });
-}
-
-// The sums of a thread's deviations from `centre` and of their squares. The first is only made where it is WANTED.
-template <bool WHOLE, bool WANTED, bool CLUSTER, typename T, int V>
-__device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const RowShare<CLUSTER>& share, int64_t length) {
-    constexpr int E = Vec<T>::size;
-    float x[E];
-    Pair sums{0.0f, 0.0f};
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-        unpack(tile[v], x);
-        const int first = share.at(v) * E;
-        // Past the end stand zeros, which are not to deviate.
-        const float inside = share.template has<T>(v, length) ? centre : 0.0f;
-        Pair partial{0.0f, 0.0f};
-#pragma unroll
-        for (int e = 0; e < E; ++e) {
-            const float deviation = x[e] - (WHOLE || first + e < static_cast<int>(length) ? inside : 0.0f);
-            if constexpr (WANTED) partial.first += deviation;
-            partial.second = fmaf(deviation, deviation, partial.second);
-        }
-        sums = PairSum{}(sums, partial);
-    }
-    return sums;
-}
-
 // On one block: two passes over registers, the second about the row's mean.
 template <bool WHOLE, typename T, int V>
 __device__ Stats centred_stats(Vec<T> (&tile)[V], const RowShare<false>& share, const NormForward<T>& p) {

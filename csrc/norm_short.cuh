@@ -10,11 +10,11 @@ namespace kl {
 template <typename T, bool CENTRED, int ROWS>
 constexpr bool SHORT_EARLY = SHORT_VALUES * sizeof(T) / 4 + SHORT_VECTORS<T, ROWS> * (CENTRED ? 8 : 4) <= 48;
 
-// Blocks of MIN_BLOCK threads that an SM is to have room for: the most that leave registers enough for no spill.
+// As SHORT_BLOCKS: the most that leave registers enough for no spill.
 template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
-constexpr int SHORT_BLOCKS = sizeof(T) == 4 && (CENTRED || RESIDUAL) ? 10
-                             : CENTRED                               ? (ROWS == SHORT_ROWS ? 14 : 12)
-                                                                     : 16;
+constexpr int SHORT_NORM_BLOCKS = sizeof(T) == 4 && (CENTRED || RESIDUAL) ? 10
+                                  : CENTRED                               ? (ROWS == SHORT_ROWS ? 14 : 12)
+                                                                          : SHORT_BLOCKS;
 
 // No more than is looked at, all in one place: a launch waits for each line of its arguments. Steps are elements from row
 // to row, of output and sum alike.
@@ -37,30 +37,17 @@ ShortNorm<T> short_norm(const NormForward<T>& p) {
 
 // In two passes over registers, the second about each row's mean.
 template <typename T, int ROWS, int V>
-__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<T, ROWS>& share,
+__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS>& share,
                               const ShortNorm<T>& p) {
-    float x[Vec<T>::size], sums[ROWS];
+    float sums[ROWS];
     Pair deviations[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) sums[r] = sum_over(tile[r], [](float sum, float x) { return sum + x; });
+    for (int r = 0; r < ROWS; ++r) sums[r] = sum_of(tile[r]);
     each_over_lanes(sums, Sum{}, share.lanes);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const float mean = stats[r].mean = sums[r] * p.per_element;
-        deviations[r] = {0.0f, 0.0f};
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-            unpack(tile[r][v], x);
-            const float centre = share.in_row(v) ? mean : 0.0f;  // zeros past the end are not to deviate
-            Pair partial{0.0f, 0.0f};
-#pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) {
-                const float deviation = x[e] - centre;
-                if constexpr (SHIFTED<T>) partial.first += deviation;
-                partial.second = fmaf(deviation, deviation, partial.second);
-            }
-            deviations[r] = PairSum{}(deviations[r], partial);
-        }
+        stats[r].mean = sums[r] * p.per_element;
+        deviations[r] = deviations_from<true, SHIFTED<T>>(stats[r].mean, tile[r], share, share.length);
         sums[r] = deviations[r].second;
     }
     if constexpr (SHIFTED<T>) each_over_lanes(deviations, PairSum{}, share.lanes);
@@ -73,7 +60,7 @@ __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V
 }
 
 template <typename T, int ROWS, int V>
-__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<T, ROWS>& share,
+__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS>& share,
                             const ShortNorm<T>& p) {
     float squares[ROWS];
 #pragma unroll
@@ -86,7 +73,7 @@ __device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
 // `gather(tile, meanwhile)` makes the thread's rows, zeros past their end, and calls `meanwhile()` when it has asked for all
 // it needs: parameters that are to come EARLY are asked for there.
 template <typename T, bool CENTRED, int ROWS, bool EARLY, typename Gather>
-__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<T, ROWS>& share, Gather&& gather) {
+__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS>& share, Gather&& gather) {
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
     Vec<T> tile[ROWS][V], weight[V], bias[V];
     const auto fetch_parameters = [&](int v) {
@@ -133,7 +120,7 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<T, ROWS>& 
 template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
 __device__ void norm_short(const ShortNorm<T>& p) {
     constexpr int V = SHORT_VECTORS<T, ROWS>;
-    const ShortShare<T, ROWS> share(p.count, p.length);
+    const ShortShare<ROWS> share(p.count, p.length);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
         share.load(tile, p.input, p.in_step, 0.0f);
         [[maybe_unused]] Vec<T> residual[RESIDUAL ? ROWS : 1][V];

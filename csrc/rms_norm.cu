@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
 }
 
 template <typename T, int ROWS>
-__global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS<T, CENTRED, RESIDUAL, ROWS>)
+__global__ void __launch_bounds__(MIN_BLOCK, SHORT_NORM_BLOCKS<T, CENTRED, RESIDUAL, ROWS>)
     rms_norm_registers_short_kernel(__grid_constant__ const ShortNorm<T> p) {
     norm_short<T, CENTRED, RESIDUAL, ROWS>(p);
 }

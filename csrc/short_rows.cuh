@@ -8,9 +8,10 @@
 
 namespace kl {
 
-constexpr int SHORT_VALUES = 32;                // a thread holds
-constexpr int SHORT_ROW = SHORT_VALUES * WARP;  // elements of the longest row that a warp can hold
-constexpr int SHORT_ROWS = 4;                   // of a thread at most, and where a row may not need a whole warp
+constexpr int SHORT_VALUES = 32;                   // a thread holds
+constexpr int SHORT_LENGTH = SHORT_VALUES * WARP;  // of the longest row that a warp can hold, in elements
+constexpr int SHORT_ROWS = 4;                      // of a thread at most, and where a row may not need a whole warp
+constexpr int SHORT_BLOCKS = 1024 / MIN_BLOCK;     // that an SM is to have room for: 1024 threads of 64 registers
 
 // Vectors that a thread holds of each of so many rows.
 template <typename T, int ROWS>
@@ -18,21 +19,26 @@ constexpr int SHORT_VECTORS = SHORT_VALUES / Vec<T>::size / ROWS;
 
 // Which rows and vectors are this thread's. blockDim.x threads share a row, a whole warp unless a thread has SHORT_ROWS,
 // and take every blockDim.y-th row of the block's.
-template <typename T, int ROWS>
+template <int ROWS>
 struct ShortShare {
-    static constexpr int V = SHORT_VECTORS<T, ROWS>;
     int lane = threadIdx.x, lanes = ROWS < SHORT_ROWS ? WARP : blockDim.x, apart = blockDim.y;
     int64_t row = int64_t{blockIdx.x} * (ROWS * apart) + threadIdx.y;
     int length, left;
 
     __device__ ShortShare(int64_t count, int length_in)
         : length(length_in), left(static_cast<int>(min(count - row, int64_t{ROWS} * apart))) {}
-    __device__ int at(int v) const { return (lane + v * lanes) * Vec<T>::size; }
-    __device__ bool in_row(int v) const { return at(v) < length; }
     __device__ bool live(int r) const { return r * apart < left; }
+
+    // As a RowShare says it: this thread's v-th vector of a row, and whether it lies in it.
+    __device__ int at(int v) const { return lane + v * lanes; }
+    template <typename T>
+    __device__ bool has(int v, int64_t of) const {
+        return at(v) * Vec<T>::size < static_cast<int>(of);
+    }
 
     // This thread's vectors of its rows, `step` elements from row to row. `fill` stands past a row's end, and for a row
     // that is not there.
+    template <typename T, int V>
     __device__ void load(Vec<T> (&tile)[ROWS][V], const T* rows, int64_t step, float fill) const {
         rows += row * step;
 #pragma unroll
@@ -40,32 +46,34 @@ struct ShortShare {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 uint4 word = filled<T>(fill);
-                if (live(r) && in_row(v)) word = *reinterpret_cast<const uint4*>(rows + at(v));
+                if (live(r) && has<T>(v, length)) {
+                    word = *reinterpret_cast<const uint4*>(rows + at(v) * Vec<T>::size);
+                }
                 reinterpret_cast<uint4&>(tile[r][v]) = word;
             }
         }
     }
     // The same on their way into shared memory, vector v of row r to slot r · V + v, with zeros past the end.
-    template <typename S>
-    __device__ void fetch(const S& slots, const T* rows, int64_t step) const {
+    template <typename T, int THREADS>
+    __device__ void fetch(const Slots<T, THREADS>& slots, const T* rows, int64_t step) const {
+        constexpr int V = SHORT_VECTORS<T, ROWS>;
         rows += row * step;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r, rows += apart * step) {
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                cp_async16_if(shared_address(slots.slot(r * V + v)), rows + at(v), live(r) && in_row(v));
-            }
+            slots.template fetch<true, V>(r * V, rows, Rows{}, *this, live(r), length);
         }
     }
     // The v-th vector of what all rows have in common, `absent` where there is none.
+    template <typename T>
     __device__ Vec<T> parameter(const T* from, int v, float absent) const {
         uint4 word = filled<T>(absent);
-        load_constant_if(word, from + at(v), from != nullptr && in_row(v));
+        load_constant_if(word, from + at(v) * Vec<T>::size, from != nullptr && has<T>(v, length));
         return reinterpret_cast<const Vec<T>&>(word);
     }
     // The v-th vector of the r-th row. `first`: where this thread's first row begins.
+    template <typename T>
     __device__ void store(T* first, int64_t step, int r, int v, const Vec<T>& part) const {
-        if (live(r) && in_row(v)) store_vec(first + r * apart * step + at(v), part);
+        if (live(r) && has<T>(v, length)) store_vec(first + r * apart * step + at(v) * Vec<T>::size, part);
     }
 };
 
@@ -85,7 +93,7 @@ __device__ void each_over_lanes(V (&values)[ROWS], Op op, int lanes) {
 // Whether rows of so many elements are short, of operands that lie so. `whole`: of whole vectors, on 16 bytes.
 template <typename... R>
 bool are_short(int64_t length, bool whole, const R&... operands) {
-    return whole && length <= SHORT_ROW && (operands.even() && ...);
+    return whole && length <= SHORT_LENGTH && (operands.even() && ...);
 }
 
 // Calls f(rows of a thread as a constant, grid, block) for `count` short rows.
@@ -96,8 +104,8 @@ void with_short_rows(int64_t count, int64_t length, F&& f) {
         const unsigned apart = MIN_BLOCK / lanes;
         f(rows, grid_size(ceil_div(count, int64_t{rows()} * apart)), dim3(lanes, apart));
     };
-    if (length <= SHORT_ROW / SHORT_ROWS) return run(std::integral_constant<int, SHORT_ROWS>{});
-    if (length <= SHORT_ROW / 2) return run(std::integral_constant<int, 2>{});
+    if (length <= SHORT_LENGTH / SHORT_ROWS) return run(std::integral_constant<int, SHORT_ROWS>{});
+    if (length <= SHORT_LENGTH / 2) return run(std::integral_constant<int, 2>{});
     run(std::integral_constant<int, 1>{});
 }
 

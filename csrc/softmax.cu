@@ -17,7 +17,6 @@
 
 #include "common.cuh"
 #include "ops.h"
-#include "rows.cuh"
 #include "short_rows.cuh"
 
 namespace kl {
@@ -370,10 +369,10 @@ struct ShortRows {
 // Powers of two stay as floats until their sum is known. −max · log2 e is rounded, by the same for all of a row, unless
 // it is so far that the power overflows; of a far maximum the differences are taken first.
 template <typename T, int ROWS>
-__global__ void __launch_bounds__(MIN_BLOCK, 1024 / MIN_BLOCK)
+__global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
     softmax_registers_short_kernel(__grid_constant__ const ShortRows<T> p) {
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
-    const ShortShare<T, ROWS> share(p.count, p.length);
+    const ShortShare<ROWS> share(p.count, p.length);
     Vec<T> tile[ROWS][V];
     share.load(tile, p.input, p.in_step, NEG_INF);
     float top[ROWS], sum[ROWS], x[ROWS][V * E];

@@ -24,12 +24,14 @@ from triton_impl.dot import dot
 from triton_impl.gelu import gelu_of
 from triton_impl.matmul_tiles import MULTIPROCESSORS, config, grouped, likeliest, programs_at_once
 
+#: Rows and columns of the largest tile, or columns and rows.
+LARGEST = 128, 256
 #: Candidates, of which the cost model leaves COUNT. Tiles are stored whole, or in two halves where that leaves shared
 #: memory for one more stage.
 CONFIGS = [
-    *(config(128, 256, 64, 8, stages, SUBTILES=2) for stages in (3, 4)),
-    *(config(256, 128, 64, 8, stages, SUBTILES=2) for stages in (3, 4)),
-    config(128, 256, 128, 8, 2, SUBTILES=2),
+    *(config(*LARGEST, 64, 8, stages, SUBTILES=2) for stages in (3, 4)),
+    *(config(*LARGEST[::-1], 64, 8, stages, SUBTILES=2) for stages in (3, 4)),
+    config(*LARGEST, 128, 8, 2, SUBTILES=2),
     *(config(128, 128, 64, warps, 4, SUBTILES=1) for warps in (4, 8)),
     config(128, 128, 128, 8, 3, SUBTILES=1),
     config(64, 256, 64, 4, 4, SUBTILES=2),
@@ -256,7 +258,7 @@ def undescribable(a: torch.Tensor, b: torch.Tensor) -> str | None:
 def leaves_idle(c: torch.Tensor) -> bool:
     """Whether there are fewer of the largest tiles of `c` than multiprocessors."""
     m, n = c.shape[-2:]
-    tiles = c.shape[:-2].numel() * triton.cdiv(m, 128) * triton.cdiv(n, 256)
+    tiles = c.shape[:-2].numel() * triton.cdiv(m, LARGEST[0]) * triton.cdiv(n, LARGEST[1])
     return not torch.compiler.is_compiling() and tiles < multiprocessors(c.device, MULTIPROCESSORS)
 
 
