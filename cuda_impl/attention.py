@@ -78,6 +78,16 @@ def _is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@functools.cache
+def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
+    return (
+        device >= 0
+        and dtype in (torch.float16, torch.bfloat16)
+        and not _flash_unavailable(device)
+        and _is_hopper(device)
+    )
+
+
 def _read_by_tma(x: torch.Tensor) -> bool:
     """Whether rows are dense, and each starts at a multiple of 16 bytes."""
     return x.storage_offset() % 8 == 0 and has_rows_at(x, 8)
@@ -93,15 +103,33 @@ def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None
         attn_mask: torch.Tensor | None = None,
         **options: object,
     ) -> str | None:
+        # Every call comes by here: first whether all is as it mostly is, and only else what is not, if anything.
+        sizes, d_v = query.shape, value.shape[-1]
+        if (
+            attn_mask is None
+            and len(sizes) == 4
+            and (d := sizes[3]) % 8 == 0
+            and d_v % 8 == 0
+            and d <= max_head_dim
+            and d_v <= max_head_dim
+            and query.is_contiguous()
+            and key.is_contiguous()
+            and value.is_contiguous()
+            and query.storage_offset() % 8 == 0
+            and key.storage_offset() % 8 == 0
+            and value.storage_offset() % 8 == 0
+            and _runs_hopper_steps(query.get_device(), query.dtype)
+        ):
+            return None
         if (reason := _flash_unsupported(query, key, value, attn_mask, **options)) is not None:
             return reason
         if not _is_hopper(query.get_device()):
             return f"{step} needs compute capability 9.0 (wgmma, TMA)"
         if attn_mask is not None:
             return f"{step} takes causal masks and windows, but no mask in memory"
-        if query.dim() != 4:
-            return f"{step} takes 4 dimensions (B, H, S, D), got {query.dim()}"
-        d, d_v = query.shape[3], value.shape[3]
+        if len(sizes) != 4:
+            return f"{step} takes 4 dimensions (B, H, S, D), got {len(sizes)}"
+        d = sizes[3]
         if d % 8 or d_v % 8:
             return f"head dimensions must be multiples of 8, got {d} and {d_v}"
         if max(d, d_v) > max_head_dim:
@@ -149,10 +177,11 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
         window_size: tuple[int, int] = NO_WINDOW,
         return_lse: bool = False,
     ) -> tuple[Output, tuple]:
-        first, last = band(is_causal, window_size, query.shape[-2], key.shape[-2])
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        sizes, seqlen_k = query.shape, key.shape[-2]
+        first, last = band(is_causal, window_size, sizes[-2], seqlen_k)
+        scale = sizes[-1] ** -0.5 if scale is None else float(scale)
         if attn_mask is not None:
-            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+            attn_mask = attn_mask.expand(*sizes[:-1], seqlen_k)
         output, lse = run(query, key, value, attn_mask, first, last, scale, enable_gqa)
         results = (output, lse) if takes_output else ()
         saved = (query, key, value, *results, attn_mask, first, last, scale, enable_gqa)

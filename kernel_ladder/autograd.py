@@ -68,4 +68,6 @@ def run(variant: Variant, inputs: Inputs, options: Options) -> Any:
         for x in inputs:  # not any(): a generator costs as much as the rest of this function
             if x is not None and x.requires_grad:
                 return _Differentiable.apply(variant, options, *inputs)
-    return variant.output(*inputs, **options)
+    if variant.inference is not None:  # variant.output(), without a call in between, which would unpack options anew
+        return variant.inference(*inputs, **options)
+    return variant.forward(*inputs, **options)[0]

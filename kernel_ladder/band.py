@@ -21,6 +21,8 @@ def band(is_causal: bool | str, window_size: Sequence[int], seqlen_q: int, seqle
     ``is_causal=True`` aligns the diagonal to the upper left corner of the scores, ``"lower_right"`` to the lower right,
     as a window always is. A side that hides nothing is ``-seqlen_q`` or ``seqlen_k``, whatever it was made of.
     """
+    if not is_causal and window_size == NO_WINDOW:  # as it mostly is
+        return -seqlen_q, seqlen_k
     corner = seqlen_k - seqlen_q
     left, right = window_size
     first = -seqlen_q if left < 0 else corner - left

@@ -18,6 +18,9 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 #: Every dtype that an operation accepts. A variant may take fewer and says so through ``unsupported``.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+# Looked up once: every call asks for them.
+_Tensor, _STRIDED = torch.Tensor, torch.strided
+
 
 @dataclass(frozen=True)
 class Case:
@@ -148,18 +151,14 @@ def as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
 def check_tensors(op: str, dtypes: Sequence[torch.dtype] = DTYPES, **tensors: object) -> None:
     """Raise unless every argument is a tensor of an accepted dtype, and all have one dtype and one device."""
     # Every call of every operation comes by here: first whether all is well, and only else what is not.
-    dtype = device = None
-    for value in tensors.values():
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            break
-        if dtype is None:
-            dtype, device = value.dtype, value.device
-            if dtype not in dtypes:
+    first, *others = tensors.values()
+    if isinstance(first, _Tensor) and first.layout is _STRIDED and (dtype := first.dtype) in dtypes:
+        device = first.device
+        for x in others:
+            if not isinstance(x, _Tensor) or x.dtype is not dtype or x.device != device or x.layout is not _STRIDED:
                 break
-        elif value.dtype is not dtype or value.device != device:
-            break
-    else:
-        return
+        else:
+            return
     _raise_for_tensors(op, dtypes, tensors)
 
 
