@@ -105,7 +105,11 @@ def _sweep_parser() -> argparse.ArgumentParser:
         help="default: bfloat16, without --quick float32 too for the quick cases; float32 without a GPU",
     )
     parser.add_argument("--pass", dest="pass_", default="both", metavar="PASS", help="forward, backward or both")
-    parser.add_argument("--quick", action="store_true", help="a few shapes only, in bfloat16 on a GPU")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few shapes only, in bfloat16 on a GPU; of the host's cost that of the forward pass",
+    )
     parser.add_argument(
         "--time",
         type=float,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,27 +94,24 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
     inputs = make_inputs(case, dtype, device)
     if variant.unsupported(*inputs, **case.options) is not None:
         return None, None
-    public, spec = getattr(kernel_ladder, variant.op), kernel_ladder.spec(variant.op)
-    name, names = variant.name, tuple(spec.named(inputs))
+    own = functools.partial(variant.output, **case.options)
+    public = functools.partial(getattr(kernel_ladder, variant.op), **case.options, backend=variant.name)
+    spec = kernel_ladder.spec(variant.op)
 
-    def through_table(*x: torch.Tensor | None) -> Output:
-        return public(**dict(zip(names, (t for t in x if t is not None), strict=True)), **case.options, backend=name)
-
-    def own(*x: torch.Tensor | None) -> Output:
-        return variant.output(*x, **case.options)
-
-    by_user = through_table if variant.level in LEVELS else own  # a peer's users call its own function
+    def by_user(*x: torch.Tensor | None) -> Callable[[], Output]:
+        """Ready to be called, with nothing of ours in between. A peer's users call its own function."""
+        return functools.partial(public, **spec.named(x)) if variant.level in LEVELS else functools.partial(own, *x)
 
     if not backward:
         with torch.no_grad():
-            by_name = timing.host_seconds(lambda: by_user(*inputs), device)
-            direct = timing.host_seconds(lambda: variant.output(*inputs, **case.options), device)
+            by_name = timing.host_seconds(by_user(*inputs), device)
+            direct = timing.host_seconds(functools.partial(own, *inputs), device)
         return by_name * 1e6, direct * 1e6
-    outputs = by_user(*inputs)
+    outputs = by_user(*inputs)()
     grad = tuple(map(torch.ones_like, outputs)) if isinstance(outputs, tuple) else torch.ones_like(outputs)
     copies = Copies.__new__(Copies)
     copies.count, copies.inputs, copies.grads, copies.options = 1, [inputs], [grad], case.options
-    by_autograd, direct_call = _autograd_call(by_user, copies), backward_call(variant, copies)
+    by_autograd, direct_call = _autograd_call(lambda *x: by_user(*x)(), copies), backward_call(variant, copies)
     return (
         timing.host_seconds(lambda: by_autograd(0), device) * 1e6,
         timing.host_seconds(lambda: direct_call(0), device) * 1e6,

@@ -281,6 +281,9 @@ class Sweep:
                 yield level
 
     def _host_us(self, variant: Variant, group: Group, backward: bool) -> tuple[float | None, float | None]:
+        # Of a backward pass torch.compile would compile one more graph for it, a second an operation.
+        if backward and self.choice.quick:
+            return None, None
         key = (variant.op, variant.name, "backward" if backward else "forward", group.dtype)
         if key not in self._host:
             # Without a GPU the case is tiny itself.

@@ -22,22 +22,25 @@ def check_normalized(
     given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
     check_tensors(op, input=input, **given)
     shape = normalized_shape
-    if not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
+    # Every call comes by here: first whether it is one dimension, the last, as it mostly is.
+    one = type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int
+    if not one and (not isinstance(shape, tuple) or not all(type(n) is int for n in shape)):
         raise TypeError(f"{op}: argument `normalized_shape` must be a tuple of ints, got {normalized_shape!r}")
-    if not shape or input.shape[-len(shape) :] != shape:
+    sizes = input.shape
+    if not (one and sizes and sizes[-1] == shape[0]) and (not shape or sizes[-len(shape) :] != shape):
         raise ValueError(
             f"{op}: argument `normalized_shape` must be the last dimensions of `input`, at least one: "
-            f"got {shape} for a shape of {tuple(input.shape)}"
+            f"got {shape} for a shape of {tuple(sizes)}"
         )
-    for name, x in parameters.items():
-        if x is not None and x.shape != shape:
+    for name, x in given.items():
+        if x.shape != shape:
             raise ValueError(f"{op}: argument `{name}` must have the shape {shape} of a row, got {tuple(x.shape)}")
     check_eps(op, eps)
 
 
 def check_eps(op: str, eps: float | None) -> None:
     """Raise unless `eps` is a number from zero up, or None."""
-    if eps is None:
+    if eps is None or (type(eps) is float and 0 <= eps < math.inf):
         return
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: argument `eps` must be a float, got {type(eps).__name__}")

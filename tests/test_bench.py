@@ -65,7 +65,11 @@ def test_rows_have_every_field(swept):
             assert 0 <= line["error"] <= line["bound"]
             assert line["speedup"] > 0
             assert line["of_ceiling"] > 0
-            assert line["interpreted"] or line["host_us"] > 0
+            # A quick sweep leaves out what the backward pass costs on the host.
+            if line["interpreted"] or line["pass"] == "backward":
+                assert line["host_us"] is None
+            else:
+                assert line["host_us"] > 0
         else:
             assert line["unsupported"]
             assert line["us"] is None
