@@ -29,17 +29,15 @@ __global__ void gelu_backward_naive_kernel(T* grad_input, const T* grad, Strided
     grad_input[i] = from_float<T>(g * Form::derivative(x));
 }
 
-// ---- vectorized: 16 bytes a load, several loads in flight ----------------------------------------------------------
+// ---- vectorized: 16 bytes a load and a store ------------------------------------------------------------------------
 
-// 16 bytes of an operand from element `first` of the walk on. WHOLE: the walk is dense and aligned, one load does it
-// where the operand does not end within. Else gathered element by element.
-template <bool WHOLE, typename T>
+// 16 bytes of an operand from element `first` of the walk on, element by element: zeros past its end.
+template <bool DENSE, typename T>
 __device__ Vec<T> gather_vec(const T* input, const Strided& walk, int64_t first, int64_t numel) {
-    if (WHOLE && first + Vec<T>::size <= numel) return load_vec(input + first);
     Vec<T> v;
 #pragma unroll
     for (int e = 0; e < Vec<T>::size; ++e) {
-        v[e] = first + e < numel ? input[WHOLE ? first + e : walk.offset(first + e)] : from_float<T>(0.0f);
+        v[e] = first + e < numel ? input[DENSE ? first + e : walk.offset(first + e)] : from_float<T>(0.0f);
     }
     return v;
 }
@@ -53,16 +51,36 @@ __device__ void scatter_vec(T* output, const Vec<T>& v, int64_t first, int64_t n
     }
 }
 
+template <typename T, typename Form>
+__device__ Vec<T> gelu_of(const Vec<T>& input) {
+    float x[Vec<T>::size];
+    unpack(input, x);
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) x[e] = Form::forward(x[e]);
+    return pack<T>(x);
+}
+
+template <typename T, typename Form>
+__device__ Vec<T> gelu_gradient_of(const Vec<T>& grad, const Vec<T>& input) {
+    float x[Vec<T>::size], g[Vec<T>::size];
+    unpack(input, x);
+    unpack(grad, g);
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) g[e] *= Form::derivative(x[e]);
+    return pack<T>(g);
+}
+
+// WHOLE: the walk is dense and aligned, one load takes 16 bytes where the operand does not end within. That is a path of its
+// own to the store: where it met the other one again, vectors would be taken apart and put together.
 template <typename T, typename Form, bool WHOLE>
 __global__ void __launch_bounds__(THREADS)
     gelu_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided walk, int64_t numel) {
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
-    if (first >= numel) return;
-    float x[Vec<T>::size];
-    unpack(gather_vec<WHOLE>(input, walk, first, numel), x);
-#pragma unroll
-    for (int e = 0; e < Vec<T>::size; ++e) x[e] = Form::forward(x[e]);
-    scatter_vec(output, pack<T>(x), first, numel);
+    if (WHOLE && first + Vec<T>::size <= numel) {
+        store_vec(output + first, gelu_of<T, Form>(load_vec(input + first)));
+    } else if (first < numel) {
+        scatter_vec(output, gelu_of<T, Form>(gather_vec<WHOLE>(input, walk, first, numel)), first, numel);
+    }
 }
 
 template <typename T, typename Form, bool WHOLE>
@@ -70,15 +88,13 @@ __global__ void __launch_bounds__(THREADS)
     gelu_backward_vectorized_kernel(T* grad_input, const T* grad, __grid_constant__ const Strided grad_walk,
                                     const T* input, __grid_constant__ const Strided input_walk, int64_t numel) {
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
-    if (first >= numel) return;
-    float x[Vec<T>::size], g[Vec<T>::size];
-    const Vec<T> input_vec = gather_vec<WHOLE>(input, input_walk, first, numel);
-    const Vec<T> grad_vec = gather_vec<WHOLE>(grad, grad_walk, first, numel);
-    unpack(input_vec, x);
-    unpack(grad_vec, g);
-#pragma unroll
-    for (int e = 0; e < Vec<T>::size; ++e) g[e] *= Form::derivative(x[e]);
-    scatter_vec(grad_input, pack<T>(g), first, numel);
+    if (WHOLE && first + Vec<T>::size <= numel) {
+        store_vec(grad_input + first, gelu_gradient_of<T, Form>(load_vec(grad + first), load_vec(input + first)));
+    } else if (first < numel) {
+        const Vec<T> x = gather_vec<WHOLE>(input, input_walk, first, numel),
+                     g = gather_vec<WHOLE>(grad, grad_walk, first, numel);
+        scatter_vec(grad_input, gelu_gradient_of<T, Form>(g, x), first, numel);
+    }
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
