@@ -71,7 +71,9 @@ __global__ void bias_dropout_add_layer_norm_backward_naive_kernel(T* grad_input,
 
 // Slots of a thread's vectors: of input and residual, of their sum, or of nothing.
 template <bool WHOLE, bool CLUSTER>
-constexpr int CHAIN_SLOTS = !WHOLE ? ROW_VECTORS : CLUSTER ? 0 : 2 * ROW_VECTORS;
+constexpr int CHAIN_SLOTS = !WHOLE    ? ROW_VECTORS
+                            : CLUSTER ? 0
+                                      : 2 * ROW_VECTORS;
 
 // One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements. Both operands come by way
 // of shared memory: loaded to registers, which are few, ptxas asks for a vector when the one before is done with. That
