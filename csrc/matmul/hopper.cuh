@@ -221,11 +221,13 @@ struct Ring {
     }
 };
 
-// WIDTH of x, from x on, by 128 bytes of k.
+// WIDTH of x, from x on, by 128 bytes of k; no more than `panels` panels.
 template <Major MAJOR, int WIDTH>
-__device__ inline void load_tile(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k, int batch) {
+__device__ inline void load_tile(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k, int batch,
+                                 int panels = WIDTH / PANEL_X) {
 #pragma unroll
     for (int i = 0; i < WIDTH; i += PANEL_X) {
+        if (i >= panels * PANEL_X) break;
         const int c0 = MAJOR == Major::K ? k : x + i, c1 = MAJOR == Major::K ? x + i : k;
         tma_load(shared + i * SWIZZLE_ROW, map, barrier, c0, c1, batch);
     }

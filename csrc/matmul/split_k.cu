@@ -46,6 +46,7 @@ constexpr int UNIT = 32;  // columns of a tile that a block finishes at once
 struct Places {
     Divisor tiles_m, tiles_n;
     int log_splits;
+    int a_panel, b_panel;  // bytes that TMA brings of a panel of each operand
 
     __device__ int part() const { return blockIdx.x & ((1 << log_splits) - 1); }
     __device__ void at(int* batch, int* m, int* n) const {
@@ -83,12 +84,16 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     if (group == 0) {
         if constexpr (CONSUMERS > 1) registers_decrease<40>();
         if (warp == 0 && elect_one()) {
+            // What lies outside is not asked for, whatever rows and columns it would be of: they are not stored.
+            const int a_panels = min(BM, p.M - m0 + PANEL_X - 1) / PANEL_X;
+            const int b_panels = min(BN, p.N - n0 + PANEL_X - 1) / PANEL_X;
+            const int bytes = a_panels * places.a_panel + b_panels * places.b_panel;
             for (int i = begin; i < end; ++i, at.next()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
-                mbarrier_arrive_expect(barrier, STAGE_BYTES);
-                load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
-                load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
+                mbarrier_arrive_expect(barrier, bytes);
+                load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step, a_panels);
+                load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step, b_panels);
             }
         }
         __syncwarp();
@@ -201,16 +206,27 @@ void consider(Plan& best, const Tiled& p, int64_t k_tiles, const Launch& on) {
     }
 }
 
+// An operand of fewer rows (columns) than a panel has, along k, with a box no higher: TMA takes four cycles or more for each
+// row of a box that lies outside. Along the other dimension what lies outside is k, and must come as zeros.
+template <Major MAJOR>
+TmaTensor low(TmaTensor operand) {
+    const int64_t rows = ceil_div(operand.sizes[1], 8) * 8;  // the swizzle goes by eight
+    if (MAJOR == Major::K && rows < PANEL_X) operand.box[1] = static_cast<int>(rows);
+    return operand;
+}
+
 template <typename Tile, typename T, Major A, Major B>
 void launch_split(const HopperCall& call, int log_splits, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
     const TileOrder tiles = tile_order(p, Tile::BM, Tile::BN);
-    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_splits};
+    const TmaTensor a = low<A>(call.a), b = low<B>(call.b);
+    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_splits, a.box[1] * SWIZZLE_ROW,
+                        b.box[1] * SWIZZLE_ROW};
     const int splits = 1 << log_splits;
     launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(tiles, p) * splits, splits,
-                  Tile::THREADS, Tile::SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
-                  places);
+                  Tile::THREADS, Tile::SHARED, on, asked, static_cast<T*>(call.output.data_ptr()),
+                  TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
 }
 
 }  // namespace
