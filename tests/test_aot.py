@@ -24,16 +24,20 @@ def takes_descriptors(e) -> bool:
     return any(t.startswith("tensordesc") for t in e.signature.values())
 
 
+def for_hopper_alone(e) -> bool:
+    return takes_descriptors(e) or e.options.get("num_ctas", 1) > 1
+
+
 def entries(op: str, capability: int) -> list:
     """What to compile. Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first.
 
-    Kernels that take tensor descriptors run on Hopper alone.
+    Kernels that take tensor descriptors, or run on clusters, are for Hopper alone.
     """
     if capability >= 90:
         return listed(op)
     first: dict[tuple, Any] = {}
     for e in listed(op):
-        if takes_descriptors(e):
+        if for_hopper_alone(e):
             continue
         rest = tuple((k, v) for k, v in e.constexprs.items() if not k.startswith(("BLOCK", "GROUP")))
         first.setdefault((e.kernel.__name__, *e.signature.items(), *rest), e)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernel_ladder.norms import eps_or_default, forwards
-from triton_impl import norms, register, unsupported
+from triton_impl import norms, norms_cluster, register
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=False, residual=True)
 
 
-def _variant(name: str, fused: bool) -> None:
+def _variant(name: str, normalised: Callable, refused_rows: Callable) -> None:
     def normalise(
         keep: bool, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
         w = as_parameter(weight)
         eps = eps_or_default(eps, input.dtype)
-        output, total, stats = norms.forward(KIND, fused, as_matrix(input), as_matrix(residual), w, None, eps, keep)
+        output, total, stats = normalised(KIND, as_matrix(input), as_matrix(residual), w, None, eps, keep)
         total = total.view(input.shape)
         return (output.view(input.shape), total), (total, w, stats)
 
@@ -32,12 +34,13 @@ def _variant(name: str, fused: bool) -> None:
         return of_sum if needs[0] else None, of_sum if needs[1] else None, of_weight
 
     def refused(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps) -> str | None:
-        return unsupported(input) or norms.too_long(input.shape[-1], fused)
+        return refused_rows(input, input.shape[-1])
 
     register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused)
 
 
-_variant("triton.online", fused=False)
-_variant("triton.fused", fused=True)
+for _name, _kernels in norms.STEPS.items():
+    _variant(f"triton.{_name}", *_kernels)
+_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused)
 
-AOT = norms.ahead_of_time(KIND)
+AOT = [*norms.ahead_of_time(KIND), *norms_cluster.ahead_of_time(KIND)]

@@ -41,7 +41,8 @@ def entry(
         name: "constexpr" if name in constexprs else f"*{dtype}" if name.endswith("_ptr") else "i32"
         for name in kernel.arg_names
     } | dict(types or {})
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages} if config else {}
+    names = ("num_warps", "num_stages", "num_ctas")
+    options = {name: getattr(config, name) for name in names} if config else {}
     return Entry(kernel, signature, constexprs, options)
 
 

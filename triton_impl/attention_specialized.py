@@ -10,8 +10,6 @@ which warps do what, and which of two products to wait for.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -32,6 +30,7 @@ from triton_impl.aot import Entry, entry
 from triton_impl.attention_call import Call, finished
 from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LOG2_E, section, seqlen_class
 from triton_impl.choosing import Chooser
+from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.matmul_descriptors import DescriptorLaunch
 from triton_impl.tuning import Launches
 
@@ -357,14 +356,6 @@ def _specialized_kernel(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _not_hopper(device: int) -> str | None:
-    if not torch.cuda.is_available():  # kernels are looked into where they cannot run
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
-
-
 def unsupported(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -372,12 +363,9 @@ def unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    """As of `triton.tma`; and Gluon has no interpreter."""
-    if not query.is_cuda:
-        return f"Gluon, Triton's lower language, takes CUDA tensors alone, got {query.device.type}"
-    if (reason := attention_tma.unsupported(query, key, value, attn_mask, **options)) is not None:
-        return reason
-    return _not_hopper(query.get_device())
+    """As of `triton.tma`; and what Gluon asks for."""
+    reason = unsupported_by_gluon(query)
+    return reason or attention_tma.unsupported(query, key, value, attn_mask, **options)
 
 
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:

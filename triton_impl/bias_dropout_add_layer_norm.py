@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import forwards
-from triton_impl import layer_norm, norms, register, unsupported
+from triton_impl import layer_norm, norms, register
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
 from triton_impl.elementwise import tile_of
@@ -229,7 +229,7 @@ def _variant(name: str, fused: bool) -> None:
         )
 
     def refused(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
-        return unsupported(input) or norms.too_long(input.shape[-1], fused)
+        return norms.refused(fused, input, input.shape[-1])
 
     register(
         "bias_dropout_add_layer_norm",

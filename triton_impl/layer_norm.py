@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from kernel_ladder.norms import forwards
-from triton_impl import norms, register, unsupported
+from triton_impl import norms, norms_cluster, register
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=True, residual=False)
 
 
-def _variant(name: str, fused: bool) -> None:
+def _variant(name: str, normalised: Callable, refused_rows: Callable) -> None:
     def normalise(
         keep: bool,
         input: torch.Tensor,
@@ -24,7 +25,7 @@ def _variant(name: str, fused: bool) -> None:
         eps,
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
-        output, _, stats = norms.forward(KIND, fused, x, None, w, as_parameter(bias), eps, keep)
+        output, _, stats = normalised(KIND, x, None, w, as_parameter(bias), eps, keep)
         return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -41,12 +42,13 @@ def _variant(name: str, fused: bool) -> None:
         normalized_shape,
         eps,
     ) -> str | None:
-        return unsupported(input) or norms.too_long(math.prod(normalized_shape), fused)
+        return refused_rows(input, math.prod(normalized_shape))
 
     register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused)
 
 
-_variant("triton.online", fused=False)
-_variant("triton.fused", fused=True)
+for _name, _kernels in norms.STEPS.items():
+    _variant(f"triton.{_name}", *_kernels)
+_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused)
 
-AOT = norms.ahead_of_time(KIND)
+AOT = [*norms.ahead_of_time(KIND), *norms_cluster.ahead_of_time(KIND)]

@@ -12,6 +12,7 @@ CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of t
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import as_rows
-from triton_impl import multiprocessors
+from triton_impl import multiprocessors, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.dot import INTERPRETED
 from triton_impl.rows import (
@@ -418,9 +419,31 @@ def head_of(dtype: torch.dtype) -> int:
     return HEAD_FLOAT32 if dtype == torch.float32 else HEAD
 
 
-def forward(
+def prepared(
     kind: Kind,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    keep: bool,
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], tuple[bool, bool]]:
+    """A forward kernel's tensors, output, sum and what is kept of rows first; rows' strides; what parameters there are.
+
+    The sum is the output again where there is no residual; what is kept is empty where nothing is to be.
+    """
+    count, length = x.shape
+    output = x.new_empty((count, length))
+    total = x.new_empty((count, length)) if kind.residual else output
+    stats = x.new_empty((3 if kind.centred else 1, count if keep else 0), dtype=torch.float32)
+    # What is absent is stood for by what is there: its pointer is not looked at.
+    r = x if residual is None else residual
+    tensors = (output, total, stats, x, r, output if weight is None else weight, output if bias is None else bias)
+    return tensors, (x.stride(0), r.stride(0)), (weight is not None, bias is not None)
+
+
+def forward(
     fused: bool,
+    kind: Kind,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
@@ -428,28 +451,19 @@ def forward(
     eps: float,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and sum (the output again where there is no residual), (count, length) both, and what is kept of rows.
-
-    What is kept is empty where nothing is to be.
-    """
+    """Output and sum, (count, length) both, and what is kept of rows."""
+    tensors, strides, (has_weight, has_bias) = prepared(kind, x, residual, weight, bias, keep)
+    output, total, stats = tensors[:3]
     count, length = x.shape
-    output = x.new_empty((count, length))
-    total = x.new_empty((count, length)) if kind.residual else output
-    stats = x.new_empty((3 if kind.centred else 1, count if keep else 0), dtype=torch.float32)
     if output.numel() == 0:
         return output, total, stats
-    # What is absent is stood for by what is there: its pointer is not looked at.
-    r = x if residual is None else residual
-    tensors = (output, total, stats, x, r, output if weight is None else weight, output if bias is None else bias)
-    strides = (x.stride(0), r.stride(0))
-    absent = (weight is None, bias is None)
-    key = ("forward", kind, fused, keep, count, length, strides, absent, x.dtype, x.device, eps)
+    key = ("forward", kind, fused, keep, count, length, strides, has_weight, has_bias, x.dtype, x.device, eps)
 
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
         constants = {
             "CENTRED": kind.centred, "RESIDUAL": kind.residual, "KEEP": keep,
-            "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias,
         }  # fmt: skip
         if not fused:
             constants["EVEN"] = length % LARGEST_BLOCK == 0
@@ -556,10 +570,19 @@ def _sum(
     _launches.run(key, make, tensors)
 
 
-def too_long(length: int, fused: bool) -> str | None:
+def refused(fused: bool, x: torch.Tensor, length: int) -> str | None:
+    """Why rows of so many elements of `x` cannot be taken, or None."""
+    if (reason := unsupported(x)) is not None:
+        return reason
     if fused and length > MAX_FUSED:
         return f"rows of {length} elements are too long for registers; at most {MAX_FUSED}"
     return None
+
+
+#: How the steps of the climb normalise rows, and which they refuse.
+STEPS = {
+    name: (partial(forward, fused), partial(refused, fused)) for name, fused in (("online", False), ("fused", True))
+}
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from kernel_ladder.norms import eps_or_default, forwards
-from triton_impl import norms, register, unsupported
+from triton_impl import norms, norms_cluster, register
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=False, residual=False)
 
 
-def _variant(name: str, fused: bool) -> None:
+def _variant(name: str, normalised: Callable, refused_rows: Callable) -> None:
     def normalise(
         keep: bool, input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
-        output, _, stats = norms.forward(KIND, fused, x, None, w, None, eps_or_default(eps, input.dtype), keep)
+        output, _, stats = normalised(KIND, x, None, w, None, eps_or_default(eps, input.dtype), keep)
         return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -29,12 +30,13 @@ def _variant(name: str, fused: bool) -> None:
         return None if of_input is None else of_input.view(shape), None if of_weight is None else of_weight.view(row)
 
     def refused(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
-        return unsupported(input) or norms.too_long(math.prod(normalized_shape), fused)
+        return refused_rows(input, math.prod(normalized_shape))
 
     register("rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused)
 
 
-_variant("triton.online", fused=False)
-_variant("triton.fused", fused=True)
+for _name, _kernels in norms.STEPS.items():
+    _variant(f"triton.{_name}", *_kernels)
+_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused)
 
-AOT = norms.ahead_of_time(KIND)
+AOT = [*norms.ahead_of_time(KIND), *norms_cluster.ahead_of_time(KIND)]

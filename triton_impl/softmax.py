@@ -1,12 +1,14 @@
 """Softmax in Triton.
 
 fused    whole rows in registers, one or several a program: one read, one write
+cluster  rows that outgrow one block, in the registers of several (softmax_cluster.py)
 online   rows too long for that: maximum and sum in one pass (Milakov and Gimelshein, arXiv:1805.02867), then the
          quotient in a second read
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.strides import collapse
-from triton_impl import register, unsupported
+from triton_impl import register, softmax_cluster, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 from triton_impl.rows import (
@@ -285,6 +287,13 @@ def _unsupported_fused(input: torch.Tensor, *, dim: int) -> str | None:
 
 _variant("triton.online", fused=False, unsupported=_unsupported)
 _variant("triton.fused", fused=True, unsupported=_unsupported_fused)
+register(
+    "softmax",
+    "triton.cluster",
+    forward=softmax_cluster.forward,
+    backward=softmax_cluster.backward,
+    unsupported=partial(softmax_cluster.unsupported, shortest=MAX_FUSED + 1),
+)
 
 
 def _entry(kernel: Any, dtype: str, rows: int, warps: int, **constants: Any) -> Entry:
@@ -296,4 +305,5 @@ AOT = [
     *(_entry(_fused_backward_kernel, "bf16", *backward_shapes(block)[0], BLOCK=block) for block in (256, 4096)),
     *(_entry(k, "bf16", 0, 16, BLOCK=8192) for k in (_online_kernel, _online_backward_kernel)),
     *(_entry(k, "fp32", 1, 8, BLOCK=ONLINE_BLOCK, FUSED=False) for k in (_strided_kernel, _strided_backward_kernel)),
+    *softmax_cluster.AOT,
 ]

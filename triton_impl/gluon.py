@@ -1,0 +1,24 @@
+"""What kernels in Gluon, Triton's language below Triton, ask of a machine: a Hopper GPU, and no interpreter."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def _not_hopper(device: int) -> str | None:
+    if not torch.cuda.is_available():  # kernels are looked into where they cannot run
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 9 else f"needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+
+
+def unsupported(x: torch.Tensor) -> str | None:
+    """Why a kernel in Gluon cannot take a tensor, whatever its shape, or None."""
+    if not x.is_cuda:
+        return f"Gluon, Triton's lower language, takes CUDA tensors alone, got {x.device.type}"
+    if torch.compiler.is_compiling():
+        return "torch.compile does not trace kernels in Gluon, Triton's lower language"
+    return _not_hopper(x.get_device())
