@@ -12,7 +12,7 @@ import triton.language as tl
 
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
-from triton_impl.columns import SUM_COLUMNS, SUM_SHARES, row_shares, sum_shares, sum_shares_kernel
+from triton_impl.columns import SUM_WARPS, row_shares, sum_shares, sum_shares_kernel, sum_tile
 from triton_impl.elementwise import offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.gelu import gelu_derivative, gelu_of
 from triton_impl.tuning import Known
@@ -24,6 +24,8 @@ BACKWARD_TILE, BACKWARD_WARPS = 4096, 8
 #: program, and all loads of the input are then under way; else ptxas puts some off until others are done with. Backward
 #: it must be high, so that few programs have partial sums.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 256, 256
+#: Tiles of a backward program under way: the next two while one is worked on.
+STAGES = tl.constexpr(3)
 #: Programs of the backward kernel that run on a multiprocessor at once.
 BACKWARD_PROGRAMS = 4
 
@@ -64,7 +66,7 @@ def _bias_gelu_backward_kernel(
     bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     end = tl.minimum((share + 1) * rows_a_share, rows)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(share * rows_a_share, end, BLOCK_M):
+    for start in tl.range(share * rows_a_share, end, BLOCK_M, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_M)
         mask = (row < end)[:, None] & (column < columns)[None, :]
         i = row[:, None] * columns + column[None, :]
@@ -191,5 +193,11 @@ AOT = [
         _WARPS[1],
         _FLOAT,
     ),
-    entry(sum_shares_kernel, "bf16", {"BLOCK_M": SUM_SHARES, "BLOCK_N": SUM_COLUMNS}, types=_FLOAT),
+    entry(
+        sum_shares_kernel,
+        "bf16",
+        dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True)),
+        triton.Config({}, num_warps=SUM_WARPS),
+        _FLOAT,
+    ),
 ]

@@ -13,7 +13,15 @@ import triton.language as tl
 from triton_impl import multiprocessors
 from triton_impl.tuning import Known
 
-SUM_COLUMNS, SUM_SHARES = 32, 64
+#: Elements of a tile of :func:`sum_shares_kernel`, shares of it at most, and warps. Of few columns there are few
+#: programs, which wait for memory once a tile: so tiles are tall.
+SUM_TILE, MOST_SHARES, SUM_WARPS = 4096, 256, 16
+
+
+def sum_tile(shares: int) -> tuple[int, int]:
+    """How many shares and columns of them to add up at once."""
+    height = min(MOST_SHARES, triton.next_power_of_2(shares))
+    return height, SUM_TILE // height
 
 
 @triton.jit
@@ -28,15 +36,14 @@ def sum_shares_kernel(out_ptr, partials_ptr, shares, columns, BLOCK_M: tl.conste
     tl.store(out_ptr + column, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
-_sum_shares = Known(sum_shares_kernel)
+_sum_shares = Known(sum_shares_kernel, num_warps=SUM_WARPS)
 
 
 def sum_shares(output: torch.Tensor, partials: torch.Tensor) -> None:
     """Write the sums of partials, ``(shares, columns)`` in float32, into `output`, ``(columns,)``."""
     shares, columns = partials.shape
-    _sum_shares(
-        triton.cdiv(columns, SUM_COLUMNS), (output, partials), (shares, columns, SUM_SHARES, SUM_COLUMNS)
-    )  # fmt: skip
+    height, width = sum_tile(shares)
+    _sum_shares(triton.cdiv(columns, width), (output, partials), (shares, columns, height, width))
 
 
 def row_shares(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:

@@ -22,6 +22,7 @@ import triton.language as tl
 from kernel_ladder.norms import as_rows
 from triton_impl import multiprocessors, unsupported
 from triton_impl.aot import Entry, entry
+from triton_impl.columns import SUM_WARPS, sum_tile
 from triton_impl.dot import INTERPRETED
 from triton_impl.rows import (
     backward_shapes,
@@ -556,16 +557,15 @@ def _sum(
 ) -> None:
     _, groups, length = partials.shape
     tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
-    together = min(64, triton.next_power_of_2(groups))
-    columns = 2048 // together
+    together, columns = sum_tile(groups)
     grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
     arguments = (groups, length, grad_weight is not None, grad_bias is not None, together, columns)
     key = ("sum", arguments, x.dtype, x.device)
 
     def make() -> Launch | None:
-        _norm_sum_kernel[grid](*tensors, *arguments, num_warps=8)
+        _norm_sum_kernel[grid](*tensors, *arguments, num_warps=SUM_WARPS)
         compiling = torch.compiler.is_compiling()
-        return None if compiling else Launch(_norm_sum_kernel, grid, arguments, {"num_warps": 8})
+        return None if compiling else Launch(_norm_sum_kernel, grid, arguments, {"num_warps": SUM_WARPS})
 
     _launches.run(key, make, tensors)
 
@@ -604,7 +604,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         (_norm_online_kernel, {**forward_flags, "HEAD": HEAD, "EVEN": False}, {"BLOCK": 8192}, 16),
         (_norm_backward_rows_kernel, rows_flags, {"BLOCK": 4096}, 8),
         (_norm_backward_columns_kernel, backward_flags, {"BLOCK": 2048, "STAGES": 3}, 4),
-        (_norm_sum_kernel, {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred}, {"GROUPS": 64, "COLUMNS": 32}, 8),
+        (_norm_sum_kernel, {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred}, {"GROUPS": 256, "COLUMNS": 16}, SUM_WARPS),
     ):
         made.append(entry(kernel, "bf16", constants, triton.Config(block, num_warps=warps, num_stages=1)))
     of_float32 = dict.fromkeys(("stats_ptr", "partials_ptr", "means_ptr"), "*fp32") | {"eps": "fp32"}
