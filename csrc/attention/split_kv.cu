@@ -6,9 +6,10 @@
 // 16 rows of one tile, and a run of the keys; its warps walk through tiles of the run in turn, each with a ring of its
 // own in shared memory and no barrier but its own. Each warp ends with a softmax of what it has seen, the block with
 // that of its run, and a second kernel weighs the runs by their log-sum-exps (Flash-Decoding, Dao et al.,
-// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Runs are added up in their order: results repeat, but how many
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Runs are added up in one order: results repeat, but how many
 // runs there are, and so the last bits, depends on the number of SMs.
 
+#include "../dependent.cuh"
 #include "tile.cuh"
 
 namespace kl {
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     }
     cp_async_wait<0>();
     __syncthreads();  // all warps have done with their rings
+    launch_dependents();
 
     // The warps' results, side by side: output, then maximum and sum, of each row.
     float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
@@ -206,24 +208,27 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 #endif
 }
 
-// One query's runs, weighed by their share of its sum of exponentials; a block a query.
+// One query's runs, weighed by their share of its sum of exponentials; a block a query. A short kernel after a long one: it
+// is launched before that one has ended, and asks for all it needs at once.
 template <typename T>
 __global__ void __launch_bounds__(COMBINE_THREADS)
     attention_split_kv_combine_kernel(T* output, float* lse, const float* partial, const float* partial_lse,
                                       int64_t rows, int runs, int D_v) {
+    wait_for_previous();
     const int64_t row = blockIdx.x;
     float max_of_all = -INFINITE, sum = 0.0f;
-    for (int r = 0; r < runs; ++r) max_of_all = fmaxf(max_of_all, partial_lse[r * rows + row]);
+    for (int r = threadIdx.x % WARP; r < runs; r += WARP) max_of_all = fmaxf(max_of_all, partial_lse[r * rows + row]);
+    max_of_all = warp_reduce(max_of_all, Max{});
     const float shift = max_of_all == -INFINITE ? 0.0f : max_of_all;
-    for (int r = 0; r < runs; ++r) sum += exp2_approx((partial_lse[r * rows + row] - shift) * LOG2E);
+    const auto share = [&](int r) { return exp2_approx((partial_lse[r * rows + row] - shift) * LOG2E); };
+    for (int r = threadIdx.x % WARP; r < runs; r += WARP) sum += share(r);
+    sum = warp_reduce(sum, Sum{});
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     if (threadIdx.x == 0) lse[row] = max_of_all + logf(sum);
     for (int column = threadIdx.x; column < D_v; column += COMBINE_THREADS) {
         float total = 0.0f;
-        for (int r = 0; r < runs; ++r) {
-            const float weight = exp2_approx((partial_lse[r * rows + row] - shift) * LOG2E);
-            total = fmaf(weight, partial[(r * rows + row) * D_v + column], total);
-        }
+#pragma unroll 8
+        for (int r = 0; r < runs; ++r) total = fmaf(share(r), partial[(r * rows + row) * D_v + column], total);
         output[row * D_v + column] = from_float<T>(total * inverse);
     }
 }
@@ -257,10 +262,9 @@ void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const 
     kernel<<<grid, S::THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
-    attention_split_kv_combine_kernel<T><<<grid_size(a.rows()), COMBINE_THREADS, 0, launch.stream>>>(
-        operands.output, static_cast<float*>(lse.data_ptr()), operands.partial, operands.lse, a.rows(), runs.count,
-        a.D_v);
-    KL_LAUNCH_CHECK();
+    launch_dependent(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch,
+                     operands.output, static_cast<float*>(lse.data_ptr()), operands.partial, operands.lse, a.rows(),
+                     runs.count, static_cast<int>(a.D_v));
 }
 
 }  // namespace
