@@ -104,15 +104,12 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
 
     if not backward:
         with torch.no_grad():
-            by_name = timing.host_seconds(by_user(*inputs), device)
-            direct = timing.host_seconds(functools.partial(own, *inputs), device)
-        return by_name * 1e6, direct * 1e6
+            seconds = timing.host_seconds((by_user(*inputs), functools.partial(own, *inputs)), device)
+        return tuple(1e6 * s for s in seconds)
     outputs = by_user(*inputs)()
     grad = tuple(map(torch.ones_like, outputs)) if isinstance(outputs, tuple) else torch.ones_like(outputs)
     copies = Copies.__new__(Copies)
     copies.count, copies.inputs, copies.grads, copies.options = 1, [inputs], [grad], case.options
     by_autograd, direct_call = _autograd_call(lambda *x: by_user(*x)(), copies), backward_call(variant, copies)
-    return (
-        timing.host_seconds(lambda: by_autograd(0), device) * 1e6,
-        timing.host_seconds(lambda: direct_call(0), device) * 1e6,
-    )
+    seconds = timing.host_seconds((lambda: by_autograd(0), lambda: direct_call(0)), device)
+    return tuple(1e6 * s for s in seconds)

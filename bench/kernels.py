@@ -129,7 +129,8 @@ def profile(call: Callable[[], Any], operators: bool, device: torch.device) -> P
     recorded = _record(call, device, repeats) if operators else None
     if device.type != "cuda":
         return _on_host(call, recorded, device, repeats)
-    host_us = timing.host_seconds(call, device) * 1e6
+    (seconds,) = timing.host_seconds([call], device)
+    host_us = 1e6 * seconds
     trace = _trace(call, device, repeats)
     runs = [_launched(trace["traceEvents"], window) for window in _ranges(trace, CALL)]
     kernels, span = _medians(runs)

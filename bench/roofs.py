@@ -45,7 +45,7 @@ def roofs(rows: Iterable[Row], dtype: str) -> list[Roof]:
     """The roofs over work in `dtype`, slopes first.
 
     Measured rows of ceilings are taken where there are any. Else the ceilings that each row carries give the copy's
-    slope and the best matrix product's rate.
+    slope; the tensor cores' rate is that of the best matrix product anywhere, which may be a variant's.
     """
     rows = list(rows)
     slopes = [
@@ -55,7 +55,7 @@ def roofs(rows: Iterable[Row], dtype: str) -> list[Roof]:
     matrix = _carried([row for row in rows if row.dtype == dtype], "ceiling_tflops")
     tensor = _best(rows, "ceiling.tensor", "tflops", dtype)
     flats = [
-        (f"tensor cores, {dtype}", tensor),
+        (f"tensor cores, {dtype}", max(tensor, matrix or 0) if tensor else None),
         (f"best matrix product, {dtype}", None if tensor else matrix),
         # Kernels that do without tensor cores mostly sum in float32, whatever they read.
         *((f"CUDA cores, {d}", _best(rows, "ceiling.cuda_core", "tflops", d)) for d in {dtype: 0, "float32": 0}),

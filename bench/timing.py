@@ -264,22 +264,25 @@ def interleave(
     return times
 
 
-def host_seconds(call: Callable[[], Any], device: torch.device, budget_s: float = 0.02) -> float:
-    """Wall time of issuing one call, without waiting for the device; the launch queue never fills.
+def host_seconds(calls: Sequence[Callable[[], Any]], device: torch.device, budget_s: float = 0.04) -> list[float]:
+    """Wall time of issuing one call of each, without waiting for the device; the launch queue never fills.
 
-    The smallest over batches: whatever disturbs the host only ever adds.
+    The smallest over batches: whatever disturbs the host only ever adds. Batches of one and the other take turns, so
+    that a host that is slow for a while is so for all.
     """
-    calls = 20 if device.type == "cuda" else 1
-    for _ in range(3):
-        wall(call, device)
-    best, until = math.inf, time.perf_counter() + budget_s
+    count = 20 if device.type == "cuda" else 1
+    for call in calls:
+        for _ in range(3):
+            wall(call, device)
+    best, until = [math.inf] * len(calls), time.perf_counter() + budget_s
     for batch in range(1000):
         if batch >= 5 and time.perf_counter() > until:
             break
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - start) / calls)
+        for i, call in enumerate(calls):
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            best[i] = min(best[i], (time.perf_counter() - start) / count)
     synchronize(device)
     return best
