@@ -11,6 +11,7 @@ which warps do what, and which of two products to wait for.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -51,6 +52,48 @@ CHOICES = {
 _fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
+class _Extent(NamedTuple):
+    """Of the operands, and which keys a query sees: see attention_tiles.hide."""
+
+    num_heads: Any  # of all batches
+    heads: Any
+    group: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    first: Any
+    last: Any
+    section: Any
+    fold: Any
+
+
+class _Memory(NamedTuple):
+    """Tiles in shared memory, and barriers: what is full has been fetched, what is empty may be fetched anew."""
+
+    q: Any  # one a warpgroup
+    k: Any
+    v: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    order: Any  # whose turn it is, a warpgroup each; one where there are no turns
+
+
+# What is handed to warps forgets its names on the way.
+
+
+@gluon.jit
+def _extent_of(x):
+    return _Extent(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8])
+
+
+@gluon.jit
+def _memory_of(x):
+    return _Memory(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9])
+
+
 @gluon.jit
 def _exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -59,15 +102,14 @@ def _exp2(x):
 @gluon.jit
 def _tiles(extent, ROWS: gl.constexpr):
     """Tiles of queries of a head."""
-    return (extent[3] + ROWS - 1) // ROWS
+    return (extent.seqlen_q + ROWS - 1) // ROWS
 
 
 @gluon.jit
 def _turns(extent, ROWS: gl.constexpr):
     """How many tiles this program takes."""
-    num_heads, fold = extent[0], extent[8]
-    share = _tiles(extent, ROWS) * num_heads // fold - gl.program_id(0)
-    return fold * ((share + gl.num_programs(0) - 1) // gl.num_programs(0))
+    share = _tiles(extent, ROWS) * extent.num_heads // extent.fold - gl.program_id(0)
+    return extent.fold * ((share + gl.num_programs(0) - 1) // gl.num_programs(0))
 
 
 @gluon.jit
@@ -75,12 +117,12 @@ def _place(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr):
     """(tile, head) at a turn. Sections of heads come one after another, as in attention_tiles.program_tile, and in a
     section tile by tile, the longest causal tiles first. With a `fold` of two a program takes them in pairs, of a place
     and of that as far from the section's end: under a causal mask all pairs are of one length."""
-    num_heads, fold, section = extent[0], extent[8], extent[7]
+    fold, section = extent.fold, extent.section
     tiles = _tiles(extent, ROWS)
     share = section * tiles // fold
     unit = gl.program_id(0) + turn // fold * gl.num_programs(0)
     before = unit // share * section
-    width = gl.minimum(section, num_heads - before)
+    width = gl.minimum(section, extent.num_heads - before)
     place = unit % share
     if turn % fold == 1:
         place = width * tiles - 1 - place
@@ -91,16 +133,17 @@ def _place(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _key_range(start_m, rows, seqlen_k, first, last, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
+def _key_range(start_m, rows, extent, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
     """The first key that one of `rows` queries sees, and how many tiles from there on all see whole, and one sees."""
     begin = 0
+    seqlen_k = extent.seqlen_k
     whole = seqlen_k // BLOCK_N
     end = seqlen_k
     if BAND != 0:
-        end = gl.maximum(gl.minimum(seqlen_k, start_m + rows + last), 0)
-        whole = gl.maximum(gl.minimum(seqlen_k, start_m + 1 + last), 0) // BLOCK_N
+        end = gl.maximum(gl.minimum(seqlen_k, start_m + rows + extent.last), 0)
+        whole = gl.maximum(gl.minimum(seqlen_k, start_m + 1 + extent.last), 0) // BLOCK_N
     if BAND == 2:
-        begin = gl.maximum(start_m + first, 0) // BLOCK_N * BLOCK_N
+        begin = gl.maximum(start_m + extent.first, 0) // BLOCK_N * BLOCK_N
         whole = 0
     # At least one, hidden if need be, so that every row comes to a result.
     return begin, whole, gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 1)
@@ -109,55 +152,53 @@ def _key_range(start_m, rows, seqlen_k, first, last, BAND: gl.constexpr, BLOCK_N
 @gluon.jit
 def _work(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Head and first query of the tile at a turn, and as _key_range the keys it sees."""
-    _, _, _, _, seqlen_k, first, last, _, _ = extent
     tile, head = _place(turn, extent, BAND, ROWS)
-    begin, whole, tiles = _key_range(tile * ROWS, ROWS, seqlen_k, first, last, BAND, BLOCK_N)
+    begin, whole, tiles = _key_range(tile * ROWS, ROWS, extent, BAND, BLOCK_N)
     return head, tile * ROWS, begin, whole, tiles
 
 
 @gluon.jit
 def _produce(BAND: gl.constexpr, q_desc, k_desc, v_desc, memory, extent, turns):
-    q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = memory
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
-    BLOCK_D: gl.constexpr = k_smem.shape[4]
-    BLOCK_DV: gl.constexpr = v_smem.shape[4]
-    _, heads, group, _, _, _, _, _, _ = extent
+    memory, extent = _memory_of(memory), _extent_of(extent)
+    CONSUMERS: gl.constexpr = memory.q.shape[0]
+    STAGES: gl.constexpr = memory.k.shape[0]
+    BLOCK_N: gl.constexpr = memory.k.shape[3]
+    BLOCK_D: gl.constexpr = memory.k.shape[4]
+    BLOCK_DV: gl.constexpr = memory.v.shape[4]
     fetched = 0
     for turn in range(turns):
         head, start_m, begin, _, tiles = _work(turn, extent, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
-        b, h = head // heads, head % heads
-        h_kv = h // group
+        b, h = head // extent.heads, head % extent.heads
+        h_kv = h // extent.group
         for i in range(tiles):
             stage = fetched % STAGES
             free = ((fetched // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
-            _fetch_tile(k_desc, [b, h_kv, begin + i * BLOCK_N, 0], k_full.index(stage), k_smem.index(stage))
+            mbarrier.wait(memory.k_empty.index(stage), free)
+            mbarrier.expect(memory.k_full.index(stage), BLOCK_N * BLOCK_D * 2)
+            _fetch_tile(k_desc, [b, h_kv, begin + i * BLOCK_N, 0], memory.k_full.index(stage), memory.k.index(stage))
             if i == 0:
                 for j in gl.static_range(CONSUMERS):
-                    mbarrier.wait(q_empty.index(j), (turn & 1) ^ 1)
-                    mbarrier.expect(q_full.index(j), BLOCK_M * BLOCK_D * 2)
-                    _fetch_tile(q_desc, [b, h, start_m + j * BLOCK_M, 0], q_full.index(j), q_smem.index(j))
-            mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
-            _fetch_tile(v_desc, [b, h_kv, begin + i * BLOCK_N, 0], v_full.index(stage), v_smem.index(stage))
+                    mbarrier.wait(memory.q_empty.index(j), (turn & 1) ^ 1)
+                    mbarrier.expect(memory.q_full.index(j), BLOCK_M * BLOCK_D * 2)
+                    _fetch_tile(q_desc, [b, h, start_m + j * BLOCK_M, 0], memory.q_full.index(j), memory.q.index(j))
+            mbarrier.wait(memory.v_empty.index(stage), free)
+            mbarrier.expect(memory.v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
+            _fetch_tile(v_desc, [b, h_kv, begin + i * BLOCK_N, 0], memory.v_full.index(stage), memory.v.index(stage))
             fetched += 1
 
 
 @gluon.jit
-def _hide(scores, start_m, start_n, seqlen_k, first, last, BAND: gl.constexpr):
+def _hide(scores, start_m, start_n, extent, BAND: gl.constexpr):
     """Scores, −inf where a query does not see a key."""
     layout: gl.constexpr = scores.type.layout
     BLOCK_N: gl.constexpr = scores.shape[1]
     rows = (start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout)))[:, None]
     cols = (start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-    seen = cols < seqlen_k
+    seen = cols < extent.seqlen_k
     if BAND != 0:
-        seen = seen & (cols <= rows + last)
+        seen = seen & (cols <= rows + extent.last)
     if BAND == 2:
-        seen = seen & (cols >= rows + first)
+        seen = seen & (cols >= rows + extent.first)
     return gl.where(seen, scores, -float("inf"))
 
 
@@ -201,81 +242,63 @@ def _pass_turn(j: gl.constexpr, order):
 
 @gluon.jit
 def _step(
-    j: gl.constexpr,
-    i,
-    acc,
-    weights,
-    row_max,
-    row_sum,
-    q,
-    memory,
-    start_m,
-    start_n,
-    factor,
-    seqlen_k,
-    first,
-    last,
-    MASKED,
-    BAND,
-):
+    j: gl.constexpr, i, acc, weights, row_max, row_sum, q, memory, start_m, start_n, factor, extent, MASKED, BAND
+):  # fmt: skip
     """Weights of the i-th tile of keys, while those of the tile before are multiplied with its values."""
-    _, k_smem, v_smem, _, _, k_full, k_empty, v_full, v_empty, order = memory
-    STAGES: gl.constexpr = k_smem.shape[0]
+    STAGES: gl.constexpr = memory.k.shape[0]
     stage, before = i % STAGES, (i - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-    _await_turn(j, i, order)
-    scores = _scores(q, k_smem, stage)
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-    product = warpgroup_mma(weights, _tile(v_smem, before), acc, is_async=True)
-    _pass_turn(j, order)
+    mbarrier.wait(memory.k_full.index(stage), (i // STAGES) & 1)
+    _await_turn(j, i, memory.order)
+    scores = _scores(q, memory.k, stage)
+    mbarrier.wait(memory.v_full.index(before), ((i - 1) // STAGES) & 1)
+    product = warpgroup_mma(weights, _tile(memory.v, before), acc, is_async=True)
+    _pass_turn(j, memory.order)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(memory.k_empty.index(stage), count=1)
     if MASKED:
-        scores = _hide(scores, start_m, start_n, seqlen_k, first, last, BAND)
+        scores = _hide(scores, start_m, start_n, extent, BAND)
     made, correction, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
     acc, _ = warpgroup_mma_wait(0, deps=[product, weights])  # which the product reads from registers until now
-    mbarrier.arrive(v_empty.index(before), count=1)
+    mbarrier.arrive(memory.v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, gl.convert_layout(made.to(k_smem.dtype), weights.type.layout), row_max, row_sum
+    return acc, gl.convert_layout(made.to(memory.k.dtype), weights.type.layout), row_max, row_sum
 
 
 @gluon.jit
 def _attend(j: gl.constexpr, BAND: gl.constexpr, q, memory, taken, start_m, begin, whole, tiles, factor, extent):
     """The result of a tile of queries, not yet divided by the sums of its weights, those sums and the maxima."""
-    _, k_smem, v_smem, _, q_empty, k_full, k_empty, v_full, v_empty, order = memory
-    _, _, _, _, seqlen_k, first, last, _, _ = extent
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
-    BLOCK_DV: gl.constexpr = v_smem.shape[4]
+    STAGES: gl.constexpr = memory.k.shape[0]
+    BLOCK_N: gl.constexpr = memory.k.shape[3]
+    BLOCK_DV: gl.constexpr = memory.v.shape[4]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    mbarrier.wait(k_full.index(taken % STAGES), (taken // STAGES) & 1)
-    _await_turn(j, taken, order)
-    scores = _scores(q, k_smem, taken % STAGES)
-    _pass_turn(j, order)
+    mbarrier.wait(memory.k_full.index(taken % STAGES), (taken // STAGES) & 1)
+    _await_turn(j, taken, memory.order)
+    scores = _scores(q, memory.k, taken % STAGES)
+    _pass_turn(j, memory.order)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(taken % STAGES), count=1)
-    scores = _hide(scores, start_m, begin, seqlen_k, first, last, BAND)
+    mbarrier.arrive(memory.k_empty.index(taken % STAGES), count=1)
+    scores = _hide(scores, start_m, begin, extent, BAND)
     of_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     row_max = gl.full([BLOCK_M], -float("inf"), gl.float32, of_rows)
     row_sum = gl.full([BLOCK_M], 0.0, gl.float32, of_rows)
     made, _, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
-    weights = gl.convert_layout(made.to(k_smem.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    weights = gl.convert_layout(made.to(memory.k.dtype), gl.DotOperandLayout(0, acc_layout, 2))
     acc = gl.full([BLOCK_M, BLOCK_DV], 0.0, gl.float32, acc_layout)
     for i in range(1, whole):
         acc, weights, row_max, row_sum = _step(
             j, taken + i, acc, weights, row_max, row_sum, q, memory, start_m, begin + i * BLOCK_N, factor,
-            seqlen_k, first, last, False, BAND,
+            extent, False, BAND,
         )  # fmt: skip
     for i in range(gl.maximum(whole, 1), tiles):
         acc, weights, row_max, row_sum = _step(
             j, taken + i, acc, weights, row_max, row_sum, q, memory, start_m, begin + i * BLOCK_N, factor,
-            seqlen_k, first, last, True, BAND,
+            extent, True, BAND,
         )  # fmt: skip
-    mbarrier.arrive(q_empty.index(j), count=1)
+    mbarrier.arrive(memory.q_empty.index(j), count=1)
     final = taken + tiles - 1
-    mbarrier.wait(v_full.index(final % STAGES), (final // STAGES) & 1)
-    acc = warpgroup_mma(weights, _tile(v_smem, final % STAGES), acc)
-    mbarrier.arrive(v_empty.index(final % STAGES), count=1)
+    mbarrier.wait(memory.v_full.index(final % STAGES), (final // STAGES) & 1)
+    acc = warpgroup_mma(weights, _tile(memory.v, final % STAGES), acc)
+    mbarrier.arrive(memory.v_empty.index(final % STAGES), count=1)
     return acc, row_max, row_sum
 
 
@@ -283,29 +306,32 @@ def _attend(j: gl.constexpr, BAND: gl.constexpr, q, memory, taken, start_m, begi
 def _consume(
     j: gl.constexpr, BAND: gl.constexpr, out_ptr, lse_ptr, memory, extent, turns, factor, o_b, o_h, o_s, head_dim_v
 ):  # fmt: skip
-    q_smem, k_smem, _, q_full, _, _, _, _, _, _ = memory
-    ROWS: gl.constexpr = q_smem.shape[0] * BLOCK_M
-    _, heads, _, seqlen_q, _, _, _, _, _ = extent
-    q = _tile(q_smem, j)
+    memory, extent = _memory_of(memory), _extent_of(extent)
+    ROWS: gl.constexpr = memory.q.shape[0] * BLOCK_M
+    q = _tile(memory.q, j)
     taken = 0
     for turn in range(turns):
-        head, start_m, begin, whole, tiles = _work(turn, extent, BAND, ROWS, k_smem.shape[3])
+        head, start_m, begin, whole, tiles = _work(turn, extent, BAND, ROWS, memory.k.shape[3])
         start_m += j * BLOCK_M
-        mbarrier.wait(q_full.index(j), turn & 1)
+        mbarrier.wait(memory.q_full.index(j), turn & 1)
         acc, row_max, row_sum = _attend(j, BAND, q, memory, taken, start_m, begin, whole, tiles, factor, extent)
         taken += tiles
 
         rows = start_m + gl.arange(0, BLOCK_M, layout=row_max.type.layout)
-        gl.store(lse_ptr + head.to(gl.int64) * seqlen_q + rows, row_max + gl.log2(row_sum), mask=rows < seqlen_q)
+        gl.store(
+            lse_ptr + head.to(gl.int64) * extent.seqlen_q + rows,
+            row_max + gl.log2(row_sum),
+            mask=rows < extent.seqlen_q,
+        )
         total = gl.where(row_sum == 0.0, 1.0, row_sum)  # zeros for a row that sees nothing
         layout: gl.constexpr = acc.type.layout
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, layout))[:, None]
         rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
         cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-        at = (head // heads).to(gl.int64) * o_b + (head % heads).to(gl.int64) * o_h
+        at = (head // extent.heads).to(gl.int64) * o_b + (head % extent.heads).to(gl.int64) * o_h
         at += rows.to(gl.int64)[:, None] * o_s + cols[None, :]
-        inside = (rows < seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
-        gl.store(out_ptr + at, acc.to(k_smem.dtype), mask=inside)
+        inside = (rows < extent.seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
+        gl.store(out_ptr + at, acc.to(memory.k.dtype), mask=inside)
 
 
 @gluon.jit
@@ -323,7 +349,7 @@ def _specialized_kernel(
     BAND: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    extent = (num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
+    extent = _Extent(num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
     turns = _turns(extent, CONSUMERS * BLOCK_M)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
@@ -332,7 +358,7 @@ def _specialized_kernel(
     q_empty, k_empty, v_empty = _barriers(CONSUMERS, 1), _barriers(STAGES, CONSUMERS), _barriers(STAGES, CONSUMERS)
     order = _barriers(CONSUMERS if ORDERED else 1, 1)
     fence_async_shared()
-    memory = (q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
+    memory = _Memory(q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
     consumed = (out_ptr, lse_ptr, memory, extent, turns, factor, o_b, o_h, o_s, head_dim_v)
     produced = (BAND, q_desc, k_desc, v_desc, memory, extent, turns)
     if CONSUMERS == 2:
