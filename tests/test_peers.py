@@ -116,7 +116,7 @@ def test_a_right_peer_is_timed_as_ours_are(swept, made):
     for row in _rows(swept, "right"):
         assert row.us > 0
         assert row.speedup > 0
-        assert row.host_us > 0
+        assert row.host_us is None if row.pass_ == "backward" else row.host_us > 0  # a quick sweep
         assert row.error <= row.bound
         assert row.compile_s is not None
         assert row.peer_version == metadata.version("pytest")
