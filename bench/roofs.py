@@ -55,8 +55,7 @@ def roofs(rows: Iterable[Row], dtype: str) -> list[Roof]:
     matrix = _carried([row for row in rows if row.dtype == dtype], "ceiling_tflops")
     tensor = _best(rows, "ceiling.tensor", "tflops", dtype)
     flats = [
-        (f"tensor cores, {dtype}", max(tensor, matrix or 0) if tensor else None),
-        (f"best matrix product, {dtype}", None if tensor else matrix),
+        (f"{'tensor cores' if tensor else 'best matrix product'}, {dtype}", max(tensor or 0, matrix or 0)),
         # Kernels that do without tensor cores mostly sum in float32, whatever they read.
         *((f"CUDA cores, {d}", _best(rows, "ceiling.cuda_core", "tflops", d)) for d in {dtype: 0, "float32": 0}),
     ]

@@ -78,6 +78,7 @@ def _is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+# Asked at every call, all in one.
 @functools.cache
 def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
     return (
@@ -89,8 +90,8 @@ def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
 
 
 def _read_by_tma(x: torch.Tensor) -> bool:
-    """Whether rows are dense, and each starts at a multiple of 16 bytes."""
-    return x.storage_offset() % 8 == 0 and has_rows_at(x, 8)
+    """Whether rows, of multiples of 8 elements, are dense, and each starts at a multiple of 16 bytes."""
+    return x.storage_offset() % 8 == 0 and (x.is_contiguous() or has_rows_at(x, 8))
 
 
 def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:
@@ -103,33 +104,15 @@ def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None
         attn_mask: torch.Tensor | None = None,
         **options: object,
     ) -> str | None:
-        # Every call comes by here: first whether all is as it mostly is, and only else what is not, if anything.
-        sizes, d_v = query.shape, value.shape[-1]
-        if (
-            attn_mask is None
-            and len(sizes) == 4
-            and (d := sizes[3]) % 8 == 0
-            and d_v % 8 == 0
-            and d <= max_head_dim
-            and d_v <= max_head_dim
-            and query.is_contiguous()
-            and key.is_contiguous()
-            and value.is_contiguous()
-            and query.storage_offset() % 8 == 0
-            and key.storage_offset() % 8 == 0
-            and value.storage_offset() % 8 == 0
-            and _runs_hopper_steps(query.get_device(), query.dtype)
-        ):
-            return None
-        if (reason := _flash_unsupported(query, key, value, attn_mask, **options)) is not None:
-            return reason
-        if not _is_hopper(query.get_device()):
-            return f"{step} needs compute capability 9.0 (wgmma, TMA)"
+        if not _runs_hopper_steps(query.get_device(), query.dtype):
+            reason = _flash_unsupported(query, key, value, attn_mask, **options)
+            return reason or f"{step} needs compute capability 9.0 (wgmma, TMA)"
         if attn_mask is not None:
-            return f"{step} takes causal masks and windows, but no mask in memory"
+            return _no_mask_gradient(attn_mask) or f"{step} takes causal masks and windows, but no mask in memory"
+        sizes = query.shape
         if len(sizes) != 4:
             return f"{step} takes 4 dimensions (B, H, S, D), got {len(sizes)}"
-        d = sizes[3]
+        d, d_v = sizes[3], value.shape[3]
         if d % 8 or d_v % 8:
             return f"head dimensions must be multiples of 8, got {d} and {d_v}"
         if max(d, d_v) > max_head_dim:

@@ -11,6 +11,10 @@ import torch
 from kernel_ladder.spec import DTYPES, check_tensors
 
 
+def _is_int(n: object) -> bool:
+    return type(n) is int
+
+
 def check_normalized(
     op: str,
     input: torch.Tensor,
@@ -22,15 +26,12 @@ def check_normalized(
     given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
     check_tensors(op, input=input, **given)
     shape = normalized_shape
-    # Every call comes by here: first whether it is one dimension, the last, as it mostly is.
-    one = type(shape) is tuple and len(shape) == 1 and type(shape[0]) is int
-    if not one and (not isinstance(shape, tuple) or not all(type(n) is int for n in shape)):
+    if not isinstance(shape, tuple) or not all(map(_is_int, shape)):
         raise TypeError(f"{op}: argument `normalized_shape` must be a tuple of ints, got {normalized_shape!r}")
-    sizes = input.shape
-    if not (one and sizes and sizes[-1] == shape[0]) and (not shape or sizes[-len(shape) :] != shape):
+    if not shape or input.shape[-len(shape) :] != shape:
         raise ValueError(
             f"{op}: argument `normalized_shape` must be the last dimensions of `input`, at least one: "
-            f"got {shape} for a shape of {tuple(sizes)}"
+            f"got {shape} for a shape of {tuple(input.shape)}"
         )
     for name, x in given.items():
         if x.shape != shape:

@@ -57,10 +57,7 @@ def operands(d: int = 64, d_v: int = 64, batch: tuple[int, ...] = (2,), layout: 
     ],
 )
 def test_what_a_step_does_not_take_is_said(inputs, reason):
-    with (
-        mock.patch.object(attention, "_is_hopper", return_value=True),
-        mock.patch.object(attention, "_flash_unsupported", return_value=None),
-    ):
+    with mock.patch.object(attention, "_runs_hopper_steps", return_value=True):
         said = attention.hopper_unsupported("pingpong", 128)(*inputs)
     assert (said is None) == (reason is None), said
     assert reason is None or re.search(reason, said)

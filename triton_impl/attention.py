@@ -33,7 +33,6 @@ from triton_impl.attention_tiles import (
     load_tile,
     mask_tile,
     program_tile,
-    section,
     seqlen_class,
     sequence,
     soften,
@@ -198,13 +197,11 @@ def _first_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor, Launch | Non
     seqlen_q, seqlen_k = call.lengths
     num_heads, group = batch * heads, heads // heads_kv
     constants = call.constants
-    bytes_per_head = seqlen_k * (head_dim + head_dim_v) * q.element_size()
-    together = section(constants["BAND"] == BELOW_DIAGONAL, group, bytes_per_head)
     strides = output.stride(), q.stride(), k.stride(), v.stride()
     arguments = (
         call.scale * LOG2_E, *strides[0][:3], *strides[1], *strides[2], *strides[3], *call.mask_strides,
         *call.lse_strides, num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits,
-        min(together, num_heads), seqlen_class(seqlen_q),
+        call.together, seqlen_class(seqlen_q),
     )  # fmt: skip
 
     def grid(meta):

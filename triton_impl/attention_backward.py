@@ -404,13 +404,12 @@ def _first_launches(
             },
         )  # fmt: skip
     if grad_q is not None:
-        together = section(is_causal, group, seqlen_k * row_bytes)
         for_queries = _query(
             lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,),
             of_queries,
             (
                 scale * LOG2_E, scale, *grad_q.stride(), *inputs, *others,
-                num_heads, heads, group, *lengths, min(together, num_heads), seqlen_class(seqlen_q),
+                num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q),
             ),
             {**constants, "WIDE": wide(grad_q.stride(), inputs, call.mask_strides)},
         )  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from kernel_ladder.band import band
+from kernel_ladder.band import NO_WINDOW, band
 from kernel_ladder.spec import Output
 from triton_impl import unsupported
 from triton_impl.attention_tiles import (
@@ -18,7 +19,9 @@ from triton_impl.attention_tiles import (
     band_kind,
     blocks,
     mask_kind,
+    section,
 )
+from triton_impl.tuning import Launches
 
 #: Past every length, and such that a length can be added to it in 32 bits.
 UNLIMITED = 2**29
@@ -124,6 +127,14 @@ class Call(NamedTuple):
         }
 
     @property
+    def together(self) -> int:
+        """How many query heads to go through together: see :func:`triton_impl.attention_tiles.program_tile`."""
+        batch, heads, _, head_dim = self.q.shape
+        _, heads_kv, _, head_dim_v = self.v.shape
+        bytes_per_head = self.lengths[1] * (head_dim + head_dim_v) * self.q.element_size()
+        return min(section(self.kind == BELOW_DIAGONAL, heads // heads_kv, bytes_per_head), batch * heads)
+
+    @property
     def mask_strides(self) -> tuple[int, ...]:
         return (0, 0, 0, 0) if self.mask is None else self.mask.stride()
 
@@ -189,6 +200,38 @@ def finished(
     if query.dim() != 4:
         output = output.view(*query.shape[:-1], output.shape[-1])
     return ((output, (lse * LN_2).view(query.shape[:-1])) if return_lse else output), saved
+
+
+def forward_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[..., None]]) -> Callable[..., Any]:
+    """A variant's `forward`, without masks, of which ``first(call, output, lse)`` launches the first call of its kind.
+
+    What that returns takes (output, lse, q, k, v), and launches every later one.
+    """
+    launches = Launches()
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *,
+        is_causal: bool | str,
+        scale: float | None,
+        enable_gqa: bool,
+        window_size: tuple[int, int] = NO_WINDOW,
+        return_lse: bool = False,
+    ) -> tuple[Output, tuple]:
+        call = Call.of(query, key, value, None, is_causal, scale, window_size)
+        output, lse = call.empty_results()
+        if key.shape[2] == 0 or output.numel() == 0:
+            call.see_nothing(output, lse)
+        elif (known := launches.get(call.what)) is None:
+            launches.remember(call.what, first(call, output, lse))
+        else:
+            known(output, lse, call.q, call.k, call.v)
+        return finished(query, call, output, lse, return_lse)
+
+    return forward
 
 
 def mask_grad_unsupported(

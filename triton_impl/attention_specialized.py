@@ -25,16 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernel_ladder.band import NO_WINDOW
-from kernel_ladder.spec import Output
 from triton_impl import attention_tma, multiprocessors
 from triton_impl.aot import Entry, entry
-from triton_impl.attention_call import Call, finished
-from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LOG2_E, section, seqlen_class
+from triton_impl.attention_call import Call, forward_by
+from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS
 from triton_impl.choosing import Chooser
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.matmul_descriptors import DescriptorLaunch
-from triton_impl.tuning import Launches
 
 #: Queries of a warpgroup.
 BLOCK_M = gl.constexpr(64)
@@ -416,32 +413,6 @@ def configs(width: int) -> list[triton.Config]:
 
 _choose = Chooser(_specialized_kernel)
 
-#: By all that decides a forward pass: its launch.
-_launches: Launches = Launches()
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    is_causal: bool | str,
-    scale: float | None,
-    enable_gqa: bool,
-    window_size: tuple[int, int] = NO_WINDOW,
-    return_lse: bool = False,
-) -> tuple[Output, tuple]:
-    call = Call.of(query, key, value, None, is_causal, scale, window_size)
-    output, lse = call.empty_results()
-    if key.shape[2] == 0 or output.numel() == 0:
-        call.see_nothing(output, lse)
-    elif (known := _launches.get(call.what)) is None:
-        _launches.remember(call.what, _first(call, output, lse))
-    else:
-        known(output, lse, call.q, call.k, call.v)
-    return finished(query, call, output, lse, return_lse)
-
 
 def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_once: int) -> tuple[int, int]:
     """How many programs, and the `fold` of _place: as many as run at once where their shares of work are equal, or else
@@ -455,34 +426,25 @@ def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_onc
 
 def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
     """Choose a configuration and run it; what is returned does it again."""
-    q, k, v = call.q, call.k, call.v
-    batch, heads, seqlen_q, _ = q.shape
-    _, heads_kv, seqlen_k, head_dim_v = v.shape
-    num_heads, group = batch * heads, heads // heads_kv
+    batch, heads, seqlen_q, _ = call.q.shape
     block_d, block_dv = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
-    is_causal = call.kind == BELOW_DIAGONAL
-    together = section(is_causal, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
-    together = min(together, num_heads)
+    at_once = multiprocessors(call.q.device, 1)
 
     def launch(config: triton.Config) -> DescriptorLaunch:
         block_n, stages, consumers, ordered = config.kwargs.values()
-        tiles = triton.cdiv(seqlen_q, consumers * BLOCK_M.value)
-        programs, fold = _programs(tiles, num_heads, together, is_causal, multiprocessors(q.device, 1))
-        describe = (
-            None,
-            None,
-            _described(q, BLOCK_M.value, block_d),
-            _described(k, block_n, block_d),
-            _described(v, block_n, block_dv),
-        )
-        arguments = (
-            call.scale * LOG2_E, *output.stride()[:3], num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v,
-            *call.limits, together, fold, call.kind, block_d, block_dv, block_n, stages, consumers, ordered,
-        )  # fmt: skip
+        rows = consumers * BLOCK_M.value
+        is_causal = call.kind == BELOW_DIAGONAL
+        programs, fold = _programs(triton.cdiv(seqlen_q, rows), batch * heads, call.together, is_causal, at_once)
+        describe = attention_tma.descriptors(call, _described, BLOCK_M.value, block_n)
+        constants = (fold, call.kind, block_d, block_dv, block_n, stages, consumers, ordered)
+        arguments = (*attention_tma.arguments(call, output), *constants)
         return DescriptorLaunch(_specialized_kernel, programs, describe, arguments, {"num_warps": config.num_warps})
 
-    key = (str(q.dtype), block_d, block_dv, call.kind, seqlen_class(seqlen_q))
-    return _choose.launch(key, configs(max(64, block_d, block_dv)), launch, output, lse, q, k, v)
+    candidates = configs(max(64, block_d, block_dv))
+    return _choose.launch(attention_tma.tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
+
+
+attention = forward_by(_first)
 
 
 def _ahead_of_time(head_dim: int, choice: int, band: int = 0) -> Entry:

@@ -7,17 +7,18 @@ scores can have instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernel_ladder.band import NO_WINDOW
-from kernel_ladder.spec import Output
 from kernel_ladder.strides import has_rows_at
 from triton_impl.aot import Entry
 from triton_impl.attention_aot import ahead_of_time
-from triton_impl.attention_call import Call, finished, mask_grad_unsupported
+from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported
 from triton_impl.attention_tiles import (
     BELOW_DIAGONAL,
     BETWEEN_DIAGONALS,
@@ -27,7 +28,6 @@ from triton_impl.attention_tiles import (
     hide,
     key_range,
     program_tile,
-    section,
     seqlen_class,
     soften,
     store_tile,
@@ -36,7 +36,6 @@ from triton_impl.attention_tiles import (
 from triton_impl.choosing import Chooser
 from triton_impl.dot import dot
 from triton_impl.matmul_descriptors import DescriptorLaunch, without_descriptors
-from triton_impl.tuning import Launches
 
 IEEE = tl.constexpr("ieee")
 
@@ -140,66 +139,52 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, *tiles_of(x, rows, columns))
 
 
+# ---- what each kernel with descriptors takes; also that of attention_specialized.py ---------------------------------
+
+
+def descriptors(call: Call, describe: Callable[..., Any], queries: int, keys: int) -> tuple[Any, ...]:
+    """Of output and log-sum-exp, which have none, and of the operands, by tiles of so many queries and keys."""
+    d, d_v = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
+    return None, None, describe(call.q, queries, d), describe(call.k, keys, d), describe(call.v, keys, d_v)
+
+
+def arguments(call: Call, output: torch.Tensor) -> tuple[Any, ...]:
+    """What a kernel takes after its tensors, before what its schedule asks for."""
+    batch, heads, seqlen_q, _ = call.q.shape
+    _, heads_kv, seqlen_k, head_dim_v = call.v.shape
+    return (
+        call.scale * LOG2_E, *output.stride()[:3], batch * heads, heads, heads // heads_kv,
+        seqlen_q, seqlen_k, head_dim_v, *call.limits, call.together,
+    )  # fmt: skip
+
+
+def tuning_key(call: Call) -> tuple[Any, ...]:
+    """Calls that share a tuned choice have it in common."""
+    constants = call.constants
+    return str(call.q.dtype), constants["BLOCK_D"], constants["BLOCK_DV"], call.kind, seqlen_class(call.q.shape[2])
+
+
 _choose = Chooser(_tma_kernel)
-
-#: By all that decides a forward pass: its launch.
-_launches: Launches = Launches()
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    is_causal: bool | str,
-    scale: float | None,
-    enable_gqa: bool,
-    window_size: tuple[int, int] = NO_WINDOW,
-    return_lse: bool = False,
-) -> tuple[Output, tuple]:
-    call = Call.of(query, key, value, None, is_causal, scale, window_size)
-    output, lse = call.empty_results()
-    if key.shape[2] == 0 or output.numel() == 0:
-        call.see_nothing(output, lse)
-    elif (known := _launches.get(call.what)) is None:
-        _launches.remember(call.what, _first(call, output, lse))
-    else:
-        known(output, lse, call.q, call.k, call.v)
-    return finished(query, call, output, lse, return_lse)
 
 
 def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
     """Choose a configuration and run it; what is returned does it again."""
-    q, k, v = call.q, call.k, call.v
-    batch, heads, seqlen_q, _ = q.shape
-    _, heads_kv, seqlen_k, head_dim_v = v.shape
-    num_heads, group = batch * heads, heads // heads_kv
-    constants = call.constants
-    block_d, block_dv = constants["BLOCK_D"], constants["BLOCK_DV"]
-    together = section(call.kind == BELOW_DIAGONAL, group, seqlen_k * (q.shape[3] + head_dim_v) * q.element_size())
+    batch, heads, seqlen_q, _ = call.q.shape
+    block_d, block_dv = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
 
     def launch(config: triton.Config) -> DescriptorLaunch:
         block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
-        describe = (
-            None,
-            None,
-            _described(q, block_m, block_d),
-            _described(k, block_n, block_d),
-            _described(v, block_n, block_dv),
-        )
-        arguments = (
-            call.scale * LOG2_E, *output.stride()[:3], num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v,
-            *call.limits, min(together, num_heads), call.kind, block_d, block_dv, wide(output.stride()),
-            block_m, block_n,
-        )  # fmt: skip
-        programs = triton.cdiv(seqlen_q, block_m) * num_heads
+        describe = descriptors(call, _described, block_m, block_n)
+        constants = (call.kind, block_d, block_dv, wide(output.stride()), block_m, block_n)
+        programs = triton.cdiv(seqlen_q, block_m) * batch * heads
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        return DescriptorLaunch(_tma_kernel, programs, describe, arguments, options)
+        return DescriptorLaunch(_tma_kernel, programs, describe, (*arguments(call, output), *constants), options)
 
-    key = (str(q.dtype), block_d, block_dv, call.kind, seqlen_class(seqlen_q))
     candidates = configs_of(CHOICES[max(64, block_d, block_dv)])
-    return _choose.launch(key, candidates, launch, output, lse, q, k, v)
+    return _choose.launch(tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
+
+
+attention = forward_by(_first)
 
 
 def _ahead_of_time(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:

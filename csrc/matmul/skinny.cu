@@ -129,9 +129,9 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
 #pragma unroll
         for (int i = 0; i < Step::LOADS; ++i) now.w[i] = next.w[i], next.w[i] = after.w[i];
     }
+    // The last warps leave their sums, the others add theirs.
 #pragma unroll
-    for (int round = WARPS / AT_ONCE - 1; round >= 0;
-         --round) {  // the last warps leave their sums, the others add theirs
+    for (int round = WARPS / AT_ONCE - 1; round >= 0; --round) {
         if (warp / AT_ONCE == round) {
 #pragma unroll
             for (int tile = 0; tile < Step::TILES; ++tile) {
