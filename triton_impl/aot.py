@@ -16,6 +16,10 @@ import triton
 from triton_impl.tuning import Launches
 
 
+#: What compilers call the types of an entry's pointers.
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
 class Entry(NamedTuple):
     """One specialisation of a kernel; a module that has kernels lists some that matter as ``AOT``."""
 
@@ -41,8 +45,8 @@ def entry(
         name: "constexpr" if name in constexprs else f"*{dtype}" if name.endswith("_ptr") else "i32"
         for name in kernel.arg_names
     } | dict(types or {})
-    names = ("num_warps", "num_stages", "num_ctas")
-    options = {name: getattr(config, name) for name in names} if config else {}
+    names = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+    options = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
     return Entry(kernel, signature, constexprs, options)
 
 

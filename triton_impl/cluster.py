@@ -1,6 +1,9 @@
 """Rows over the blocks of a thread-block cluster, in Gluon: each block has a part of a row in registers, and the blocks
 agree on a maximum or a sum through each other's shared memory (distributed shared memory, PTX ISA, ``mapa``).
 
+A part is worked on a vector a thread at a time, from a tuple of its vectors. Between loading and storing it keeps the
+type of memory: of 16 bits, two values a register, so that twice as much of the rows is under way.
+
 Triton 3.9 of its own reduces across a cluster too. In 3.6 its instruction for an address in another block's shared
 memory does not compile, so that here it is written out, for all versions.
 """
@@ -14,11 +17,14 @@ from triton.experimental.gluon import language as gl
 
 from triton_impl.tuning import to_time
 
-#: Blocks of a cluster, the best guess first; more than eight would have to be asked for.
-CLUSTERS = (4, 8, 2)
-#: Values of a thread, and threads of a block, at most.
-PER_THREAD, MOST_WARPS = (32, 16), 32
-MAX_LENGTH = CLUSTERS[1] * MOST_WARPS * 32 * PER_THREAD[0]
+#: Blocks of a cluster at most; more would have to be asked for.
+MOST_BLOCKS = 8
+#: Warps of a block, the best guess first, and registers of a thread: with these two such blocks fit a multiprocessor.
+WARPS, REGISTERS = (16, 8, 32), 64
+#: Registers that a thread's part of a row takes, likewise.
+KEPT = (32, 16)
+#: The longest row, of 32-bit values.
+MAX_LENGTH = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT)
 
 
 @gluon.constexpr_function
@@ -29,47 +35,116 @@ def row_layout(blocks, warps, vector):
 
 
 @gluon.constexpr_function
-def _exchange(operation, blocks, first):
-    """PTX that leaves a value, the same in all threads of a block, with every block, and combines all blocks' values.
+def _beginning(blocks, values):
+    """PTX that makes a box for values of all blocks, and a barrier that opens when it is full."""
+    return f"""
+        .shared .align 8 .b64 box_full;
+        .shared .align 16 .b8 box[{4 * blocks * values}];
+        {{
+            .reg .pred first; .reg .b32 thread; .reg .b64 state;
+            mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
+            @first mbarrier.init.shared.b64 [box_full], 1;
+            @first mbarrier.arrive.expect_tx.shared.b64 state, [box_full], {4 * blocks * values};
+            @first fence.mbarrier_init.release.cluster;
+            barrier.cluster.arrive.relaxed.aligned;
+            mov.u32 $0, 0;
+        }}"""
 
-    Each exchange has a place of its own in shared memory, so that none waits for another to be read. At the `first` it
-    is made sure that all blocks have started: before that they have no shared memory.
+
+@gluon.constexpr_function
+def _meeting(blocks, values):
+    """PTX that puts values, each the same in all threads of a block, into every block's box, and reads its own box.
+
+    What is sent to a block that has begun says itself when it has arrived: so nobody waits for what else is under way,
+    as they would at the cluster's own barrier with its release and acquire.
     """
-    combine = "".join(f"ld.shared.f32 other, [box+{4 * i}]; {operation}.f32 all, all, other;" for i in range(1, blocks))
+    outputs = blocks * values
+    send = "@sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32"
+    sends = " ".join(f"{send} [place+{4 * v}], ${outputs + v}, [full];" for v in range(values))
+    loads = " ".join(f"ld.shared.f32 ${i}, [box+{4 * i}];" for i in range(outputs))
     return f"""{{
-        .shared .align 16 .b8 box[{4 * blocks}];
-        .reg .pred sends; .reg .b32 thread, rank, place; .reg .f32 other, all;
-        mov.u32 thread, %tid.x; mov.u32 rank, %cluster_ctarank; mov.u32 place, box;
-        mad.lo.u32 place, rank, 4, place; setp.lt.u32 sends, thread, {blocks};
+        .reg .pred sends, open; .reg .b32 thread, rank, place, full;
+        mov.u32 thread, %tid.x; mov.u32 rank, %cluster_ctarank; setp.lt.u32 sends, thread, {blocks};
+        mov.u32 place, box; mad.lo.u32 place, rank, {4 * values}, place; mov.u32 full, box_full;
         @sends mapa.shared::cluster.u32 place, place, thread;
-        {"barrier.cluster.wait.acquire.aligned;" if first else ""}
-        @sends st.shared::cluster.f32 [place], $1;
-        barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
-        ld.shared.f32 all, [box]; {combine} mov.f32 $0, all;
+        @sends mapa.shared::cluster.u32 full, full, thread;
+        barrier.cluster.wait.aligned;
+        {sends}
+        not_yet: mbarrier.try_wait.parity.shared.b64 open, [box_full], 0;
+        @!open bra not_yet;
+        {loads}
     }}"""
 
 
-@gluon.jit
-def begin():
-    """To be called once, before all else. What is loaded next is under way while the blocks start."""
-    gl.inline_asm_elementwise(
-        "barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+@gluon.constexpr_function
+def _constraints(blocks, values):
+    return ",".join(["=f"] * (blocks * values) + ["f"] * values)
+
+
+@gluon.constexpr_function
+def _floats(count):
+    return (gl.float32,) * count
 
 
 @gluon.jit
-def over_row(x, OPERATION: gl.constexpr, FIRST: gl.constexpr):
-    """A value of each block (blocks,) combined over the cluster: "add", or "max.NaN". FIRST: there was none before."""
-    text: gl.constexpr = _exchange(OPERATION, gl.num_ctas(), FIRST)
-    return gl.inline_asm_elementwise(text, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+def begin(VALUES: gl.constexpr):
+    """To be called before all else, with how many values the blocks will exchange. Loads that follow do not wait."""
+    text: gl.constexpr = _beginning(gl.num_ctas(), VALUES)
+    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def meet(values):
+    """The values of all blocks, first those of the first block, from a tuple of a block's values (blocks,). Once."""
+    blocks: gl.constexpr = gl.num_ctas()
+    text: gl.constexpr = _meeting(blocks, len(values))
+    constraints: gl.constexpr = _constraints(blocks, len(values))
+    types: gl.constexpr = _floats(blocks * len(values))
+    return gl.inline_asm_elementwise(text, constraints, values, dtype=types, is_pure=False, pack=1)
 
 
 @gluon.jit
 def columns(BLOCK: gl.constexpr, VECTOR: gl.constexpr):
-    """The columns of a row that a block of the cluster has, (blocks, BLOCK), in the layout of its values."""
+    """The columns of a part's first vectors, (blocks, a vector of each thread): the next come that much further on."""
     layout: gl.constexpr = row_layout(gl.num_ctas(), gl.num_warps(), VECTOR)
+    step: gl.constexpr = gl.num_warps() * 32 * VECTOR
     part = gl.arange(0, gl.num_ctas(), layout=gl.SliceLayout(1, layout))
-    return part[:, None] * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))[None, :]
+    return part[:, None] * BLOCK + gl.arange(0, step, layout=gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def load(ptr, i, length, other, EVEN: gl.constexpr):
+    """A vector at columns `i`. EVEN: no columns are past the row's end."""
+    if EVEN:
+        return gl.load(ptr + i)
+    return gl.load(ptr + i, mask=i < length, other=other)
+
+
+@gluon.jit
+def load_part(row_ptr, i, length, other, BLOCK: gl.constexpr, EVEN: gl.constexpr):
+    """A block's part of a row, as a tuple of vectors."""
+    part = ()
+    for k in gl.static_range(0, BLOCK, i.shape[1]):
+        part += (load(row_ptr, i + k, length, other, EVEN),)
+    return part
+
+
+@gluon.jit
+def keep(x):
+    """Vectors that the compiler is not to keep as float32 as well: it cannot know that they are the same."""
+    if x.dtype.primitive_bitwidth == 16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@gluon.jit
+def store(ptr, i, length, value, EVEN: gl.constexpr):
+    """Store a vector at columns `i`, in the type of memory."""
+    value = value.to(ptr.dtype.element_ty)
+    if EVEN:
+        gl.store(ptr + i, value)
+    else:
+        gl.store(ptr + i, value, mask=i < length)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -79,16 +154,23 @@ def vector_of(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
-def configs(length: int) -> list[triton.Config]:
-    """Configurations for rows of a length, best first: a thread has some of PER_THREAD values, in powers of two."""
+def configs(length: int, dtype: torch.dtype, operands: int = 1) -> list[triton.Config]:
+    """Configurations for rows of a length of which so many operands are kept, best first."""
     found = []
-    for blocks in CLUSTERS:
-        block = triton.next_power_of_2(length) // blocks
-        for values in PER_THREAD:
-            warps = block // (32 * values)
-            if 4 <= warps <= MOST_WARPS:
-                found.append(triton.Config({"BLOCK": block}, num_warps=warps, num_stages=1, num_ctas=blocks))
+    for kept in KEPT:
+        for warps in WARPS:
+            block = warps * 32 * kept // operands * 4 // dtype.itemsize
+            blocks = triton.next_power_of_2(triton.cdiv(length, block))
+            if 2 <= blocks <= MOST_BLOCKS:
+                constants = {"BLOCK": block, "EVEN": length == blocks * block}
+                found.append(
+                    triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS)
+                )
     return to_time(found)
+
+
+def options(config: triton.Config) -> dict:
+    return {"num_warps": config.num_warps, "num_ctas": config.num_ctas, "maxnreg": config.maxnreg}
 
 
 def too_short_or_long(length: int, shortest: int) -> str | None:

@@ -8,9 +8,9 @@ from triton.experimental.gluon import language as gl
 
 from triton_impl import cluster
 from triton_impl import unsupported as unsupported_by_triton
-from triton_impl.aot import Entry, entry
+from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, over_row
+from triton_impl.cluster import begin, columns, keep, load_part, meet, store
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.tuning import Launch, Launches
 
@@ -18,32 +18,55 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _softmax_cluster_kernel(out_ptr, input_ptr, length, VECTOR: gl.constexpr, BLOCK: gl.constexpr):
-    begin()
+def _softmax_cluster_kernel(
+    out_ptr, input_ptr, length, VECTOR: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
+):  # fmt: skip
+    """Each block sums over a maximum of its own, so that maximum and sum travel together."""
+    begin(2)
     start = gl.program_id(0).to(gl.int64) * length
     i = columns(BLOCK, VECTOR)
-    inside = i < length
-    x = gl.load(input_ptr + start + i, mask=inside, other=-float("inf")).to(gl.float32)
-    row_max = over_row(gl.max(x, 1), "max.NaN", True)
-    # Past the end stands exp(−inf) = 0, but where all is −inf: that row is NaN with it.
-    e = gl.exp2((x - row_max[:, None]) * LOG2E)
-    y = e * (1 / over_row(gl.sum(e, 1), "add", False))[:, None]
-    gl.store(out_ptr + start + i, y.to(out_ptr.dtype.element_ty), mask=inside)
+    x = load_part(input_ptr + start, i, length, -float("inf"), BLOCK, EVEN)
+    highest = x[0].to(gl.float32)
+    for k in gl.static_range(1, len(x)):
+        highest = gl.maximum(highest, x[k].to(gl.float32))
+    of_part = gl.max(highest, 1)
+    # Of a part that is −inf throughout, as past the row's end, the sum is 0, not NaN.
+    over = gl.where(of_part == -float("inf"), 0.0, of_part)
+    sums = gl.zeros_like(highest)
+    for k in gl.static_range(len(x)):
+        sums += gl.exp2((keep(x[k]).to(gl.float32) - over[:, None]) * LOG2E)
+    of_all = meet((of_part, gl.sum(sums, 1)))
+    row_max = of_all[0]
+    for block in gl.static_range(1, gl.num_ctas()):
+        row_max = gl.maximum(row_max, of_all[2 * block])
+    total = gl.zeros_like(row_max)
+    for block in gl.static_range(gl.num_ctas()):
+        total += of_all[2 * block + 1] * gl.exp2((of_all[2 * block] - row_max) * LOG2E)
+    scale = 1 / total
+    for k in gl.static_range(len(x)):
+        y = gl.exp2((keep(x[k]).to(gl.float32) - row_max[:, None]) * LOG2E) * scale[:, None]
+        store(out_ptr + start, i + k * i.shape[1], length, y, EVEN)
 
 
 @gluon.jit
 def _softmax_cluster_backward_kernel(
-    grad_input_ptr, grad_ptr, output_ptr, length, VECTOR: gl.constexpr, BLOCK: gl.constexpr
+    grad_input_ptr, grad_ptr, output_ptr, length, VECTOR: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
 ):  # fmt: skip
-    begin()
+    begin(1)
     start = gl.program_id(0).to(gl.int64) * length
     i = columns(BLOCK, VECTOR)
-    inside = i < length
-    grad = gl.load(grad_ptr + start + i, mask=inside, other=0.0)
-    y = gl.load(output_ptr + start + i, mask=inside, other=0.0)
-    dot = over_row(gl.sum(grad.to(gl.float32) * y.to(gl.float32), 1), "add", True)
-    value = y.to(gl.float32) * (grad.to(gl.float32) - dot[:, None])
-    gl.store(grad_input_ptr + start + i, value.to(grad_input_ptr.dtype.element_ty), mask=inside)
+    grad = load_part(grad_ptr + start, i, length, 0.0, BLOCK, EVEN)
+    y = load_part(output_ptr + start, i, length, 0.0, BLOCK, EVEN)
+    sums = grad[0].to(gl.float32) * y[0].to(gl.float32)
+    for k in gl.static_range(1, len(y)):
+        sums += grad[k].to(gl.float32) * y[k].to(gl.float32)
+    of_all = meet((gl.sum(sums, 1),))
+    dot = of_all[0]
+    for block in gl.static_range(1, gl.num_ctas()):
+        dot += of_all[block]
+    for k in gl.static_range(len(y)):
+        value = keep(y[k]).to(gl.float32) * (keep(grad[k]).to(gl.float32) - dot[:, None])
+        store(grad_input_ptr + start, i + k * i.shape[1], length, value, EVEN)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -63,10 +86,10 @@ def _launch(kernel, *tensors: torch.Tensor) -> None:
 
     def make() -> Launch:
         def launch(config) -> Launch:
-            options = {"num_warps": config.num_warps, "num_ctas": config.num_ctas}
-            return Launch(kernel, (count,), (length, vector, config.kwargs["BLOCK"]), options)
+            return Launch(kernel, (count,), (length, vector, *config.kwargs.values()), cluster.options(config))
 
-        return _choosers[kernel].launch((length, str(output.dtype)), cluster.configs(length), launch, *tensors)
+        configs = cluster.configs(length, output.dtype, len(tensors) - 1)
+        return _choosers[kernel].launch((length, str(output.dtype)), configs, launch, *tensors)
 
     _launches.run((kernel, count, length, output.dtype, output.device), make, tensors)
 
@@ -93,12 +116,13 @@ def unsupported(input: torch.Tensor, *, dim: int, shortest: int) -> str | None:
     return cluster.too_short_or_long(input.shape[-1], shortest)
 
 
-def _entry(kernel, dtype: str, vector: int, length: int) -> Entry:
-    return entry(kernel, dtype, {"VECTOR": vector}, cluster.configs(length)[0])
+def _entry(kernel, dtype: torch.dtype, operands: int) -> Entry:
+    config = cluster.configs(65536, dtype, operands)[0]
+    return entry(kernel, TYPES[dtype], {"VECTOR": cluster.vector_of(dtype)}, config)
 
 
 AOT = [
-    _entry(_softmax_cluster_kernel, "bf16", 8, 65536),
-    _entry(_softmax_cluster_kernel, "fp32", 4, 65536),
-    _entry(_softmax_cluster_backward_kernel, "bf16", 8, 65536),
+    _entry(_softmax_cluster_kernel, torch.bfloat16, 1),
+    _entry(_softmax_cluster_kernel, torch.float32, 1),
+    _entry(_softmax_cluster_backward_kernel, torch.bfloat16, 2),
 ]
