@@ -15,7 +15,6 @@ import triton
 
 from triton_impl.tuning import Launches
 
-
 #: What compilers call the types of an entry's pointers.
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

@@ -23,8 +23,8 @@ MOST_BLOCKS = 8
 WARPS, REGISTERS = (16, 8, 32), 64
 #: Registers that a thread's part of a row takes, likewise.
 KEPT = (32, 16)
-#: The longest row, of 32-bit values.
-MAX_LENGTH = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT)
+#: Bytes of the longest row: of two operands a thread has half as many.
+MAX_BYTES = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT) // 2 * 4
 
 
 @gluon.constexpr_function
@@ -173,8 +173,12 @@ def options(config: triton.Config) -> dict:
     return {"num_warps": config.num_warps, "num_ctas": config.num_ctas, "maxnreg": config.maxnreg}
 
 
-def too_short_or_long(length: int, shortest: int) -> str | None:
+def too_short_or_long(length: int, shortest: int, dtype: torch.dtype) -> str | None:
     """Why rows of a length are not for a cluster, or None."""
-    if shortest <= length <= MAX_LENGTH:
+    longest = MAX_BYTES // dtype.itemsize
+    if shortest <= length <= longest:
         return None
-    return f"rows of {length} elements are not spread over a cluster; those of {shortest} to {MAX_LENGTH} are"
+    return (
+        f"rows of {length} elements are not spread over a cluster; of {str(dtype).removeprefix('torch.')} "
+        f"those of {shortest} to {longest} are"
+    )

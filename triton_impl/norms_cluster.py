@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton_impl import cluster, unsupported
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, keep, load, load_part, meet, store
+from triton_impl.cluster import begin, columns, keep, load, meet, store
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.norms import MAX_FUSED, Kind, prepared
 from triton_impl.tuning import Launch, Launches
@@ -172,7 +172,7 @@ def forward(
 
 def refused(x: torch.Tensor, length: int) -> str | None:
     """Why rows of so many elements of `x` cannot be taken, or None."""
-    return unsupported(x) or unsupported_by_gluon(x) or cluster.too_short_or_long(length, MAX_FUSED + 1)
+    return unsupported(x) or unsupported_by_gluon(x) or cluster.too_short_or_long(length, MAX_FUSED + 1, x.dtype)
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:

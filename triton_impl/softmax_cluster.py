@@ -113,7 +113,7 @@ def unsupported(input: torch.Tensor, *, dim: int, shortest: int) -> str | None:
         return reason
     if input.dim() == 0 or dim % input.dim() != input.dim() - 1 or not input.is_contiguous():
         return "a cluster takes the rows of a contiguous tensor, along its last dimension"
-    return cluster.too_short_or_long(input.shape[-1], shortest)
+    return cluster.too_short_or_long(input.shape[-1], shortest, input.dtype)
 
 
 def _entry(kernel, dtype: torch.dtype, operands: int) -> Entry:
