@@ -130,11 +130,38 @@ def load_part(row_ptr, i, length, other, BLOCK: gl.constexpr, EVEN: gl.constexpr
 
 
 @gluon.jit
-def keep(x):
-    """Vectors that the compiler is not to keep as float32 as well: it cannot know that they are the same."""
+def widen(x):
+    """A vector as float32. Of bfloat16 each takes one instruction so; left to the compiler, every other takes two."""
+    if x.dtype == gl.bfloat16:
+        text: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return gl.inline_asm_elementwise(text, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.constexpr_function
+def _widening(dtype):
+    """PTX that makes float32 of two values of 16 bits, and depends on a register that holds nought."""
+    nought = ".reg .b32 nought; mov.u32 nought, %ctaid.y;"
+    if dtype == gl.bfloat16:
+        low, high = (f"or.b32 pick, nought, {p}; prmt.b32 ${i}, $2, 0, pick;" for i, p in enumerate((0x1044, 0x3244)))
+        return f"{{ {nought} .reg .b32 pick; {low} {high} }}"
+    unpack = "mov.b32 {low, high}, both; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;"
+    return f"{{ {nought} .reg .b32 both; .reg .b16 low, high; xor.b32 both, $2, nought; {unpack} }}"
+
+
+@gluon.jit
+def widen_again(x):
+    """A vector as float32, that was so before, and of which 16 bits a value alone are to be kept meanwhile.
+
+    Triton and ptxas would both keep the 32 bits, unless they cannot know that they are the same. So these depend on the
+    number of the block along y, of which there is one.
+    """
     if x.dtype.primitive_bitwidth == 16:
-        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    return x
+        text: gl.constexpr = _widening(x.dtype)
+        return gl.inline_asm_elementwise(text, "=f,=f,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+    else:
+        return x
 
 
 @gluon.jit

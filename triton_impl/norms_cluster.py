@@ -12,66 +12,79 @@ from triton.experimental.gluon import language as gl
 from triton_impl import cluster, unsupported
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, keep, load, meet, store
+from triton_impl.cluster import begin, columns, load, meet, store, widen, widen_again
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.norms import MAX_FUSED, Kind, prepared
 from triton_impl.tuning import Launch, Launches
 
-
-@gluon.jit
-def _mean_square(x, length):
-    """The mean of a row's squares, (blocks,), from a block's part x of it."""
-    squares = gl.zeros_like(x[0].to(gl.float32))
-    for k in gl.static_range(len(x)):
-        value = x[k].to(gl.float32)
-        squares += value * value
-    of_all = meet((gl.sum(squares, 1),))
-    square = of_all[0]
-    for block in gl.static_range(1, gl.num_ctas()):
-        square += of_all[block]
-    return square / length
+#: How many vectors ahead of its use a parameter's is loaded.
+AHEAD = gl.constexpr(1)
 
 
 @gluon.jit
-def _mean_and_variance(x, i, length, BLOCK: gl.constexpr, EXACT: gl.constexpr, EVEN: gl.constexpr):
-    """A mean, by how much the row's differs from it, and the row's variance, (blocks,) each, from a block's part x.
+def _add_both(sum_a, square_a, sum_b, square_b):
+    return sum_a + sum_b, square_a + square_b
 
-    A block's sums are about a mean of its own (Chan, Golub and LeVeque 1983), so that blocks meet once. EXACT: what
-    rounding that mean loses is not lost.
+
+@gluon.jit
+def _part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, EVEN: gl.constexpr):
+    """Of a block's part x of a row, (blocks,) each: a mean, and the sums of deviations from it and of their squares;
+    or, not CENTRED, the sum of squares alone. The mean is that of its first vectors.
     """
-    sums = x[0].to(gl.float32)
-    for k in gl.static_range(1, len(x)):
-        sums += x[k].to(gl.float32)
-    mean = gl.sum(sums, 1)
-    block = gl.arange(0, gl.num_ctas(), layout=mean.type.layout)
-    mean /= gl.maximum(_held(block, length, BLOCK), 1.0)
-    squares = gl.zeros_like(sums)
-    sums = gl.zeros_like(sums)
-    for k in gl.static_range(len(x)):
-        deviation = keep(x[k]).to(gl.float32) - mean[:, None]
-        if not EVEN:
-            deviation = gl.where(i + k * i.shape[1] < length, deviation, 0.0)
-        if EXACT:
+    squares = gl.zeros_like(widen(x[0]))
+    if CENTRED:
+        mean = gl.sum(widen(x[0]), 1)
+        block = gl.arange(0, gl.num_ctas(), layout=mean.type.layout)
+        mean /= gl.maximum(_held(block * BLOCK, i.shape[1], length), 1.0)
+        sums = gl.zeros_like(squares)
+        for k in gl.static_range(len(x)):
+            deviation = widen(x[k]) - mean[:, None]
+            if not EVEN:
+                deviation = gl.where(i + k * i.shape[1] < length, deviation, 0.0)
             sums += deviation
-        squares += deviation * deviation
-    of_all = meet((mean, gl.sum(squares, 1), gl.sum(sums, 1) if EXACT else gl.zeros_like(mean)))
-    # About the first block's mean, from which the row's is off by `lost`.
-    mean = of_all[0]
-    lost = of_all[2]
-    for b in gl.static_range(1, gl.num_ctas()):
-        lost += (of_all[3 * b] - mean) * _held(b, length, BLOCK) + of_all[3 * b + 2]
-    lost /= length
+            squares += deviation * deviation
+        lost, square = gl.reduce((sums, squares), 1, _add_both)
+        return (mean, lost, square)
+    else:
+        for k in gl.static_range(len(x)):
+            value = widen(x[k])
+            squares += value * value
+        return (gl.sum(squares, 1),)
+
+
+@gluon.jit
+def _row_statistics(parts, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr):
+    """Of a row, (blocks,) each: a mean, by how much the row's differs from it, and the variance or mean square, from
+    the statistics of its parts (Chan, Golub and LeVeque 1983).
+    """
+    mean = parts[0]
+    lost = gl.zeros_like(mean)
     square = gl.zeros_like(mean)
-    for b in gl.static_range(gl.num_ctas()):
-        off = of_all[3 * b] - mean - lost
-        square += of_all[3 * b + 1] + off * (off * _held(b, length, BLOCK) + 2 * of_all[3 * b + 2])
+    if CENTRED:
+        for b in gl.static_range(gl.num_ctas()):
+            lost += (parts[3 * b] - mean) * _held(b * BLOCK, BLOCK, length) + parts[3 * b + 1]
+        lost /= length
+        for b in gl.static_range(gl.num_ctas()):
+            off = parts[3 * b] - mean - lost
+            square += parts[3 * b + 2] + off * (off * _held(b * BLOCK, BLOCK, length) + 2 * parts[3 * b + 1])
+    else:
+        for b in gl.static_range(gl.num_ctas()):
+            square += parts[b]
     return mean, lost, square / length
 
 
 @gluon.jit
-def _held(block, length, BLOCK: gl.constexpr):
-    """How many elements of a row a block has."""
-    return gl.minimum(gl.maximum(length - block * BLOCK, 0), BLOCK).to(gl.float32)
+def _held(start, COUNT: gl.constexpr, length):
+    """How many of COUNT elements from `start` on a row has."""
+    return gl.minimum(gl.maximum(length - start, 0), COUNT).to(gl.float32)
+
+
+@gluon.jit
+def _parameters(ptr, i, length, found, COUNT: gl.constexpr, PRESENT: gl.constexpr, EVEN: gl.constexpr):
+    """The tuple `found` of a parameter's vectors, and those of the next COUNT."""
+    for _ in gl.static_range(COUNT if PRESENT else 0):
+        found += (load(ptr, i + len(found) * i.shape[1], length, 0.0, EVEN),)
+    return found
 
 
 @gluon.jit
@@ -104,34 +117,38 @@ def _norm_cluster_kernel(
         part = load(input_ptr, i + k, length, 0.0, EVEN)
         if RESIDUAL:
             residual = load(residual_ptr, i + k, length, 0.0, EVEN)
-            part = keep((part.to(gl.float32) + residual.to(gl.float32)).to(part.dtype))
+            part = (widen(part) + widen(residual)).to(part.dtype)
         x += (part,)
-    EXACT: gl.constexpr = CENTRED and out_ptr.dtype.element_ty == gl.float32
-    if CENTRED:
-        mean, lost, variance = _mean_and_variance(x, i, length, BLOCK, EXACT, EVEN)
-        rstd = _rstd(variance, eps)
-        shift = -lost * rstd
-    else:
-        rstd = _rstd(_mean_square(x, length), eps)
+    parts = _part_statistics(x, i, length, BLOCK, CENTRED, EVEN)
+    # Parameters are asked for some vectors ahead, the first before the blocks meet.
+    weight = _parameters(weight_ptr, i, length, (), AHEAD, HAS_WEIGHT, EVEN)
+    bias = _parameters(bias_ptr, i, length, (), AHEAD, HAS_BIAS, EVEN)
+    mean, lost, variance = _row_statistics(meet(parts), length, BLOCK, CENTRED)
+    rstd = _rstd(variance, eps)
+    shift = -lost * rstd
     if KEEP:
         _write_once(stats_ptr + row, rstd)
         if CENTRED:
             _write_once(stats_ptr + count + row, mean)
             _write_once(stats_ptr + 2 * count + row, shift)
     for k in gl.static_range(len(x)):
+        weight = _parameters(weight_ptr, i, length, weight, int(k + AHEAD < len(x)), HAS_WEIGHT, EVEN)
+        bias = _parameters(bias_ptr, i, length, bias, int(k + AHEAD < len(x)), HAS_BIAS, EVEN)
         j = i + k * i.shape[1]
-        x_k = keep(x[k])
         if RESIDUAL:
-            store(sum_ptr + row * length, j, length, x_k, EVEN)
-        y = x_k.to(gl.float32)
-        if CENTRED:
+            store(sum_ptr + row * length, j, length, x[k], EVEN)
+        y = widen_again(x[k])
+        if CENTRED and y.dtype == out_ptr.dtype.element_ty:
             y = (y - mean[:, None]) * rstd[:, None] + shift[:, None]
+        elif CENTRED:
+            # Of 16 bits, what this rounds is far below their own spacing.
+            y = y * rstd[:, None] + (shift - mean * rstd)[:, None]
         else:
             y *= rstd[:, None]
         if HAS_WEIGHT:
-            y *= load(weight_ptr, j, length, 0.0, EVEN).to(gl.float32)
+            y *= widen(weight[k])
         if HAS_BIAS:
-            y += load(bias_ptr, j, length, 0.0, EVEN).to(gl.float32)
+            y += widen(bias[k])
         store(out_ptr + row * length, j, length, y, EVEN)
 
 

@@ -10,7 +10,7 @@ from triton_impl import cluster
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, keep, load_part, meet, store
+from triton_impl.cluster import begin, columns, load_part, meet, store, widen, widen_again
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.tuning import Launch, Launches
 
@@ -34,7 +34,7 @@ def _softmax_cluster_kernel(
     over = gl.where(of_part == -float("inf"), 0.0, of_part)
     sums = gl.zeros_like(highest)
     for k in gl.static_range(len(x)):
-        sums += gl.exp2((keep(x[k]).to(gl.float32) - over[:, None]) * LOG2E)
+        sums += gl.exp2((widen_again(x[k]) - over[:, None]) * LOG2E)
     of_all = meet((of_part, gl.sum(sums, 1)))
     row_max = of_all[0]
     for block in gl.static_range(1, gl.num_ctas()):
@@ -44,7 +44,7 @@ def _softmax_cluster_kernel(
         total += of_all[2 * block + 1] * gl.exp2((of_all[2 * block] - row_max) * LOG2E)
     scale = 1 / total
     for k in gl.static_range(len(x)):
-        y = gl.exp2((keep(x[k]).to(gl.float32) - row_max[:, None]) * LOG2E) * scale[:, None]
+        y = gl.exp2((widen_again(x[k]) - row_max[:, None]) * LOG2E) * scale[:, None]
         store(out_ptr + start, i + k * i.shape[1], length, y, EVEN)
 
 
@@ -57,15 +57,15 @@ def _softmax_cluster_backward_kernel(
     i = columns(BLOCK, VECTOR)
     grad = load_part(grad_ptr + start, i, length, 0.0, BLOCK, EVEN)
     y = load_part(output_ptr + start, i, length, 0.0, BLOCK, EVEN)
-    sums = grad[0].to(gl.float32) * y[0].to(gl.float32)
+    sums = widen(grad[0]) * widen(y[0])
     for k in gl.static_range(1, len(y)):
-        sums += grad[k].to(gl.float32) * y[k].to(gl.float32)
+        sums += widen(grad[k]) * widen(y[k])
     of_all = meet((gl.sum(sums, 1),))
     dot = of_all[0]
     for block in gl.static_range(1, gl.num_ctas()):
         dot += of_all[block]
     for k in gl.static_range(len(y)):
-        value = keep(y[k]).to(gl.float32) * (keep(grad[k]).to(gl.float32) - dot[:, None])
+        value = widen_again(y[k]) * (widen_again(grad[k]) - dot[:, None])
         store(grad_input_ptr + start, i + k * i.shape[1], length, value, EVEN)
 
 
