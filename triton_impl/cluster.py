@@ -15,6 +15,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from triton_impl import multiprocessors
 from triton_impl.tuning import to_time
 
 #: Blocks of a cluster at most; more would have to be asked for.
@@ -194,6 +195,11 @@ def configs(length: int, dtype: torch.dtype, operands: int = 1) -> list[triton.C
                     triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS)
                 )
     return to_time(found)
+
+
+def fills_gpu(count: int, device: torch.device) -> bool:
+    """Whether so many rows are work for all multiprocessors, whatever the cluster: few rows are best spread widely."""
+    return count >= multiprocessors(device, 1)
 
 
 def options(config: triton.Config) -> dict:

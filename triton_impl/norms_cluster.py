@@ -180,7 +180,7 @@ def forward(
             arguments = (*strides, count, length, eps, *constants, *config.kwargs.values())
             return Launch(_norm_cluster_kernel, (count,), arguments, cluster.options(config))
 
-        key = (length, str(x.dtype), *constants)
+        key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
         return _choose.launch(key, cluster.configs(length, x.dtype, 1 + kind.residual), launch, *tensors)
 
     _launches.run((count, length, strides, constants, x.dtype, x.device, eps), make, tensors)

@@ -89,7 +89,8 @@ def _launch(kernel, *tensors: torch.Tensor) -> None:
             return Launch(kernel, (count,), (length, vector, *config.kwargs.values()), cluster.options(config))
 
         configs = cluster.configs(length, output.dtype, len(tensors) - 1)
-        return _choosers[kernel].launch((length, str(output.dtype)), configs, launch, *tensors)
+        key = (length, str(output.dtype), cluster.fills_gpu(count, output.device))
+        return _choosers[kernel].launch(key, configs, launch, *tensors)
 
     _launches.run((kernel, count, length, output.dtype, output.device), make, tensors)
 
