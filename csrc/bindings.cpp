@@ -60,8 +60,8 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.cluster(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_cluster),
         KL_OP("matmul.persistent(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_persistent),
         KL_OP("matmul.stream_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_stream_k),
-        KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
         KL_OP("matmul.skinny(Tensor input, Tensor other) -> Tensor", matmul_skinny),
+        KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_naive),
@@ -243,8 +243,8 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     matmul_warp_specialized_facts(facts, dtype);
     matmul_cluster_facts(facts, dtype);
     matmul_persistent_facts(facts, dtype);
-    matmul_split_k_facts(facts, dtype);
     matmul_skinny_facts(facts, dtype);
+    matmul_split_k_facts(facts, dtype);
     attention_naive_kernel_facts(facts, dtype);
     attention_flash_kernel_facts(facts, dtype);
     attention_wgmma_kernel_facts(facts, dtype);
