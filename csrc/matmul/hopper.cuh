@@ -3,6 +3,7 @@
 #pragma once
 
 #include <limits>
+#include <optional>
 
 #include "../sm90.cuh"
 #include "../tensor_map.h"
@@ -135,6 +136,10 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
 Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on);
 void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
+// Where A is few rows that lie along memory, if that is worth its while: copies them to where they lie along k, and tells
+// the call. The kernel that reads the copy may be launched early. Else nothing is returned.
+std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const Launch& on);
+
 // Else every step multiplies by the kernel of `persistent` that loads with plain loads.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
@@ -187,16 +192,23 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, int blocks, 
         check_hopper(reinterpret_cast<const void*>(kernel), on.device, name);
         allow_shared(kernel, shared, on.device, asked);
     }
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned int>(cluster), 1, 1};
+    cudaLaunchAttribute attributes[2]{};
+    unsigned int count = 0;
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count++].val.clusterDim = {static_cast<unsigned int>(cluster), 1, 1};
+    }
+    if (on.early) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = static_cast<unsigned int>(blocks);
     config.blockDim = threads;
     config.dynamicSmemBytes = shared;
     config.stream = on.stream;
-    config.attrs = &attribute;
-    config.numAttrs = cluster > 1 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 

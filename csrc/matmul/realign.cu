@@ -6,6 +6,11 @@
 // Copying reads and writes an element once; the multiplying kernels use it as often as the other operand is wide. What
 // is not worth a copy, or lies along neither dimension, goes to plain_loader.cuh.
 
+//
+// And operands that TMA reads badly: few rows of A that lie along memory. Its boxes are 64 wide, and cost as much as if
+// they were full; `split_k`, whose time for few rows is that of reading B, copies such an A to lie along k.
+
+#include "../dependent.cuh"
 #include "hopper.cuh"
 #include "unaligned.cuh"
 
@@ -53,6 +58,24 @@ __global__ void __launch_bounds__(THREADS)
         }
     }
 }
+
+// Eight values along k a thread, of rows that lie along memory: 16 bytes of a row of the copy, with zeros past its end.
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    matmul_split_k_turn_kernel(T* to, const T* from, int rows, int k, int64_t k_step, int64_t to_step) {
+    launch_dependents();
+    const int index = blockIdx.x * THREADS + threadIdx.x, row = index % rows, first = index / rows * 8;
+    if (first >= k) return;
+    alignas(16) T values[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        values[i] = first + i < k ? from[(first + i) * k_step + row] : from_float<T>(0.0f);
+    }
+    *reinterpret_cast<uint4*>(to + row * to_step + first) = *reinterpret_cast<const uint4*>(values);
+}
+
+// Worth it for so few rows, for so many stages of B, and so many bytes of it that a microsecond more is little.
+constexpr int64_t FEW_ROWS = 32, LONG_K = 4096, LARGE = int64_t{1} << 24;
 
 // An operand of X rows (columns), and how it is to lie.
 struct Operand {
@@ -113,6 +136,28 @@ Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
         matmul_persistent_realign_kernel<decltype(zero)><<<blocks, THREADS, 0, on.stream>>>(a_rows, b_rows);
     });
     KL_LAUNCH_CHECK();
+    return memory;
+}
+
+std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const Launch& on) {
+    const Product& p = call->product;
+    const bool few = p.M <= FEW_ROWS && p.batches == 1 && p.K >= LONG_K && p.K * p.N >= LARGE;
+    if (!few || call->a_major == Major::K) return std::nullopt;
+    const int64_t step = ceil_div(p.K, 64) * 64;
+    const Tensor memory = empty(call->output, dtype, {p.M, step});
+    dispatch(dtype, "matmul", [&](auto zero) {
+        using T = decltype(zero);
+        if constexpr (sizeof(T) == 2) {  // else A lies along k
+            const unsigned int blocks = grid_size(ceil_div(ceil_div(p.K, 8) * p.M, THREADS));
+            matmul_split_k_turn_kernel<<<blocks, THREADS, 0, on.stream>>>(
+                static_cast<T*>(memory.data_ptr()), static_cast<const T*>(call->a_data), static_cast<int>(p.M),
+                static_cast<int>(p.K), p.a_k, step);
+        }
+    });
+    KL_LAUNCH_CHECK();
+    call->a_data = memory.data_ptr();
+    const bool can = readable(dtype, call->a_data, p.M, step, p.K, 1, 1, 0, &call->a, &call->a_major);
+    KL_CHECK(can, "matmul: a copy of `input` cannot be described");
     return memory;
 }
 
