@@ -44,23 +44,20 @@ void each_tile(F&& f) {
 }
 constexpr int MAX_SPLITS = 8;
 constexpr int UNIT = 32;  // columns of a tile that a block finishes at once
-constexpr uint16_t BOTH = 0b11;
+constexpr int OPERANDS = 2;
+template <int WIDTH>
+using Width = std::integral_constant<int, WIDTH>;
 
-// Which tile, and which part of K, a block makes. 2^log_blocks are a cluster: they share the K of a tile, or, a pair of
-// them, the rows of A, and make two tiles beside each other. Tiles are numbered down the rows.
+// Which tile, and which part of K, a block makes: 2^log_splits blocks share one, and tiles are numbered down the rows.
 struct Places {
-    Divisor tiles_m, tiles_n;  // pairs of columns, where rows are shared
-    int log_blocks;
-    bool share_rows;
+    Divisor tiles_m, tiles_n;
+    int log_splits;
     int a_panel, b_panel;  // bytes that TMA brings of a panel of each operand
-    int ahead;             // stages of B to ask for before the first of A
 
-    __device__ int rank() const { return blockIdx.x & ((1 << log_blocks) - 1); }
-    __device__ int log_splits() const { return share_rows ? 0 : log_blocks; }
+    __device__ int part() const { return blockIdx.x & ((1 << log_splits) - 1); }
     __device__ void at(int* batch, int* m, int* n) const {
-        const uint32_t tile = blockIdx.x >> log_blocks, column = tiles_m.quotient(tile), b = tiles_n.quotient(column);
+        const uint32_t tile = blockIdx.x >> log_splits, column = tiles_m.quotient(tile), b = tiles_n.quotient(column);
         *batch = b, *m = tile - column * tiles_m.divisor, *n = column - b * tiles_n.divisor;
-        if (share_rows) *n = *n * CLUSTER + rank();
     }
 };
 
@@ -76,52 +73,45 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         tma_prefetch(from.a);
         tma_prefetch(from.b);
         for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, CONSUMERS * WARPGROUP / WARP * (places.share_rows ? CLUSTER : 1));
+            mbarrier_init(full + s * 8, OPERANDS);
+            mbarrier_init(empty + s * 8, CONSUMERS * WARPGROUP / WARP);
         }
         mbarrier_init_fence();
     }
     int batch, tile_m, tile_n;
     places.at(&batch, &tile_m, &tile_n);
-    const bool share_rows = places.share_rows;
-    const int log_splits = places.log_splits(), splits = 1 << log_splits;
-    const int m0 = tile_m * BM, n0 = tile_n * BN, rank = places.rank(), part = share_rows ? 0 : rank;
+    const int m0 = tile_m * BM, n0 = tile_n * BN, rank = places.part(), splits = 1 << places.log_splits;
     const int all = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
-    const int begin = all * part >> log_splits, end = all * (part + 1) >> log_splits;
-    share_rows ? cluster_sync() : __syncthreads();
+    const int begin = all * rank >> places.log_splits, end = all * (rank + 1) >> places.log_splits;
+    __syncthreads();
 
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
     Ring<STAGES> at;
     if (group == 0) {
         if constexpr (CONSUMERS > 1) registers_decrease<40>();
-        if (warp == 0 && elect_one()) {
+        // A warp for each operand: of small tiles one alone would take longer to ask for a stage than its bytes to come.
+        const auto bring = [&](auto major, auto width, const CUtensorMap& map, uint32_t to, int x, int size, int step,
+                               int panel_bytes) {
             // What lies outside is not asked for, whatever rows and columns it would be of: they are not stored.
-            const int a_panels = min(BM, p.M - m0 + PANEL_X - 1) / PANEL_X;
-            const int b_panels = min(BN, p.N - n0 + PANEL_X - 1) / PANEL_X;
-            const int bytes = a_panels * places.a_panel + b_panels * places.b_panel;
-            Ring<STAGES> of_b;
-            for (int i = begin, asked = begin; i < end; ++i, at.next()) {
-                const int until = min(end, i == begin ? begin + places.ahead : i + 1);
-                for (; asked < until; ++asked, of_b.next()) {
-                    const uint32_t stage = tiles + of_b.stage * STAGE_BYTES, barrier = full + of_b.stage * 8;
-                    mbarrier_wait(empty + of_b.stage * 8, of_b.phase ^ 1);
-                    mbarrier_arrive_expect(barrier, bytes);
-                    load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, asked * BLOCK_K<T>, batch * p.b_step,
-                                     b_panels);
-                }
-                if (i == begin) wait_for_previous();  // for A, where that is a copy
-                const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
-                if (!share_rows) {
-                    load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step, a_panels);
-                } else if (rank < a_panels) {  // the other panel comes from the other block
-                    load_tile_multicast<A, PANEL_X>(stage + rank * PANEL_BYTES, from.a, barrier, BOTH,
-                                                    m0 + rank * PANEL_X, i * BLOCK_K<T>, batch * p.a_step);
-                }
+            const int panels = min(width(), size - x + PANEL_X - 1) / PANEL_X, bytes = panels * panel_bytes;
+            for (int i = begin; i < end; ++i, at.next()) {
+                const uint32_t barrier = full + at.stage * 8;
+                mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
+                mbarrier_arrive_expect(barrier, bytes);
+                load_tile<major(), width()>(to + at.stage * STAGE_BYTES, map, barrier, x, i * BLOCK_K<T>, batch * step,
+                                            panels);
             }
+        };
+        if (warp == 0 && elect_one()) {
+            bring(MajorOf<B>{}, Width<BN>{}, from.b, tiles + A_BYTES, n0, p.N, p.b_step, places.b_panel);
+        } else if (warp == 1 && elect_one()) {
+            wait_for_previous();  // where A is a copy
+            bring(MajorOf<A>{}, Width<BM>{}, from.a, tiles, m0, p.M, p.a_step, places.a_panel);
         }
         __syncwarp();
-        if (splits > 1) cluster_sync();
-        if (splits > 1 || share_rows) cluster_leave();
+        if (splits == 1) return;
+        cluster_sync();
+        cluster_leave();
     } else {
         if constexpr (CONSUMERS > 1) registers_increase<232>();
         const int half = group - 1, thread = threadIdx.x - WARPGROUP, lane = threadIdx.x % WARP;
@@ -132,20 +122,13 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > begin);
             wgmma_wait<1>();
-            if (i > begin && share_rows && lane < CLUSTER) mbarrier_arrive_at(empty + before * 8, lane);
-            if (i > begin && !share_rows && lane == 0) mbarrier_arrive(empty + before * 8);
+            if (i > begin && lane == 0) mbarrier_arrive(empty + before * 8);
             before = at.stage;
         }
         wgmma_wait<0>();
         wgmma_pin(sum);
         c += batch * p.c_batch;
-        if (splits == 1) {
-            if (share_rows) cluster_arrive_relaxed();
-            store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
-            __syncwarp();
-            if (share_rows) cluster_wait();  // shared memory stays until the other block writes and arrives no more
-            return;
-        }
+        if (splits == 1) return store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
         named_barrier_sync(1, CONSUMERS * WARPGROUP);  // all have read the last stage: its place is free
         // Four sums of a thread, 8 columns of the tile, as 16 bytes beside those of the other threads.
         const auto place = [&](int j) { return tiles + (j * CONSUMERS * WARPGROUP + thread) * 16; };
@@ -180,10 +163,9 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 #endif
 }
 
-// A shape of tiles, and how many blocks share the K of one, or a pair its rows.
+// A shape of tiles, and how many blocks share the K of one.
 struct Plan {
-    int rows = 0, columns = 0, log_blocks = 0;
-    bool share_rows = false;
+    int rows = 0, columns = 0, log_splits = 0;
     int64_t cycles = std::numeric_limits<int64_t>::max();
 };
 
@@ -191,8 +173,7 @@ struct Plan {
 // wait for L2; all wait for memory, under which the most of the rest is hidden. The constants (to begin; multiply-adds and
 // bytes a cycle; to meet; outputs a cycle) are fitted to the times of ten products in a hundred ways on an H200, which they
 // tell to a tenth.
-constexpr int64_t BEGIN = 3000, MULTIPLIED = 2000, FROM_L2 = 55, FROM_MEMORY = 1900, MEET = 6500, PAIR = 2000,
-                  STORED = 5;
+constexpr int64_t BEGIN = 3000, MULTIPLIED = 2000, FROM_L2 = 55, FROM_MEMORY = 1900, MEET = 6500, STORED = 5;
 
 int64_t cycles(const Tiled& p, int64_t k_tiles, int64_t blocks) {
     const int64_t rows = (p.a_step ? p.batches : 1) * int64_t{p.M}, columns = (p.b_step ? p.batches : 1) * int64_t{p.N};
@@ -201,15 +182,13 @@ int64_t cycles(const Tiled& p, int64_t k_tiles, int64_t blocks) {
 }
 
 template <typename Tile>
-int64_t split_cycles(const Tiled& p, int64_t k_tiles, int splits, bool share_rows, int blocks_at_once) {
-    constexpr int64_t MULTIPLY = Tile::BM * Tile::BN * 64 / MULTIPLIED;
-    const int64_t load = (Tile::STAGE_BYTES - (share_rows ? Tile::A_BYTES / 2 : 0)) / FROM_L2;
+int64_t split_cycles(const Tiled& p, int64_t k_tiles, int splits, int blocks_at_once) {
+    constexpr int64_t MULTIPLY = Tile::BM * Tile::BN * 64 / MULTIPLIED, LOAD = Tile::STAGE_BYTES / FROM_L2;
     const int64_t tiles = ceil_div(p.M, Tile::BM) * ceil_div(p.N, Tile::BN) * p.batches;
     const int64_t turns = ceil_div(tiles * splits, blocks_at_once), steps = ceil_div(k_tiles, splits);
-    const int64_t waiting = std::max<int64_t>(0, steps - Tile::STAGES) * std::max<int64_t>(0, load - MULTIPLY);
+    const int64_t waiting = std::max<int64_t>(0, steps - Tile::STAGES) * std::max<int64_t>(0, LOAD - MULTIPLY);
     const int64_t end = Tile::BM * Tile::BN / STORED * (p.N % 8 == 0 ? 1 : 4);  // store_outputs
-    const int64_t meet = splits > 1 ? MEET : share_rows ? PAIR : 0;
-    return cycles(p, k_tiles, turns * (BEGIN + steps * MULTIPLY + waiting + end + meet));
+    return cycles(p, k_tiles, turns * (BEGIN + steps * MULTIPLY + waiting + end + (splits > 1 ? MEET : 0)));
 }
 
 // The same of `persistent` and `stream_k`, of whose tiles each worker, a pair of blocks, makes a pair at once. The first
@@ -234,13 +213,9 @@ void consider(Plan& best, const Tiled& p, int64_t k_tiles, const Launch& on) {
         const int at_once = splits == 1
                                 ? multiprocessors(on.device)
                                 : splits * resident.clusters(kernel, dim3(Tile::THREADS), splits, Tile::SHARED, on);
-        const int64_t count = split_cycles<Tile>(p, k_tiles, splits, false, at_once);
-        if (count < best.cycles) best = {Tile::BM, Tile::BN, log_splits, false, count};
+        const int64_t count = split_cycles<Tile>(p, k_tiles, splits, at_once);
+        if (count < best.cycles) best = {Tile::BM, Tile::BN, log_splits, count};
     }
-    if (Tile::CONSUMERS < CLUSTER || p.M <= PANEL_X || ceil_div(p.N, Tile::BN) % CLUSTER != 0) return;
-    const int at_once = CLUSTER * resident.clusters(kernel, dim3(Tile::THREADS), CLUSTER, Tile::SHARED, on);
-    const int64_t count = split_cycles<Tile>(p, k_tiles, 1, true, at_once);
-    if (count < best.cycles) best = {Tile::BM, Tile::BN, 1, true, count};
 }
 
 // An operand of fewer rows (columns) than a panel has, along k, with a box no higher: TMA takes four cycles or more for each
@@ -253,19 +228,17 @@ TmaTensor low(TmaTensor operand) {
 }
 
 template <typename Tile, typename T, Major A, Major B>
-void launch_split(const HopperCall& call, const Plan& plan, const Launch& on) {
+void launch_split(const HopperCall& call, int log_splits, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
     const TileOrder tiles = tile_order(p, Tile::BM, Tile::BN);
     const TmaTensor a = low<A>(call.a), b = low<B>(call.b);
-    const int columns = plan.share_rows ? tiles.tiles_n / CLUSTER : tiles.tiles_n, cluster = 1 << plan.log_blocks;
-    Places places{Divisor(tiles.tiles_m), Divisor(columns), plan.log_blocks, plan.share_rows};
-    places.a_panel = a.box[1] * SWIZZLE_ROW, places.b_panel = b.box[1] * SWIZZLE_ROW;
-    places.ahead = on.early ? Tile::STAGES : 1;
-    const int blocks = tile_count(tiles, p) * (plan.share_rows ? 1 : cluster);
-    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", blocks, cluster, Tile::THREADS, Tile::SHARED,
-                  on, asked, static_cast<T*>(call.output.data_ptr()), TmaOperands{tensor_map(a), tensor_map(b)}, p,
-                  places);
+    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_splits, a.box[1] * SWIZZLE_ROW,
+                        b.box[1] * SWIZZLE_ROW};
+    const int splits = 1 << log_splits;
+    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(tiles, p) * splits, splits,
+                  Tile::THREADS, Tile::SHARED, on, asked, static_cast<T*>(call.output.data_ptr()),
+                  TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
 }
 
 }  // namespace
@@ -291,7 +264,7 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             const auto launch_tile = [&](auto tile) {
                 using Tile = decltype(tile);
                 if (plan.rows != Tile::BM || plan.columns != Tile::BN) return;
-                launch_split<Tile, T, A, B>(call, plan, on);
+                launch_split<Tile, T, A, B>(call, plan.log_splits, on);
             };
             each_tile(consider_tile);
             if (plan.rows == 0) return launch_persistent(call, dtype, on, share);
