@@ -17,9 +17,6 @@ from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.norms import MAX_FUSED, Kind, prepared
 from triton_impl.tuning import Launch, Launches
 
-#: How many vectors ahead of its use a parameter's is loaded.
-AHEAD = gl.constexpr(1)
-
 
 @gluon.jit
 def _add_both(sum_a, square_a, sum_b, square_b):
@@ -80,9 +77,9 @@ def _held(start, COUNT: gl.constexpr, length):
 
 
 @gluon.jit
-def _parameters(ptr, i, length, found, COUNT: gl.constexpr, PRESENT: gl.constexpr, EVEN: gl.constexpr):
-    """The tuple `found` of a parameter's vectors, and those of the next COUNT."""
-    for _ in gl.static_range(COUNT if PRESENT else 0):
+def _with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
+    """The tuple `found` of a parameter's vectors, and the next of them if it is wanted."""
+    if WANTED:
         found += (load(ptr, i + len(found) * i.shape[1], length, 0.0, EVEN),)
     return found
 
@@ -120,9 +117,9 @@ def _norm_cluster_kernel(
             part = (widen(part) + widen(residual)).to(part.dtype)
         x += (part,)
     parts = _part_statistics(x, i, length, BLOCK, CENTRED, EVEN)
-    # Parameters are asked for some vectors ahead, the first before the blocks meet.
-    weight = _parameters(weight_ptr, i, length, (), AHEAD, HAS_WEIGHT, EVEN)
-    bias = _parameters(bias_ptr, i, length, (), AHEAD, HAS_BIAS, EVEN)
+    # Weights are asked for a vector ahead, the first before the blocks meet; with biases too, registers would not do.
+    weight = _with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
+    bias = ()
     mean, lost, variance = _row_statistics(meet(parts), length, BLOCK, CENTRED)
     rstd = _rstd(variance, eps)
     shift = -lost * rstd
@@ -132,8 +129,8 @@ def _norm_cluster_kernel(
             _write_once(stats_ptr + count + row, mean)
             _write_once(stats_ptr + 2 * count + row, shift)
     for k in gl.static_range(len(x)):
-        weight = _parameters(weight_ptr, i, length, weight, int(k + AHEAD < len(x)), HAS_WEIGHT, EVEN)
-        bias = _parameters(bias_ptr, i, length, bias, int(k + AHEAD < len(x)), HAS_BIAS, EVEN)
+        weight = _with_next(weight, weight_ptr, i, length, HAS_WEIGHT and k + 1 < len(x), EVEN)
+        bias = _with_next(bias, bias_ptr, i, length, HAS_BIAS, EVEN)
         j = i + k * i.shape[1]
         if RESIDUAL:
             store(sum_ptr + row * length, j, length, x[k], EVEN)
