@@ -165,6 +165,9 @@ void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         facts.push_back(kernel_facts<matmul_persistent_realign_kernel<T>>("matmul.persistent realign", THREADS));
+        if constexpr (sizeof(T) == 2) {
+            facts.push_back(kernel_facts<matmul_split_k_turn_kernel<T>>("matmul.split_k turn", THREADS));
+        }
     });
 }
 
