@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         if (warp == 0 && elect_one()) {
             bring(MajorOf<B>{}, Width<BN>{}, from.b, tiles + A_BYTES, n0, p.N, p.b_step, places.b_panel);
         } else if (warp == 1 && elect_one()) {
-            wait_for_previous();  // where A is a copy
+            wait_for_previous();  // where A is a copy; nothing is stored before it is here
             bring(MajorOf<A>{}, Width<BM>{}, from.a, tiles, m0, p.M, p.a_step, places.a_panel);
         }
         __syncwarp();
