@@ -119,10 +119,10 @@ def _norm_cluster_kernel(
     parts = _part_statistics(x, i, length, BLOCK, CENTRED, EVEN)
     # Weights are asked for a vector ahead, the first before the blocks meet; with biases too, registers would not do.
     weight = _with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
-    bias = ()
     mean, lost, variance = _row_statistics(meet(parts), length, BLOCK, CENTRED)
     rstd = _rstd(variance, eps)
     shift = -lost * rstd
+    bias = _with_next((), bias_ptr, i, length, HAS_BIAS, EVEN)
     if KEEP:
         _write_once(stats_ptr + row, rstd)
         if CENTRED:
@@ -130,7 +130,7 @@ def _norm_cluster_kernel(
             _write_once(stats_ptr + 2 * count + row, shift)
     for k in gl.static_range(len(x)):
         weight = _with_next(weight, weight_ptr, i, length, HAS_WEIGHT and k + 1 < len(x), EVEN)
-        bias = _with_next(bias, bias_ptr, i, length, HAS_BIAS, EVEN)
+        bias = _with_next(bias, bias_ptr, i, length, HAS_BIAS and k + 1 < len(x), EVEN)
         j = i + k * i.shape[1]
         if RESIDUAL:
             store(sum_ptr + row * length, j, length, x[k], EVEN)
