@@ -152,6 +152,17 @@ def test_small_grids(layout):
 
 
 @needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_rows(layout, dtype):
+    """Boxes no higher than the operand; rows along memory that are copied, and such as are too many or too short for it."""
+    sizes = [(1, 4096, 4096), (7, 4104, 4099), (16, 4096, 8192), (24, 2056, 8192), (32, 4096, 4100), (33, 4096, 4096)]
+    for m, n, k in [*sizes, (16, 8192, 2048)]:
+        a = operand((m, k), dtype, transposed=layout[0], pad=-(m if layout[0] else k) % 8 + 8)
+        check("split_k", a, operand((k, n), dtype, transposed=layout[1], pad=-(k if layout[1] else n) % 8))
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (129, 257, 65), (100, 300, 100), (640, 1280, 328)])
 def test_tf32_along_k(name, sizes, tf32):
