@@ -155,7 +155,7 @@ def test_small_grids(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_few_rows(layout, dtype):
-    """Boxes no higher than the operand; rows along memory that are copied, and such as are too many or too short for it."""
+    """Boxes no higher than the operand; rows along memory that are copied, and such as are too many or too short."""
     sizes = [(1, 4096, 4096), (7, 4104, 4099), (16, 4096, 8192), (24, 2056, 8192), (32, 4096, 4100), (33, 4096, 4096)]
     for m, n, k in [*sizes, (16, 8192, 2048)]:
         a = operand((m, k), dtype, transposed=layout[0], pad=-(m if layout[0] else k) % 8 + 8)
