@@ -34,7 +34,7 @@ from triton_impl.tuned import Tuned
 from triton_impl.tuning import Known, Launch, Launches
 
 #: Backward: elements of a tile, its columns at most, warps, and programs that run on a multiprocessor at once.
-TILE, COLUMNS, WARPS, PROGRAMS = 2048, 256, 4, 4
+TILE, COLUMNS, WARPS, PROGRAMS = 2048, 256, 4, 7
 
 
 @triton.jit

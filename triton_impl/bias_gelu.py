@@ -17,17 +17,17 @@ from triton_impl.elementwise import offset_of, row_indexing, tile, tile_of, too_
 from triton_impl.gelu import gelu_derivative, gelu_of
 from triton_impl.tuning import Known
 
-#: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward two of each operand.
+#: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
 FORWARD_TILE, FORWARD_WARPS = 4096, 4
-BACKWARD_TILE, BACKWARD_WARPS = 4096, 8
+BACKWARD_TILE, BACKWARD_WARPS = 2048, 8
 #: Columns of a tile, at most. Forward, bias comes to a thread by way of shared memory where it is narrower than the
 #: program, and all loads of the input are then under way; else ptxas puts some off until others are done with. Backward
 #: it must be high, so that few programs have partial sums.
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 256, 256
 #: Tiles of a backward program under way: the next two while one is worked on.
 STAGES = tl.constexpr(3)
-#: Programs of the backward kernel that run on a multiprocessor at once.
-BACKWARD_PROGRAMS = 4
+#: Programs of the backward kernel that run on a multiprocessor at once, with so many registers a thread.
+BACKWARD_PROGRAMS, BACKWARD_REGISTERS = 4, 64
 
 
 @triton.jit
@@ -114,8 +114,8 @@ def _bias_gelu_backward_strided_kernel(
 
 _forward = Known(_bias_gelu_kernel, num_warps=FORWARD_WARPS)
 _forward_strided = Known(_bias_gelu_strided_kernel, num_warps=FORWARD_WARPS)
-_backward = Known(_bias_gelu_backward_kernel, num_warps=BACKWARD_WARPS)
-_backward_strided = Known(_bias_gelu_backward_strided_kernel, num_warps=BACKWARD_WARPS)
+_backward = Known(_bias_gelu_backward_kernel, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS)
+_backward_strided = Known(_bias_gelu_backward_strided_kernel, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS)
 
 
 def _tile(columns: int, elements: int, most_columns: int) -> tuple[int, int]:
@@ -175,8 +175,14 @@ def _unsupported(input: torch.Tensor, bias: torch.Tensor, **options: object) -> 
 register("bias_gelu", "triton.fused", forward=bias_gelu, backward=bias_gelu_backward, unsupported=_unsupported)
 
 _ROWS = dict.fromkeys(("size1", "size2", "size3", "o_step", "i_step", "bias_step"), 1)
-_TILES = {"BLOCK_M": 4, "BLOCK_N": 1024}, {"BLOCK_M": 16, "BLOCK_N": 256}
-_WARPS = triton.Config({}, num_warps=FORWARD_WARPS), triton.Config({}, num_warps=BACKWARD_WARPS)
+_TILES = tuple(
+    dict(zip(("BLOCK_M", "BLOCK_N"), _tile(4096, *sizes), strict=True))
+    for sizes in ((FORWARD_TILE, FORWARD_COLUMNS), (BACKWARD_TILE, BACKWARD_COLUMNS))
+)
+_WARPS = (
+    triton.Config({}, num_warps=FORWARD_WARPS),
+    triton.Config({}, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS),
+)
 _FLOAT = {"partials_ptr": "*fp32"}
 
 AOT = [

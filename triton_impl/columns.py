@@ -16,6 +16,8 @@ from triton_impl.tuning import Known
 #: Elements of a tile of :func:`sum_shares_kernel`, shares of it at most, and warps. Of few columns there are few
 #: programs, which wait for memory once a tile: so tiles are tall.
 SUM_TILE, MOST_SHARES, SUM_WARPS = 4096, 256, 16
+#: What a turn of programs costs more than one, about, as a part of the time; and turns at most.
+TURN, MOST_TURNS = 0.03, 4
 
 
 def sum_tile(shares: int) -> tuple[int, int]:
@@ -47,11 +49,16 @@ def sum_shares(output: torch.Tensor, partials: torch.Tensor) -> None:
 
 
 def row_shares(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:
-    """How many shares to make of the rows, and how many rows each then has.
+    """How many shares to make of the rows, and how many rows each then has; no share under `least` rows.
 
-    Twice as many programs as run at once, at `programs` a multiprocessor and `column_blocks` side by side, so that the
-    last do not run alone for long; and no share under `least` rows.
+    `programs` run at once on a multiprocessor, and `column_blocks` side by side have a share. What begins after others
+    have ended waits for memory once more: so all run at once, unless that would leave many multiprocessors idle.
     """
-    wanted = 2 * multiprocessors(device, 1) * programs // column_blocks
+    at_once = multiprocessors(device, 1) * programs
+
+    def used(turns: int) -> float:
+        return turns * at_once // column_blocks * column_blocks / (turns * at_once) - TURN * turns
+
+    wanted = max(range(1, MOST_TURNS + 1), key=used) * at_once // column_blocks
     rows_a_share = triton.cdiv(rows, max(1, min(wanted, triton.cdiv(rows, least))))
     return triton.cdiv(rows, rows_a_share), rows_a_share

@@ -216,6 +216,11 @@ def _norm_online_kernel(
 
 
 @triton.jit
+def add_both(first_a, second_a, first_b, second_b):
+    return first_a + first_b, second_a + second_b
+
+
+@triton.jit
 def _difference(x, y):
     """x − y, which no compiler fuses with the product that x is.
 
@@ -256,10 +261,14 @@ def _norm_backward_kernel(
                 grad_bias += grad
         if NEEDS_INPUT:
             weighted = grad * weight
-            dot = tl.sum(weighted * x_hat, axis=1) / length
             value = weighted
             if CENTRED:
-                value = _difference(value, (tl.sum(weighted, axis=1) / length)[:, None])
+                # Both sums at once: of rows that several warps share each would cost them two barriers.
+                plain, dot = tl.reduce((weighted, weighted * x_hat), 1, add_both)
+                value = _difference(value, (plain / length)[:, None])
+            else:
+                dot = tl.sum(weighted * x_hat, axis=1)
+            dot /= length
             value = (value - x_hat * dot[:, None]) * rstd[:, None]
             if RESIDUAL:
                 at = row[:, None] * grad_sum_stride + column[None, :]
@@ -508,8 +517,9 @@ def backward(
     fused = length <= MAX_FUSED_BACKWARD
     block = triton.next_power_of_2(length)
     sms = multiprocessors(x.device, MULTIPROCESSORS_INTERPRETED)
-    # Groups of rows, each with its own sums: as many programs, or programs a block of columns, as the GPU is busy with.
-    groups = min(count, sms * min(8, max(1, 8192 // block)) if fused else max(1, 8 * sms // triton.cdiv(length, 2048)))
+    # Groups of rows, each with its own sums: as many programs as run at once, for one that begins later would wait for
+    # memory once more; or, a block of columns, as many as the GPU is busy with.
+    groups = min(count, sms * min(4, max(1, 8192 // block)) if fused else max(1, 4 * sms // triton.cdiv(length, 2048)))
     partials = x.new_empty((2 if kind.centred else 1, groups, length), dtype=torch.float32) if weights else stats
     given = x if grad_input is None else grad_input
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
