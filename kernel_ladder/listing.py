@@ -42,7 +42,8 @@ def rows_of_list(ops: list[str]) -> list[dict[str, Any]]:
         for level in table.LEVELS:
             reason = table.unavailable(op, level)
             for variant in table.variants(op, level):
-                rows.append({"op": op, "variant": variant.name, "reason": reason, "summary": summary(variant)})
+                here = reason or variant.here()
+                rows.append({"op": op, "variant": variant.name, "reason": here, "summary": summary(variant)})
             if not table.variants(op, level):
                 rows.append({"op": op, "variant": level, "reason": reason or "no variant yet", "summary": ""})
     return rows

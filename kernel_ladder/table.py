@@ -57,6 +57,7 @@ class Variant:
     ``unsupported(*inputs, **options)`` returns why these inputs cannot be taken, or None.
     ``inference(*inputs, **options)`` returns the output alone, where no gradient is wanted and `forward` would write
     more than it for the backward's sake; None where it would not.
+    ``here()`` returns why this machine cannot run it whatever the inputs, though its level is available, or None.
     """
 
     op: str
@@ -65,6 +66,7 @@ class Variant:
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None
     unsupported: Callable[..., str | None]
     inference: Callable[..., Output] | None = None
+    here: Callable[[], str | None] = lambda: None
 
     def output(self, *inputs: torch.Tensor | None, **options: Any) -> Output:
         """The output alone, with nothing kept for a backward."""
@@ -112,6 +114,7 @@ def register(
     backward: Callable[..., tuple[torch.Tensor | None, ...]] | None = None,
     unsupported: Callable[..., str | None] = _supports_all,
     inference: Callable[..., Output] | None = None,
+    here: Callable[[], str | None] = lambda: None,
 ) -> Variant:
     """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`."""
     level, _, step = name.partition(".")
@@ -120,7 +123,7 @@ def register(
     variants = _variants.setdefault((op, level), {})
     if name in variants:
         raise ValueError(f"register: {op} has a variant {name!r} already")
-    variants[name] = Variant(op, name, forward, backward, unsupported, inference)
+    variants[name] = Variant(op, name, forward, backward, unsupported, inference, here)
     _known.clear()
     return variants[name]
 
@@ -211,8 +214,7 @@ def backends(op: str) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for level in LEVELS:
         reason = unavailable(op, level)
-        names = [v.name for v in variants(op, level)]
-        found.update(dict.fromkeys(names or [level], reason))
+        found.update({v.name: reason or v.here() for v in variants(op, level)} or {level: reason})
     return found
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import kernel_ladder
 from kernel_ladder.__main__ import main
@@ -24,6 +25,14 @@ def test_list_names_every_backend_with_its_reason(capsys):
         for name, reason in kernel_ladder.backends(op).items():
             assert name in text
             assert reason is None or " ".join(reason.split()[:3]) in text
+
+
+def test_list_says_which_step_of_a_level_cannot_run_here(capsys):
+    rows = json.loads(output_of(capsys, "list", "softmax", "--json"))
+    reasons = {row["variant"]: row["reason"] for row in rows}
+    assert reasons == kernel_ladder.backends("softmax")
+    if reasons["triton.fused"] is None and not torch.cuda.is_available():
+        assert "has no interpreter" in reasons["triton.cluster"]
 
 
 def test_list_of_one_operation(capsys):

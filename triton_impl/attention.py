@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
-from triton_impl import attention_specialized, attention_split, attention_tma, register
+from triton_impl import attention_specialized, attention_split, attention_tma, gluon, register
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
 from triton_impl.attention_call import Call, finished, mask_grad_unsupported
@@ -225,6 +225,7 @@ register(
     forward=attention_specialized.attention,
     backward=attention_backward,
     unsupported=attention_specialized.unsupported,
+    here=gluon.here,
 )
 register(
     "attention",

@@ -15,6 +15,13 @@ def _not_hopper(device: int) -> str | None:
     return None if major == 9 else f"needs a GPU of compute capability 9.0, this one has {major}.{minor}"
 
 
+def here() -> str | None:
+    """Why this machine runs no kernel in Gluon, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU is visible, and Gluon, Triton's lower language, has no interpreter"
+    return _not_hopper(torch.cuda.current_device())
+
+
 def unsupported(x: torch.Tensor) -> str | None:
     """Why a kernel in Gluon cannot take a tensor, whatever its shape, or None."""
     if not x.is_cuda:

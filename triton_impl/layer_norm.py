@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 
 from kernel_ladder.norms import forwards
-from triton_impl import norms, norms_cluster, register
+from triton_impl import gluon, norms, norms_cluster, register
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=True, residual=False)
 
 
-def _variant(name: str, normalised: Callable, refused_rows: Callable) -> None:
+def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Callable) -> None:
     def normalise(
         keep: bool,
         input: torch.Tensor,
@@ -44,11 +44,11 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable) -> None:
     ) -> str | None:
         return refused_rows(input, math.prod(normalized_shape))
 
-    register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused)
+    register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused, **more)
 
 
 for _name, _kernels in norms.STEPS.items():
     _variant(f"triton.{_name}", *_kernels)
-_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused)
+_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused, here=gluon.here)
 
 AOT = [*norms.ahead_of_time(KIND), *norms_cluster.ahead_of_time(KIND)]

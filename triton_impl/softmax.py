@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.strides import collapse
-from triton_impl import register, softmax_cluster, unsupported
+from triton_impl import gluon, register, softmax_cluster, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 from triton_impl.rows import (
@@ -293,6 +293,7 @@ register(
     forward=softmax_cluster.forward,
     backward=softmax_cluster.backward,
     unsupported=partial(softmax_cluster.unsupported, shortest=MAX_FUSED + 1),
+    here=gluon.here,
 )
 
 
