@@ -6,10 +6,13 @@
 // 16 rows of one tile, and a run of the keys; its warps walk through tiles of the run in turn, each with a ring of its
 // own in shared memory and no barrier but its own. Each warp ends with a softmax of what it has seen, the block with
 // that of its run, and a second kernel weighs the runs by their log-sum-exps (Flash-Decoding, Dao et al.,
-// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Runs are added up in one order: results repeat, but how many
-// runs there are, and so the last bits, depends on the number of SMs.
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html); or, of few runs and on Hopper, the blocks themselves do, which
+// are a cluster and read each other's shared memory. Runs are added up in one order: results repeat, but how many runs
+// there are, and so the last bits, depends on the number of SMs.
 
 #include "../dependent.cuh"
+#include "../resident.cuh"
+#include "../sm90.cuh"
 #include "tile.cuh"
 
 namespace kl {
@@ -26,7 +29,7 @@ struct SplitShape {
     static constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = TILE * HEAD_DIM * 2;
     static constexpr int SHARED = Q_BYTES + WARPS * STAGES * 2 * TILE_BYTES;
     // What the warps leave at the end takes the place of the rings.
-    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= WARPS * STAGES * 2 * TILE_BYTES);
+    static_assert((WARPS * ROWS * (HEAD_DIM + 2) + ROWS) * 4 <= WARPS * STAGES * 2 * TILE_BYTES);
 };
 //                       head dim, keys, stages, blocks
 using Split64 = SplitShape<64, 32, 3, 2>;
@@ -45,7 +48,45 @@ struct Operands {
 struct Runs {
     int begin, end;  // the keys that are seen at all
     int length, count;
+    bool together;  // a head's runs are a cluster
 };
+
+#if __CUDA_ARCH__ >= 900
+// The output and log-sum-exp of `rows` rows, from (D floats, log-sum-exp) of each in the shared memory of all blocks of the
+// cluster: store(row, column, four, log-sum-exp), each block its share.
+template <int D, typename F>
+__device__ void combine_in_cluster(const float* outputs, const float* lses, int rows, int blocks, F&& store) {
+    constexpr int FOURS = D / 4;
+    const int rank = static_cast<int>(cluster_rank());
+    cluster_sync();
+    for (int i = rank * blockDim.x + threadIdx.x; i < rows * FOURS; i += blocks * blockDim.x) {
+        const int row = i / FOURS, column = i % FOURS * 4;
+        float lse[PORTABLE_CLUSTER], highest = -INFINITE, sum = 0.0f;
+        float4 part[PORTABLE_CLUSTER], total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int r = 0; r < PORTABLE_CLUSTER; ++r) {  // all under way at once
+            if (r >= blocks) break;
+            lse[r] = load_cluster4(cluster_address(shared_address(lses + row), r));
+            part[r] = load_cluster16(cluster_address(shared_address(outputs + row * D + column), r));
+        }
+#pragma unroll
+        for (int r = 0; r < PORTABLE_CLUSTER; ++r) highest = r < blocks ? fmaxf(highest, lse[r]) : highest;
+        const float shift = highest == -INFINITE ? 0.0f : highest;
+#pragma unroll
+        for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
+            if (r >= blocks) break;
+            const float weight = exp2_approx((lse[r] - shift) * LOG2E);
+            sum += weight;
+            total.x = fmaf(weight, part[r].x, total.x), total.y = fmaf(weight, part[r].y, total.y);
+            total.z = fmaf(weight, part[r].z, total.z), total.w = fmaf(weight, part[r].w, total.w);
+        }
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const float four[4] = {total.x * inverse, total.y * inverse, total.z * inverse, total.w * inverse};
+        store(row, column, four, highest + logf(sum));
+    }
+    cluster_leave();  // shared memory stays until the other blocks have read it
+}
+#endif
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
@@ -165,6 +206,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     // The warps' results, side by side: output, then maximum and sum, of each row.
     float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
     float* facts = results + WARPS * ROWS * D;
+    float* lses = facts + WARPS * ROWS * 2;  // of this run
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = warp * ROWS + lane_row(0, h);
@@ -180,6 +222,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     }
     __syncthreads();
     const int64_t all_rows = a.batches * a.heads * a.S_q;
+    const auto index_of = [&](int row) { return ((batch * a.heads + head0 + row / a.S_q) * a.S_q) + row % a.S_q; };
     for (int row = warp; row < rows; row += WARPS) {
         float max_of_all = -INFINITE, sum = 0.0f, factor[WARPS];
 #pragma unroll
@@ -191,20 +234,34 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             sum = fmaf(factor[w], facts[(w * ROWS + row) * 2 + 1], sum);
         }
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const int64_t index = ((batch * a.heads + head0 + row / a.S_q) * a.S_q) + row % a.S_q;
-        if (lane == 0) p.lse[run * all_rows + index] = max_of_all * LN2 + logf(sum);
+        const int64_t index = index_of(row);
+        const float lse = max_of_all * LN2 + logf(sum);
+        if (lane == 0) *(runs.together ? &lses[row] : &p.lse[run * all_rows + index]) = lse;
         for (int column = lane; column < a.D_v; column += WARP) {
             float total = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) total = fmaf(factor[w], results[(w * ROWS + row) * D + column], total);
             total *= inverse;
-            if (runs.count > 1) {
+            if (runs.together) {
+                results[row * D + column] = total;  // in the place of the first warp's, which nobody else reads
+            } else if (runs.count > 1) {
                 p.partial[(run * all_rows + index) * a.D_v + column] = total;
             } else {
                 p.output[index * a.D_v + column] = from_float<T>(total);
             }
         }
     }
+#if __CUDA_ARCH__ >= 900
+    if (!runs.together) return;
+    combine_in_cluster<D>(results, lses, rows, runs.count, [&](int row, int column, const float (&four)[4], float lse) {
+        const int64_t index = index_of(row);
+        if (column == 0) p.lse[index] = lse;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            if (column + e < a.D_v) p.output[index * a.D_v + column + e] = from_float<T>(four[e]);
+        }
+    });
+#endif
 #endif
 }
 
@@ -242,12 +299,27 @@ Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
         std::min<int64_t>(int64_t{multiprocessors(device)} * blocks_per_sm / blocks, (end - begin) / MIN_RUN);
     const int64_t length = ceil_div(std::max(end - begin, 1), std::max<int64_t>(wanted, 1));
     const int rounded = static_cast<int>(ceil_div(length, 64) * 64);
-    return {begin, end, rounded, static_cast<int>(std::max<int64_t>(ceil_div(end - begin, rounded), 1))};
+    return {begin, end, rounded, static_cast<int>(std::max<int64_t>(ceil_div(end - begin, rounded), 1)), false};
 }
 
 template <typename T, typename S>
 void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const Attention& a, const Launch& launch) {
-    const Runs runs = split(a, S::BLOCKS, launch.device);
+    const auto kernel = attention_split_kv_kernel<T, S>;
+    static DeviceSet asked;
+    allow_shared(kernel, S::SHARED, launch.device, asked);
+    Runs runs = split(a, S::BLOCKS, launch.device);
+    const int64_t heads = a.batches * a.heads_kv;
+    const auto grid = grid_size(heads * runs.count);
+    // The runs of a head are a cluster where all of them are on the GPU at once, as without.
+    static Resident resident;
+    const bool can =
+        (runs.count == 2 || runs.count == 4 || runs.count == 8) && made_for_hopper() && hopper_or_later(launch.device);
+    runs.together = can && resident.clusters(kernel, dim3(S::THREADS), runs.count, S::SHARED, launch) >= heads;
+    if (runs.together) {
+        ClusterConfig config(kernel, dim3(S::THREADS), runs.count, grid, S::SHARED, launch);
+        KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, operands, a, runs));
+        return;
+    }
     std::optional<Tensor> partial, partial_lse;
     if (runs.count > 1) {
         partial = empty(query, ScalarType::Float, {runs.count, a.rows(), a.D_v});
@@ -255,10 +327,6 @@ void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const 
         operands.partial = static_cast<float*>(partial->data_ptr());
         operands.lse = static_cast<float*>(partial_lse->data_ptr());
     }
-    const auto kernel = attention_split_kv_kernel<T, S>;
-    static DeviceSet asked;
-    allow_shared(kernel, S::SHARED, launch.device, asked);
-    const auto grid = grid_size(a.batches * a.heads_kv * runs.count);
     kernel<<<grid, S::THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
