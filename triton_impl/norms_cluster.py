@@ -14,13 +14,8 @@ from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import begin, columns, load, meet, store, widen, widen_again
 from triton_impl.gluon import unsupported as unsupported_by_gluon
-from triton_impl.norms import MAX_FUSED, Kind, prepared
+from triton_impl.norms import MAX_FUSED, Kind, add_both, prepared
 from triton_impl.tuning import Launch, Launches
-
-
-@gluon.jit
-def _add_both(sum_a, square_a, sum_b, square_b):
-    return sum_a + sum_b, square_a + square_b
 
 
 @gluon.jit
@@ -40,7 +35,7 @@ def _part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, E
                 deviation = gl.where(i + k * i.shape[1] < length, deviation, 0.0)
             sums += deviation
             squares += deviation * deviation
-        lost, square = gl.reduce((sums, squares), 1, _add_both)
+        lost, square = gl.reduce((sums, squares), 1, add_both)
         return (mean, lost, square)
     else:
         for k in gl.static_range(len(x)):
