@@ -39,13 +39,13 @@ def rows_of_list(ops: list[str]) -> list[dict[str, Any]]:
     """One row per operation and variant, and one for a level that has none to show."""
     rows = []
     for op in ops:
+        reasons = table.backends(op)
         for level in table.LEVELS:
-            reason = table.unavailable(op, level)
             for variant in table.variants(op, level):
-                here = reason or variant.here()
-                rows.append({"op": op, "variant": variant.name, "reason": here, "summary": summary(variant)})
-            if not table.variants(op, level):
-                rows.append({"op": op, "variant": level, "reason": reason or "no variant yet", "summary": ""})
+                reason = reasons[variant.name]
+                rows.append({"op": op, "variant": variant.name, "reason": reason, "summary": summary(variant)})
+            if level in reasons:  # which has none to show
+                rows.append({"op": op, "variant": level, "reason": reasons[level] or "no variant yet", "summary": ""})
     return rows
 
 

@@ -12,12 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.band import NO_WINDOW
-from kernel_ladder.spec import Output
 from triton_impl import attention_specialized, attention_split, attention_tma, gluon, register
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
-from triton_impl.attention_call import Call, finished, mask_grad_unsupported
+from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported
 from triton_impl.attention_tiles import (
     ADDITIVE,
     BELOW_DIAGONAL,
@@ -153,23 +151,6 @@ _forward = Tuned(_forward_kernel, configs(CHOICES), TUNING_KEY, _suitable)
 _launches: Launches = Launches()
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    is_causal: bool | str,
-    scale: float | None,
-    enable_gqa: bool,
-    window_size: tuple[int, int] = NO_WINDOW,
-    return_lse: bool = False,
-) -> tuple[Output, tuple]:
-    call = Call.of(query, key, value, attn_mask, is_causal, scale, window_size)
-    output, lse = forward(call)
-    return finished(query, call, output, lse, return_lse)
-
-
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and, in base two, the log-sum-exp of every row of scores."""
     if torch.compiler.is_compiling():
@@ -211,7 +192,13 @@ def _first_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor, Launch | Non
     return output, lse, _forward(grid, tensors, arguments, {**constants, "WIDE": wide(*strides, call.mask_strides)})
 
 
-register("attention", "triton.flash", forward=attention, backward=attention_backward, unsupported=mask_grad_unsupported)
+register(
+    "attention",
+    "triton.flash",
+    forward=forward_by(forward),
+    backward=attention_backward,
+    unsupported=mask_grad_unsupported,
+)
 register(
     "attention",
     "triton.tma",

@@ -202,12 +202,8 @@ def finished(
     return ((output, (lse * LN_2).view(query.shape[:-1])) if return_lse else output), saved
 
 
-def forward_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[..., None]]) -> Callable[..., Any]:
-    """A variant's `forward`, without masks, of which ``first(call, output, lse)`` launches the first call of its kind.
-
-    What that returns takes (output, lse, q, k, v), and launches every later one.
-    """
-    launches = Launches()
+def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    """A variant's `forward`, of which ``run(call)`` makes output and log-sum-exp, of four dimensions."""
 
     def forward(
         query: torch.Tensor,
@@ -221,17 +217,31 @@ def forward_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[...,
         window_size: tuple[int, int] = NO_WINDOW,
         return_lse: bool = False,
     ) -> tuple[Output, tuple]:
-        call = Call.of(query, key, value, None, is_causal, scale, window_size)
+        call = Call.of(query, key, value, attn_mask, is_causal, scale, window_size)
+        output, lse = run(call)
+        return finished(query, call, output, lse, return_lse)
+
+    return forward
+
+
+def launched_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[..., None]]) -> Callable[..., Any]:
+    """A variant's `forward`, without masks, of which ``first(call, output, lse)`` launches the first call of its kind.
+
+    What that returns takes (output, lse, q, k, v), and launches every later one.
+    """
+    launches = Launches()
+
+    def run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         output, lse = call.empty_results()
-        if key.shape[2] == 0 or output.numel() == 0:
+        if call.k.shape[2] == 0 or output.numel() == 0:
             call.see_nothing(output, lse)
         elif (known := launches.get(call.what)) is None:
             launches.remember(call.what, first(call, output, lse))
         else:
             known(output, lse, call.q, call.k, call.v)
-        return finished(query, call, output, lse, return_lse)
+        return output, lse
 
-    return forward
+    return forward_by(run)
 
 
 def mask_grad_unsupported(

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_impl import attention_tma, multiprocessors
 from triton_impl.aot import Entry, entry
-from triton_impl.attention_call import Call, forward_by
+from triton_impl.attention_call import Call, launched_by
 from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS
 from triton_impl.choosing import Chooser
 from triton_impl.gluon import unsupported as unsupported_by_gluon
@@ -444,7 +444,7 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
     return _choose.launch(attention_tma.tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
 
 
-attention = forward_by(_first)
+attention = launched_by(_first)
 
 
 def _ahead_of_time(head_dim: int, choice: int, band: int = 0) -> Entry:

@@ -12,11 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.band import NO_WINDOW
-from kernel_ladder.spec import Output
 from triton_impl import interpreted, multiprocessors
 from triton_impl.attention_aot import ahead_of_time
-from triton_impl.attention_call import Call, finished, mask_grad_unsupported
+from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported
 from triton_impl.attention_tiles import (
     BELOW_DIAGONAL,
     BOOLEAN,
@@ -146,23 +144,6 @@ def runs_of(programs: int, keys: int, num_sms: int) -> tuple[int, int]:
     return max(1, triton.cdiv(keys, run)), run
 
 
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    is_causal: bool | str,
-    scale: float | None,
-    enable_gqa: bool,
-    window_size: tuple[int, int] = NO_WINDOW,
-    return_lse: bool = False,
-) -> tuple[Output, tuple]:
-    call = Call.of(query, key, value, attn_mask, is_causal, scale, window_size)
-    output, lse = _forward(call)
-    return finished(query, call, output, lse, return_lse)
-
-
 def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     output, lse = call.empty_results()
     q, k, v = call.q, call.k, call.v
@@ -222,6 +203,9 @@ def _first_launches(
     arguments += (triton.next_power_of_2(runs), constants["BLOCK_DV"])
     _combine_kernel[(rows,)](*combining, *arguments)
     return split, None if torch.compiler.is_compiling() else Launch(_combine_kernel, (rows,), arguments, {})
+
+
+attention = forward_by(_forward)
 
 
 def unsupported(

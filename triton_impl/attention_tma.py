@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernel_ladder.strides import has_rows_at
 from triton_impl.aot import Entry
 from triton_impl.attention_aot import ahead_of_time
-from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported
+from triton_impl.attention_call import Call, launched_by, mask_grad_unsupported
 from triton_impl.attention_tiles import (
     BELOW_DIAGONAL,
     BETWEEN_DIAGONALS,
@@ -184,7 +184,7 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
     return _choose.launch(tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
 
 
-attention = forward_by(_first)
+attention = launched_by(_first)
 
 
 def _ahead_of_time(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:

@@ -12,6 +12,7 @@ CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -429,44 +430,52 @@ def head_of(dtype: torch.dtype) -> int:
     return HEAD_FLOAT32 if dtype == torch.float32 else HEAD
 
 
-def prepared(
-    kind: Kind,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    keep: bool,
-) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], tuple[bool, bool]]:
-    """A forward kernel's tensors, output, sum and what is kept of rows first; rows' strides; what parameters there are.
+def forward_by(launch: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A step's forward pass, of which ``launch(kind, tensors, strides, present, eps, keep)`` launches the kernel.
 
-    The sum is the output again where there is no residual; what is kept is empty where nothing is to be.
+    It gets the kernel's tensors, output, sum and what is kept of rows first, the strides of rows, and whether there are
+    weight and bias.
     """
-    count, length = x.shape
-    output = x.new_empty((count, length))
-    total = x.new_empty((count, length)) if kind.residual else output
-    stats = x.new_empty((3 if kind.centred else 1, count if keep else 0), dtype=torch.float32)
-    # What is absent is stood for by what is there: its pointer is not looked at.
-    r = x if residual is None else residual
-    tensors = (output, total, stats, x, r, output if weight is None else weight, output if bias is None else bias)
-    return tensors, (x.stride(0), r.stride(0)), (weight is not None, bias is not None)
+
+    def forward(
+        kind: Kind,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output and sum, (count, length) both, and what is kept of rows.
+
+        The sum is the output again where there is no residual; what is kept is empty where nothing is to be.
+        """
+        count, length = x.shape
+        output = x.new_empty((count, length))
+        total = x.new_empty((count, length)) if kind.residual else output
+        stats = x.new_empty((3 if kind.centred else 1, count if keep else 0), dtype=torch.float32)
+        if output.numel() > 0:
+            # What is absent is stood for by what is there: its pointer is not looked at.
+            r = x if residual is None else residual
+            w, b = output if weight is None else weight, output if bias is None else bias
+            present = weight is not None, bias is not None
+            launch(kind, (output, total, stats, x, r, w, b), (x.stride(0), r.stride(0)), present, eps, keep)
+        return output, total, stats
+
+    return forward
 
 
-def forward(
+def _launch(
     fused: bool,
     kind: Kind,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, int],
+    present: tuple[bool, bool],
     eps: float,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and sum, (count, length) both, and what is kept of rows."""
-    tensors, strides, (has_weight, has_bias) = prepared(kind, x, residual, weight, bias, keep)
-    output, total, stats = tensors[:3]
+) -> None:
+    x, (has_weight, has_bias) = tensors[3], present
     count, length = x.shape
-    if output.numel() == 0:
-        return output, total, stats
     key = ("forward", kind, fused, keep, count, length, strides, has_weight, has_bias, x.dtype, x.device, eps)
 
     def make() -> Launch | None:
@@ -483,7 +492,6 @@ def forward(
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)
 
     _launches.run(key, make, tensors)
-    return output, total, stats
 
 
 class Needs(NamedTuple):
@@ -591,7 +599,8 @@ def refused(fused: bool, x: torch.Tensor, length: int) -> str | None:
 
 #: How the steps of the climb normalise rows, and which they refuse.
 STEPS = {
-    name: (partial(forward, fused), partial(refused, fused)) for name, fused in (("online", False), ("fused", True))
+    name: (forward_by(partial(_launch, fused)), partial(refused, fused))
+    for name, fused in (("online", False), ("fused", True))
 }
 
 

@@ -14,7 +14,7 @@ from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import begin, columns, load, meet, store, widen, widen_again
 from triton_impl.gluon import unsupported as unsupported_by_gluon
-from triton_impl.norms import MAX_FUSED, Kind, add_both, prepared
+from triton_impl.norms import MAX_FUSED, Kind, add_both, forward_by
 from triton_impl.tuning import Launch, Launches
 
 
@@ -150,21 +150,16 @@ _choose = Chooser(_norm_cluster_kernel)
 _launches = Launches()
 
 
-def forward(
+def _launch(
     kind: Kind,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, int],
+    present: tuple[bool, bool],
     eps: float,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As ``norms.forward``."""
-    tensors, strides, present = prepared(kind, x, residual, weight, bias, keep)
-    output, total, stats = tensors[:3]
+) -> None:
+    x = tensors[3]
     count, length = x.shape
-    if output.numel() == 0:
-        return output, total, stats
     constants = (*kind, keep, *present, cluster.vector_of(x.dtype))
 
     def make() -> Launch:
@@ -176,7 +171,9 @@ def forward(
         return _choose.launch(key, cluster.configs(length, x.dtype, 1 + kind.residual), launch, *tensors)
 
     _launches.run((count, length, strides, constants, x.dtype, x.device, eps), make, tensors)
-    return output, total, stats
+
+
+forward = forward_by(_launch)
 
 
 def refused(x: torch.Tensor, length: int) -> str | None:

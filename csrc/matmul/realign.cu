@@ -143,7 +143,7 @@ std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const La
     const Product& p = call->product;
     const bool few = p.M <= FEW_ROWS && p.batches == 1 && p.K >= LONG_K && p.K * p.N >= LARGE;
     if (!few || call->a_major == Major::K) return std::nullopt;
-    const int64_t step = ceil_div(p.K, 64) * 64;
+    const int64_t step = Operand{call->a_data, p.M, p.a_m, p.K, p.a_k, 1, 0, Major::K}.to_step(sizeof(half));
     const Tensor memory = empty(call->output, dtype, {p.M, step});
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
