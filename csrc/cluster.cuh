@@ -27,11 +27,11 @@ __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire;" :::
 // that stands where `barrier` does here. Nothing waits for it but who waits at that barrier: the cluster's own barrier
 // would have every thread wait until what it stored to global memory has arrived as well.
 template <typename V>
-__device__ void send(V* shared, const V& value, uint64_t* barrier, uint32_t rank) {
+__device__ void send(uint32_t shared, const V& value, uint32_t barrier, uint32_t rank) {
     static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
     uint32_t to, at;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(shared)), "r"(rank));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(barrier)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(barrier), "r"(rank));
     if constexpr (sizeof(V) == 4) {
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
                      "r"(reinterpret_cast<const uint32_t&>(value)), "r"(at)
@@ -47,6 +47,11 @@ __device__ void send(V* shared, const V& value, uint64_t* barrier, uint32_t rank
             "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(at)
             : "memory");
     }
+}
+
+template <typename V>
+__device__ void send(V* shared, const V& value, uint64_t* barrier, uint32_t rank) {
+    send(shared_address(shared), value, shared_address(barrier), rank);
 }
 
 #endif

@@ -214,7 +214,8 @@ __device__ inline uint32_t cluster_rank() {
 }
 // All threads of all blocks of the cluster. What they wrote before arriving is seen after waiting.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Where only the blocks' being there matters: at a kernel's end, whose shared memory others may still read.
+// Where only the blocks' being there matters: others may still read their shared memory at a kernel's end, or write where
+// they have read.
 __device__ inline void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -236,26 +237,6 @@ __device__ inline uint32_t load_acquire(const uint32_t* flag) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
     return value;
-}
-
-// The address, in the cluster's window, of `shared` in block `rank`, and a load from there.
-__device__ inline uint32_t cluster_address(uint32_t shared, uint32_t rank) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-    return there;
-}
-__device__ inline float load_cluster4(uint32_t address) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-    return v;
-}
-__device__ inline float4 load_cluster16(uint32_t address) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
 }
 
 __device__ inline void store_shared8(uint32_t shared, uint32_t v0, uint32_t v1) {

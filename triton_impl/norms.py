@@ -384,7 +384,7 @@ _online = Tuned(
     KEY,
 )
 _fused_backward = Tuned(
-    _norm_backward_kernel, row_configs((2, 1)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), suitable_backward
+    _norm_backward_kernel, row_configs((3, 2)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), suitable_backward
 )
 _backward_rows = Tuned(_norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
 _backward_columns = Tuned(
@@ -617,7 +617,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         made.append(entry(_norm_kernel, "bf16", {**forward_flags, "BLOCK": block}, config))
     for block in (256, 4096, MAX_FUSED_BACKWARD):
         rows, warps = backward_shapes(block)[0]
-        config = triton.Config({"ROWS": rows, "STAGES": 2}, num_warps=warps, num_stages=1)
+        config = triton.Config({"ROWS": rows, "STAGES": 3}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_backward_kernel, "bf16", {**backward_flags, "BLOCK": block}, config))
     for kernel, constants, block, warps in (
         (_norm_online_kernel, {**forward_flags, "HEAD": HEAD, "EVEN": False}, {"BLOCK": 8192}, 16),

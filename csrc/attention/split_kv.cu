@@ -7,12 +7,13 @@
 // own in shared memory and no barrier but its own. Each warp ends with a softmax of what it has seen, the block with
 // that of its run, and a second kernel weighs the runs by their log-sum-exps (Flash-Decoding, Dao et al.,
 // https://crfm.stanford.edu/2023/10/12/flashdecoding.html); or, of few runs and on Hopper, the blocks themselves do, which
-// are a cluster and read each other's shared memory. Runs are added up in one order: results repeat, but how many runs
+// are a cluster and send each row's results to the one that finishes it. Runs are added up in one order: results repeat, but how many runs
 // there are, and so the last bits, depends on the number of SMs.
 
+#include "../cluster.cuh"
 #include "../dependent.cuh"
+#include "../divisor.cuh"
 #include "../resident.cuh"
-#include "../sm90.cuh"
 #include "tile.cuh"
 
 namespace kl {
@@ -27,9 +28,10 @@ struct SplitShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_, THREADS = WARPS * WARP;
     static constexpr int BLOCKS = BLOCKS_;  // an SM
     static constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = TILE * HEAD_DIM * 2;
-    static constexpr int SHARED = Q_BYTES + WARPS * STAGES * 2 * TILE_BYTES;
+    static constexpr int RECEIVED = Q_BYTES + WARPS * STAGES * 2 * TILE_BYTES;  // (output, lse) of rows
+    static constexpr int ROW_FLOATS = HEAD_DIM + 4, BARRIER = RECEIVED + ROWS * ROW_FLOATS * 4, SHARED = BARRIER + 8;
     // What the warps leave at the end takes the place of the rings.
-    static_assert((WARPS * ROWS * (HEAD_DIM + 2) + ROWS) * 4 <= WARPS * STAGES * 2 * TILE_BYTES);
+    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= WARPS * STAGES * 2 * TILE_BYTES);
 };
 //                       head dim, keys, stages, blocks
 using Split64 = SplitShape<64, 32, 3, 2>;
@@ -49,44 +51,33 @@ struct Runs {
     int begin, end;  // the keys that are seen at all
     int length, count;
     bool together;  // a head's runs are a cluster
+    Divisor by_count, by_heads;
 };
 
-#if __CUDA_ARCH__ >= 900
-// The output and log-sum-exp of `rows` rows, from (D floats, log-sum-exp) of each in the shared memory of all blocks of the
-// cluster: store(row, column, four, log-sum-exp), each block its share.
-template <int D, typename F>
-__device__ void combine_in_cluster(const float* outputs, const float* lses, int rows, int blocks, F&& store) {
-    constexpr int FOURS = D / 4;
-    const int rank = static_cast<int>(cluster_rank());
-    cluster_sync();
-    for (int i = rank * blockDim.x + threadIdx.x; i < rows * FOURS; i += blocks * blockDim.x) {
-        const int row = i / FOURS, column = i % FOURS * 4;
-        float lse[PORTABLE_CLUSTER], highest = -INFINITE, sum = 0.0f;
-        float4 part[PORTABLE_CLUSTER], total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+// Four columns of a row from those of its runs, and its log-sum-exp: each run's (D columns, log-sum-exp) stand in shared
+// memory, ROW_FLOATS apart.
+template <typename S>
+__device__ float combine_runs(float (&four)[4], const float* first, int runs, int column) {
+    float lse[PORTABLE_CLUSTER], highest = -INFINITE, sum = 0.0f;
 #pragma unroll
-        for (int r = 0; r < PORTABLE_CLUSTER; ++r) {  // all under way at once
-            if (r >= blocks) break;
-            lse[r] = load_cluster4(cluster_address(shared_address(lses + row), r));
-            part[r] = load_cluster16(cluster_address(shared_address(outputs + row * D + column), r));
-        }
-#pragma unroll
-        for (int r = 0; r < PORTABLE_CLUSTER; ++r) highest = r < blocks ? fmaxf(highest, lse[r]) : highest;
-        const float shift = highest == -INFINITE ? 0.0f : highest;
-#pragma unroll
-        for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
-            if (r >= blocks) break;
-            const float weight = exp2_approx((lse[r] - shift) * LOG2E);
-            sum += weight;
-            total.x = fmaf(weight, part[r].x, total.x), total.y = fmaf(weight, part[r].y, total.y);
-            total.z = fmaf(weight, part[r].z, total.z), total.w = fmaf(weight, part[r].w, total.w);
-        }
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const float four[4] = {total.x * inverse, total.y * inverse, total.z * inverse, total.w * inverse};
-        store(row, column, four, highest + logf(sum));
+    for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
+        lse[r] = r < runs ? first[r * S::ROW_FLOATS + S::HEAD_DIM] : -INFINITE;
+        highest = fmaxf(highest, lse[r]);
     }
-    cluster_leave();  // shared memory stays until the other blocks have read it
+    const float shift = highest == -INFINITE ? 0.0f : highest;
+#pragma unroll
+    for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
+        if (r >= runs) break;
+        const float weight = exp2_approx((lse[r] - shift) * LOG2E);
+        sum += weight;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) four[e] = fmaf(weight, first[r * S::ROW_FLOATS + column + e], four[e]);
+    }
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+    for (float& x : four) x *= inverse;
+    return highest + logf(sum);
 }
-#endif
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
@@ -98,10 +89,11 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const uint32_t ring = q_tile + S::Q_BYTES + warp * S::STAGES * 2 * S::TILE_BYTES;
 
-    const int run = static_cast<int>(blockIdx.x % runs.count);
-    const int64_t outer = blockIdx.x / runs.count, batch = outer / a.heads_kv;
-    const int head_kv = static_cast<int>(outer % a.heads_kv), head0 = head_kv * a.group();
-    const int rows = a.group() * a.S_q;
+    // Numbers that are known before the launch divide without a division: what stands before the first load is short.
+    const uint32_t outer = runs.by_count.quotient(blockIdx.x);
+    const int run = static_cast<int>(blockIdx.x - outer * runs.count);
+    const int64_t batch = runs.by_heads.quotient(outer);
+    const int head_kv = static_cast<int>(outer) - static_cast<int>(batch) * a.heads_kv;
     const T* key = p.key.at(batch, head_kv);
     const T* value = p.value.at(batch, head_kv);
     const int run_begin = runs.begin + run * runs.length, run_end = min(run_begin + runs.length, runs.end);
@@ -120,6 +112,22 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     };
 #pragma unroll
     for (int i = 0; i < S::STAGES - 1; ++i) load(i);
+
+    const int group = a.group(), head0 = head_kv * group, rows = group * a.S_q;
+#if __CUDA_ARCH__ >= 900
+    // Of a cluster each block finishes every count-th row: the other runs' results arrive there.
+    const uint32_t arrived = q_tile + S::BARRIER;
+    const int finished = runs.by_count.quotient(rows + runs.count - 1 - run);
+    if (runs.together) {
+        if (threadIdx.x == 0) {
+            mbarrier_init(arrived, 1);
+            mbarrier_init_fence();
+            mbarrier_arrive_expect(arrived, finished * (runs.count - 1) * S::ROW_FLOATS * 4);
+        }
+        __syncwarp();
+        cluster_arrive_relaxed();
+    }
+#endif
 
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += S::THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
@@ -206,7 +214,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     // The warps' results, side by side: output, then maximum and sum, of each row.
     float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
     float* facts = results + WARPS * ROWS * D;
-    float* lses = facts + WARPS * ROWS * 2;  // of this run
+    float* received = reinterpret_cast<float*>(shared_bytes + S::RECEIVED);  // (row, run)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = warp * ROWS + lane_row(0, h);
@@ -221,8 +229,17 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         }
     }
     __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    if (runs.together) cluster_wait();  // all blocks are there
+#endif
     const int64_t all_rows = a.batches * a.heads * a.S_q;
     const auto index_of = [&](int row) { return ((batch * a.heads + head0 + row / a.S_q) * a.S_q) + row % a.S_q; };
+    const auto store = [&](auto* to, const float (&four)[4], int column) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            if (column + e < a.D_v) to[column + e] = from_float<std::remove_reference_t<decltype(*to)>>(four[e]);
+        }
+    };
     for (int row = warp; row < rows; row += WARPS) {
         float max_of_all = -INFINITE, sum = 0.0f, factor[WARPS];
 #pragma unroll
@@ -234,33 +251,58 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             sum = fmaf(factor[w], facts[(w * ROWS + row) * 2 + 1], sum);
         }
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const int64_t index = index_of(row);
         const float lse = max_of_all * LN2 + logf(sum);
-        if (lane == 0) *(runs.together ? &lses[row] : &p.lse[run * all_rows + index]) = lse;
-        for (int column = lane; column < a.D_v; column += WARP) {
-            float total = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) total = fmaf(factor[w], results[(w * ROWS + row) * D + column], total);
-            total *= inverse;
-            if (runs.together) {
-                results[row * D + column] = total;  // in the place of the first warp's, which nobody else reads
-            } else if (runs.count > 1) {
-                p.partial[(run * all_rows + index) * a.D_v + column] = total;
+        const auto send = [&](const float4& four, int column) {  // to the block that finishes the row
+#if __CUDA_ARCH__ >= 900
+            const uint32_t turn = runs.by_count.quotient(row), to = row - turn * runs.count;
+            float* const place = received + (turn * runs.count + run) * S::ROW_FLOATS + column;
+            if (to == run) {
+                *reinterpret_cast<float4*>(place) = four;
             } else {
-                p.output[index * a.D_v + column] = from_float<T>(total);
+                cluster::send(shared_address(place), four, arrived, to);
+            }
+#endif
+        };
+        const int64_t index = index_of(row);
+        if (lane == 0) {
+            if (runs.together) {
+                send(make_float4(lse, 0.0f, 0.0f, 0.0f), D);
+            } else {
+                p.lse[run * all_rows + index] = lse;
+            }
+        }
+        for (int column = lane * 4; column < D; column += WARP * 4) {
+            float four[4] = {};
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    four[e] = fmaf(factor[w], results[(w * ROWS + row) * D + column + e], four[e]);
+                }
+            }
+#pragma unroll
+            for (float& x : four) x *= inverse;
+            if (runs.together) {
+                send(make_float4(four[0], four[1], four[2], four[3]), column);
+            } else if (runs.count > 1) {
+                store(p.partial + (run * all_rows + index) * a.D_v, four, column);
+            } else {
+                store(p.output + index * a.D_v, four, column);
             }
         }
     }
 #if __CUDA_ARCH__ >= 900
     if (!runs.together) return;
-    combine_in_cluster<D>(results, lses, rows, runs.count, [&](int row, int column, const float (&four)[4], float lse) {
-        const int64_t index = index_of(row);
+    __syncthreads();
+    mbarrier_wait(arrived, 0);
+    for (int i = threadIdx.x; i < finished * (D / 4); i += S::THREADS) {
+        const int turn = i / (D / 4), column = i % (D / 4) * 4;
+        float four[4] = {};
+        const float lse = combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
+        const int64_t index = index_of(turn * runs.count + run);
         if (column == 0) p.lse[index] = lse;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            if (column + e < a.D_v) p.output[index * a.D_v + column + e] = from_float<T>(four[e]);
-        }
-    });
+        store(p.output + index * a.D_v, four, column);
+    }
 #endif
 #endif
 }
@@ -299,7 +341,8 @@ Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
         std::min<int64_t>(int64_t{multiprocessors(device)} * blocks_per_sm / blocks, (end - begin) / MIN_RUN);
     const int64_t length = ceil_div(std::max(end - begin, 1), std::max<int64_t>(wanted, 1));
     const int rounded = static_cast<int>(ceil_div(length, 64) * 64);
-    return {begin, end, rounded, static_cast<int>(std::max<int64_t>(ceil_div(end - begin, rounded), 1)), false};
+    const int count = static_cast<int>(std::max<int64_t>(ceil_div(end - begin, rounded), 1));
+    return {begin, end, rounded, count, false, Divisor(count), Divisor(std::max(a.heads_kv, 1))};
 }
 
 template <typename T, typename S>

@@ -5,9 +5,8 @@
 //
 // A product of few 128×256 tiles leaves most SMs without work. Smaller tiles are more, but ask L2 for more bytes a product;
 // or a cluster of 2, 4 or 8 blocks makes one tile, each from its part of K, and adds up through distributed shared memory:
-// every block lays its sums in its own shared memory, and finishes its part of the columns from all of them. They are
-// added in the order of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in
-// global memory. A count of cycles (`cycles`) says which of it all is best.
+// every block finishes its part of the columns, and is sent what the others have of them. The sums are added in the order
+// of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in global memory. A count of cycles (`cycles`) says which of it all is best.
 //
 // Products so small take 5 µs, of which a third passes before the first bytes arrive: what stands before the first load is
 // kept short, without a division.
@@ -17,6 +16,7 @@
 // Where there are wide tiles enough for every SM nothing is split: this step is `persistent`, or `stream_k` where the last
 // turn would leave much of the GPU without work.
 
+#include "../cluster.cuh"
 #include "../dependent.cuh"
 #include "../divisor.cuh"
 #include "../resident.cuh"
@@ -25,14 +25,19 @@
 namespace kl {
 namespace {
 
+constexpr int MAX_SPLITS = 8;
+constexpr int UNIT = 32;  // columns of a tile that a block finishes at once
+
 // CONSUMERS warpgroups of 64 rows each.
 template <int CONSUMERS_, int BN_>
 struct Tile {
     static constexpr int CONSUMERS = CONSUMERS_, BM = CONSUMERS * 64, BN = BN_, THREADS = (1 + CONSUMERS) * WARPGROUP;
     static constexpr int A_BYTES = BM * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + BN * SWIZZLE_ROW;
     static constexpr int STAGES = 192 * 1024 / STAGE_BYTES < 8 ? 192 * 1024 / STAGE_BYTES : 8;
-    static constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
-    static_assert(BM * BN * sizeof(float) <= STAGES * STAGE_BYTES, "the sums lie where the stages were");
+    static constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + (2 * STAGES + 1) * 8;
+    static constexpr int UNITS = BN / UNIT, UNIT_BYTES = BM * UNIT * 4;
+    static_assert(MAX_SPLITS * UNIT_BYTES <= STAGES * STAGE_BYTES, "the others' sums lie where the stages were");
+    static_assert(UNITS <= MAX_SPLITS);
 };
 using Wide = Tile<2, 192>;
 using Square = Tile<2, 128>;
@@ -42,8 +47,6 @@ template <typename F>
 void each_tile(F&& f) {
     f(Wide{}), f(Square{}), f(Narrow{}), f(Small{});
 }
-constexpr int MAX_SPLITS = 8;
-constexpr int UNIT = 32;  // columns of a tile that a block finishes at once
 constexpr int OPERANDS = 2;
 template <int WIDTH>
 using Width = std::integral_constant<int, WIDTH>;
@@ -69,6 +72,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     constexpr int A_BYTES = Tile::A_BYTES, STAGE_BYTES = Tile::STAGE_BYTES;
 #if KL_SM90A
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
+    const uint32_t sums = empty + STAGES * 8;  // the others' are here
     if (threadIdx.x == 0) {
         tma_prefetch(from.a);
         tma_prefetch(from.b);
@@ -76,6 +80,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             mbarrier_init(full + s * 8, OPERANDS);
             mbarrier_init(empty + s * 8, CONSUMERS * WARPGROUP / WARP);
         }
+        mbarrier_init(sums, 1);
         mbarrier_init_fence();
     }
     int batch, tile_m, tile_n;
@@ -109,9 +114,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             bring(MajorOf<A>{}, Width<BM>{}, from.a, tiles, m0, p.M, p.a_step, places.a_panel);
         }
         __syncwarp();
-        if (splits == 1) return;
-        cluster_sync();
-        cluster_leave();
+        if (splits > 1) cluster_leave();
     } else {
         if constexpr (CONSUMERS > 1) registers_increase<232>();
         const int half = group - 1, thread = threadIdx.x - WARPGROUP, lane = threadIdx.x % WARP;
@@ -129,36 +132,45 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         wgmma_pin(sum);
         c += batch * p.c_batch;
         if (splits == 1) return store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
-        named_barrier_sync(1, CONSUMERS * WARPGROUP);  // all have read the last stage: its place is free
-        // Four sums of a thread, 8 columns of the tile, as 16 bytes beside those of the other threads.
-        const auto place = [&](int j) { return tiles + (j * CONSUMERS * WARPGROUP + thread) * 16; };
+        // Of every `splits`-th unit of columns the others' sums come here, where the stages were: 16 bytes of a thread are
+        // 8 columns of the tile.
+        const int log_splits = places.log_splits, turns = (Tile::UNITS + splits - 1 - rank) >> log_splits;
+        const auto place = [&](int unit, int part, int j) {
+            const int slot = (unit >> log_splits << log_splits) + part;
+            return tiles + slot * Tile::UNIT_BYTES + (j * CONSUMERS * WARPGROUP + thread) * 16;
+        };
+        if (thread == 0) mbarrier_arrive_expect(sums, turns * (splits - 1) * Tile::UNIT_BYTES);
+        __syncwarp();
+        cluster_leave();  // all have read their last stage
 #pragma unroll
-        for (int j = 0; j < BN / 8; ++j) {
-            store_shared16(place(j), make_uint4(__float_as_uint(sum[j * 4]), __float_as_uint(sum[j * 4 + 1]),
-                                                __float_as_uint(sum[j * 4 + 2]), __float_as_uint(sum[j * 4 + 3])));
+        for (int unit = 0; unit < Tile::UNITS; ++unit) {
+            const int to = unit & (splits - 1);
+            if (to == rank) continue;
+#pragma unroll
+            for (int j = 0; j < UNIT / 8; ++j) {
+                const float* const x = sum + unit * (UNIT / 2) + j * 4;
+                cluster::send(place(unit, rank, j), make_float4(x[0], x[1], x[2], x[3]), sums, to);
+            }
         }
-        cluster_sync();
-        for (int unit = rank; unit < BN / UNIT; unit += splits) {
-            float total[UNIT / 2] = {};
-            for (int r = 0; r < splits; r += 2) {
-                float4 part[2][UNIT / 8];  // all under way at once: another block's memory is far
+        mbarrier_wait(sums, 0);
+        for (int mine = rank; mine < Tile::UNITS; mine += splits) {
+            float own[UNIT / 2] = {}, total[UNIT / 2] = {};
 #pragma unroll
-                for (int i = 0; i < UNIT / 4; ++i) {
-                    const int j = i % (UNIT / 8);
-                    part[i / (UNIT / 8)][j] =
-                        load_cluster16(cluster_address(place(unit * (UNIT / 8) + j), r + i / (UNIT / 8)));
-                }
+            for (int unit = 0; unit < Tile::UNITS; ++unit) {
 #pragma unroll
-                for (int i = 0; i < UNIT / 4; ++i) {
-                    const float4 x = part[i / (UNIT / 8)][i % (UNIT / 8)];
-                    float* const to = total + i % (UNIT / 8) * 4;
-                    to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+                for (int e = 0; e < UNIT / 2; ++e) own[e] = unit == mine ? sum[unit * (UNIT / 2) + e] : own[e];
+            }
+            for (int part = 0; part < splits; ++part) {
+#pragma unroll
+                for (int j = 0; j < UNIT / 8; ++j) {
+                    const uint4 other = part == rank ? uint4{} : load_shared16(place(mine, part, j));
+                    const float* const sent = reinterpret_cast<const float*>(&other);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) total[j * 4 + e] += part == rank ? own[j * 4 + e] : sent[e];
                 }
             }
-            store_outputs<T, UNIT>(total, c, p.M, p.N, m0 + half * PANEL_X, n0 + unit * UNIT);
+            store_outputs<T, UNIT>(total, c, p.M, p.N, m0 + half * PANEL_X, n0 + mine * UNIT);
         }
-        __syncwarp();
-        cluster_leave();  // shared memory stays until the other blocks have read it
     }
 #endif
 }
