@@ -122,7 +122,8 @@ struct BackwardRows {
     RowCursor<WHOLE, const T> input, grad, grad_sum;
     RowCursor<WHOLE, T> grad_input;
     float of_columns[SUMS][V][E] = {};  // sums, of the weight's gradient and of the bias's
-    float scale[KEPT][E], x_hat[KEPT][E], weighted[KEPT][E], g[E];
+    float x_hat[KEPT][E], weighted[KEPT][E], g[E];
+    uint4 weight[KEPT];
     Vec<T> more[RESIDUAL ? V : 1];
 
     __device__ BackwardRows(const NormBackward<T>& p_in, const RowShare<CLUSTER>& share_in, uint4* in_shared,
@@ -140,7 +141,8 @@ struct BackwardRows {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 const int first = share.at(v) * E;
-                unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
+                const Vec<T> loaded = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
+                weight[v] = reinterpret_cast<const uint4&>(loaded);
             }
         } else {
             slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
@@ -171,11 +173,17 @@ struct BackwardRows {
         const int begin = turn % STAGES * 2 * V + v, at = v % KEPT;
         slots.read(begin, x_hat[at]);
         slots.read(begin + V, g);
-        if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale[at]);
+        float scale[E];
+        if constexpr (HELD<V>) {
+            // Unpacked anew for every row: before the loop, as the compiler would, it takes twice the registers.
+            asm volatile("" : "+r"(weight[at].x), "+r"(weight[at].y), "+r"(weight[at].z), "+r"(weight[at].w));
+            unpack(reinterpret_cast<const Vec<T>&>(weight[at]), scale);
+        }
+        if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale);
 #pragma unroll
         for (int e = 0; e < E; ++e) {
             x_hat[at][e] = normalized<CENTRED, SHIFTED<T>>(x_hat[at][e], stats);
-            weighted[at][e] = g[e] * scale[at][e];
+            weighted[at][e] = g[e] * scale[e];
         }
     }
 

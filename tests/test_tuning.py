@@ -247,3 +247,31 @@ def test_a_second_process_does_not_tune_again(tmp_path):
     assert any("_matmul_split_kernel" in line for line in timed[0])
     assert any("_forward_kernel" in line for line in timed[0])
     assert timed[1] == []
+
+
+KEYS = """
+import importlib, sys, triton
+first, wanted = sys.argv[1].split(","), [name.split(".") for name in sys.argv[2].split(",")]
+for name in first:
+    for value in list(vars(importlib.import_module("triton_impl." + name)).values()):
+        if isinstance(value, triton.JITFunction):
+            value.cache_key
+print([getattr(importlib.import_module("triton_impl." + module), name).cache_key for module, name in wanted])
+"""
+
+
+def test_a_kernels_key_does_not_depend_on_what_was_run_before():
+    kernels = "linear._linear_kernel", "softmax._fused_kernel", "bias_dropout_add_layer_norm._fused_kernel"
+    found = set()
+    for first in ("dropout,gelu,rows,elementwise,matmul_descriptors", "softmax", "linear,norms"):
+        result = subprocess.run(
+            [sys.executable, "-c", KEYS, first, ",".join(kernels)],
+            env={**os.environ, "TRITON_INTERPRET": "0"},
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        found.add(result.stdout)
+    assert len(found) == 1 and len(found.pop().split(",")) == len(kernels)

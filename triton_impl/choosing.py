@@ -23,6 +23,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.cache import get_cache_manager, triton_key
 
 from triton_impl import interpreted, tuning
+from triton_impl.keys import settle
 
 #: Runs of each configuration: as many as fit in the time, within these.
 ROUNDS, SECONDS = (5, 40), 0.5
@@ -37,6 +38,7 @@ class Chooser:
     """What was chosen for a kernel, by key. The choice is kept on disk beside the compiled kernels."""
 
     def __init__(self, kernel: Any) -> None:
+        settle(kernel)
         self.kernel = kernel
         self._known: dict[Hashable, triton.Config] = {}
         self._lock = threading.Lock()

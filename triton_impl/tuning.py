@@ -15,6 +15,7 @@ import torch
 import triton
 
 from triton_impl import interpreted
+from triton_impl.keys import settle
 
 ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
 
@@ -158,6 +159,7 @@ class Known:
     """
 
     def __init__(self, kernel: Any, **options: int) -> None:
+        settle(kernel)
         self.kernel, self.options, self.launches = kernel, options, Launches()
 
     def __call__(
