@@ -8,6 +8,7 @@ namespace kl {
 
 constexpr int SUM_LANES = 32;  // columns of a block, of the second stage, and threads that share one at most
 constexpr int SUM_THREADS = SUM_LANES * SUM_LANES;
+constexpr int SUM_AT_ONCE = 10;  // loads of a thread: of two shares a multiprocessor, which are usual, it waits once
 constexpr int64_t SUM_WAVE = 1 << 17;  // threads that surely run at once
 
 // output[c] = Σ partials[s, c] over shares s, by a grid of blocks_of_columns(columns) blocks of sum_block(columns). Each
@@ -18,8 +19,16 @@ __device__ void sum_shares(T* output, const float* partials, int64_t shares, int
     const int64_t column = int64_t{blockIdx.x} * SUM_LANES + threadIdx.x;
     float sum = 0.0f;
     if (column < columns) {
-#pragma unroll 8
-        for (int64_t s = threadIdx.y; s < shares; s += blockDim.y) sum += partials[s * columns + column];
+        for (int64_t s = threadIdx.y; s < shares; s += int64_t{SUM_AT_ONCE} * blockDim.y) {
+            float share[SUM_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < SUM_AT_ONCE; ++i) {
+                const int64_t at = s + int64_t{i} * blockDim.y;
+                share[i] = at < shares ? partials[at * columns + column] : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < SUM_AT_ONCE; ++i) sum += share[i];
+        }
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();

@@ -140,7 +140,7 @@ template <typename Op, typename T>
 RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
     RowLaunch shape = row_launch(chunks, clusters);
     if (whole && !Op::RESIDUAL && chunks <= ROW_THREADS * HELD_VECTORS) {
-        const int held = chunks <= ROW_THREADS ? 1 : HELD_VECTORS;
+        const int held = chunks <= ROW_THREADS && !getenv("KL_V2") ? 1 : HELD_VECTORS;
         shape = RowLaunch{row_threads(chunks, held, ROW_THREADS), 1, 1, held};
     }
     shape.rows = ROW_THREADS / shape.threads;  // one block or two fill an SM, for the sake of few partials
@@ -268,6 +268,10 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
         add(backward + "registers", kernel_facts<Op::template backward_registers<T, FEW, true, false>()>(
                                         "", ROW_THREADS, slot_bytes(large, backward_slots(FEW, true))));
+        if constexpr (!Op::RESIDUAL) {
+            add(backward + "registers (short rows)", kernel_facts<Op::template backward_registers<T, 1, true, false>()>(
+                                                         "", ROW_THREADS, slot_bytes(large, backward_slots(1, true))));
+        }
         add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", SUM_THREADS));
         add(backward + "cluster", kernel_facts<Op::template backward_registers<T, ROW_VECTORS, true, true>()>(
                                       "", ROW_THREADS, slot_bytes(large, backward_slots(ROW_VECTORS, true))));

@@ -15,12 +15,14 @@ from typing import Any
 
 import triton
 
+from triton_impl import interpreted
+
 _settled: set[int] = set()
 
 
 def settle(kernel: Any) -> None:
     """Ask for the keys of all that a kernel calls, and then for its own."""
-    if not isinstance(kernel, triton.JITFunction) or id(kernel) in _settled:
+    if interpreted() or not isinstance(kernel, triton.JITFunction) or id(kernel) in _settled:
         return
     _settled.add(id(kernel))
     for called in _named(kernel.fn):

@@ -31,6 +31,9 @@ CONFIGS = {
         config(128, 128, 64, 8, 4),
         config(128, 64, 64, 4, 5),
         config(64, 128, 64, 4, 5),
+        # Rows of memory along k are read 256 bytes at a time: where reading is what limits, as at 128 rows.
+        config(128, 64, 128, 4, 4),
+        config(64, 128, 128, 4, 4),
         config(64, 64, 64, 4, 5),
     ],
     # At most 64 rows or columns: bound by reading the other matrix, so narrow tiles (many programs), deep pipelines.
@@ -136,6 +139,11 @@ def arguments_of(a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], dic
     n = b.shape[-1]
     stride_am, stride_ak = a.stride()[-2:]
     stride_bk, stride_bn = b.stride()[-2:]
+    # One row (column) has no next, whatever its stride says: (1, K) in the memory of (K, 1) runs along k all the same.
+    if m == 1:
+        stride_am = 0
+    if n == 1:
+        stride_bn = 0
     # The last element's offset, with room for the blocks that reach past it.
     large = (
         (m + 257) * n >= 2**31

@@ -7,7 +7,7 @@
 // own in shared memory and no barrier but its own. Each warp ends with a softmax of what it has seen, the block with
 // that of its run, and a second kernel weighs the runs by their log-sum-exps (Flash-Decoding, Dao et al.,
 // https://crfm.stanford.edu/2023/10/12/flashdecoding.html); or, of few runs and on Hopper, the blocks themselves do, which
-// are a cluster and send each row's results to the one that finishes it. Runs are added up in one order: results repeat, but how many runs
+// are a cluster then, each an SM's, and send a row's results to the one that finishes it. Runs are added up in one order: results repeat, but how many runs
 // there are, and so the last bits, depends on the number of SMs.
 
 #include "../cluster.cuh"
@@ -19,24 +19,29 @@
 namespace kl {
 namespace {
 
-constexpr int ROWS = 16, WARPS = 4;
+constexpr int ROWS = 16;
 constexpr int MIN_RUN = 256;  // keys: fewer are not worth a block of their own
 constexpr int COMBINE_THREADS = 128;
 
-template <int HEAD_DIM_, int TILE_, int STAGES_, int BLOCKS_>
+template <int HEAD_DIM_, int TILE_, int STAGES_, int WARPS_, int BLOCKS_, bool TOGETHER_ = false>
 struct SplitShape {
-    static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_, THREADS = WARPS * WARP;
-    static constexpr int BLOCKS = BLOCKS_;  // an SM
+    static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_, WARPS = WARPS_, THREADS = WARPS * WARP;
+    static constexpr int BLOCKS = BLOCKS_;       // an SM
+    static constexpr bool TOGETHER = TOGETHER_;  // a head's runs are a cluster
+    using Together = SplitShape<HEAD_DIM, TILE, STAGES, WARPS * BLOCKS, 1, true>;
     static constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = TILE * HEAD_DIM * 2;
-    static constexpr int RECEIVED = Q_BYTES + WARPS * STAGES * 2 * TILE_BYTES;  // (output, lse) of rows
-    static constexpr int ROW_FLOATS = HEAD_DIM + 4, BARRIER = RECEIVED + ROWS * ROW_FLOATS * 4, SHARED = BARRIER + 8;
+    static constexpr int RINGS = WARPS * STAGES * 2 * TILE_BYTES;
+    // Of a cluster: what has arrived, (output, lse) of a row, and the barrier that counts it.
+    static constexpr int ROW_FLOATS = HEAD_DIM + 4, RECEIVED = Q_BYTES + RINGS,
+                         BARRIER = RECEIVED + ROWS * ROW_FLOATS * 4;
+    static constexpr int SHARED = TOGETHER ? BARRIER + 8 : RECEIVED;
     // What the warps leave at the end takes the place of the rings.
-    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= WARPS * STAGES * 2 * TILE_BYTES);
+    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= RINGS);
 };
-//                       head dim, keys, stages, blocks
-using Split64 = SplitShape<64, 32, 3, 2>;
-using Split128 = SplitShape<128, 16, 3, 2>;
-using Split256 = SplitShape<256, 16, 2, 1>;
+//                       head dim, keys, stages, warps, blocks
+using Split64 = SplitShape<64, 32, 3, 4, 2>;
+using Split128 = SplitShape<128, 16, 3, 4, 2>;
+using Split256 = SplitShape<256, 16, 2, 4, 1>;
 
 template <typename T>
 struct Operands {
@@ -50,7 +55,6 @@ struct Operands {
 struct Runs {
     int begin, end;  // the keys that are seen at all
     int length, count;
-    bool together;  // a head's runs are a cluster
     Divisor by_count, by_heads;
 };
 
@@ -83,7 +87,8 @@ template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     attention_split_kv_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a, Runs runs) {
 #if __CUDA_ARCH__ >= 800
-    constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8;
+    constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8, WARPS = S::WARPS;
+    constexpr bool TOGETHER = S::TOGETHER && __CUDA_ARCH__ >= 900;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t q_tile = shared_address(shared_bytes);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -118,7 +123,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     // Of a cluster each block finishes every count-th row: the other runs' results arrive there.
     const uint32_t arrived = q_tile + S::BARRIER;
     const int finished = runs.by_count.quotient(rows + runs.count - 1 - run);
-    if (runs.together) {
+    if constexpr (TOGETHER) {
         if (threadIdx.x == 0) {
             mbarrier_init(arrived, 1);
             mbarrier_init_fence();
@@ -230,7 +235,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     }
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    if (runs.together) cluster_wait();  // all blocks are there
+    if constexpr (TOGETHER) cluster_wait();  // all blocks are there
 #endif
     const int64_t all_rows = a.batches * a.heads * a.S_q;
     const auto index_of = [&](int row) { return ((batch * a.heads + head0 + row / a.S_q) * a.S_q) + row % a.S_q; };
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         };
         const int64_t index = index_of(row);
         if (lane == 0) {
-            if (runs.together) {
+            if constexpr (TOGETHER) {
                 send(make_float4(lse, 0.0f, 0.0f, 0.0f), D);
             } else {
                 p.lse[run * all_rows + index] = lse;
@@ -282,7 +287,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             }
 #pragma unroll
             for (float& x : four) x *= inverse;
-            if (runs.together) {
+            if constexpr (TOGETHER) {
                 send(make_float4(four[0], four[1], four[2], four[3]), column);
             } else if (runs.count > 1) {
                 store(p.partial + (run * all_rows + index) * a.D_v, four, column);
@@ -292,16 +297,17 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         }
     }
 #if __CUDA_ARCH__ >= 900
-    if (!runs.together) return;
-    __syncthreads();
-    mbarrier_wait(arrived, 0);
-    for (int i = threadIdx.x; i < finished * (D / 4); i += S::THREADS) {
-        const int turn = i / (D / 4), column = i % (D / 4) * 4;
-        float four[4] = {};
-        const float lse = combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
-        const int64_t index = index_of(turn * runs.count + run);
-        if (column == 0) p.lse[index] = lse;
-        store(p.output + index * a.D_v, four, column);
+    if constexpr (TOGETHER) {
+        __syncthreads();
+        mbarrier_wait(arrived, 0);
+        for (int i = threadIdx.x; i < finished * (D / 4); i += S::THREADS) {
+            const int turn = i / (D / 4), column = i % (D / 4) * 4;
+            float four[4] = {};
+            const float lse = combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
+            const int64_t index = index_of(turn * runs.count + run);
+            if (column == 0) p.lse[index] = lse;
+            store(p.output + index * a.D_v, four, column);
+        }
     }
 #endif
 #endif
@@ -342,7 +348,27 @@ Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
     const int64_t length = ceil_div(std::max(end - begin, 1), std::max<int64_t>(wanted, 1));
     const int rounded = static_cast<int>(ceil_div(length, 64) * 64);
     const int count = static_cast<int>(std::max<int64_t>(ceil_div(end - begin, rounded), 1));
-    return {begin, end, rounded, count, false, Divisor(count), Divisor(std::max(a.heads_kv, 1))};
+    return {begin, end, rounded, count, Divisor(count), Divisor(std::max(a.heads_kv, 1))};
+}
+
+// The runs of a head as a cluster, where that fills the GPU no less and all of them are on it at once; whether it does.
+template <typename T, typename S>
+bool launch_together(const Operands<T>& operands, const Attention& a, const Runs& apart, const Launch& launch) {
+    if (!made_for_hopper() || !hopper_or_later(launch.device)) return false;
+    using Together = typename S::Together;
+    const auto kernel = attention_split_kv_kernel<T, Together>;
+    static DeviceSet asked;
+    static Resident resident;
+    const Runs runs = split(a, Together::BLOCKS, launch.device);
+    const bool some = runs.count == 2 || runs.count == 4 || runs.count == PORTABLE_CLUSTER;
+    if (!some || runs.count * S::BLOCKS < apart.count) return false;
+    allow_shared(kernel, Together::SHARED, launch.device, asked);
+    const int64_t heads = a.batches * a.heads_kv;
+    const dim3 block(Together::THREADS);
+    if (resident.clusters(kernel, block, runs.count, Together::SHARED, launch) < heads) return false;
+    ClusterConfig config(kernel, block, runs.count, grid_size(heads * runs.count), Together::SHARED, launch);
+    KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, operands, a, runs));
+    return true;
 }
 
 template <typename T, typename S>
@@ -350,19 +376,9 @@ void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const 
     const auto kernel = attention_split_kv_kernel<T, S>;
     static DeviceSet asked;
     allow_shared(kernel, S::SHARED, launch.device, asked);
-    Runs runs = split(a, S::BLOCKS, launch.device);
-    const int64_t heads = a.batches * a.heads_kv;
-    const auto grid = grid_size(heads * runs.count);
-    // The runs of a head are a cluster where all of them are on the GPU at once, as without.
-    static Resident resident;
-    const bool can =
-        (runs.count == 2 || runs.count == 4 || runs.count == 8) && made_for_hopper() && hopper_or_later(launch.device);
-    runs.together = can && resident.clusters(kernel, dim3(S::THREADS), runs.count, S::SHARED, launch) >= heads;
-    if (runs.together) {
-        ClusterConfig config(kernel, dim3(S::THREADS), runs.count, grid, S::SHARED, launch);
-        KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, operands, a, runs));
-        return;
-    }
+    const Runs runs = split(a, S::BLOCKS, launch.device);
+    if (launch_together<T, S>(operands, a, runs, launch)) return;
+    const auto grid = grid_size(a.batches * a.heads_kv * runs.count);
     std::optional<Tensor> partial, partial_lse;
     if (runs.count > 1) {
         partial = empty(query, ScalarType::Float, {runs.count, a.rows(), a.D_v});
@@ -420,6 +436,9 @@ void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType
         add("attention.split_kv.64", Split64{});
         add("attention.split_kv.128", Split128{});
         add("attention.split_kv.256", Split256{});
+        add("attention.split_kv.64 in clusters", Split64::Together{});
+        add("attention.split_kv.128 in clusters", Split128::Together{});
+        add("attention.split_kv.256 in clusters", Split256::Together{});
     });
 }
 
