@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(MIN_BLOCK, SHORT_NORM_BLOCKS<T, CENTRED, RESID
 }
 
 template <typename T, int V, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, V == 1 ? 2 : 1)
+__global__ void __launch_bounds__(ROW_THREADS, 1)
     add_rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
     norm_backward_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(w, p);
 }

@@ -122,8 +122,7 @@ struct BackwardRows {
     RowCursor<WHOLE, const T> input, grad, grad_sum;
     RowCursor<WHOLE, T> grad_input;
     float of_columns[SUMS][V][E] = {};  // sums, of the weight's gradient and of the bias's
-    float x_hat[KEPT][E], weighted[KEPT][E], g[E];
-    uint4 weight[KEPT];
+    float scale[KEPT][E], x_hat[KEPT][E], weighted[KEPT][E], g[E];
     Vec<T> more[RESIDUAL ? V : 1];
 
     __device__ BackwardRows(const NormBackward<T>& p_in, const RowShare<CLUSTER>& share_in, uint4* in_shared,
@@ -137,15 +136,18 @@ struct BackwardRows {
           grad(p.grad, p.g, row),
           grad_sum(p.grad_sum, p.gs, row),
           grad_input(p.grad_input, p.gi, row) {
+        if constexpr (!HELD<V>)
+            slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
+    }
+
+    // Once rows are on their way: it waits for memory.
+    __device__ void hold_weight() {
         if constexpr (HELD<V>) {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 const int first = share.at(v) * E;
-                const Vec<T> loaded = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
-                weight[v] = reinterpret_cast<const uint4&>(loaded);
+                unpack(load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
             }
-        } else {
-            slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
         }
     }
 
@@ -173,17 +175,11 @@ struct BackwardRows {
         const int begin = turn % STAGES * 2 * V + v, at = v % KEPT;
         slots.read(begin, x_hat[at]);
         slots.read(begin + V, g);
-        float scale[E];
-        if constexpr (HELD<V>) {
-            // Unpacked anew for every row: before the loop, as the compiler would, it takes twice the registers.
-            asm volatile("" : "+r"(weight[at].x), "+r"(weight[at].y), "+r"(weight[at].z), "+r"(weight[at].w));
-            unpack(reinterpret_cast<const Vec<T>&>(weight[at]), scale);
-        }
-        if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale);
+        if constexpr (!HELD<V>) slots.read(WEIGHT + v, scale[at]);
 #pragma unroll
         for (int e = 0; e < E; ++e) {
             x_hat[at][e] = normalized<CENTRED, SHIFTED<T>>(x_hat[at][e], stats);
-            weighted[at][e] = g[e] * scale[e];
+            weighted[at][e] = g[e] * scale[at][e];
         }
     }
 
@@ -259,6 +255,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     Mine mine(p, share, in_shared, first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y));
 #pragma unroll 1
     for (int turn = 0; turn < Mine::STAGES; ++turn) mine.fetch(turn);
+    mine.hold_weight();
     const bool gradient = p.grad_input != nullptr;
     Stats next = mine.stats(0);
     share.meet();

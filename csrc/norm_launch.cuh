@@ -140,17 +140,17 @@ template <typename Op, typename T>
 RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
     RowLaunch shape = row_launch(chunks, clusters);
     if (whole && !Op::RESIDUAL && chunks <= ROW_THREADS * HELD_VECTORS) {
-        const int held = chunks <= ROW_THREADS && !getenv("KL_V2") ? 1 : HELD_VECTORS;
-        shape = RowLaunch{row_threads(chunks, held, ROW_THREADS), 1, 1, held};
+        shape = RowLaunch{row_threads(chunks, HELD_VECTORS, ROW_THREADS), 1, 1, HELD_VECTORS};
     }
-    shape.rows = ROW_THREADS / shape.threads;  // one block or two fill an SM, for the sake of few partials
+    shape.rows = ROW_THREADS / shape.threads;  // a block fills an SM, for the sake of few partials
     return shape;
 }
 
 template <typename Op, typename T>
 void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const RowLaunch& shape,
                              const Tensor& like, const Launch& launch) {
-    const auto launch_shape = [&](auto v, auto a, auto b) {
+    constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
+    with_row_shape<FEW, ROW_VECTORS>(shape, whole, [&](auto v, auto a, auto b) {
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
         static DeviceSet asked;
         static Resident resident;
@@ -166,11 +166,7 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         p.apart = int64_t{w.groups} * shape.rows;
         launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
         if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
-    };
-    if constexpr (!Op::RESIDUAL) {
-        if (shape.vectors == 1) return with_row_shape<1, ROW_VECTORS>(shape, whole, launch_shape);
-    }
-    with_row_shape<Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS, ROW_VECTORS>(shape, whole, launch_shape);
+    });
 }
 
 // Gradients of input, weight and bias; what is not wanted comes back empty.
@@ -268,10 +264,6 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
         add(backward + "registers", kernel_facts<Op::template backward_registers<T, FEW, true, false>()>(
                                         "", ROW_THREADS, slot_bytes(large, backward_slots(FEW, true))));
-        if constexpr (!Op::RESIDUAL) {
-            add(backward + "registers (short rows)", kernel_facts<Op::template backward_registers<T, 1, true, false>()>(
-                                                         "", ROW_THREADS, slot_bytes(large, backward_slots(1, true))));
-        }
         add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", SUM_THREADS));
         add(backward + "cluster", kernel_facts<Op::template backward_registers<T, ROW_VECTORS, true, true>()>(
                                       "", ROW_THREADS, slot_bytes(large, backward_slots(ROW_VECTORS, true))));

@@ -163,6 +163,16 @@ def test_few_rows(layout, dtype):
 
 
 @needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_hundred_rows(layout, dtype):
+    """Two tiles side by side share their rows of A: of one panel and of two, and with one tile too many."""
+    for m, n, k in [(128, 8192, 8192), (100, 8200, 4096), (70, 8136, 4104), (128, 7000, 9000)]:
+        a = operand((m, k), dtype, transposed=layout[0], pad=-(m if layout[0] else k) % 8)
+        check("split_k", a, operand((k, n), dtype, transposed=layout[1], pad=-(k if layout[1] else n) % 8))
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (129, 257, 65), (100, 300, 100), (640, 1280, 328)])
 def test_tf32_along_k(name, sizes, tf32):

@@ -8,6 +8,9 @@
 // every block finishes its part of the columns, and is sent what the others have of them. The sums are added in the order
 // of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in global memory. A count of cycles (`cycles`) says which of it all is best.
 //
+// Or two blocks side by side fetch half of their rows of A each, for both (multicast): what L2 gives is power, which is at
+// its limit where 128 rows are multiplied as fast as the other operand comes from memory.
+//
 // Products so small take 5 µs, of which a third passes before the first bytes arrive: what stands before the first load is
 // kept short, without a division.
 //
@@ -28,9 +31,10 @@ namespace {
 constexpr int MAX_SPLITS = 8;
 constexpr int UNIT = 32;  // columns of a tile that a block finishes at once
 
-// CONSUMERS warpgroups of 64 rows each.
-template <int CONSUMERS_, int BN_>
+// CONSUMERS warpgroups of 64 rows each. PAIR: a cluster is two tiles side by side, not parts of one.
+template <int CONSUMERS_, int BN_, bool PAIR_ = false>
 struct Tile {
+    static constexpr bool PAIR = PAIR_;
     static constexpr int CONSUMERS = CONSUMERS_, BM = CONSUMERS * 64, BN = BN_, THREADS = (1 + CONSUMERS) * WARPGROUP;
     static constexpr int A_BYTES = BM * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + BN * SWIZZLE_ROW;
     static constexpr int STAGES = 192 * 1024 / STAGE_BYTES < 8 ? 192 * 1024 / STAGE_BYTES : 8;
@@ -38,28 +42,30 @@ struct Tile {
     static constexpr int UNITS = BN / UNIT, UNIT_BYTES = BM * UNIT * 4;
     static_assert(MAX_SPLITS * UNIT_BYTES <= STAGES * STAGE_BYTES, "the others' sums lie where the stages were");
     static_assert(UNITS <= MAX_SPLITS);
+    static_assert(!PAIR || CONSUMERS == CLUSTER, "a panel of A for each block to fetch");
 };
 using Wide = Tile<2, 192>;
 using Square = Tile<2, 128>;
 using Narrow = Tile<2, 64>;
+using NarrowPair = Tile<2, 64, true>;
 using Small = Tile<1, 64>;
 template <typename F>
 void each_tile(F&& f) {
-    f(Wide{}), f(Square{}), f(Narrow{}), f(Small{});
+    f(Wide{}), f(Square{}), f(Narrow{}), f(NarrowPair{}), f(Small{});
 }
 constexpr int OPERANDS = 2;
 template <int WIDTH>
 using Width = std::integral_constant<int, WIDTH>;
 
-// Which tile, and which part of K, a block makes: 2^log_splits blocks share one, and tiles are numbered down the rows.
+// Which tile, or pair of tiles, a block has a part of: 2^log_blocks blocks share one, and they are numbered down the rows.
 struct Places {
     Divisor tiles_m, tiles_n;
-    int log_splits;
+    int log_blocks;
     int a_panel, b_panel;  // bytes that TMA brings of a panel of each operand
 
-    __device__ int part() const { return blockIdx.x & ((1 << log_splits) - 1); }
+    __device__ int part() const { return blockIdx.x & ((1 << log_blocks) - 1); }
     __device__ void at(int* batch, int* m, int* n) const {
-        const uint32_t tile = blockIdx.x >> log_splits, column = tiles_m.quotient(tile), b = tiles_n.quotient(column);
+        const uint32_t tile = blockIdx.x >> log_blocks, column = tiles_m.quotient(tile), b = tiles_n.quotient(column);
         *batch = b, *m = tile - column * tiles_m.divisor, *n = column - b * tiles_n.divisor;
     }
 };
@@ -78,17 +84,19 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         tma_prefetch(from.b);
         for (int s = 0; s < STAGES; ++s) {
             mbarrier_init(full + s * 8, OPERANDS);
-            mbarrier_init(empty + s * 8, CONSUMERS * WARPGROUP / WARP);
+            mbarrier_init(empty + s * 8, (Tile::PAIR ? CLUSTER : 1) * CONSUMERS * WARPGROUP / WARP);
         }
         mbarrier_init(sums, 1);
         mbarrier_init_fence();
     }
     int batch, tile_m, tile_n;
     places.at(&batch, &tile_m, &tile_n);
-    const int m0 = tile_m * BM, n0 = tile_n * BN, rank = places.part(), splits = 1 << places.log_splits;
-    const int all = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
-    const int begin = all * rank >> places.log_splits, end = all * (rank + 1) >> places.log_splits;
+    const int rank = places.part(), log_splits = Tile::PAIR ? 0 : places.log_blocks, splits = 1 << log_splits;
+    const int m0 = tile_m * BM, n0 = (Tile::PAIR ? tile_n * CLUSTER + rank : tile_n) * BN;
+    const int all = static_cast<int>(ceil_div(p.K, BLOCK_K<T>)), part = Tile::PAIR ? 0 : rank;
+    const int begin = all * part >> log_splits, end = all * (part + 1) >> log_splits;
     __syncthreads();
+    if constexpr (Tile::PAIR) cluster_leave();  // neither block writes into the other before its barriers are there
 
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
     Ring<STAGES> at;
@@ -103,8 +111,14 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
                 const uint32_t barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
                 mbarrier_arrive_expect(barrier, bytes);
-                load_tile<major(), width()>(to + at.stage * STAGE_BYTES, map, barrier, x, i * BLOCK_K<T>, batch * step,
-                                            panels);
+                const uint32_t stage = to + at.stage * STAGE_BYTES;
+                if constexpr (Tile::PAIR && width() == BM) {
+                    if (rank >= panels) continue;
+                    load_tile_multicast<major(), PANEL_X>(stage + rank * PANEL_BYTES, map, barrier, 0b11,
+                                                          x + rank * PANEL_X, i * BLOCK_K<T>, batch * step);
+                } else {
+                    load_tile<major(), width()>(stage, map, barrier, x, i * BLOCK_K<T>, batch * step, panels);
+                }
             }
         };
         if (warp == 0 && elect_one()) {
@@ -114,7 +128,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             bring(MajorOf<A>{}, Width<BM>{}, from.a, tiles, m0, p.M, p.a_step, places.a_panel);
         }
         __syncwarp();
-        if (splits > 1) cluster_leave();
+        if (Tile::PAIR || splits > 1) cluster_leave();
     } else {
         if constexpr (CONSUMERS > 1) registers_increase<232>();
         const int half = group - 1, thread = threadIdx.x - WARPGROUP, lane = threadIdx.x % WARP;
@@ -125,16 +139,27 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > begin);
             wgmma_wait<1>();
-            if (i > begin && lane == 0) mbarrier_arrive(empty + before * 8);
+            if (i > begin && lane < (Tile::PAIR ? CLUSTER : 1)) {
+                if constexpr (Tile::PAIR) mbarrier_arrive_at(empty + before * 8, lane);
+                if constexpr (!Tile::PAIR) mbarrier_arrive(empty + before * 8);
+            }
             before = at.stage;
         }
         wgmma_wait<0>();
         wgmma_pin(sum);
         c += batch * p.c_batch;
-        if (splits == 1) return store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
+        if (splits == 1) {
+            if constexpr (Tile::PAIR) cluster_arrive_relaxed();
+            store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
+            if constexpr (Tile::PAIR) {
+                __syncwarp();
+                cluster_wait();  // shared memory stays until the other block writes and arrives no more
+            }
+            return;
+        }
         // Of every `splits`-th unit of columns the others' sums come here, where the stages were: 16 bytes of a thread are
         // 8 columns of the tile.
-        const int log_splits = places.log_splits, turns = (Tile::UNITS + splits - 1 - rank) >> log_splits;
+        const int turns = (Tile::UNITS + splits - 1 - rank) >> log_splits;
         const auto place = [&](int unit, int part, int j) {
             const int slot = (unit >> log_splits << log_splits) + part;
             return tiles + slot * Tile::UNIT_BYTES + (j * CONSUMERS * WARPGROUP + thread) * 16;
@@ -178,14 +203,16 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
 // A shape of tiles, and how many blocks share the K of one.
 struct Plan {
     int rows = 0, columns = 0, log_splits = 0;
+    bool pair = false;
     int64_t cycles = std::numeric_limits<int64_t>::max();
 };
 
 // About how many cycles a product takes: an SM multiplies, and its stages but those that are asked for at the beginning
 // wait for L2; all wait for memory, under which the most of the rest is hidden. The constants (to begin; multiply-adds and
 // bytes a cycle; to meet; outputs a cycle) are fitted to the times of ten products in a hundred ways on an H200, which they
-// tell to a tenth.
-constexpr int64_t BEGIN = 3000, MULTIPLIED = 2000, FROM_L2 = 55, FROM_MEMORY = 1900, MEET = 6500, STORED = 5;
+// tell to a tenth; but for that of a pair, which leaves it to products of few rows.
+constexpr int64_t BEGIN = 3000, MULTIPLIED = 2000, FROM_L2 = 55, FROM_MEMORY = 1900, MEET = 6500, PAIR_UP = 2000,
+                  STORED = 5;
 
 int64_t cycles(const Tiled& p, int64_t k_tiles, int64_t blocks) {
     const int64_t rows = (p.a_step ? p.batches : 1) * int64_t{p.M}, columns = (p.b_step ? p.batches : 1) * int64_t{p.N};
@@ -195,12 +222,15 @@ int64_t cycles(const Tiled& p, int64_t k_tiles, int64_t blocks) {
 
 template <typename Tile>
 int64_t split_cycles(const Tiled& p, int64_t k_tiles, int splits, int blocks_at_once) {
-    constexpr int64_t MULTIPLY = Tile::BM * Tile::BN * 64 / MULTIPLIED, LOAD = Tile::STAGE_BYTES / FROM_L2;
-    const int64_t tiles = ceil_div(p.M, Tile::BM) * ceil_div(p.N, Tile::BN) * p.batches;
+    constexpr int64_t MULTIPLY = Tile::BM * Tile::BN * 64 / MULTIPLIED;
+    constexpr int64_t LOAD = (Tile::STAGE_BYTES - (Tile::PAIR ? Tile::A_BYTES / CLUSTER : 0)) / FROM_L2;
+    const int64_t columns = ceil_div(p.N, Tile::BN);
+    const int64_t tiles = ceil_div(p.M, Tile::BM) * (Tile::PAIR ? columns + columns % CLUSTER : columns) * p.batches;
     const int64_t turns = ceil_div(tiles * splits, blocks_at_once), steps = ceil_div(k_tiles, splits);
     const int64_t waiting = std::max<int64_t>(0, steps - Tile::STAGES) * std::max<int64_t>(0, LOAD - MULTIPLY);
     const int64_t end = Tile::BM * Tile::BN / STORED * (p.N % 8 == 0 ? 1 : 4);  // store_outputs
-    return cycles(p, k_tiles, turns * (BEGIN + steps * MULTIPLY + waiting + end + (splits > 1 ? MEET : 0)));
+    const int64_t meet = Tile::PAIR ? PAIR_UP : splits > 1 ? MEET : 0;
+    return cycles(p, k_tiles, turns * (BEGIN + steps * MULTIPLY + waiting + end + meet));
 }
 
 // The same of `persistent` and `stream_k`, of whose tiles each worker, a pair of blocks, makes a pair at once. The first
@@ -219,14 +249,15 @@ void consider(Plan& best, const Tiled& p, int64_t k_tiles, const Launch& on) {
     static DeviceSet asked;
     static Resident resident;
     allow_shared(kernel, Tile::SHARED, on.device, asked);  // or none would fit
-    for (int log_splits = 0; 1 << log_splits <= std::min<int64_t>(MAX_SPLITS, k_tiles); ++log_splits) {
-        const int splits = 1 << log_splits;
+    const int64_t most = Tile::PAIR ? 1 : std::min<int64_t>(MAX_SPLITS, k_tiles);
+    for (int log_splits = 0; 1 << log_splits <= most; ++log_splits) {
+        const int splits = 1 << log_splits, blocks = Tile::PAIR ? CLUSTER : splits;
         // Not every SM, of clusters: one lies within a group of SMs.
-        const int at_once = splits == 1
+        const int at_once = blocks == 1
                                 ? multiprocessors(on.device)
-                                : splits * resident.clusters(kernel, dim3(Tile::THREADS), splits, Tile::SHARED, on);
+                                : blocks * resident.clusters(kernel, dim3(Tile::THREADS), blocks, Tile::SHARED, on);
         const int64_t count = split_cycles<Tile>(p, k_tiles, splits, at_once);
-        if (count < best.cycles) best = {Tile::BM, Tile::BN, log_splits, count};
+        if (count < best.cycles) best = {Tile::BM, Tile::BN, log_splits, Tile::PAIR, count};
     }
 }
 
@@ -243,12 +274,12 @@ template <typename Tile, typename T, Major A, Major B>
 void launch_split(const HopperCall& call, int log_splits, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
-    const TileOrder tiles = tile_order(p, Tile::BM, Tile::BN);
+    const TileOrder tiles = tile_order(p, Tile::BM, Tile::PAIR ? CLUSTER * Tile::BN : Tile::BN);
     const TmaTensor a = low<A>(call.a), b = low<B>(call.b);
-    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_splits, a.box[1] * SWIZZLE_ROW,
+    const int log_blocks = Tile::PAIR ? 1 : log_splits, blocks = 1 << log_blocks;
+    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_blocks, a.box[1] * SWIZZLE_ROW,
                         b.box[1] * SWIZZLE_ROW};
-    const int splits = 1 << log_splits;
-    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(tiles, p) * splits, splits,
+    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(tiles, p) * blocks, blocks,
                   Tile::THREADS, Tile::SHARED, on, asked, static_cast<T*>(call.output.data_ptr()),
                   TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
 }
@@ -275,7 +306,7 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             };
             const auto launch_tile = [&](auto tile) {
                 using Tile = decltype(tile);
-                if (plan.rows != Tile::BM || plan.columns != Tile::BN) return;
+                if (plan.rows != Tile::BM || plan.columns != Tile::BN || plan.pair != Tile::PAIR) return;
                 launch_split<Tile, T, A, B>(call, plan.log_splits, on);
             };
             each_tile(consider_tile);
@@ -298,6 +329,7 @@ void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         add("matmul.split_k 128x192", Wide{});
         add("matmul.split_k 128x128", Square{});
         add("matmul.split_k 128x64", Narrow{});
+        add("matmul.split_k 128x64, in pairs", NarrowPair{});
         add("matmul.split_k 64x64", Small{});
     });
 }
