@@ -9,7 +9,8 @@
 // of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in global memory. A count of cycles (`cycles`) says which of it all is best.
 //
 // Or two blocks side by side fetch half of their rows of A each, for both (multicast): what L2 gives is power, which is at
-// its limit where 128 rows are multiplied as fast as the other operand comes from memory.
+// its limit where 128 rows are multiplied as fast as the other operand comes from memory. Only where rows lie along memory:
+// of rows along k each is 128 bytes of another line of memory, and two parts of K are faster.
 //
 // Products so small take 5 µs, of which a third passes before the first bytes arrive: what stands before the first load is
 // kept short, without a division.
@@ -49,6 +50,8 @@ using Square = Tile<2, 128>;
 using Narrow = Tile<2, 64>;
 using NarrowPair = Tile<2, 64, true>;
 using Small = Tile<1, 64>;
+template <typename Tile, Major A>
+constexpr bool SUITS = !Tile::PAIR || A == Major::MN;
 template <typename F>
 void each_tile(F&& f) {
     f(Wide{}), f(Square{}), f(Narrow{}), f(NarrowPair{}), f(Small{});
@@ -69,6 +72,53 @@ struct Places {
         *batch = b, *m = tile - column * tiles_m.divisor, *n = column - b * tiles_n.divisor;
     }
 };
+
+#if KL_SM90A
+// Of a tile that 2^log_splits blocks have a part of each: every so-manieth unit of columns is finished by this block, and
+// the others' sums of it come here, where the stages were, counted at `sums`. By the threads that have sums.
+template <typename T, typename Tile>
+__device__ void store_sum_of_parts(const float (&sum)[Tile::BN / 2], T* c, const Tiled& p, int m0, int n0,
+                                   uint32_t stages, uint32_t sums, int rank, int log_splits) {
+    const int splits = 1 << log_splits, thread = threadIdx.x - WARPGROUP;
+    const int turns = (Tile::UNITS + splits - 1 - rank) >> log_splits;
+    const auto place = [&](int unit, int part, int j) {  // of 16 bytes, which are a thread's of 8 columns
+        const int slot = (unit >> log_splits << log_splits) + part;
+        return stages + slot * Tile::UNIT_BYTES + (j * Tile::CONSUMERS * WARPGROUP + thread) * 16;
+    };
+    if (thread == 0) mbarrier_arrive_expect(sums, turns * (splits - 1) * Tile::UNIT_BYTES);
+    __syncwarp();
+    cluster_leave();  // all have read their last stage
+#pragma unroll
+    for (int unit = 0; unit < Tile::UNITS; ++unit) {
+        const int to = unit & (splits - 1);
+        if (to == rank) continue;
+#pragma unroll
+        for (int j = 0; j < UNIT / 8; ++j) {
+            const float* const x = sum + unit * (UNIT / 2) + j * 4;
+            cluster::send(place(unit, rank, j), make_float4(x[0], x[1], x[2], x[3]), sums, to);
+        }
+    }
+    mbarrier_wait(sums, 0);
+    for (int mine = rank; mine < Tile::UNITS; mine += splits) {
+        float own[UNIT / 2] = {}, total[UNIT / 2] = {};
+#pragma unroll
+        for (int unit = 0; unit < Tile::UNITS; ++unit) {
+#pragma unroll
+            for (int e = 0; e < UNIT / 2; ++e) own[e] = unit == mine ? sum[unit * (UNIT / 2) + e] : own[e];
+        }
+        for (int part = 0; part < splits; ++part) {
+#pragma unroll
+            for (int j = 0; j < UNIT / 8; ++j) {
+                const uint4 other = part == rank ? uint4{} : load_shared16(place(mine, part, j));
+                const float* const sent = reinterpret_cast<const float*>(&other);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) total[j * 4 + e] += part == rank ? own[j * 4 + e] : sent[e];
+            }
+        }
+        store_outputs<T, UNIT>(total, c, p.M, p.N, m0, n0 + mine * UNIT);
+    }
+}
+#endif
 
 template <typename T, Major A, Major B, typename Tile>
 __global__ void __launch_bounds__(Tile::THREADS, 1)
@@ -131,7 +181,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         if (Tile::PAIR || splits > 1) cluster_leave();
     } else {
         if constexpr (CONSUMERS > 1) registers_increase<232>();
-        const int half = group - 1, thread = threadIdx.x - WARPGROUP, lane = threadIdx.x % WARP;
+        const int half = group - 1, lane = threadIdx.x % WARP;
         float sum[BN / 2];
         int before = 0;
         for (int i = begin; i < end; ++i, at.next()) {
@@ -157,45 +207,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             }
             return;
         }
-        // Of every `splits`-th unit of columns the others' sums come here, where the stages were: 16 bytes of a thread are
-        // 8 columns of the tile.
-        const int turns = (Tile::UNITS + splits - 1 - rank) >> log_splits;
-        const auto place = [&](int unit, int part, int j) {
-            const int slot = (unit >> log_splits << log_splits) + part;
-            return tiles + slot * Tile::UNIT_BYTES + (j * CONSUMERS * WARPGROUP + thread) * 16;
-        };
-        if (thread == 0) mbarrier_arrive_expect(sums, turns * (splits - 1) * Tile::UNIT_BYTES);
-        __syncwarp();
-        cluster_leave();  // all have read their last stage
-#pragma unroll
-        for (int unit = 0; unit < Tile::UNITS; ++unit) {
-            const int to = unit & (splits - 1);
-            if (to == rank) continue;
-#pragma unroll
-            for (int j = 0; j < UNIT / 8; ++j) {
-                const float* const x = sum + unit * (UNIT / 2) + j * 4;
-                cluster::send(place(unit, rank, j), make_float4(x[0], x[1], x[2], x[3]), sums, to);
-            }
-        }
-        mbarrier_wait(sums, 0);
-        for (int mine = rank; mine < Tile::UNITS; mine += splits) {
-            float own[UNIT / 2] = {}, total[UNIT / 2] = {};
-#pragma unroll
-            for (int unit = 0; unit < Tile::UNITS; ++unit) {
-#pragma unroll
-                for (int e = 0; e < UNIT / 2; ++e) own[e] = unit == mine ? sum[unit * (UNIT / 2) + e] : own[e];
-            }
-            for (int part = 0; part < splits; ++part) {
-#pragma unroll
-                for (int j = 0; j < UNIT / 8; ++j) {
-                    const uint4 other = part == rank ? uint4{} : load_shared16(place(mine, part, j));
-                    const float* const sent = reinterpret_cast<const float*>(&other);
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) total[j * 4 + e] += part == rank ? own[j * 4 + e] : sent[e];
-                }
-            }
-            store_outputs<T, UNIT>(total, c, p.M, p.N, m0 + half * PANEL_X, n0 + mine * UNIT);
-        }
+        store_sum_of_parts<T, Tile>(sum, c, p, m0 + half * PANEL_X, n0, tiles, sums, rank, log_splits);
     }
 #endif
 }
@@ -302,12 +314,13 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             Plan plan;
             plan.cycles = share ? shared : whole;
             const auto consider_tile = [&](auto tile) {
-                consider<decltype(tile), T, A, B>(plan, call.tiled, k_tiles, on);
+                using Tile = decltype(tile);
+                if constexpr (SUITS<Tile, A>) consider<Tile, T, A, B>(plan, call.tiled, k_tiles, on);
             };
             const auto launch_tile = [&](auto tile) {
                 using Tile = decltype(tile);
                 if (plan.rows != Tile::BM || plan.columns != Tile::BN || plan.pair != Tile::PAIR) return;
-                launch_split<Tile, T, A, B>(call, plan.log_splits, on);
+                if constexpr (SUITS<Tile, A>) launch_split<Tile, T, A, B>(call, plan.log_splits, on);
             };
             each_tile(consider_tile);
             if (plan.rows == 0) return launch_persistent(call, dtype, on, share);
@@ -323,13 +336,13 @@ void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
         const auto add = [&](const char* name, auto tile) {
             using Tile = decltype(tile);
-            facts.push_back(
-                kernel_facts<matmul_split_k_kernel<T, Major::K, B, Tile>>(name, Tile::THREADS, Tile::SHARED));
+            constexpr Major A = Tile::PAIR ? Major::MN : Major::K;
+            facts.push_back(kernel_facts<matmul_split_k_kernel<T, A, B, Tile>>(name, Tile::THREADS, Tile::SHARED));
         };
         add("matmul.split_k 128x192", Wide{});
         add("matmul.split_k 128x128", Square{});
         add("matmul.split_k 128x64", Narrow{});
-        add("matmul.split_k 128x64, in pairs", NarrowPair{});
+        if constexpr (sizeof(T) == 2) add("matmul.split_k 128x64, in pairs", NarrowPair{});
         add("matmul.split_k 64x64", Small{});
     });
 }
