@@ -94,7 +94,9 @@ struct NormBackward {
     const T* weight;
     Rows parameter;
     int64_t count, length;
-    int64_t apart;      // where blocks go through many rows: every so-many-th
+    int64_t apart;      // where blocks go through many rows: every so-many-th,
+    int turns;          // which is so many rows,
+    int64_t rest;       // and one more for those that begin before this row
     float per_element;  // 1 / length
 };
 

@@ -51,13 +51,14 @@ template <bool WHOLE, bool CLUSTER, int SUMS, int V, int E>
 __device__ void store_partials(float* partials, int64_t apart, const float (&own)[SUMS][V][E],
                                const RowShare<CLUSTER>& share, uint4* in_shared, int64_t length) {
     constexpr int FOURS = E / 4;
-    const int lanes = blockDim.x, stripes = blockDim.y, width = lanes * V * FOURS;
+    constexpr int PIECES = V * FOURS;
+    const int lanes = blockDim.x, stripes = CLUSTER ? 1 : static_cast<int>(blockDim.y), width = lanes * PIECES;
     auto* const rows = reinterpret_cast<float4*>(in_shared);
     if (stripes > 1) __syncthreads();  // what stood there before has been read
 #pragma unroll
     for (int s = 0; s < SUMS; ++s) {
 #pragma unroll
-        for (int i = 0; i < V * FOURS; ++i) {
+        for (int i = 0; i < PIECES; ++i) {
             const float* const sum = own[s][i / FOURS] + i % FOURS * 4;
             const float4 four = make_float4(sum[0], sum[1], sum[2], sum[3]);
             const int64_t column = int64_t{share.at(i / FOURS)} * E + i % FOURS * 4;
@@ -68,12 +69,14 @@ __device__ void store_partials(float* partials, int64_t apart, const float (&own
     }
     if (stripes == 1) return;
     __syncthreads();
+    // Powers of two all of them: code that runs once is slow to come, and divisions are long.
+    const int log_lanes = __ffs(lanes) - 1;
     for (int at = threadIdx.y * lanes + threadIdx.x; at < SUMS * width; at += ROW_THREADS) {
-        const int s = at / width, i = at % width / lanes, lane = at % lanes;
+        const int piece = at >> log_lanes, s = piece / PIECES, i = piece % PIECES, lane = at & (lanes - 1);
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (int y = 0; y < stripes; ++y) {
-            const float4 more = rows[(s * stripes + y) * width + at % width];
+            const float4 more = rows[(s * stripes + y) * width + i * lanes + lane];
             sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
         }
         const int64_t column = int64_t{lane + i / FOURS * lanes} * E + i % FOURS * 4;
@@ -81,9 +84,11 @@ __device__ void store_partials(float* partials, int64_t apart, const float (&own
     }
 }
 
-// How many rows there are from `row` on, every `apart`-th, up to `count`.
-__device__ inline int turns_of(int64_t row, int64_t apart, int64_t count) {
-    return row < count ? static_cast<int>((count - row - 1) / apart) + 1 : 0;
+// How many rows there are from `row` on, every `apart`-th. Divided on the host: on the GPU a division of 64 bits would stand
+// before the first load.
+template <typename T>
+__device__ int turns_of(int64_t row, const NormBackward<T>& p) {
+    return p.turns + (row < p.rest ? 1 : 0);
 }
 
 // The rows of an operand that a thread goes through: every `apart`-th from `row` on. EVEN: they lie evenly apart, and an
@@ -131,7 +136,7 @@ struct BackwardRows {
           share(share_in),
           slots(in_shared),
           row(row_in),
-          own(turns_of(row, p.apart, p.count)),
+          own(turns_of(row, p)),
           input(p.input, p.in, row),
           grad(p.grad, p.g, row),
           grad_sum(p.grad_sum, p.gs, row),
@@ -251,11 +256,11 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     share.open(letterbox[0], letterbox[1]);
     // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
     const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
-    const int turns = turns_of(first_row, p.apart, p.count);
     Mine mine(p, share, in_shared, first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y));
 #pragma unroll 1
     for (int turn = 0; turn < Mine::STAGES; ++turn) mine.fetch(turn);
     mine.hold_weight();
+    const int turns = CLUSTER ? mine.own : turns_of(first_row, p);
     const bool gradient = p.grad_input != nullptr;
     Stats next = mine.stats(0);
     share.meet();

@@ -164,6 +164,8 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
             w.partials = pointer<float>(*partials);
         }
         p.apart = int64_t{w.groups} * shape.rows;
+        p.turns = static_cast<int>(p.count / p.apart);
+        p.rest = p.count % p.apart;
         launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
         if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
     });
