@@ -2,7 +2,7 @@
 // runs, and waits for that one's results itself. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
 #pragma once
 
-#include "common.cuh"
+#include "launch.cuh"
 
 namespace kl {
 
@@ -34,16 +34,8 @@ constexpr bool made_for_hopper() {
 template <typename... Parameters, typename... Arguments>
 void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch,
                       Arguments... arguments) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.stream = launch.stream;
-    config.attrs = &early;
-    config.numAttrs = made_for_hopper() && hopper_or_later(launch.device) ? 1 : 0;
-    KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+    const bool can = made_for_hopper() && hopper_or_later(launch.device);
+    LaunchConfig(grid, block, 0, launch).early(can).run(kernel, arguments...);
 }
 
 }  // namespace kl

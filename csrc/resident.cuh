@@ -1,33 +1,19 @@
 // Launching thread-block clusters, and how many of them a GPU holds at once.
 #pragma once
 
-#include "common.cuh"
+#include "launch.cuh"
 
 namespace kl {
 
 constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs
 
-// What launches `grid` blocks in clusters of `blocks`.
-struct ClusterConfig {
-    cudaLaunchAttribute cluster{};
-    cudaLaunchConfig_t config{};
-
-    template <typename Kernel>
-    ClusterConfig(Kernel* kernel, dim3 block, unsigned blocks, unsigned grid, int shared_bytes, const Launch& launch) {
-        if (blocks > PORTABLE_CLUSTER) {
-            KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-        }
-        cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim = {blocks, 1, 1};
-        config.gridDim = dim3(grid);
-        config.blockDim = block;
-        config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-        config.stream = launch.stream;
-        config.attrs = &cluster;
-        config.numAttrs = 1;
+// To be asked before a kernel is launched in clusters of so many blocks, or their number asked.
+template <typename Kernel>
+void allow_clusters(Kernel* kernel, unsigned blocks) {
+    if (blocks > PORTABLE_CLUSTER) {
+        KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     }
-    ClusterConfig(const ClusterConfig&) = delete;  // it points into itself
-};
+}
 
 // How many clusters of a kernel (or blocks, where a cluster is one) the GPU holds at once. The driver is asked once
 // for each device and size of cluster. Every kernel has its own.
@@ -46,8 +32,9 @@ struct Resident {
                 &found, kernel, static_cast<int>(block.x * block.y), shared_bytes));
             found *= multiprocessors(launch.device);
         } else {
-            ClusterConfig config(kernel, block, blocks, blocks, shared_bytes, launch);
-            KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &config.config));
+            allow_clusters(kernel, blocks);
+            LaunchConfig launched(dim3(blocks), block, shared_bytes, launch);
+            KL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel, &launched.clusters_of(blocks).config));
         }
         KL_CHECK(found > 0, "a cluster of ", blocks, " blocks does not fit on this GPU");
         if (slot != nullptr) slot->store(found, std::memory_order_relaxed);

@@ -399,8 +399,8 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
         kernel<<<grid, shape.block(), shared_bytes, launch.stream>>>(arguments...);
         return;
     }
-    ClusterConfig config(kernel, shape.block(), shape.cluster, grid, shared_bytes, launch);
-    KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, static_cast<Parameters>(arguments)...));
+    allow_clusters(kernel, shape.cluster);
+    LaunchConfig(dim3(grid), shape.block(), shared_bytes, launch).clusters_of(shape.cluster).run(kernel, arguments...);
 }
 
 // Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for: whole

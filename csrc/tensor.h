@@ -83,7 +83,6 @@ Tensor empty(const Tensor& like, ScalarType dtype, const std::vector<int64_t>& s
 struct Launch {
     int32_t device;
     cudaStream_t stream;
-    bool early = false;  // before what is in the stream has ended: see dependent.cuh
 
     explicit Launch(const Tensor& tensor);
 

@@ -366,8 +366,8 @@ bool launch_together(const Operands<T>& operands, const Attention& a, const Runs
     const int64_t heads = a.batches * a.heads_kv;
     const dim3 block(Together::THREADS);
     if (resident.clusters(kernel, block, runs.count, Together::SHARED, launch) < heads) return false;
-    ClusterConfig config(kernel, block, runs.count, grid_size(heads * runs.count), Together::SHARED, launch);
-    KL_CUDA_CHECK(cudaLaunchKernelEx(&config.config, kernel, operands, a, runs));
+    LaunchConfig config(dim3(grid_size(heads * runs.count)), block, Together::SHARED, launch);
+    config.clusters_of(runs.count).run(kernel, operands, a, runs);
     return true;
 }
 

@@ -86,9 +86,9 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
             static DeviceSet asked;
-            launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster", blocks, CLUSTER,
-                          BLOCK_THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(),
-                          call.tiled, order);
+            launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster",
+                          {blocks, CLUSTER, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.output.data_ptr()),
+                          call.operands(), call.tiled, order);
         });
     });
 }

@@ -5,6 +5,7 @@
 #include <limits>
 #include <optional>
 
+#include "../launch.cuh"
 #include "../sm90.cuh"
 #include "../tensor_map.h"
 #include "matmul.cuh"
@@ -184,32 +185,21 @@ void dispatch_hopper(const HopperCall& call, ScalarType dtype, F&& f) {
     });
 }
 
-// Launches on clusters of `cluster` blocks; checks once for each kernel and device that it can run there.
+struct HopperGrid {
+    int blocks, cluster, threads, shared;
+    bool early = false;  // the kernel waits itself for what is in the stream
+};
+
+// Launches a kernel of the given name; checks once for each kernel and device that it can run there.
 template <typename... Parameters, typename... Arguments>
-void launch_hopper(void (*kernel)(Parameters...), const char* name, int blocks, int cluster, int threads, int shared,
-                   const Launch& on, DeviceSet& asked, Arguments&&... arguments) {
+void launch_hopper(void (*kernel)(Parameters...), const char* name, const HopperGrid& grid, const Launch& on,
+                   DeviceSet& asked, Arguments&&... arguments) {
     if (!asked.has(on.device)) {
         check_hopper(reinterpret_cast<const void*>(kernel), on.device, name);
-        allow_shared(kernel, shared, on.device, asked);
+        allow_shared(kernel, grid.shared, on.device, asked);
     }
-    cudaLaunchAttribute attributes[2]{};
-    unsigned int count = 0;
-    if (cluster > 1) {
-        attributes[count].id = cudaLaunchAttributeClusterDimension;
-        attributes[count++].val.clusterDim = {static_cast<unsigned int>(cluster), 1, 1};
-    }
-    if (on.early) {
-        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned int>(blocks);
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared;
-    config.stream = on.stream;
-    config.attrs = attributes;
-    config.numAttrs = count;
-    KL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+    LaunchConfig config(dim3(grid.blocks), dim3(grid.threads), grid.shared, on);
+    config.clusters_of(grid.cluster).early(grid.early).run(kernel, std::forward<Arguments>(arguments)...);
 }
 
 // ---- device ---------------------------------------------------------------------------------------------------------

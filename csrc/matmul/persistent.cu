@@ -440,9 +440,9 @@ void launch(const char* name, const HopperCall& call, const typename Loader::Sou
     }
     const TmaTensor output = output_tensor(call);
     const bool by_tma = sizeof(T) == 2 && tma_can_address(output);
-    launch_hopper(KERNEL, name, blocks, Loader::BLOCKS, (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED, on, asked,
-                  static_cast<T*>(call.output.data_ptr()), by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, from, p,
-                  order, shares, space, epilogue...);
+    const HopperGrid grid{blocks, Loader::BLOCKS, (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED};
+    launch_hopper(KERNEL, name, grid, on, asked, static_cast<T*>(call.output.data_ptr()),
+                  by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, from, p, order, shares, space, epilogue...);
 }
 
 template <typename T>

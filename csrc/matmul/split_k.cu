@@ -286,7 +286,7 @@ TmaTensor low(TmaTensor operand) {
 }
 
 template <typename Tile, typename T, Major A, Major B>
-void launch_split(const HopperCall& call, int log_splits, const Launch& on) {
+void launch_split(const HopperCall& call, int log_splits, bool early, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
     const TileOrder tiles = tile_order(p, Tile::BM, Tile::PAIR ? CLUSTER * Tile::BN : Tile::BN);
@@ -296,16 +296,16 @@ void launch_split(const HopperCall& call, int log_splits, const Launch& on) {
     while (starts * 2 <= ceil_div(p.K, BLOCK_K<T>) >> log_splits) starts *= 2;
     const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_blocks,
                         a.box[1] * SWIZZLE_ROW, b.box[1] * SWIZZLE_ROW, starts};
-    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", tile_count(tiles, p) * blocks, blocks,
-                  Tile::THREADS, Tile::SHARED, on, asked, static_cast<T*>(call.output.data_ptr()),
-                  TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
+    const HopperGrid grid{tile_count(tiles, p) * blocks, blocks, Tile::THREADS, Tile::SHARED, early};
+    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", grid, on, asked,
+                  static_cast<T*>(call.output.data_ptr()), TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
 }
 
 }  // namespace
 
 Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
     const ScalarType dtype = input.scalar_type();
-    return run_hopper(input, other, allow_tf32, "split_k", [&](HopperCall call, Launch on) {
+    return run_hopper(input, other, allow_tf32, "split_k", [&](HopperCall call, const Launch& on) {
         const std::optional<Tensor> copy = turn_few_rows(&call, dtype, on);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
@@ -325,11 +325,10 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32)
             const auto launch_tile = [&](auto tile) {
                 using Tile = decltype(tile);
                 if (plan.rows != Tile::BM || plan.columns != Tile::BN || plan.pair != Tile::PAIR) return;
-                if constexpr (SUITS<Tile, A>) launch_split<Tile, T, A, B>(call, plan.log_splits, on);
+                if constexpr (SUITS<Tile, A>) launch_split<Tile, T, A, B>(call, plan.log_splits, copy.has_value(), on);
             };
             each_tile(consider_tile);
             if (plan.rows == 0) return launch_persistent(call, dtype, on, share);
-            on.early = copy.has_value();
             each_tile(launch_tile);
         });
     });

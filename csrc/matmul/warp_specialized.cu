@@ -82,9 +82,9 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
             static DeviceSet asked;
-            launch_hopper(matmul_warp_specialized_kernel<T, a_major(), b_major()>, "matmul.warp_specialized", blocks, 1,
-                          BLOCK_THREADS, SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p,
-                          order);
+            launch_hopper(matmul_warp_specialized_kernel<T, a_major(), b_major()>, "matmul.warp_specialized",
+                          {blocks, 1, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.output.data_ptr()),
+                          call.operands(), p, order);
         });
     });
 }

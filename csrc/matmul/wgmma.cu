@@ -71,8 +71,9 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
             static DeviceSet asked;
-            launch_hopper(matmul_wgmma_kernel<T, a_major(), b_major()>, "matmul.wgmma", blocks, 1, BLOCK_THREADS,
-                          SHARED, on, asked, static_cast<T*>(call.output.data_ptr()), call.operands(), p, order);
+            launch_hopper(matmul_wgmma_kernel<T, a_major(), b_major()>, "matmul.wgmma",
+                          {blocks, 1, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.output.data_ptr()),
+                          call.operands(), p, order);
         });
     });
 }
