@@ -113,6 +113,31 @@ def test_many_tiles(name, band, d, d_v, dtype):
 
 
 @needs_gpu
+@pytest.mark.parametrize("band", ["full", "lower-right", "window"])
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype"), [(64, 64, torch.float16), (128, 72, torch.bfloat16), (256, 256, torch.bfloat16)]
+)
+def test_runs_of_keys(band, d, d_v, dtype):
+    """`split_kv` with one run a head, runs that are a cluster of two, four and eight, and more than a cluster has."""
+    spec, variant = kernel_ladder.spec("attention"), step("cuda.split_kv")
+    for batch, heads, heads_kv, seqlen_q, seqlen_k in [
+        (70, 8, 2, 1, 300),
+        (16, 16, 4, 4, 4100),
+        (15, 32, 2, 1, 5000),
+        (2, 16, 8, 7, 9001),
+        (1, 5, 1, 3, 20000),
+    ]:
+        options = {"scale": None, "enable_gqa": True, "return_lse": True, **BANDS[band]}
+        shapes = ((batch, heads, seqlen_q, d), (batch, heads_kv, seqlen_k, d), (batch, heads_kv, seqlen_k, d_v))
+        inputs = make_inputs(Case("", shapes, options), dtype, DEVICE)
+        skip_unless_it_runs(variant, inputs, options)
+        result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, options)
+        assert result.agrees, f"{shapes}: {result}"
+        first = variant.forward(*inputs, **options)[0]
+        torch.testing.assert_close(variant.forward(*inputs, **options)[0], first, rtol=0, atol=0)
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", ALL)
 def test_steps_repeat_in_every_bit(name):
     """A hundred times: whoever reads a tile before it has landed, or after it was overwritten, does not."""
