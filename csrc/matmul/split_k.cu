@@ -57,6 +57,7 @@ void each_tile(F&& f) {
     f(Wide{}), f(Square{}), f(Narrow{}), f(NarrowPair{}), f(Small{});
 }
 constexpr int OPERANDS = 2;
+constexpr int NEIGHBOURS = 8;  // columns of tiles that go through K together
 template <int WIDTH>
 using Width = std::integral_constant<int, WIDTH>;
 
@@ -158,8 +159,9 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
                                int panel_bytes) {
             // What lies outside is not asked for, whatever rows and columns it would be of: they are not stored.
             const int panels = min(width(), size - x + PANEL_X - 1) / PANEL_X, bytes = panels * panel_bytes;
-            // Columns of tiles begin at different places of K: all at once would ask L2 for the same lines of A.
-            int k = begin + (tile_n & (places.starts - 1));
+            // Columns of tiles begin at different places of K: all at once would ask L2 for the same lines of A. Neighbours
+            // begin together, whose rows of B lie beside each other in memory.
+            int k = begin + (tile_n / NEIGHBOURS & (places.starts - 1));
             for (int i = begin; i < end; ++i, at.next(), k = k + 1 < end ? k + 1 : begin) {
                 const uint32_t barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
