@@ -154,21 +154,20 @@ def test_small_grids(layout):
 @needs_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_few_rows(layout, dtype):
-    """Boxes no higher than the operand; rows along memory that are copied, and such as are too many or too short."""
-    sizes = [(1, 4096, 4096), (7, 4104, 4099), (16, 4096, 8192), (24, 2056, 8192), (32, 4096, 4100), (33, 4096, 4096)]
-    for m, n, k in [*sizes, (16, 8192, 2048)]:
-        a = operand((m, k), dtype, transposed=layout[0], pad=-(m if layout[0] else k) % 8 + 8)
-        check("split_k", a, operand((k, n), dtype, transposed=layout[1], pad=-(k if layout[1] else n) % 8))
-
-
-@needs_gpu
-@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_hundred_rows(layout, dtype):
-    """Two tiles side by side share their rows of A: of one panel and of two, and with one tile too many."""
-    for m, n, k in [(128, 8192, 8192), (100, 8200, 4096), (70, 8136, 4104), (128, 7000, 9000)]:
-        a = operand((m, k), dtype, transposed=layout[0], pad=-(m if layout[0] else k) % 8)
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        # Boxes no higher than the operand; rows along memory that are copied, and such as are too many or too short.
+        (8, [(1, 4096, 4096), (7, 4104, 4099), (16, 4096, 8192), (24, 2056, 8192), (32, 4096, 4100), (33, 4096, 4096)]),
+        (8, [(16, 8192, 2048)]),
+        # Two tiles side by side share their rows of A: of one panel and of two, and with one tile too many.
+        (0, [(128, 8192, 8192), (100, 8200, 4096), (70, 8136, 4104), (128, 7000, 9000)]),
+    ],
+    ids=["few", "few of a short k", "a hundred"],
+)
+def test_few_rows(layout, dtype, more, sizes):
+    for m, n, k in sizes:
+        a = operand((m, k), dtype, transposed=layout[0], pad=-(m if layout[0] else k) % 8 + more)
         check("split_k", a, operand((k, n), dtype, transposed=layout[1], pad=-(k if layout[1] else n) % 8))
 
 

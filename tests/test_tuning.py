@@ -250,29 +250,22 @@ def test_a_second_process_does_not_tune_again(tmp_path):
 
 
 KEYS = """
-import importlib, sys, triton
-first, wanted = sys.argv[1].split(","), [name.split(".") for name in sys.argv[2].split(",")]
-for name in first:
+import importlib, triton
+for name in FIRST:
     for value in list(vars(importlib.import_module("triton_impl." + name)).values()):
         if isinstance(value, triton.JITFunction):
             value.cache_key
-print([getattr(importlib.import_module("triton_impl." + module), name).cache_key for module, name in wanted])
+for module, name in (kernel.split(".") for kernel in KERNELS):
+    print(getattr(importlib.import_module("triton_impl." + module), name).cache_key)
 """
 
 
 def test_a_kernels_key_does_not_depend_on_what_was_run_before():
     kernels = "linear._linear_kernel", "softmax._fused_kernel", "bias_dropout_add_layer_norm._fused_kernel"
     found = set()
-    for first in ("dropout,gelu,rows,elementwise,matmul_descriptors", "softmax", "linear,norms"):
-        result = subprocess.run(
-            [sys.executable, "-c", KEYS, first, ",".join(kernels)],
-            env={**os.environ, "TRITON_INTERPRET": "0"},
-            cwd=Path(__file__).parent.parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    for first in (["dropout", "gelu", "rows", "elementwise", "matmul_descriptors"], ["softmax"], ["linear", "norms"]):
+        result = run(f"FIRST, KERNELS = {first}, {kernels}\n{KEYS}", TRITON_INTERPRET="0")
         assert result.returncode == 0, result.stderr
         found.add(result.stdout)
     assert len(found) == 1
-    assert len(found.pop().split(",")) == len(kernels)
+    assert len(found.pop().split()) == len(kernels)

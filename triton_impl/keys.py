@@ -33,10 +33,9 @@ def settle(kernel: Any) -> None:
 
 def _named(function: Any) -> Iterator[Any]:
     """What the names in a function's body stand for, its own modules' functions among them."""
-    names = function.__code__.co_names
-    known = function.__globals__ | inspect.getclosurevars(function).nonlocals
-    for value in (known.get(name) for name in names):
+    used = inspect.getclosurevars(function)
+    for value in (*used.globals.values(), *used.nonlocals.values()):
         if not isinstance(value, ModuleType):
             yield value
         elif not value.__name__.startswith("triton."):  # Triton's own are not part of a key
-            yield from (getattr(value, name, None) for name in names)
+            yield from (getattr(value, name, None) for name in function.__code__.co_names)

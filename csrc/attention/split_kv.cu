@@ -7,8 +7,8 @@
 // own in shared memory and no barrier but its own. Each warp ends with a softmax of what it has seen, the block with
 // that of its run, and a second kernel weighs the runs by their log-sum-exps (Flash-Decoding, Dao et al.,
 // https://crfm.stanford.edu/2023/10/12/flashdecoding.html); or, of few runs and on Hopper, the blocks themselves do, which
-// are a cluster then, each an SM's, and send a row's results to the one that finishes it. Runs are added up in one order: results repeat, but how many runs
-// there are, and so the last bits, depends on the number of SMs.
+// are a cluster then, each an SM's, and send a row's results to the one that finishes it. Runs are added up in one order:
+// results repeat, but how many runs there are, and so the last bits, depends on the number of SMs.
 
 #include "../cluster.cuh"
 #include "../dependent.cuh"

@@ -6,7 +6,8 @@
 // A product of few 128×256 tiles leaves most SMs without work. Smaller tiles are more, but ask L2 for more bytes a product;
 // or a cluster of 2, 4 or 8 blocks makes one tile, each from its part of K, and adds up through distributed shared memory:
 // every block finishes its part of the columns, and is sent what the others have of them. The sums are added in the order
-// of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in global memory. A count of cycles (`cycles`) says which of it all is best.
+// of K, whoever comes first, so that every run gives the same bits; and no workspace is needed in global memory. A count of
+// cycles (`cycles`) says which of it all is best.
 //
 // Or two blocks side by side fetch half of their rows of A each, for both (multicast): what L2 gives is power, which is at
 // its limit where 128 rows are multiplied as fast as the other operand comes from memory. Only where rows lie along memory:
@@ -36,6 +37,7 @@ constexpr int UNIT = 32;  // columns of a tile that a block finishes at once
 template <int CONSUMERS_, int BN_, bool PAIR_ = false>
 struct Tile {
     static constexpr bool PAIR = PAIR_;
+    static constexpr int BESIDE = PAIR ? CLUSTER : 1;  // tiles of a cluster
     static constexpr int CONSUMERS = CONSUMERS_, BM = CONSUMERS * 64, BN = BN_, THREADS = (1 + CONSUMERS) * WARPGROUP;
     static constexpr int A_BYTES = BM * SWIZZLE_ROW, STAGE_BYTES = A_BYTES + BN * SWIZZLE_ROW;
     static constexpr int STAGES = 192 * 1024 / STAGE_BYTES < 8 ? 192 * 1024 / STAGE_BYTES : 8;
@@ -136,7 +138,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         tma_prefetch(from.b);
         for (int s = 0; s < STAGES; ++s) {
             mbarrier_init(full + s * 8, OPERANDS);
-            mbarrier_init(empty + s * 8, (Tile::PAIR ? CLUSTER : 1) * CONSUMERS * WARPGROUP / WARP);
+            mbarrier_init(empty + s * 8, Tile::BESIDE * CONSUMERS * WARPGROUP / WARP);
         }
         mbarrier_init(sums, 1);
         mbarrier_init_fence();
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     int batch, tile_m, tile_n;
     places.at(&batch, &tile_m, &tile_n);
     const int rank = places.part(), log_splits = Tile::PAIR ? 0 : places.log_blocks, splits = 1 << log_splits;
-    const int m0 = tile_m * BM, n0 = (Tile::PAIR ? tile_n * CLUSTER + rank : tile_n) * BN;
+    const int m0 = tile_m * BM, n0 = (tile_n * Tile::BESIDE + (Tile::PAIR ? rank : 0)) * BN;
     const int all = static_cast<int>(ceil_div(p.K, BLOCK_K<T>)), part = Tile::PAIR ? 0 : rank;
     const int begin = all * part >> log_splits, end = all * (part + 1) >> log_splits;
     __syncthreads();
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > begin);
             wgmma_wait<1>();
-            if (i > begin && lane < (Tile::PAIR ? CLUSTER : 1)) {
+            if (i > begin && lane < Tile::BESIDE) {
                 if constexpr (Tile::PAIR) mbarrier_arrive_at(empty + before * 8, lane);
                 if constexpr (!Tile::PAIR) mbarrier_arrive(empty + before * 8);
             }
@@ -203,16 +205,15 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         wgmma_wait<0>();
         wgmma_pin(sum);
         c += batch * p.c_batch;
-        if (splits == 1) {
-            if constexpr (Tile::PAIR) cluster_arrive_relaxed();
-            store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
-            if constexpr (Tile::PAIR) {
-                __syncwarp();
-                cluster_wait();  // shared memory stays until the other block writes and arrives no more
-            }
-            return;
+        if (splits > 1) {
+            return store_sum_of_parts<T, Tile>(sum, c, p, m0 + half * PANEL_X, n0, tiles, sums, rank, log_splits);
         }
-        store_sum_of_parts<T, Tile>(sum, c, p, m0 + half * PANEL_X, n0, tiles, sums, rank, log_splits);
+        if constexpr (Tile::PAIR) cluster_arrive_relaxed();
+        store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
+        if constexpr (Tile::PAIR) {
+            __syncwarp();
+            cluster_wait();  // shared memory stays until the other block writes and arrives no more
+        }
     }
 #endif
 }
@@ -240,10 +241,9 @@ int64_t cycles(const Tiled& p, int64_t k_tiles, int64_t blocks) {
 template <typename Tile>
 int64_t split_cycles(const Tiled& p, int64_t k_tiles, int splits, int blocks_at_once) {
     constexpr int64_t MULTIPLY = Tile::BM * Tile::BN * 64 / MULTIPLIED;
-    constexpr int64_t LOAD = (Tile::STAGE_BYTES - (Tile::PAIR ? Tile::A_BYTES / CLUSTER : 0)) / FROM_L2;
-    const int64_t columns = ceil_div(p.N, Tile::BN);
-    const int64_t tiles = ceil_div(p.M, Tile::BM) * (Tile::PAIR ? columns + columns % CLUSTER : columns) * p.batches;
-    const int64_t turns = ceil_div(tiles * splits, blocks_at_once), steps = ceil_div(k_tiles, splits);
+    constexpr int64_t LOAD = (Tile::STAGE_BYTES - Tile::A_BYTES + Tile::A_BYTES / Tile::BESIDE) / FROM_L2;
+    const int64_t clusters = ceil_div(p.M, Tile::BM) * ceil_div(p.N, Tile::BESIDE * Tile::BN) * p.batches;
+    const int64_t turns = ceil_div(clusters * Tile::BESIDE * splits, blocks_at_once), steps = ceil_div(k_tiles, splits);
     const int64_t waiting = std::max<int64_t>(0, steps - Tile::STAGES) * std::max<int64_t>(0, LOAD - MULTIPLY);
     const int64_t end = Tile::BM * Tile::BN / STORED * (p.N % 8 == 0 ? 1 : 4);  // store_outputs
     const int64_t meet = Tile::PAIR ? PAIR_UP : splits > 1 ? MEET : 0;
@@ -268,7 +268,7 @@ void consider(Plan& best, const Tiled& p, int64_t k_tiles, const Launch& on) {
     allow_shared(kernel, Tile::SHARED, on.device, asked);  // or none would fit
     const int64_t most = Tile::PAIR ? 1 : std::min<int64_t>(MAX_SPLITS, k_tiles);
     for (int log_splits = 0; 1 << log_splits <= most; ++log_splits) {
-        const int splits = 1 << log_splits, blocks = Tile::PAIR ? CLUSTER : splits;
+        const int splits = 1 << log_splits, blocks = Tile::BESIDE * splits;
         // Not every SM, of clusters: one lies within a group of SMs.
         const int at_once = blocks == 1
                                 ? multiprocessors(on.device)
@@ -291,7 +291,7 @@ template <typename Tile, typename T, Major A, Major B>
 void launch_split(const HopperCall& call, int log_splits, bool early, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
-    const TileOrder tiles = tile_order(p, Tile::BM, Tile::PAIR ? CLUSTER * Tile::BN : Tile::BN);
+    const TileOrder tiles = tile_order(p, Tile::BM, Tile::BESIDE * Tile::BN);
     const TmaTensor a = low<A>(call.a), b = low<B>(call.b);
     const int log_blocks = Tile::PAIR ? 1 : log_splits, blocks = 1 << log_blocks;
     int starts = 1;
