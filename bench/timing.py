@@ -69,6 +69,7 @@ class Launch:
     graph: bool | None
     device: torch.device
     seconds: float
+    kept: Any = None  # what a graph reads and does not keep alive itself: copies of inputs, what a forward pass saved
 
     def __call__(self) -> None:
         for _ in range(self.repeats):
@@ -117,7 +118,7 @@ def prepare(
 
     graph = _capture(eager) if device.type == "cuda" and capture else None
     run = graph.replay if graph is not None else eager
-    launch = Launch(run, calls, 1, graph is not None if device.type == "cuda" else None, device, seconds)
+    launch = Launch(run, calls, 1, graph is not None if device.type == "cuda" else None, device, seconds, call)
     if seconds > LONG_CALL_S:
         return launch
     launch()
@@ -128,7 +129,7 @@ def prepare(
 
 
 def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-    """`run` as a CUDA graph, or None where it does something that cannot be captured."""
+    """`run` as a CUDA graph, or None where it does something that cannot be captured, or memory for it is short."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     # Not torch.cuda.graph(): it collects garbage and empties the cache each time, a tenth of a second a variant.
@@ -142,8 +143,6 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         finally:
             graph.capture_end()
         torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        raise
     except Exception:  # whatever the implementation raises when captured, it can still be timed call by call
         torch.cuda.synchronize()
         return None

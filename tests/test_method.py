@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -260,6 +261,39 @@ def test_a_graph_excludes_launch_gaps():
         assert (captured.graph, launched.graph) == (True, False)
         ratios = paired(captured, launched)
     assert intervals.median_interval(ratios)[1] < 0.8
+
+
+@needs_gpu
+def test_what_a_graph_reads_stays_in_memory():
+    """A graph knows addresses alone: what a forward pass saved must not be given back before the backward is timed."""
+
+    def prepared():
+        saved = torch.ones(1024, device=DEVICE)
+        return timing.prepare(lambda i: saved * 2, 1, DEVICE), weakref.ref(saved)
+
+    with timing.side_stream(DEVICE):
+        launch, saved = prepared()
+        assert launch.graph
+        assert saved() is not None
+        del launch
+    assert saved() is None
+
+
+@needs_gpu
+def test_without_memory_for_a_graph_calls_are_timed_one_by_one():
+    calls = 0
+
+    def call(i):
+        nonlocal calls
+        calls += 1
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError
+        return torch.ones(1, device=DEVICE)
+
+    with timing.side_stream(DEVICE):
+        launch = timing.prepare(call, 1, DEVICE)
+    assert launch.graph is False
+    assert calls > 1
 
 
 def test_phases_do_not_overlap(monkeypatch):
