@@ -59,7 +59,6 @@ void each_tile(F&& f) {
     f(Wide{}), f(Square{}), f(Narrow{}), f(NarrowPair{}), f(Small{});
 }
 constexpr int OPERANDS = 2;
-constexpr int NEIGHBOURS = 8;  // columns of tiles that go through K together
 template <int WIDTH>
 using Width = std::integral_constant<int, WIDTH>;
 
@@ -68,7 +67,6 @@ struct Places {
     Divisor tiles_m, tiles_n;
     int log_blocks;
     int a_panel, b_panel;  // bytes that TMA brings of a panel of each operand
-    int starts;            // how many places of K, a power of two, columns of tiles begin at
 
     __device__ int part() const { return blockIdx.x & ((1 << log_blocks) - 1); }
     __device__ void at(int* batch, int* m, int* n) const {
@@ -161,10 +159,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
                                int panel_bytes) {
             // What lies outside is not asked for, whatever rows and columns it would be of: they are not stored.
             const int panels = min(width(), size - x + PANEL_X - 1) / PANEL_X, bytes = panels * panel_bytes;
-            // Columns of tiles begin at different places of K: all at once would ask L2 for the same lines of A. Neighbours
-            // begin together, whose rows of B lie beside each other in memory.
-            int k = begin + (tile_n / NEIGHBOURS & (places.starts - 1));
-            for (int i = begin; i < end; ++i, at.next(), k = k + 1 < end ? k + 1 : begin) {
+            for (int i = begin; i < end; ++i, at.next()) {
                 const uint32_t barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
                 mbarrier_arrive_expect(barrier, bytes);
@@ -172,9 +167,9 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
                 if constexpr (Tile::PAIR && width() == BM) {
                     if (rank >= panels) continue;
                     load_tile_multicast<major(), PANEL_X>(stage + rank * PANEL_BYTES, map, barrier, 0b11,
-                                                          x + rank * PANEL_X, k * BLOCK_K<T>, batch * step);
+                                                          x + rank * PANEL_X, i * BLOCK_K<T>, batch * step);
                 } else {
-                    load_tile<major(), width()>(stage, map, barrier, x, k * BLOCK_K<T>, batch * step, panels);
+                    load_tile<major(), width()>(stage, map, barrier, x, i * BLOCK_K<T>, batch * step, panels);
                 }
             }
         };
@@ -294,10 +289,8 @@ void launch_split(const HopperCall& call, int log_splits, bool early, const Laun
     const TileOrder tiles = tile_order(p, Tile::BM, Tile::BESIDE * Tile::BN);
     const TmaTensor a = low<A>(call.a), b = low<B>(call.b);
     const int log_blocks = Tile::PAIR ? 1 : log_splits, blocks = 1 << log_blocks;
-    int starts = 1;
-    while (starts * 2 <= ceil_div(p.K, BLOCK_K<T>) >> log_splits) starts *= 2;
-    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_blocks,
-                        a.box[1] * SWIZZLE_ROW, b.box[1] * SWIZZLE_ROW, starts};
+    const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_blocks, a.box[1] * SWIZZLE_ROW,
+                        b.box[1] * SWIZZLE_ROW};
     const HopperGrid grid{tile_count(tiles, p) * blocks, blocks, Tile::THREADS, Tile::SHARED, early};
     launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", grid, on, asked,
                   static_cast<T*>(call.output.data_ptr()), TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
