@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +23,12 @@ EPILOG = """\
 Another command looks into one call:
   python -m bench profile OP           its kernels, their times and bytes; --help says more
 
-Other commands, all reading the rows that a sweep has written:
+Other commands, all reading rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
   python -m bench pictures [FILE]      draw the pictures again
   python -m bench report [FILE…]       the rows as one HTML page to explore
   python -m bench readme [--check]     renew the tables in README.md between their markers
+  python -m bench merge FILE…          join the rows of several files, such as the shares of one sweep
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
   python -m bench peers                list the peers, their versions or how to get them
@@ -56,7 +58,16 @@ def _choice(args: argparse.Namespace) -> sweep.Choice:
         seconds,
         ceilings=not args.no_ceilings,
         peers=names,
+        share=_share(args.share),
     )
+
+
+def _share(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise UsageError(f"--share must be I/N with 1 <= I <= N, such as 1/2 and 2/2 for two GPUs, got {text!r}")
+    return part, parts
 
 
 def _peers(given: str | None, ops: Sequence[str]) -> list[str]:
@@ -115,6 +126,13 @@ def _sweep_parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         help=f"measuring, per case, dtype and pass (default: {SECONDS}; {QUICK_SECONDS} with --quick)",
+    )
+    parser.add_argument(
+        "--share",
+        default="1/1",
+        metavar="I/N",
+        help="the I-th of N parts, for N GPUs of one model side by side, each with an --output of its own; "
+        "`python -m bench merge` joins them",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench/results/<gpu>.jsonl)")
     parser.add_argument(
@@ -193,6 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             argparse.ArgumentParser(prog="python -m bench peers", description=peers.show.__doc__).parse_args(argv[1:])
             peers.show(console)
             return 0
+        if argv[:1] == ["merge"]:
+            from bench import merge
+
+            return merge.main(argv[1:], console)
         if argv[:1] == ["compare"]:
             from bench import compare
 

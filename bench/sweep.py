@@ -31,6 +31,9 @@ from kernel_ladder.table import Variant
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
 
 
+#: Why a variant that may be right and fast has no time.
+NO_MEMORY = "no memory is left for {}"
+
 #: Seconds for the few rounds of a slow call in a quick sweep.
 QUICK_PATIENCE_S = 1.0
 
@@ -48,6 +51,7 @@ class Choice:
     settle: float = 0.5  # at most, before the first counted round
     ceilings: bool = True  # measure a GPU's ceilings first
     peers: Sequence[str] = ()
+    share: tuple[int, int] = (1, 1)  # which of how many parts of the groups
 
     def takes(self, variant: Variant) -> bool:
         """Whether a variant is to be measured. The baseline always is: speedups are paired with it."""
@@ -78,10 +82,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def groups(choice: Choice, device: torch.device) -> list[Group]:
+    """What is to be measured, in the order of the specs.
+
+    Of several shares each has cases of every operation, large and small: they take about as long as each other.
+    """
+    part, parts = choice.share
+    cases = [(op, case) for op in choice.ops for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)]
     found = [
         Group(op, case, dtype, _with_kernels(choice.passes, op, case))
-        for op in choice.ops
-        for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)
+        for op, case in cases[part - 1 :: parts]
         for dtype in choice.dtypes or default_dtypes(case, device, choice.quick)
     ]
     return [group for group in found if group.passes]
@@ -159,7 +168,7 @@ class Sweep:
         except torch.OutOfMemoryError:
             for pass_ in group.passes:
                 for variant in wanted[pass_]:
-                    self._give_up(self._row(spec, group, pass_, variant.name), "the float64 oracle needs more memory")
+                    self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("the float64 oracle"))
             return
         for pass_ in group.passes:
             if wanted[pass_]:
@@ -178,8 +187,13 @@ class Sweep:
         self, spec: Spec, group: Group, pass_: str, expected: gate.Expected, wanted: Sequence[Variant]
     ) -> None:
         backward = pass_ == "backward"
-        with self.phases(phases.INPUTS):
-            copies = candidates.Copies(expected, backward, self.device)
+        try:
+            with self.phases(phases.INPUTS):
+                copies = candidates.Copies(expected, backward, self.device)
+        except torch.OutOfMemoryError:
+            for variant in wanted:
+                self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"))
+            return
         launches: dict[str, timing.Launch] = {}
         done: list[Row] = []
         with timing.side_stream(self.device):
@@ -192,17 +206,29 @@ class Sweep:
                     done.append(row)
             if not done:
                 return
-            times, watch = self._time(launches, baseline_of(group.op))
+            try:
+                times, watch = self._time(launches, baseline_of(group.op))
+            except torch.OutOfMemoryError:
+                for row in done:
+                    self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"))
+                return
+            del copies, launch
             launches.clear()  # and the memory of their graphs, which a ceiling may need
-        with self.phases(phases.CEILINGS):
-            bandwidth = ceilings.copy_gbs(done[0].bytes, self.device)
-            rate = ceilings.matrix_tflops(group.dtype, self.device)
+        bandwidth, rate = self._ceilings_of(group, done[0].bytes)
         state, moved = watch.state(), watch.moved()
         for row in done:
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
             row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
             row.throttled, row.clocks_moved = state.throttled, moved.get(row.backend)
             self._finish(row, times[row.backend], times.get(baseline_of(group.op)))
+
+    def _ceilings_of(self, group: Group, nbytes: int) -> tuple[float, float] | tuple[None, None]:
+        """GB/s and TFLOP/s that rows are held to; None where memory is short of measuring them beside the group."""
+        with self.phases(phases.CEILINGS):
+            try:
+                return ceilings.copy_gbs(nbytes, self.device), ceilings.matrix_tflops(group.dtype, self.device)
+            except torch.OutOfMemoryError:
+                return None, None
 
     def _time(
         self, launches: Mapping[str, timing.Launch], baseline: str
@@ -332,7 +358,7 @@ class Sweep:
         row.us_low, row.us_high = (None if t is None else 1e6 * t for t in intervals.median_interval(times))
         row.rounds = sum(t is not None for t in times)
         row.gbs, row.tflops = row.bytes / row.us / 1e3, row.flops / row.us / 1e6
-        row.of_ceiling = row.least_us / row.us
+        row.of_ceiling = None if row.least_us is None else row.least_us / row.us
         if baseline is not None:
             row.speedup = intervals.paired_ratio(baseline, times)
             ratios = intervals.paired_ratios(baseline, times)

@@ -290,6 +290,29 @@ def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
     assert {(row.us, row.unsupported) for row in naive} == {(None, "only on Sundays")}
 
 
+@pytest.mark.parametrize("short", ["ceilings", "copies", "timing"])
+def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    module, name = {
+        "ceilings": (sweep.ceilings, "copy_gbs"),
+        "copies": (sweep.candidates, "Copies"),
+        "timing": (sweep.timing, "interleave"),
+    }[short]
+    monkeypatch.setattr(module, name, full)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
+    assert main([*argv, "--output", str(path)]) == 0
+    found = rows.read(path)
+    assert {row.pass_ for row in found} == {"forward", "backward"}
+    for row in found:
+        assert row.of_ceiling is None
+        assert (row.us is not None) == (short == "ceilings")
+        assert (row.unsupported is None) == (short == "ceilings")
+        assert row.unsupported is None or "no memory is left for" in row.unsupported
+
+
 def test_an_interrupt_is_one_even_where_another_error_hides_it(monkeypatch, tmp_path):
     def forward(input, **options):
         try:

@@ -1,0 +1,49 @@
+"""``python -m bench merge FILE…``: join the rows of several files, such as the shares of one sweep."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import ceilings, environment, resume, rows
+from bench.order import by_climb
+from bench.rows import Row
+from bench.usage import UsageError
+
+
+def merged(found: Iterable[Row]) -> list[Row]:
+    """The newest row of each call, in the order of the climb.
+
+    Rows of one source and software on one model of GPU are of one run, as for ``--resume``: they are held to the best
+    matrix product that any of them has measured.
+    """
+    newest = by_climb(rows.latest(found))
+    runs: dict[tuple, list[int]] = {}
+    for place, row in enumerate(newest):
+        runs.setdefault(tuple(getattr(row, name) for name in resume.SAME), []).append(place)
+    for places in runs.values():
+        for place, row in zip(places, ceilings.with_best_products(newest[i] for i in places), strict=True):
+            newest[place] = row
+    return newest
+
+
+def main(argv: Sequence[str], console: Console) -> int:
+    """Join files into another, whose rows stay where none is newer. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench merge", description=main.__doc__.partition(".")[0] + ".")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="rows")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="where they go (default: this machine's rows)")
+    args = parser.parse_args(argv)
+    for path in args.files:
+        if not path.is_file():
+            raise UsageError(f"{path} is no file; expected rows, as `python -m bench --output {path.name}` writes them")
+    into = args.into or environment.results_file()
+    before = rows.read(into)
+    given = [row for path in args.files for row in rows.read(path)]
+    whole = merged([*before, *given])
+    rows.write(into, whole)
+    kept = {(row.key, row.when) for row in whole} - {(row.key, row.when) for row in before}
+    console.print(f"{len(kept)} of {len(given)} rows are new in {into}, which holds {len(whole)}", soft_wrap=True)
+    return 0
