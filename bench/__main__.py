@@ -13,6 +13,7 @@ from rich.console import Console
 
 import kernel_ladder
 from bench import environment, peers, resume, rows, sweep, table
+from bench.choice import LONG_TUNING, Choice
 from bench.usage import UsageError, dtype_of, known, passes_of, split
 from kernel_ladder.table import LEVELS, variants
 
@@ -35,7 +36,7 @@ and
 """
 
 
-def _choice(args: argparse.Namespace) -> sweep.Choice:
+def _choice(args: argparse.Namespace) -> Choice:
     ops = [known("operation", op, kernel_ladder.OPS) for op in split(args.op)] or list(kernel_ladder.OPS)
     backends = split(args.backend)
     if backends:
@@ -49,7 +50,7 @@ def _choice(args: argparse.Namespace) -> sweep.Choice:
     names = _peers(args.peers, ops)
     if backends:
         backends += [peers.IN_TABLE[name][op] for name in names for op in ops if op in peers.IN_TABLE.get(name, ())]
-    return sweep.Choice(
+    return Choice(
         ops,
         backends or None,
         dtypes or None,
@@ -100,7 +101,7 @@ def _sweep_parser() -> argparse.ArgumentParser:
         **many,
         help="levels or variants (default: all; torch.builtin, or torch.naive for an operation without it, is always "
         "there to compare with). "
-        f"{', '.join(sorted(sweep.LONG_TUNING))}, tuned for up to a minute a shape, is left out of a quick sweep, and "
+        f"{', '.join(sorted(LONG_TUNING))}, tuned for up to a minute a shape, is left out of a quick sweep, and "
         "of any other but for the quick shapes, unless it is named here",
     )
     parser.add_argument(

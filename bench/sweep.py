@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,89 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kernel_ladder
 from bench import candidates, ceilings, clocks, environment, gate, intervals, peers, phases, resume, rows, timing
-from bench.cases import default_dtypes, host_case, sweep_cases
+from bench.cases import host_case
+from bench.choice import LONG_TUNING, Choice, Group, groups
 from bench.order import by_climb
 from bench.ratio import baseline_of
 from bench.rows import Row
 from kernel_ladder import table
 from kernel_ladder.samples import empty_inputs
-from kernel_ladder.spec import Case, Spec, as_leaves
+from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
-
-#: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, a quick sweep leaves them out and
-#: any other measures them at the quick cases alone: else they would take most of its time.
-LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
-
 
 #: Why a variant that may be right and fast has no time.
 NO_MEMORY = "no memory is left for {}"
 
 #: Seconds for the few rounds of a slow call in a quick sweep.
 QUICK_PATIENCE_S = 1.0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What to measure, and how long."""
-
-    ops: Sequence[str]
-    backends: Sequence[str] | None = None  # levels and variants; None for all
-    dtypes: Sequence[torch.dtype] | None = None  # None for the default of each case
-    passes: Sequence[str] = ("forward", "backward")
-    quick: bool = False
-    seconds: float = 0.7  # measuring, for all variants of one case, dtype and pass together
-    settle: float = 0.5  # at most, before the first counted round
-    ceilings: bool = True  # measure a GPU's ceilings first
-    peers: Sequence[str] = ()
-    share: tuple[int, int] = (1, 1)  # which of how many parts of the groups
-
-    def takes(self, variant: Variant) -> bool:
-        """Whether a variant is to be measured. The baseline always is: speedups are paired with it."""
-        if self.backends is None or variant.name == baseline_of(variant.op):
-            return True
-        return variant.name in self.backends or variant.level in self.backends
-
-    def tunes(self, name: str, case: Case) -> bool:
-        """Whether there is time for a variant's tuning at a case."""
-        return name not in LONG_TUNING or (case.quick and not self.quick) or name in (self.backends or ())
-
-
-@dataclass(frozen=True)
-class Group:
-    """What is measured together: the variants of one case, dtype and pass."""
-
-    op: str
-    case: Case
-    dtype: torch.dtype
-    passes: Sequence[str]
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.case.id} {_name(self.dtype)}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def groups(choice: Choice, device: torch.device) -> list[Group]:
-    """What is to be measured, in the order of the specs.
-
-    Of several shares each has cases of every operation, large and small: they take about as long as each other.
-    """
-    part, parts = choice.share
-    cases = [(op, case) for op in choice.ops for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)]
-    found = [
-        Group(op, case, dtype, _with_kernels(choice.passes, op, case))
-        for op, case in cases[part - 1 :: parts]
-        for dtype in choice.dtypes or default_dtypes(case, device, choice.quick)
-    ]
-    return [group for group in found if group.passes]
-
-
-def _with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
-    """Without the backward pass that moves nothing: its gradients are views, and there is no kernel to time."""
-    of_case = (pass_ for pass_ in passes if pass_ in case.passes)
-    return [pass_ for pass_ in of_case if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]
 
 
 class Sweep:
@@ -145,7 +76,7 @@ class Sweep:
         return [v for v in chosen if v.name in missing or (missing and v.name == baseline_of(group.op))]
 
     def _missing(self, group: Group, pass_: str, backend: str) -> bool:
-        return (group.op, backend, pass_, _name(group.dtype), group.case.id) not in self.standing
+        return (group.op, backend, pass_, group.dtype_name, group.case.id) not in self.standing
 
     def is_finished(self, group: Group) -> bool:
         """Whether every row of a group stands."""
@@ -341,7 +272,7 @@ class Sweep:
             backend=backend,
             level=level,
             pass_=pass_,
-            dtype=_name(group.dtype),
+            dtype=group.dtype_name,
             shape=group.case.id,
             shapes=[shape and list(shape) for shape in group.case.shapes],
             options=dict(group.case.options),

@@ -14,6 +14,7 @@ import kernel_ladder
 from bench import cases, lengths, memory, pictures, rows, sweep
 from bench import table as bench_table
 from bench.__main__ import main
+from bench.choice import Choice, Group, groups
 from bench.environment import ROOT
 from bench.rows import FIELDS, Row
 from kernel_ladder import table
@@ -187,12 +188,12 @@ def test_table_and_pictures(swept):
 
 
 def test_a_backward_that_moves_nothing_is_not_timed():
-    choice = sweep.Choice(["add", "sum"], quick=True)
-    passes = {(g.op, g.case.id): [*g.passes] for g in sweep.groups(choice, torch.device("cuda"))}
+    choice = Choice(["add", "sum"], quick=True)
+    passes = {(g.op, g.case.id): [*g.passes] for g in groups(choice, torch.device("cuda"))}
     assert passes["add", "16384x4096"] == passes["sum", "16384x4096 dim=0"] == ["forward"]
     assert passes["add", "16384x4096 row"] == ["forward", "backward"]
-    backward_alone = sweep.Choice(["add", "sum"], passes=("backward",))
-    assert {g.op for g in sweep.groups(backward_alone, torch.device("cuda"))} == {"add"}
+    backward_alone = Choice(["add", "sum"], passes=("backward",))
+    assert {g.op for g in groups(backward_alone, torch.device("cuda"))} == {"add"}
 
 
 def _wrong(monkeypatch, **changes):
@@ -251,10 +252,10 @@ def test_memory_is_drawn_against_the_length_at_the_headline_setting(tmp_path):
 def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch):
     (case,) = (c for c in kernel_ladder.spec("matmul").sweep if c.id == "512x512x512 NT")
     assert [x.stride() for x in empty_inputs(case, torch.bfloat16, "meta")] == [(512, 1), (1, 512)]
-    group = sweep.Group("matmul", case, torch.bfloat16, case.passes)
+    group = Group("matmul", case, torch.bfloat16, case.passes)
 
     def measured(backends: list[str] | None = None) -> list[str]:
-        chosen = sweep.Sweep(sweep.Choice(["matmul"], backends), print, DEVICE).chosen(group)
+        chosen = sweep.Sweep(Choice(["matmul"], backends), print, DEVICE).chosen(group)
         return [v.name for v in chosen if v.level in ("torch", "triton")]
 
     assert measured() == measured(["triton"]) == ["torch.builtin", "triton.split_k"]

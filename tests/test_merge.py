@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import kernel_ladder
-from bench import rows, sweep
+from bench import rows
 from bench.__main__ import main
+from bench.choice import Choice, Group, groups
 from bench.rows import Row
 
 QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings"]
@@ -18,13 +19,13 @@ QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings"]
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_shares_are_the_whole_and_alike(parts, device):
-    def groups(part: int, of: int) -> list[sweep.Group]:
-        return sweep.groups(sweep.Choice(list(kernel_ladder.OPS), share=(part, of)), torch.device(device))
+    def share(part: int, of: int) -> list[Group]:
+        return groups(Choice(list(kernel_ladder.OPS), share=(part, of)), torch.device(device))
 
-    whole = groups(1, 1)
-    shares = [groups(part, parts) for part in range(1, parts + 1)]
-    assert sorted(str(group) for share in shares for group in share) == sorted(map(str, whole))
-    sizes = [len({(group.op, group.case.id) for group in share}) for share in shares]
+    whole = share(1, 1)
+    shares = [share(part, parts) for part in range(1, parts + 1)]
+    assert sorted(str(group) for part in shares for group in part) == sorted(map(str, whole))
+    sizes = [len({(group.op, group.case.id) for group in part}) for part in shares]
     assert max(sizes) - min(sizes) <= 1
 
 

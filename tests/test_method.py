@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bench import cases, ceiling_kernels, ceilings, intervals, phases, sweep, timing
+from bench import cases, ceiling_kernels, ceilings, intervals, phases, timing
+from bench.choice import LONG_TUNING, Choice
 from kernel_ladder.spec import Case
 
 from .conftest import DEVICE, TRIES, needs_gpu
@@ -319,14 +320,14 @@ def test_phases_do_not_overlap(monkeypatch):
 def test_long_tuning_is_for_the_quick_cases_of_a_full_sweep_unless_named():
     quick, other = Case("a", ((1,),), quick=True), Case("b", ((1,),))
     name = "compile.max_autotune"
-    assert name in sweep.LONG_TUNING
-    unnamed = sweep.Choice(["matmul"], ["compile"], seconds=0.1)
+    assert name in LONG_TUNING
+    unnamed = Choice(["matmul"], ["compile"], seconds=0.1)
     assert unnamed.tunes(name, quick)
     assert not unnamed.tunes(name, other)
     assert unnamed.tunes("compile.default", other)
-    assert not sweep.Choice(["matmul"], quick=True).tunes(name, quick)
+    assert not Choice(["matmul"], quick=True).tunes(name, quick)
     for is_quick in (False, True):
-        assert sweep.Choice(["matmul"], [name], quick=is_quick).tunes(name, other)
+        assert Choice(["matmul"], [name], quick=is_quick).tunes(name, other)
 
 
 def test_a_quick_sweep_on_a_gpu_is_in_bfloat16():
