@@ -129,6 +129,11 @@ KNOWN_ON_CPU = [
         SINGLE_AND_DOUBLE,
     ),
     Departure(
+        *("sum", "compile.default", ("million",)),
+        "Inductor's CPU code adds up a row in as many chains as the CPU's vectors have lanes: often few",
+        SINGLE_AND_DOUBLE,
+    ),
+    Departure(
         *("layer_norm", "torch.builtin", ("one", "column")),
         "PyTorch's CPU kernel has x * rstd - mean * rstd in the gradients, which cancels where x is the mean",
         SINGLE_AND_DOUBLE,
