@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +14,30 @@ from bench import timing
 from bench.gate import Expected
 from kernel_ladder.agreement import Results, named
 from kernel_ladder.samples import make_inputs
-from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.spec import Case, Inputs, Options, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.table import LEVELS, Variant
 
 
+@dataclass(frozen=True)
 class Copies:
-    """Enough copies of inputs and output gradient that none is found in the L2 when its turn comes again."""
+    """Inputs, one or several times over, and with each an output gradient for a backward pass."""
 
-    def __init__(self, expected: Expected, backward: bool, device: torch.device) -> None:
+    inputs: Sequence[Inputs]
+    grads: Sequence[Output] | None
+    options: Options
+
+    @property
+    def count(self) -> int:
+        return len(self.inputs)
+
+    @classmethod
+    def of(cls, expected: Expected, backward: bool, device: torch.device) -> Copies:
+        """So many that none is found in the L2 when its turn comes again."""
         used = (expected.inputs, expected.grad) if backward else expected.inputs
-        self.count = timing.copies_needed(timing.nbytes(used), device)
-        others = range(self.count - 1)
-        self.inputs: list[Inputs] = [expected.inputs, *(each(torch.clone, expected.inputs) for _ in others)]
-        self.grads: list[Output] | None = None
-        if backward:
-            self.grads = [expected.grad, *(_clone(expected.grad) for _ in others)]
-        self.options = expected.options
+        others = range(timing.copies_needed(timing.nbytes(used), device) - 1)
+        inputs = [expected.inputs, *(each(torch.clone, expected.inputs) for _ in others)]
+        grads = [expected.grad, *(_clone(expected.grad) for _ in others)] if backward else None
+        return cls(inputs, grads, expected.options)
 
 
 def _clone(grad: Output) -> Output:
@@ -108,8 +117,7 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
         return tuple(1e6 * s for s in seconds)
     outputs = by_user(*inputs)()
     grad = tuple(map(torch.ones_like, outputs)) if isinstance(outputs, tuple) else torch.ones_like(outputs)
-    copies = Copies.__new__(Copies)
-    copies.count, copies.inputs, copies.grads, copies.options = 1, [inputs], [grad], case.options
+    copies = Copies([inputs], [grad], case.options)
     by_autograd, direct_call = _autograd_call(lambda *x: by_user(*x)(), copies), backward_call(variant, copies)
     seconds = timing.host_seconds((lambda: by_autograd(0), lambda: direct_call(0)), device)
     return tuple(1e6 * s for s in seconds)

@@ -120,7 +120,7 @@ class Sweep:
         backward = pass_ == "backward"
         try:
             with self.phases(phases.INPUTS):
-                copies = candidates.Copies(expected, backward, self.device)
+                copies = candidates.Copies.of(expected, backward, self.device)
         except torch.OutOfMemoryError:
             for variant in wanted:
                 self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"))

@@ -52,15 +52,6 @@ class Target:
         return f"{self.op} {self.backend} {self.pass_}, {self.dtype}, {self.shape}"
 
 
-@dataclass(frozen=True)
-class _OneCopy:
-    """What :mod:`bench.candidates` makes a call from, with a single copy of the inputs."""
-
-    inputs: Sequence[Inputs]
-    grads: Sequence[torch.Tensor] | None
-    options: Options
-
-
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
     """``name=value`` each: the value is a Python literal, or else the text itself."""
     options: dict[str, Any] = {}
@@ -202,10 +193,10 @@ def _maker(
 ) -> Callable[[], Callable[[], Any]]:
     def make() -> Callable[[], Any]:
         if not backward:
-            call = candidates.forward_call(variant, _OneCopy([inputs], None, options))
+            call = candidates.forward_call(variant, candidates.Copies([inputs], None, options))
         else:
             grad = make_grad(spec, inputs, options)
-            call = candidates.backward_call(variant, _OneCopy([inputs], [grad], options))
+            call = candidates.backward_call(variant, candidates.Copies([inputs], [grad], options))
         return lambda: call(0)
 
     return make

@@ -298,7 +298,7 @@ def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
 
     module, name = {
         "ceilings": (sweep.ceilings, "copy_gbs"),
-        "copies": (sweep.candidates, "Copies"),
+        "copies": (sweep.candidates.Copies, "of"),
         "timing": (sweep.timing, "interleave"),
     }[short]
     monkeypatch.setattr(module, name, full)
