@@ -305,7 +305,7 @@ def with_best_products(rows: Iterable[Row]) -> list[Row]:
         best[row.dtype] = max(best.get(row.dtype, 0.0), *known)
     finished = []
     for row in rows:
-        if row.us is not None and row.ceiling_tflops is not None:
+        if row.op != CEILING and row.us is not None and row.ceiling_tflops is not None:
             row = replace(row, ceiling_tflops=best[row.dtype])
             row.of_ceiling = row.least_us / row.us
         finished.append(row)

@@ -25,8 +25,8 @@ def family(rows: Sequence[Row]) -> list[Row]:
 
 def setting(row: Row) -> tuple[int, ...]:
     """Tokens, heads of queries and of keys, head dimension; nothing where keys are not as many as queries."""
-    query, key = row.shapes[:2]
-    if query is None or key is None or query[-2] != key[-2]:
+    query, key, *_ = [*row.shapes, None, None]
+    if query is None or key is None or min(len(query), len(key)) < 3 or query[-2] != key[-2]:
         return ()
     return query[0] * query[-2], query[-3], key[-3], query[-1]
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
+import sys
 import tempfile
+import types
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +108,33 @@ _BEGINNING = b'{"op": "'  # of every line
 _DELETE = "delete the line to go on without it"
 _WAY_OUT = "a sweep with --resume drops a last line that was cut short, and goes on from the rows before it"
 _REQUIRED = ("op", "backend", "level", "pass", "dtype", "shape", "gpu", "when")
+_NAMES = {
+    str: "text",
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def _types(hint: Any) -> tuple[type, ...]:
+    """What the JSON of a field may be: the types of its annotation."""
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(typing.get_origin(part) or part for part in parts)
+
+
+_TYPES = dict(zip(FIELDS, map(_types, typing.get_type_hints(Row).values()), strict=True))
+#: The types that are taken: a whole number is a number. Compared as they are, for to Python a bool is an int.
+_TAKEN = {name: frozenset((*given, int) if float in given else given) for name, given in _TYPES.items()}
+_INTERVALS = (("us_low", "us_high"), ("speedup_low", "speedup_high"))
+_POSITIVE = frozenset(
+    ("us", "us_q1", "us_q3", "ceiling_gbs", "ceiling_tflops", "speedup", *itertools.chain(*_INTERVALS))
+)
+_COUNTS = frozenset({"bytes", "flops"})
+#: What the time of an operation comes with; a ceiling is of bytes or of arithmetic, or of neither.
+_TIMED = ("us_q1", "us_q3", "bytes", "flops", "gbs", "tflops")
 
 
 def to_json(row: Row) -> str:
@@ -120,7 +151,7 @@ def from_json(line: str, where: str, way_out: str = _DELETE) -> Row:
     """A row from one line; `where` says in an error which line it is, `way_out` what to do if it is cut short."""
     try:
         values = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ResultsError(f"{where}: not a whole JSON object ({error}); {way_out}") from None
     if not isinstance(values, dict):
         raise ResultsError(f"{where}: expected a JSON object, got {type(values).__name__}")
@@ -128,7 +159,47 @@ def from_json(line: str, where: str, way_out: str = _DELETE) -> Row:
         raise ResultsError(f"{where}: not a row of this benchmark: it lacks {', '.join(map(repr, missing))}")
     if unknown := sorted(set(values) - set(FIELDS)):
         raise ResultsError(f"{where}: not a row of this benchmark: unknown fields {', '.join(map(repr, unknown))}")
-    return Row(**{"pass_" if name == "pass" else name: value for name, value in values.items()})
+    for name, value in values.items():
+        if fault := _fault(name, value):
+            raise ResultsError(f"{where}: {name!r} must be {fault}")
+    row = Row(**{"pass_" if name == "pass" else name: value for name, value in values.items()})
+    if fault := _lacks(row):
+        raise ResultsError(f"{where}: {fault}")
+    return row
+
+
+def _fault(name: str, value: Any) -> str | None:
+    """What a field must be, and what it is instead; None where it is right."""
+    if type(value) not in _TAKEN[name]:
+        accepted = " or ".join(_NAMES[each] for each in _TYPES[name])
+    elif type(value) in (int, float) and not abs(value) <= sys.float_info.max:  # NaN is not less than anything
+        accepted = "a finite number"
+    elif name == "shapes" and not all(size is None or _is_shape(size) for size in value):
+        accepted = "a list of lists of whole numbers from 0, or null for an input that is absent"
+    elif name in _POSITIVE and value is not None and value <= 0:
+        accepted = "above zero"
+    elif name in _COUNTS and value is not None and value < 0:
+        accepted = "0 or more"
+    else:
+        return None
+    shown = repr(value)
+    return f"{accepted}, got {shown if len(shown) <= 60 else shown[:60] + '…'}"
+
+
+def _is_shape(value: Any) -> bool:
+    return type(value) is list and all(type(n) is int and n >= 0 for n in value)
+
+
+def _lacks(row: Row) -> str | None:
+    """What a row is without; None where it can be shown and compared."""
+    for ends in _INTERVALS:
+        given = [name for name in ends if getattr(row, name) is not None]
+        if len(given) == 1:
+            return f"{' and '.join(map(repr, ends))} come together, got {given[0]!r} alone"
+    if row.us is None or row.op == CEILING:
+        return None
+    missing = [name for name in _TIMED if getattr(row, name) is None]
+    return f"a timed row of an operation lacks {', '.join(map(repr, missing))}" if missing else None
 
 
 def read(path: Path) -> list[Row]:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import cases, lengths, memory, pictures, rows, sweep
+from bench import cases, counters, lengths, memory, pictures, rows, sweep
 from bench import table as bench_table
 from bench.__main__ import main
 from bench.choice import Choice, Group, groups
@@ -377,6 +377,10 @@ def _row(**fields) -> Row:
     return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
 
 
+#: What the rows of a timed operation have.
+TIMED = {"us": 1.25, "us_q1": 1.0, "us_q3": 1.5, "bytes": 2000, "flops": 5000, "gbs": 1.6, "tflops": 0.004}
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -391,7 +395,7 @@ def _row(**fields) -> Row:
 )
 def test_spoiled_files(spoil, message, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    rows.append(path, _row(us=1.0))
+    rows.append(path, _row(**TIMED))
     path.write_text(spoil(path.read_text()))
     with pytest.raises(rows.ResultsError, match=message) as raised:
         rows.read(path)
@@ -402,9 +406,80 @@ def test_spoiled_files(spoil, message, tmp_path, capsys):
     assert path.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"us": "fast"}, "'us' must be a number or null, got 'fast'"),
+        ({"us": True}, "'us' must be a number or null, got True"),
+        ({"us": 0}, "'us' must be above zero, got 0"),
+        ({"us": -1.0}, "'us' must be above zero, got -1.0"),
+        ({"us": math.nan}, "'us' must be a finite number, got nan"),
+        ({"us_q1": None}, "a timed row of an operation lacks 'us_q1'"),
+        ({"us_q3": None, "gbs": None, "tflops": None}, "lacks 'us_q3', 'gbs', 'tflops'"),
+        ({"bytes": None}, "lacks 'bytes'"),
+        ({"bytes": 1.5}, "'bytes' must be a whole number or null, got 1.5"),
+        ({"bytes": 10**400}, "'bytes' must be a finite number, got 1000"),
+        ({"flops": -1}, "'flops' must be 0 or more, got -1"),
+        ({"us_low": 1.0}, "'us_low' and 'us_high' come together, got 'us_low' alone"),
+        ({"when": None}, "'when' must be text, got None"),
+        ({"when": 20260101}, "'when' must be text, got 20260101"),
+        ({"options": None}, "'options' must be an object, got None"),
+        ({"shapes": None}, "'shapes' must be a list, got None"),
+        ({"shapes": [[2, "2"]]}, "'shapes' must be a list of lists of whole numbers"),
+        ({"op": None}, "'op' must be text, got None"),
+        ({"backend": ["torch"]}, "'backend' must be text, got ['torch']"),
+        ({"pass": 1}, "'pass' must be text, got 1"),
+        ({"commit": 7}, "'commit' must be text or null, got 7"),
+        ({"dirty": 0}, "'dirty' must be true or false or null, got 0"),
+        ({"error": [0.0] * 100}, "'error' must be a number or null, got [0.0, 0.0"),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_is_named(changes, message, tmp_path, capsys):
+    path, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
+    path.write_text(json.dumps(json.loads(rows.to_json(_row(**TIMED))) | changes) + "\n")
+    page.write_text("<!-- results:begin gelu -->\n<!-- results:end gelu -->\n")
+    readers = (
+        ["table", str(path)],
+        ["pictures", str(path)],
+        ["report", str(path), "--output", str(tmp_path / "report.html")],
+        ["readme", str(page), "--results", str(path)],
+        ["merge", str(path), "--into", str(tmp_path / "into.jsonl")],
+        ["compare", str(path), str(path)],
+    )
+    for argv in readers:
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert f"{path}:1: " in said
+        assert message in said
+        assert len(said) < 300
+
+
+def test_what_rows_may_lack():
+    for row in (
+        _row(**TIMED | {"us": 2}),  # a whole number is a number
+        _row(unsupported="only on Sundays", shapes=[[2, 2], None, []]),
+        _row(op=rows.CEILING, us=2.0, bytes=8, gbs=0.004),
+        _row(op=rows.CEILING, us=2.0, flops=8, tflops=4e-6),
+        _row(op=rows.CEILING, us=2.0),
+    ):
+        assert rows.from_json(rows.to_json(row), "here") == row
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").rglob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_row_that_is_kept_is_whole(path):
+    if not path.name.endswith(counters.SUFFIX):
+        assert rows.read(path)
+
+
+def test_attention_of_unknown_shapes_has_no_length():
+    for shapes in ([], [[2, 2]], [None, None, None], [[2], [2]]):
+        assert lengths.setting(_row(op="attention", shapes=shapes)) == ()
+
+
 def test_rows_survive_the_file(tmp_path):
     path = tmp_path / "rows.jsonl"
-    row = _row(us=1.25, options={"approximate": "tanh"}, shapes=[[2, 2]], unsupported="a “reason”\nin two lines")
+    row = _row(**TIMED, options={"approximate": "tanh"}, shapes=[[2, 2]], unsupported="a “reason”\nin two lines")
     rows.append(path, row)
     rows.append(path, _row(error=float("inf"), gpu="there"))
     assert rows.read(path) == [row, _row(error=None, gpu="there")]

@@ -27,6 +27,7 @@ def _row(backend: str = "cuda.vectorized", us: float | None = 100.0, width: floa
     if us is not None:
         ends = (us * (1 - width), us * (1 + width))
         base |= {"us": us, "us_q1": ends[0], "us_q3": ends[1], "us_low": ends[0], "us_high": ends[1]}
+        base |= {"bytes": 2**20, "flops": 2**20, "gbs": 2**20 / us / 1e3, "tflops": 2**20 / us / 1e6}
     return Row(**{**base, "when": "2026-01-01T00:00:00+00:00", **fields})
 
 
@@ -341,8 +342,8 @@ def test_json(compare):
         (lambda text: text[:-1], "has no end"),
         (lambda text: '{"kernel": "saxpy"}\n', "not a row of this benchmark: it lacks 'op'"),
         (lambda text: "", "holds no rows"),
-        (lambda text: text.replace('"us": 100.0', '"us": -1.0'), "expected times above zero"),
-        (lambda text: text.replace('"us": 100.0', '"us": "fast"'), "expected times above zero"),
+        (lambda text: text.replace('"us": 100.0', '"us": -1.0'), "'us' must be above zero, got -1.0"),
+        (lambda text: text.replace('"us": 100.0', '"us": "fast"'), "'us' must be a number or null, got 'fast'"),
         (lambda text: text.replace('"us": 100.0', '"us": null'), "neither a time nor a reason"),
     ],
     ids=["truncated", "no-end", "foreign", "empty", "negative", "text", "no-time"],

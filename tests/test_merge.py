@@ -52,7 +52,17 @@ def test_shares_of_a_sweep_join_to_the_whole(tmp_path):
 
 def _row(**fields) -> Row:
     known = {"op": "matmul", "backend": "torch.builtin", "level": "torch", "pass_": "forward", "dtype": "bfloat16"}
-    measured = {"us": 1.0, "bytes": 1, "flops": 10**6, "tflops": 1.0, "ceiling_gbs": 1e9, "ceiling_tflops": 2.0}
+    measured = {
+        "us": 1.0,
+        "us_q1": 1.0,
+        "us_q3": 1.0,
+        "gbs": 0.001,
+        "bytes": 1,
+        "flops": 10**6,
+        "tflops": 1.0,
+        "ceiling_gbs": 1e9,
+        "ceiling_tflops": 2.0,
+    }
     known |= {"shape": "8x8x8", "gpu": "here", "commit": "c0ffee", "when": "2026-01-01T00:00:00+00:00"}
     return Row(**{**known, **measured, **fields})
 
