@@ -155,6 +155,7 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     if args.resume and (repaired := rows.drop_unfinished(output)) is not None:
         console.print(repaired, soft_wrap=True)
     before = rows.read(output)  # a broken file is better found now than after the last kernel
+    rows.check_writable(output)
     standing = resume.standing(before, environment.facts()) if args.resume else {}
     if environment.device().type == "cpu":
         console.print("No GPU: shapes are shrunk, and Triton runs in its interpreter. Correctness, not speed.")
@@ -190,10 +191,9 @@ def _read_command(name: str, argv: Sequence[str], console: Console) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}")
     parser.add_argument("file", type=Path, nargs="?", help="rows (default: this machine's)")
     path = parser.parse_args(argv).file or environment.results_file()
-    if not path.exists():
-        raise UsageError(f"{path} does not exist; `python -m bench` writes it")
+    found = rows.read_given(path)
     if name == "table":
-        table.show(rows.latest(rows.read(path)), console)
+        table.show(rows.latest(found), console)
     else:
         _draw(path, console)
     return 0
@@ -233,6 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_sweep(argv, console)
     except (UsageError, rows.ResultsError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a full disk, say
+        said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"python -m bench: {said}", file=sys.stderr)
         return 2
 
 

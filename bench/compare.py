@@ -82,12 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(path: Path) -> list[Row]:
-    if not path.is_file():
-        raise UsageError(f"{path} is no file; expected rows, as `python -m bench --output {path.name}` writes them")
-    try:
-        found = rows.latest(rows.read(path))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text: {error}") from None
+    found = rows.latest(rows.read_given(path))
     if not found:
         raise UsageError(f"{path} holds no rows")
     return found

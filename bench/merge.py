@@ -11,7 +11,6 @@ from rich.console import Console
 from bench import ceilings, environment, resume, rows
 from bench.order import by_climb
 from bench.rows import Row
-from bench.usage import UsageError
 
 
 def merged(found: Iterable[Row]) -> list[Row]:
@@ -36,12 +35,10 @@ def main(argv: Sequence[str], console: Console) -> int:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="rows")
     parser.add_argument("--into", type=Path, metavar="FILE", help="where they go (default: this machine's rows)")
     args = parser.parse_args(argv)
-    for path in args.files:
-        if not path.is_file():
-            raise UsageError(f"{path} is no file; expected rows, as `python -m bench --output {path.name}` writes them")
+    given = [row for path in args.files for row in rows.read_given(path)]
     into = args.into or environment.results_file()
     before = rows.read(into)
-    given = [row for path in args.files for row in rows.read(path)]
+    rows.check_writable(into)
     whole = merged([*before, *given])
     rows.write(into, whole)
     kept = {(row.key, row.when) for row in whole} - {(row.key, row.when) for row in before}

@@ -214,6 +214,8 @@ def main(argv: Sequence[str], console: Console) -> int:
             raise UsageError("--save keeps what --ncu reads; give both")
         if args.trace is not None and not args.trace.resolve().parent.is_dir():
             raise UsageError(f"--trace {args.trace}: there is no folder {args.trace.resolve().parent}")
+        if args.trace is not None:
+            rows.check_writable(args.trace)
         if args.one_call:
             if device.type != "cuda":
                 raise UsageError("--one-call is for a profiler of the GPU, and no GPU is visible")

@@ -21,7 +21,7 @@ CEILING = "ceiling"
 
 
 class ResultsError(ValueError):
-    """A results file holds a line that is not a row."""
+    """A results file cannot be read or written, or holds a line that is not a row."""
 
 
 @dataclass
@@ -206,15 +206,52 @@ def read(path: Path) -> list[Row]:
     """Every row of a file, older ones included; none where there is no file.
 
     Raises:
-        ResultsError: a line is truncated or foreign. The message names it.
+        ResultsError: a line is truncated or foreign, or the file cannot be read. The message names it.
     """
-    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    *lines, last = _content(path).split(b"\n")
     rows = _parsed(path, lines)
     if last.strip():
         where = f"{path}:{len(lines) + 1}"
         from_json(_text(last, where, _WAY_OUT), where, _WAY_OUT)
         raise ResultsError(f"{where}: the last line has no end: it may be cut short; {_WAY_OUT}")
     return rows
+
+
+def read_given(path: Path) -> list[Row]:
+    """Every row of a file that was named, which must be there."""
+    if not path.exists():
+        raise ResultsError(
+            f"{path} does not exist; expected rows, as `python -m bench --output {path.name}` writes them"
+        )
+    return read(path)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if not path.exists():
+            return b""
+        if not path.is_file():  # a device may have no end
+            raise ResultsError(f"{path} is no regular file; expected rows, as `python -m bench` writes them")
+        return path.read_bytes()
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Find out, before there is anything to lose, that a file can be written and replaced. Makes its folder.
+
+    Raises:
+        ResultsError: the message says why it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        tempfile.TemporaryFile(dir=path.parent).close()  # `replace` writes beside the file
+    except FileExistsError:
+        raise ResultsError(f"{path}: cannot be written: {path.parent} is no folder") from None
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _parsed(path: Path, lines: Iterable[bytes]) -> list[Row]:
@@ -237,7 +274,7 @@ def drop_unfinished(path: Path) -> str | None:
     Raises:
         ResultsError: anything else in the file is truncated or foreign. Nothing is changed then.
     """
-    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    *lines, last = _content(path).split(b"\n")
     _parsed(path, lines)
     where = f"{path}:{len(lines) + 1}"
     if not last:

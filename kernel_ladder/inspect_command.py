@@ -106,16 +106,18 @@ def run(chosen: argparse.Namespace, console: Console) -> int:
 
 def write(folder: Path, found: Inspection) -> list[Path]:
     """Each code in a file of its own, numbered in the order of the report, and all that was found as JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    files = {}
     for number, code in enumerate(found.code, 1):
         name = re.sub(r"\W+", "-", code.title).strip("-")[:80]
-        path = folder / f"{number:02}-{name}.{SUFFIXES[code.language]}"
-        path.write_text(code.text)
-        written.append(path)
-    path = folder / "inspection.json"
-    path.write_text(json.dumps(found.to_json(), indent=1) + "\n")
-    return [*written, path]
+        files[folder / f"{number:02}-{name}.{SUFFIXES[code.language]}"] = code.text
+    files[folder / "inspection.json"] = json.dumps(found.to_json(), indent=1) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text)
+    except OSError as error:
+        raise InspectError(f"`output` {folder} cannot be written: {error.strerror}; name a folder") from None
+    return list(files)
 
 
 def show(console: Console, found: Inspection) -> None:

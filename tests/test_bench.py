@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -464,6 +466,52 @@ def test_what_rows_may_lack():
         _row(op=rows.CEILING, us=2.0),
     ):
         assert rows.from_json(rows.to_json(row), "here") == row
+
+
+def _reading(path: str, page: str) -> list[list[str]]:
+    """Every command that reads rows from a path."""
+    swept = ["--op", "gelu", "--backend", "torch", "--quick", "--output", path]
+    commands = [swept, [*swept, "--resume"], ["readme", page, "--results", path]]
+    commands += [["merge", path], ["merge", str(ROOT / "bench/results/cpu.jsonl"), "--into", path]]
+    return commands + [[name, path] for name in ("table", "pictures", "report")] + [["compare", path, path]]
+
+
+@pytest.mark.parametrize("place", ["folder", "/dev/full"])
+def test_what_is_no_file_is_not_read(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing must be measured"))
+    (tmp_path / "page.md").write_text("")
+    path = str(tmp_path) if place == "folder" else place
+    for argv in _reading(path, str(tmp_path / "page.md")):
+        assert main(argv) == 2
+        assert f"{path} is no regular file; expected rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("/proc/x.jsonl", ""), ("file/x.jsonl", "file is no folder"), ("file/x/y", "Not a directory")]
+)
+def test_rows_that_cannot_be_written_are_not_measured(place, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing must be measured"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    for argv in (
+        ["--op", "gelu", "--output", place],
+        ["merge", str(ROOT / "bench/results/cpu.jsonl"), "--into", place],
+    ):
+        assert main(argv) == 2
+        assert re.search(f"{place}: cannot be written: .*{reason}", capsys.readouterr().err)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
+    def full(path, row):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(rows, "append", full)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
+    assert main([*argv, "--output", str(path)]) == 2
+    assert capsys.readouterr().err == f"python -m bench: {path}: No space left on device\n"
+    assert list(tmp_path.iterdir()) == [], "finding out leaves nothing behind"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").rglob("*.jsonl")), ids=lambda path: path.stem)

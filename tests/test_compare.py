@@ -381,7 +381,7 @@ def test_bad_thresholds(threshold, compare, capsys):
 
 def test_missing_files_and_nothing_in_common(tmp_path, compare, capsys):
     assert main(["compare", str(tmp_path / "no.jsonl"), str(tmp_path / "no.jsonl")]) == 2
-    assert "no.jsonl is no file" in capsys.readouterr().err
+    assert "no.jsonl does not exist" in capsys.readouterr().err
     assert "nothing to compare" in compare([_row()], [_row("cuda.naive")])[1]
 
 

@@ -513,6 +513,8 @@ def test_code_goes_into_a_folder(capsys, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert main([*arguments[:-1], str(tmp_path / "file")]) == 2
     assert "is a file; name a folder" in capsys.readouterr().err
+    assert main([*arguments[:-1], str(tmp_path / "file" / "folder")]) == 2
+    assert f"`output` {tmp_path}/file/folder cannot be written: Not a directory" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 

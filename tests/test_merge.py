@@ -98,7 +98,7 @@ def test_files_that_cannot_be_joined(tmp_path, capsys):
     rows.write(into, [_row()])
     before = into.read_text()
     assert main(["merge", str(tmp_path / "none.jsonl"), "--into", str(into)]) == 2
-    assert "none.jsonl is no file; expected rows" in capsys.readouterr().err
+    assert "none.jsonl does not exist; expected rows" in capsys.readouterr().err
     broken.write_text("a diary\n")
     assert main(["merge", str(broken), "--into", str(into)]) == 2
     assert "broken.jsonl:1" in capsys.readouterr().err

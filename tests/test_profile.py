@@ -220,6 +220,8 @@ def test_a_broken_variant_costs_only_itself(monkeypatch, capsys):
         (["torch.cdist", "--shape", "4x4,4x4", "--backend", "cuda"], "torch.cdist has none"),
         (["gelu", "--save"], "--save keeps what --ncu reads"),
         (["gelu", "--trace", "/no/such/folder/trace.json"], "there is no folder /no/such/folder"),
+        (["gelu", "--trace", "/proc/trace.json"], "/proc/trace.json: cannot be written: "),
+        (["gelu", "--trace", "/tmp"], "/tmp: cannot be written: Is a directory"),
     ],
 )
 def test_bad_command_lines(argv, message, capsys):

@@ -398,7 +398,7 @@ def test_bad_files(content, message, tmp_path, capsys):
 
 def test_bad_places(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert f"{tmp_path} is no regular file" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["report", str(H200), "--output", str(tmp_path / "file" / "report.html")]) == 2
     assert "--output: cannot write" in capsys.readouterr().err

@@ -123,21 +123,10 @@ def main(argv: Sequence[str]) -> int:
     files = args.files or default_results()
     if not files:
         raise rows.ResultsError("no results in bench/results yet; `python -m bench` writes them")
-    text = page([row for path in files for row in _read(path)])
+    text = page([row for path in files for row in rows.read_given(path)])
     try:
         rows.replace(args.output, text)
     except OSError as error:
         raise rows.ResultsError(f"--output: cannot write {args.output}: {error.strerror}") from None
     print(f"wrote {args.output}")
     return 0
-
-
-def _read(path: Path) -> list[Row]:
-    if not path.exists():
-        raise rows.ResultsError(f"{path} does not exist; `python -m bench` writes rows")
-    try:
-        return rows.read(path)
-    except OSError as error:
-        raise rows.ResultsError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise rows.ResultsError(f"{path}: not a file of rows: it is not UTF-8 text") from None
