@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bench import timing
-from bench.targets import Target, name_of, parse_sizes
+from bench.targets import Target, name_of, parse_sizes, tensors
 from bench.usage import UsageError, nearest
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs, Options
@@ -48,7 +48,7 @@ def of_function(
     sizes = parse_sizes(shape) if shape is not None else None
     if sizes is None:
         raise UsageError(f"--shape of {name} must be sizes, a part for each tensor, as 4096x64,4096x64, got {shape!r}")
-    inputs = make_inputs(Case(shape, sizes), dtype, device)
+    inputs = tensors(make_inputs, Case(shape, sizes), dtype, device)
     try:
         with torch.no_grad():
             outputs = _floating(function(*inputs, **options))

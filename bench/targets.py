@@ -15,6 +15,7 @@ import torch
 import kernel_ladder
 from bench import candidates, timing
 from bench.cases import shrink
+from bench.gate import one_line
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
 from kernel_ladder.samples import empty_inputs, make_grad, make_inputs
@@ -157,11 +158,25 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def _check(spec: Spec, case: Case, defaults: Options, dtype: torch.dtype) -> None:
-    inputs = empty_inputs(case, dtype, "meta")
+    inputs = tensors(empty_inputs, case, dtype, torch.device("meta"))
     try:
         spec.check(*inputs, **{**defaults, **case.options})
     except (TypeError, ValueError, IndexError) as error:
         raise UsageError(str(error)) from None
+
+
+def tensors(make: Callable[..., Inputs], case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """What `make` makes of a case.
+
+    Raises:
+        UsageError: it is larger than a tensor can be, or than memory.
+    """
+    try:
+        return make(case, dtype, device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"--shape {case.id}: its tensors cannot be made: {one_line(error)}; give smaller sizes"
+        ) from None
 
 
 def of_operation(
@@ -169,7 +184,7 @@ def of_operation(
 ) -> Iterator[Target]:
     """Each pass of each variant, called as the sweep calls it, on one set of inputs."""
     spec = kernel_ladder.spec(variants[0].op)
-    inputs, options = make_inputs(case, dtype, device), case.options
+    inputs, options = tensors(make_inputs, case, dtype, device), case.options
     for pass_ in passes:
         backward = pass_ == "backward"
         for variant in variants:

@@ -196,6 +196,19 @@ def run_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def tensors(make: Callable[..., Inputs], case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """What `make` makes of a case.
+
+    Raises:
+        InspectError: it is larger than a tensor can be, or than memory.
+    """
+    try:
+        return make(case, dtype, device)
+    except (RuntimeError, TypeError) as error:
+        said = str(error).partition("\n")[0]
+        raise InspectError(f"`shape` {case.id}: its tensors cannot be made: {said}; give smaller sizes") from None
+
+
 def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
     """The case to run on a device and its tensors, which ask for gradients in the backward pass.
 
@@ -206,7 +219,7 @@ def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
     candidates = [request.case] if request.case is not None else default_cases(spec, device)
     reasons = []
     for case in candidates:
-        inputs = make_inputs(case, request.dtype, device)
+        inputs = tensors(make_inputs, case, request.dtype, device)
         reason = variant.unsupported(*inputs, **case.options)
         if reason is None:
             return case, as_leaves(inputs) if request.pass_ == "backward" else inputs

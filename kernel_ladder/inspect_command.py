@@ -18,7 +18,8 @@ from rich.table import Table
 
 from kernel_ladder import table
 from kernel_ladder.errors import BackendError, InspectError
-from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect
+from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, tensors
+from kernel_ladder.samples import empty_inputs
 from kernel_ladder.shapes import case_named
 
 DTYPES = {
@@ -75,6 +76,8 @@ def request_of(chosen: argparse.Namespace) -> Request:
         raise InspectError(f"{chosen.op}: backend {chosen.backend!r} cannot be looked into: {reason}")
     dtype = DTYPES[_known("dtype", chosen.dtype, list(DTYPES))]
     case = None if chosen.shape is None else case_named(table.spec(chosen.op), chosen.shape)
+    if case is not None:
+        tensors(empty_inputs, case, dtype, torch.device("meta"))  # none of them takes memory
     code = frozenset(kind for kind in CODE if getattr(chosen, kind))
     pass_ = _known("pass", chosen.pass_, list(PASSES))
     return Request(named[0], case, dtype, pass_, chosen.arch, code, chosen.kernel)

@@ -218,6 +218,10 @@ def test_a_broken_variant_costs_only_itself(monkeypatch, capsys):
         (["torch.cdist", "--shape", "4x4"], "torch.cdist does not take 4x4: TypeError"),
         (["torch.cdist", "--shape", "4x4,4x5"], "torch.cdist does not take 4x4,4x5: RuntimeError"),
         (["torch.cdist", "--shape", "4x4,4x4", "--backend", "cuda"], "torch.cdist has none"),
+        (["gelu", "--shape", f"{10**11}x{10**11}"], "its tensors cannot be made: RuntimeError: Storage size"),
+        (["gelu", "--shape", f"{10**30}x2"], "its tensors cannot be made: TypeError: empty(): argument 'size'"),
+        (["gelu", "--shape", f"{10**9}x{10**8}"], "its tensors cannot be made: "),  # an address space has no room
+        (["torch.sin", "--shape", f"{10**11}x{10**11}"], "its tensors cannot be made: RuntimeError: Storage size"),
         (["gelu", "--save"], "--save keeps what --ncu reads"),
         (["gelu", "--trace", "/no/such/folder/trace.json"], "there is no folder /no/such/folder"),
         (["gelu", "--trace", "/proc/trace.json"], "/proc/trace.json: cannot be written: "),
