@@ -28,6 +28,7 @@ from bench.rows import Row, picture_file
 from bench.table import fastest, microseconds, rate
 
 _BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTILINE)
+_EMPTY = "*No rows yet"
 PASSES = ("forward", "backward")
 
 PAGES = [environment.ROOT / "README.md", environment.ROOT / "KERNEL_LOG.md"]
@@ -49,6 +50,10 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
         following = _BEGIN.search(text, begin.end())
         if end < 0 or (following and following.start() < end):
             raise ReadmeError(f"line {line}: `results:begin {name}` has no `<!-- results:end {name} -->` of its own")
+        held = text[begin.end() : end].strip()
+        if held and not held.startswith(_EMPTY) and not any(machines.values()):
+            where = " or ".join(map(str, machines)) or "bench/results"
+            raise ReadmeError(f"line {line}: there are no rows in {where} to replace what {name!r} holds")
         try:
             block = _block(name, machines, folder)
         except ReadmeError as error:
@@ -89,7 +94,7 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
         raise ReadmeError(f"unknown block {name!r}; known are {known}, of {ops}")
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
-    return written or f"*No rows yet: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
+    return written or f"{_EMPTY}: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
 
 
 def _machine(path: Path, found: list[Row]) -> str:
@@ -182,8 +187,8 @@ def _grid(found: list[Row]) -> str:
     table = markdown.grid(
         ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]
     )
-    notes = "".join(f"\n({i}) {reason}" + ("\\" if i < len(reasons) else "") for i, reason in enumerate(reasons, 1))
-    return f"{table}\n{notes}" if notes else table
+    notes = "\\\n".join(f"({i}) {markdown.escape(reason)}" for i, reason in enumerate(reasons, 1))
+    return f"{table}\n\n{notes}" if notes else table
 
 
 def _roof(members: list[Row], bytes_bound: bool) -> str:
@@ -236,14 +241,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
     args = parser.parse_args(argv)
     # In the order of the file, which the sweep sorted: the same on machines that do not know every variant.
-    machines = {path: rows.latest(rows.read(path)) for path in args.results or default_results()}
+    machines = {path: rows.latest(rows.read_given(path)) for path in args.results or default_results()}
     stale = False
     for file in args.file:
         try:
             before = file.read_text(encoding="utf-8")
             after = renew(before, machines, file.resolve().parent)
-        except (OSError, ReadmeError) as error:
-            print(f"python -m bench readme: {file}: {error}", file=sys.stderr)
+        except (OSError, UnicodeDecodeError, ReadmeError) as error:
+            said = error.strerror if isinstance(error, OSError) else error
+            print(f"python -m bench readme: {file}: {said}", file=sys.stderr)
             return 2
         if after == before:
             continue

@@ -570,9 +570,42 @@ def test_readme(swept, tmp_path, capsys):
 def test_bad_markers(text, message, tmp_path, capsys):
     file = tmp_path / "README.md"
     file.write_text(text)
+    rows.write(tmp_path / "none.jsonl", [])
     assert main(["readme", str(file), "--results", str(tmp_path / "none.jsonl")]) == 2
     assert message in capsys.readouterr().err
     assert file.read_text() == text
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["missing", "empty"])
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_tables_do_not_give_way_to_no_rows(check, written, tmp_path, capsys):
+    file, path = tmp_path / "README.md", tmp_path / "typo.jsonl"
+    file.write_text("<!-- results:begin gelu -->\n\na table\n\n<!-- results:end gelu -->\n")
+    before = file.read_text()
+    if written:
+        rows.write(path, [])
+    assert main(["readme", str(file), "--results", str(path), *check]) == 2
+    said = f"line 1: there are no rows in {path} to replace" if written else f"{path} does not exist; expected rows"
+    assert said in capsys.readouterr().err
+    assert file.read_text() == before
+    file.write_text(before.replace("a table", ""))
+    if written:
+        for _ in range(2):
+            assert main(["readme", str(file), "--results", str(path)]) == 0
+            assert "*No rows yet: `python -m bench --op gelu` writes them.*" in file.read_text()
+
+
+def test_footnotes_are_text(tmp_path):
+    file, path = tmp_path / "README.md", tmp_path / "rows.jsonl"
+    end = "<!-- results:end gelu -->"
+    file.write_text(f"<!-- results:begin gelu -->\n{end}\n")
+    reasons = {"torch.builtin": {"wrong": f"a | b\n{end}"}, "torch.naive": {"unsupported": "<b>only\non Sundays"}}
+    rows.write(path, [_row(backend=backend, **reason) for backend, reason in reasons.items()])
+    for _ in range(2):
+        assert main(["readme", str(file), "--results", str(path)]) == 0
+        notes = file.read_text().partition("| — (1) | — (2) |\n\n")[2]
+        said = "(1) wrong: a \\| b &lt;!-- results:end gelu -->\\\n(2) &lt;b>only on Sundays"
+        assert notes == f"{said}\n\n{end}\n"
 
 
 def test_shrinking_keeps_shapes_that_fit():
