@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -301,11 +302,16 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a row in one write, so that an interrupted run leaves whole lines."""
+    """Add a row in one write, so that an interrupted run leaves whole lines; what a full disk cuts short is undone."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    line = (to_json(row) + "\n").encode()
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(file, (to_json(row) + "\n").encode())
+        written = os.write(file, line)
+        if written < len(line):
+            if written:  # else the place in the file is not yet its end
+                os.ftruncate(file, os.lseek(file, 0, os.SEEK_CUR) - written)
+            raise OSError(errno.EIO, f"only {written} of the {len(line)} bytes of a row could be written", str(path))
     finally:
         os.close(file)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,20 @@ def test_only_an_unfinished_last_row_is_repaired(tmp_path):
         rows.read(path)
     assert "dropped" in rows.drop_unfinished(path)
     assert path.read_bytes() == first
+
+
+def test_a_row_that_is_written_in_part_is_undone(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    rows.append(path, a_row())
+    write = os.write
+    for room in (0, 1, 20):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda file, line, room=room: write(file, line[:room]))
+            with pytest.raises(OSError, match=f"only {room} of the .* bytes of a row could be written"):
+                rows.append(path, a_row(backend="torch.builtin"))
+        assert rows.read(path) == [a_row()]
+    rows.append(path, a_row(backend="torch.builtin"))
+    assert len(rows.read(path)) == 2
 
 
 @pytest.mark.parametrize(
