@@ -14,7 +14,7 @@ from rich.console import Console
 import kernel_ladder
 from bench import environment, peers, resume, rows, sweep, table
 from bench.choice import LONG_TUNING, Choice
-from bench.usage import UsageError, dtype_of, known, passes_of, split
+from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
 from kernel_ladder.table import LEVELS, variants
 
 ALL_PEERS = "all"
@@ -37,12 +37,13 @@ and
 
 
 def _choice(args: argparse.Namespace) -> Choice:
-    ops = [known("operation", op, kernel_ladder.OPS) for op in split(args.op)] or list(kernel_ladder.OPS)
-    backends = split(args.backend)
-    if backends:
+    named = split("--op", args.op, kernel_ladder.OPS)
+    ops = [known("operation", op, kernel_ladder.OPS) for op in named] or list(kernel_ladder.OPS)
+    backends = []
+    if args.backend is not None:
         names = list(dict.fromkeys([*LEVELS, *(v.name for op in ops for v in variants(op))]))
-        backends = [known("backend", backend, names) for backend in backends]
-    dtypes = [dtype_of(name) for name in split(args.dtype)]
+        backends = [known("backend", backend, names) for backend in split("--backend", args.backend, names)]
+    dtypes = [dtype_of(name) for name in split("--dtype", args.dtype, DTYPES)]
     passes = passes_of(args.pass_)
     seconds = args.time if args.time is not None else QUICK_SECONDS if args.quick else SECONDS
     if not 0 < seconds < math.inf:
@@ -77,9 +78,8 @@ def _peers(given: str | None, ops: Sequence[str]) -> list[str]:
         return []
     if given == ALL_PEERS:
         return peers.known()
-    names = [known("peer", name.removeprefix(f"{peers.LEVEL}."), peers.known()) for name in split([given])]
-    if not names:
-        raise UsageError(f"--peers: no name in {given!r}; known are {', '.join(peers.known())}")
+    asked = split("--peers", [given], peers.known())
+    names = [known("peer", name.removeprefix(f"{peers.LEVEL}."), peers.known()) for name in asked]
     for name in names:
         covered = peers.ops_of(name)
         if not any(op in covered for op in ops):

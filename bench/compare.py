@@ -121,11 +121,10 @@ def _chosen(args: argparse.Namespace, found: Sequence[Row]) -> Callable[[Row], b
         "dtype": lambda row: (row.dtype,),
     }
     given = {"op": args.op, "backend": args.backend, "pass": args.pass_, "dtype": args.dtype}
-    wanted = {facet: set(split(texts)) for facet, texts in given.items()}
-    for facet, names in wanted.items():
+    wanted = {}
+    for facet, texts in given.items():
         held = sorted({name for row in found for name in facets[facet](row)})
-        for name in sorted(names):
-            known(facet, name, held)
+        wanted[facet] = {known(facet, name, held) for name in split(f"--{facet}", texts, held)}
     return lambda row: all(not names or names & set(facets[facet](row)) for facet, names in wanted.items())
 
 

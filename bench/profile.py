@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _targets(args: argparse.Namespace, device: torch.device) -> Iterator[Target]:
     """What the command line names, one at a time, so that only one's memory is held."""
-    dtype = dtype_of(args.dtype) if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = (
+        dtype_of(args.dtype) if args.dtype is not None else torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
     passes, options = passes_of(args.pass_), targets.parse_options(args.option)
     if "." in args.op:
         if args.backend:
@@ -82,7 +84,8 @@ def _targets(args: argparse.Namespace, device: torch.device) -> Iterator[Target]
             f"unknown operation {args.op!r}; {nearest(args.op, kernel_ladder.OPS)}Known are "
             f"{', '.join(kernel_ladder.OPS)}, and functions by their dotted name, such as torch.cdist"
         )
-    variants = targets.variants_of(args.op, split(args.backend))
+    backends = split("--backend", args.backend, targets.backends_of(args.op))
+    variants = targets.variants_of(args.op, backends)
     case = targets.case_of(args.op, args.shape, options, dtype, device)
     return targets.of_operation(variants, case, passes, dtype, device)
 

@@ -331,6 +331,9 @@ def run(
 
     sweep = Sweep(choice, emit, device, standing)
     todo = groups(choice, device)
+    if not todo:
+        part, parts = choice.share
+        note(f"{f'share {part}/{parts}' if parts > 1 else 'what was chosen'} holds no case to measure")
     _announce(sweep, todo, note)
     todo = [group for group in todo if not sweep.is_finished(group)]
     interrupted = False

@@ -75,10 +75,15 @@ def parse_sizes(text: str) -> tuple[tuple[int, ...], ...] | None:
     return tuple(tuple(int(n) for n in part.split("x")) for part in parts)
 
 
+def backends_of(op: str) -> list[str]:
+    """Names of levels and variants."""
+    return [*LEVELS, *(v.name for v in table.variants(op))]
+
+
 def variants_of(op: str, backends: Sequence[str]) -> list[Variant]:
     """The variants that `backends` (levels and variants; none for all) name, in the order of the climb."""
     climb = table.variants(op)
-    names = [*LEVELS, *(v.name for v in climb)]
+    names = backends_of(op)
     wanted = {known("backend", backend, names) for backend in backends} or set(LEVELS)
     found = [v for v in climb if v.name in wanted or v.level in wanted]
     if not found:  # a level that could not be loaded has no variant to show

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -29,8 +29,15 @@ def known(kind: str, given: str, names: Sequence[str]) -> str:
     raise UsageError(f"unknown {kind} {given!r}; {nearest(given, names)}Known are {', '.join(names)}")
 
 
-def split(values: Sequence[str] | None) -> list[str]:
-    """The names of a repeatable option that takes several, separated by commas."""
+def split(option: str, values: Sequence[str] | None, accepted: Iterable[str]) -> list[str]:
+    """The names of a repeatable option that takes several, separated by commas; none where it is not given.
+
+    Raises:
+        UsageError: it is given without a name. Whether the names are known is for :func:`known` to say.
+    """
+    for value in values or ():
+        if not value.replace(",", "").strip():
+            raise UsageError(f"{option}: no name in {value!r}; known are {', '.join(accepted)}")
     return [part for value in values or () for part in value.split(",") if part]
 
 

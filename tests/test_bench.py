@@ -365,9 +365,13 @@ def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):
         (["--dtype", "float23"], "unknown dtype 'float23'; did you mean 'float32'"),
         (["--pass", "sideways"], "unknown pass 'sideways'"),
         (["--time", "0"], "--time must be a positive number of seconds, got 0"),
+        (["--op", ""], "--op: no name in ''; known are gelu, softmax"),
+        (["--op", "gelu", "--op", ","], "--op: no name in ','; known are gelu, softmax"),
+        (["--op", "gelu", "--backend", ""], "--backend: no name in ''; known are torch, compile, triton, cuda"),
+        (["--dtype", ","], "--dtype: no name in ','; known are float32, float16, bfloat16"),
+        (["--peers", ","], "--peers: no name in ','; known are"),
         (["table", "no/such.jsonl"], "no/such.jsonl does not exist"),
     ],
-    ids=["op", "backend", "dtype", "pass", "time", "file"],
 )
 def test_bad_command_lines(argv, message, capsys):
     assert main(argv) == 2

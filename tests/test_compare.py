@@ -364,6 +364,8 @@ def test_spoiled_files(spoil, message, tmp_path, capsys):
         (["--backend", "cuda.vectorised"], "did you mean 'cuda.vectorized'"),
         (["--pass", "sideways"], "unknown pass 'sideways'"),
         (["--dtype", "float8"], "Known are bfloat16"),
+        (["--backend", ""], "--backend: no name in ''; known are cuda, cuda.vectorized"),
+        (["--pass", ","], "--pass: no name in ','; known are forward"),
     ],
 )
 def test_unknown_names(options, message, compare):

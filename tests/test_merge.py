@@ -37,6 +37,14 @@ def test_a_share_that_is_none(share, capsys, tmp_path):
     )
 
 
+def test_a_share_without_a_case_says_so(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(path)]
+    assert main([*argv, "--share", "5/5"]) == 0
+    assert "share 5/5 holds no case to measure" in capsys.readouterr().out
+    assert not path.exists()
+
+
 def test_shares_of_a_sweep_join_to_the_whole(tmp_path):
     argv = ["--op", "gelu,softmax", "--backend", "torch", *QUICK, "--output"]
     shares = [tmp_path / f"{part}.jsonl" for part in (1, 2)]
