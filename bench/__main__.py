@@ -200,7 +200,11 @@ def _read_command(name: str, argv: Sequence[str], console: Console) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 1 where a variant is wrong or the README stale; 2 for a bad command line or file."""
+    """Returns the exit code.
+
+    0; 1 where a variant is wrong, a profiled call fails, the README is stale or the gate of ``compare`` does not hold;
+    2 for a bad command line or file; 130 after an interrupt.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     try:
@@ -234,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, rows.ResultsError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("python -m bench: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:  # a full disk, say
         said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         print(f"python -m bench: {said}", file=sys.stderr)

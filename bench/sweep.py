@@ -358,7 +358,7 @@ def run(
         except KeyboardInterrupt:
             interrupted = True
             kept = f"{len(emitted)} rows are kept in {output}, and --resume goes on from there"
-            print(f"interrupted; {kept}", file=sys.stderr)
+            print(f"interrupted; {kept if emitted else 'nothing was measured yet'}", file=sys.stderr)
         finally:
             torch.set_num_threads(threads)
     whole = [*sweep.standing.values(), *emitted]

@@ -7,6 +7,8 @@ import errno
 import json
 import math
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -355,6 +357,33 @@ def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):
     ]
     assert main(argv) == 130
     assert {row.pass_ for row in rows.read(path)} == {"forward"}
+
+
+def test_an_interrupt_before_the_first_row_keeps_nothing(monkeypatch, tmp_path, capsys):
+    def interrupted(self, group):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep.Sweep, "measure", interrupted)
+    path = tmp_path / "rows.jsonl"
+    assert main(["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--output", str(path)]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing was measured yet\n"
+    assert not path.exists()
+
+
+def test_an_interrupt_of_a_command_is_one_line(monkeypatch, tmp_path, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    rows.write(tmp_path / "rows.jsonl", [_row(**TIMED)])
+    monkeypatch.setattr(pictures, "draw", interrupted)
+    assert main(["pictures", str(tmp_path / "rows.jsonl")]) == 130
+    assert capsys.readouterr().err == "python -m bench: interrupted\n"
+    finder = types.SimpleNamespace(find_spec=interrupted)  # while a command's module is imported
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "bench.report", raising=False)
+    monkeypatch.delattr(sys.modules["bench"], "report", raising=False)
+    assert main(["report"]) == 130
+    assert capsys.readouterr().err == "python -m bench: interrupted\n"
 
 
 @pytest.mark.parametrize(
