@@ -82,6 +82,12 @@ def test_every_environment_variable_is_explained():
         assert f"`{name}`" in README, f"README.md does not explain {name}"
 
 
+def test_every_file_of_tests_is_in_the_table():
+    table_ = (ROOT / "CONTRIBUTING.md").read_text()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        assert f"`{path.name}`" in table_, f"CONTRIBUTING.md does not say what {path.name} holds"
+
+
 def test_links_to_files_stand():
     for page in ("README.md", "CONTRIBUTING.md"):
         for name in re.findall(r"`((?:kernel_ladder|torch_ref|tests|_build)/[\w/]+\.py)`", (ROOT / page).read_text()):
