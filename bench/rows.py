@@ -133,7 +133,7 @@ _INTERVALS = (("us_low", "us_high"), ("speedup_low", "speedup_high"))
 _POSITIVE = frozenset(
     ("us", "us_q1", "us_q3", "ceiling_gbs", "ceiling_tflops", "speedup", *itertools.chain(*_INTERVALS))
 )
-_COUNTS = frozenset({"bytes", "flops"})
+_COUNTS = frozenset({"bytes", "flops", "gbs", "tflops"})
 #: What the time of an operation comes with; a ceiling is of bytes or of arithmetic, or of neither.
 _TIMED = ("us_q1", "us_q3", "bytes", "flops", "gbs", "tflops")
 
@@ -192,15 +192,19 @@ def _is_shape(value: Any) -> bool:
 
 
 def _lacks(row: Row) -> str | None:
-    """What a row is without; None where it can be shown and compared."""
+    """What a row lacks, as a whole; None where it can be shown and compared."""
     for ends in _INTERVALS:
         given = [name for name in ends if getattr(row, name) is not None]
         if len(given) == 1:
             return f"{' and '.join(map(repr, ends))} come together, got {given[0]!r} alone"
     if row.us is None or row.op == CEILING:
         return None
-    missing = [name for name in _TIMED if getattr(row, name) is None]
-    return f"a timed row of an operation lacks {', '.join(map(repr, missing))}" if missing else None
+    if missing := [name for name in _TIMED if getattr(row, name) is None]:
+        return f"a timed row of an operation lacks {', '.join(map(repr, missing))}"
+    for work, rate in (("bytes", "gbs"), ("flops", "tflops")):
+        if getattr(row, work) > 0 >= getattr(row, rate):
+            return f"{rate!r} must be above zero where {work!r} is, got {getattr(row, rate)!r}"
+    return None
 
 
 def read(path: Path) -> list[Row]:

@@ -455,6 +455,8 @@ def test_spoiled_files(spoil, message, tmp_path, capsys):
         ({"bytes": 1.5}, "'bytes' must be a whole number or null, got 1.5"),
         ({"bytes": 10**400}, "'bytes' must be a finite number, got 1000"),
         ({"flops": -1}, "'flops' must be 0 or more, got -1"),
+        ({"tflops": 0.0}, "'tflops' must be above zero where 'flops' is, got 0.0"),
+        ({"gbs": -1.0}, "'gbs' must be 0 or more, got -1.0"),
         ({"us_low": 1.0}, "'us_low' and 'us_high' come together, got 'us_low' alone"),
         ({"when": None}, "'when' must be text, got None"),
         ({"when": 20260101}, "'when' must be text, got 20260101"),
