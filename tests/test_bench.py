@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
+from bench import __main__ as bench_main
 from bench import cases, lengths, memory, pictures, rows, sweep
 from bench import table as bench_table
 from bench.__main__ import main
@@ -281,6 +282,27 @@ def test_a_variant_that_raises_does_not_stop_the_sweep(monkeypatch, tmp_path):
     }
 
 
+def test_a_variant_that_breaks_the_gpu_is_the_only_one_blamed(monkeypatch, tmp_path, capsys):
+    broken = []
+
+    def forward(input, **options):
+        broken.append(True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device):
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    _wrong(monkeypatch, forward=forward)
+    monkeypatch.setattr(sweep.timing, "synchronize", synchronize)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu,softmax", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02"]
+    assert main([*argv, "--no-pictures", "--output", str(path)]) == 1
+    assert "the GPU answers nothing but RuntimeError: CUDA error: an illegal" in capsys.readouterr().err
+    assert [(row.backend, row.pass_) for row in rows.read(path) if row.wrong] == [("torch.naive", "forward")]
+    assert not any(row.op == "softmax" for row in rows.read(path)), "nothing was measured after it"
+
+
 def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
     _wrong(monkeypatch, unsupported=lambda *inputs, **options: "only on Sundays")
     path = tmp_path / "rows.jsonl"
@@ -370,6 +392,18 @@ def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):
 def test_bad_command_lines(argv, message, capsys):
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_peer_named_is_tuned_at_all_cases(tmp_path):
+    parser = bench_main._sweep_parser()
+    for argv, named in (
+        (["--peers"], False),
+        (["--peers", "quack-gemm"], True),
+        (["--peers", "peer.quack-gemm,liger"], True),
+    ):
+        chosen = bench_main._choice(parser.parse_args([*argv, "--quick"]))
+        assert "quack-gemm" in chosen.peers
+        assert chosen.tunes("peer.quack-gemm", Case("a", ((1,),), quick=True)) == named
 
 
 def _row(**fields) -> Row:
