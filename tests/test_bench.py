@@ -12,7 +12,7 @@ from rich.console import Console
 
 import kernel_ladder
 from bench import __main__ as bench_main
-from bench import cases, lengths, memory, pictures, rows, sweep
+from bench import cases, lengths, memory, pictures, readme, rows, sweep
 from bench import table as bench_table
 from bench.__main__ import main
 from bench.choice import Choice, Group, groups
@@ -180,12 +180,40 @@ def test_table_and_pictures(swept):
     for row in found:
         assert row.backend in text
         assert row.unsupported is None or row.unsupported in text
-    assert text.count("◀") == len({(r.op, r.shape, r.pass_, r.dtype) for r in found})
+    assert text.count("◀") >= len({(r.op, r.shape, r.pass_, r.dtype) for r in found})
     (picture,) = pictures.draw(swept)
     first = picture.read_bytes()
     assert b"<svg" in first
     pictures.draw(swept)
     assert picture.read_bytes() == first, "the same rows must draw the same picture"
+
+
+def _timed(backend: str, us: float, speedup: float | None, low: float | None = None, high: float | None = None) -> Row:
+    measured = {"us_q1": us, "us_q3": us, "gbs": 1.0, "tflops": 1.0, "bytes": 1, "flops": 1}
+    ends = {"speedup_low": low, "speedup_high": high}
+    return _row(backend=backend, us=us, speedup=speedup, **measured, **ends)
+
+
+def test_the_fastest_is_told_by_paired_ratios_and_has_its_equals():
+    rows_ = [_timed("torch.builtin", 10.0, 1.0), _timed("a", 9.0, 0.97, 0.96, 0.98), _timed("b", 12.0, 1.3, 1.2, 1.4)]
+    assert bench_table.fastest(rows_) == {"b"}, "times of rows measured on different days do not compare"
+    assert bench_table.fastest([*rows_, _timed("c", 11.0, 1.15, 1.1, 1.21)]) == {"b", "c"}
+    assert bench_table.fastest([*rows_, _timed("d", 8.0, None)]) == {"d"}, "a time without a ratio is all there is"
+    assert bench_table.fastest([_row(unsupported="no")]) == set()
+
+
+def test_marks_have_a_legend():
+    steady = dataclasses.replace(_timed("torch.builtin", 10.0, 1.0), clocks_moved=False, graph=True)
+    moved = dataclasses.replace(_timed("torch.naive", 12.0, 0.8), clocks_moved=True, graph=False)
+    block = readme._rates("gelu", [steady, moved])
+    assert "†‡ |" in block
+    assert block.endswith("† its clock was not its neighbours'; ‡ launched call by call, with the gaps between.")
+    assert "†" not in readme._rates("gelu", [steady])
+
+
+def test_the_machine_s_line_names_every_version():
+    older, newer = _row(torch="2.11", when="2026-01-01"), _row(torch="2.12", commit="c0ffee", when="2026-01-02")
+    assert "with PyTorch 2.11 and 2.12; source `c0ffee`; 2026-01-02." in readme._machine(None, [newer, older])
 
 
 def test_a_backward_that_moves_nothing_is_not_timed():
