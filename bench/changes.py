@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -116,6 +117,13 @@ class Comparison:
     transitions: list[Transition]
     still_wrong: list[Row]
     drift: Drift
+    calls: int  # in both files, whatever became of them
+
+    @property
+    def decided(self) -> bool:
+        """Whether any call of this project's own code was judged, by its time or by what became of it."""
+        kept = (t for t in self.transitions if t.before is not None and t.after is not None)
+        return any(change.judged for change in self.changes) or any(t.judged for t in kept)
 
 
 def state(row: Row | None) -> str:
@@ -137,6 +145,7 @@ def compare(
     Raises:
         ResultsError: a row has neither a reason nor a usable time.
     """
+    before, after = in_place_of_levels(before, after), in_place_of_levels(after, before)
     old, new = ({row.key[:-1]: row for row in found} for found in (before, after))
     keys = list(dict.fromkeys([*old, *new]))
     both = [key for key in keys if state(old.get(key)) == state(new.get(key)) == "timed"]
@@ -158,7 +167,36 @@ def compare(
             transitions.append(Transition(kind, a, b))
         elif chosen(row) and state(b) == "wrong":
             still_wrong.append(b)
-    return Comparison(sorted(changes, key=lambda c: -c.size), transitions, still_wrong, drift)
+    calls = sum(key in old and chosen(row) for key, row in new.items())
+    return Comparison(sorted(changes, key=lambda c: -c.size), transitions, still_wrong, drift, calls)
+
+
+def in_place_of_levels(found: Sequence[Row], other: Sequence[Row]) -> list[Row]:
+    """The rows of one file, with a row for each variant that either file names in place of one for its whole level.
+
+    Where a level cannot be loaded its variants have no names there, and one refusal stands for all of them: for those
+    that an older build has left in the same file too, and for none once a row of that level is newer.
+    """
+    refused = {_level(row): row for row in found if _is_level(row)}
+    for row in found:
+        if not _is_level(row) and _level(row) in refused and row.when >= refused[_level(row)].when:
+            del refused[_level(row)]
+    names: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in (*found, *other):
+        if not _is_level(row):
+            names.setdefault(_level(row), {})[row.backend] = None
+    told = [row for row in found if _level(row) not in refused and not _is_level(row)]
+    for level, row in refused.items():
+        told += [dataclasses.replace(row, backend=name) for name in names.get(level, [row.backend])]
+    return told
+
+
+def _is_level(row: Row) -> bool:
+    return row.backend == row.level and row.unsupported is not None
+
+
+def _level(row: Row) -> tuple[str, ...]:
+    return (row.op, row.level, row.pass_, row.dtype, row.shape)
 
 
 def _time(row: Row) -> Estimate:

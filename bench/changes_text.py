@@ -52,10 +52,15 @@ class Report:
         return f"{100 * self.threshold:.3g} %"
 
     @property
+    def outcome(self) -> str:
+        return "FAIL" if self.failures else "PASS" if self.comparison.decided else "UNDECIDED"
+
+    @property
     def verdict(self) -> str:
         judged = sum(change.judged for change in self.comparison.changes)
-        what = ", ".join(self.failures) or f"nothing slower past {self.share}, nothing broken"
-        return f"{'FAIL' if self.failures else 'PASS'}: {what}; {judged} calls judged by their time"
+        good = f"nothing slower past {self.share}, nothing broken"
+        what = ", ".join(self.failures) or (good if self.comparison.decided else "nothing could be judged")
+        return f"{self.outcome}: {what}; {judged} calls judged by their time"
 
 
 def paragraphs(report: Report) -> list[str]:
@@ -194,7 +199,7 @@ def show(report: Report, console: Console, everything: bool) -> None:
             for text in capture.get().splitlines():
                 line(text.rstrip())
     line("")
-    line(report.verdict, "bold red" if report.failures else "bold green")
+    line(report.verdict, {"PASS": "bold green", "FAIL": "bold red"}.get(report.outcome, "bold yellow"))
 
 
 def to_markdown(report: Report, everything: bool) -> str:
@@ -223,7 +228,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "a": report.names[0],
         "b": report.names[1],
         "threshold": report.threshold,
-        "passed": not report.failures,
+        "outcome": report.outcome,
+        "passed": report.outcome == "PASS",
         "failures": report.failures,
         "environment": [dataclasses.asdict(d) for d in report.differences],
         "drift": dataclasses.asdict(comparison.drift),

@@ -28,14 +28,16 @@ The gate fails (exit code 1) where a variant
   1 + THRESHOLD / 2 with its interval above 1, so that no passing state of the machine does. A real slowdown shows in
   all three;
 - became wrong, or is new and wrong;
-- was timed and is now refused, unavailable levels included: a build that lost its kernels must not pass.
+- was timed and is now refused, unavailable levels included: a build that lost its kernels must not pass. Where B has
+  one row for a whole level that could not be loaded, it stands for every variant of the level that A has.
 --complete adds: was in A and is not in B. Without it B may hold fewer calls, as after a quick sweep.
 Controls, peers, ceilings and what Triton's interpreter ran are shown and not judged. A change that slows torch.builtin
 as well (in the clock itself, say) reads as drift: a drift past the threshold is pointed out, and --raw judges the
 ratios as they are, without correction and pairing. There are fewest false alarms where A and B are measured one after
 the other on one machine, with nothing else running there; a CPU, which is never that quiet, wants a larger threshold.
 
-exit code: 0 the gate holds; 1 it fails; 2 the command line or a file cannot be used
+exit code: 0 the gate holds; 1 it fails; 2 it can do neither: nothing in the files could be judged (only controls or
+peers are in both, say), or the command line or a file cannot be used
 """
 
 
@@ -152,7 +154,7 @@ def report(args: argparse.Namespace) -> Report:
     chosen = _chosen(args, [*before, *after])
     same_machine = not args.across_gpus or before[0].gpu == after[0].gpu
     comparison = changes.compare(before, after, chosen=chosen, correct=not args.raw, same_machine=same_machine)
-    if not {row.key[:-1] for row in before if chosen(row)} & {row.key[:-1] for row in after if chosen(row)}:
+    if not comparison.calls:
         raise UsageError(f"no call is in both {args.a} and {args.b}: nothing to compare")
     return Report(
         (str(args.a), str(args.b)),
@@ -165,7 +167,7 @@ def report(args: argparse.Namespace) -> Report:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 where the gate holds, 1 where it fails, 2 for files or arguments that cannot be used."""
+    """Returns 0 where the gate holds, 1 where it fails, 2 where nothing can be judged, or for unusable arguments."""
     args = _parser().parse_args(argv)
     try:
         found = report(args)
@@ -178,4 +180,4 @@ def main(argv: Sequence[str]) -> int:
         print(changes_text.to_markdown(found, args.all), end="")
     else:
         changes_text.show(found, Console(), args.all)
-    return 1 if found.failures else 0
+    return {"PASS": 0, "FAIL": 1, "UNDECIDED": 2}[found.outcome]

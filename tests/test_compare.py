@@ -57,7 +57,7 @@ def compare(tmp_path, capsys):
             rows.write(tmp_path / f"{name}.jsonl", found)
         code = main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), *options])
         captured = capsys.readouterr()
-        return code, captured.out if code != 2 else captured.err
+        return code, captured.out or captured.err
 
     return run
 
@@ -220,6 +220,60 @@ def test_transitions(before, after, kind, code, compare):
     assert not reason or reason in text
 
 
+REASON = "the cuda level could not be imported: no _C"
+LATER = "2026-01-02T00:00:00+00:00"
+
+
+def _without_cuda(found: list[Row], when: str = LATER) -> list[Row]:
+    """As the sweep writes rows where the extension file is missing: one a group for the whole level."""
+    lost = {row.shape: _row("cuda", None, shape=row.shape, unsupported=REASON, when=when) for row in found}
+    return [*(row for row in found if row.level != "cuda"), *lost.values()]
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--complete",), ("--raw",), ("--backend", "cuda"), ("--backend", "cuda.naive")], ids=" ".join
+)
+def test_a_build_that_lost_a_level_fails(options, compare):
+    before = [*_run(seed=1), _row("cuda.tiled", None, unsupported="no"), _row("cuda.split", None, wrong="3 > 1")]
+    found = _json(compare, before, _without_cuda(_run(seed=2)), *options)
+    lost = len(SHAPES) * (1 if "cuda.naive" in options else 2)
+    assert found["failures"] == [f"{lost} became unsupported"]
+    assert found["outcome"] == "FAIL"
+    assert {t["reason"] for t in found["transitions"]} == {REASON}
+    kinds = {t["kind"]: t["backend"] for t in found["transitions"] if t["backend"] not in BACKENDS}
+    assert kinds == ({} if "cuda.naive" in options else {"now refused": "cuda.split"})
+    assert compare(before, _without_cuda(_run(seed=2)), *options)[0] == 1
+
+
+def test_a_build_that_found_a_level_passes(compare):
+    code, text = compare(_without_cuda(_run(seed=1)), _run(seed=2), "--complete")
+    assert code == 0
+    assert f"Became supported ({2 * len(SHAPES)})" in text
+    assert "Vanished" not in text
+    assert compare(_without_cuda(_run(seed=1)), _without_cuda(_run(seed=2)), "--complete")[0] == 0
+
+
+def test_of_a_level_and_its_variants_in_one_file_the_newer_counts(compare):
+    """As where a file is kept from build to build."""
+    both = [*_run(seed=2), *_without_cuda(_run(seed=2))]
+    assert f"FAIL: {2 * len(SHAPES)} became unsupported" in compare(_run(seed=1), both)[1]
+    older = [*_run(seed=2), *_without_cuda(_run(seed=2), when="2025-01-01T00:00:00+00:00")]
+    assert compare(_run(seed=1), older, "--complete")[0] == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--markdown",)])
+def test_nothing_to_judge_is_no_pass(options, compare):
+    refused = _row(us=None, unsupported="no")
+    for rows_ in ([_row("torch.builtin"), _row("peer.liger")], [refused], [_row("triton.fused", interpreted=True)]):
+        code, text = compare(rows_, rows_, *options)
+        assert code == 2
+        assert "UNDECIDED: nothing could be judged; 0 calls judged by their time" in text
+        assert "PASS" not in text
+        found = _json(compare, rows_, rows_)
+        assert (found["outcome"], found["passed"], found["failures"]) == ("UNDECIDED", False, [])
+    assert compare([refused], [_row()])[0] == 0, "what became of it is judged"
+
+
 def test_complete_fails_for_what_vanished(compare):
     other = _row("cuda.naive")
     assert compare([other, _row()], [other], "--complete")[0] == 1
@@ -228,7 +282,7 @@ def test_complete_fails_for_what_vanished(compare):
 
 def test_interpreted_rows_are_not_judged(compare):
     slow = [_row("triton.fused", interpreted=True)], [_row("triton.fused", us=300.0, interpreted=True)]
-    code, text = compare(*slow)
+    code, text = compare(*([_row(), *found] for found in slow))
     assert code == 0
     assert "interpreted" in text
 
