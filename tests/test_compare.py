@@ -304,11 +304,80 @@ def test_older_rows_get_intervals_from_quartiles(compare):
     code, text = compare(old(_run(seed=1)), _run(seed=2, slow={"cuda.naive": 1.1}))
     assert code == 1
     assert "are derived from quartiles" in text
+    assert compare(old(_run(seed=1)), _run(seed=2))[0] == 0
     estimate = time_of(_row(us_low=None, us_high=None))
     # Quartiles 0.8 % apart over 25 rounds: 1.96 · 1.2533 / 1.349 · 0.8 % / 5.
     assert estimate.high / estimate.value - 1 == pytest.approx(0.00291, rel=0.01)
     single = time_of(_row(us_low=None, us_high=None, rounds=1))
-    assert single.low == single.value == single.high
+    assert (single.low, single.high) == (None, None)
+
+
+def _few(us: float, rounds: int, width: float = 0.004, **fields) -> Row:
+    return _row("cuda.naive", us, width, rounds=rounds, **{"us_low": None, "us_high": None, **fields})
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("controls", [0, len(SHAPES)])
+def test_too_few_rounds_are_undecided(rounds, controls, compare):
+    """Six percent more, in quartiles that are too near to each other to be witness, is neither slower nor unchanged."""
+    rest = [row for row in _run() if row.backend == "torch.builtin"][:controls]
+    rest.append(_row("triton.fused"))
+    width = 0.01 if rounds > 1 else 0
+    before, after = [*rest, _few(100.0, rounds, width)], [*rest, _few(106.0, rounds, width)]
+    code, text = compare(before, after)
+    assert code == 0
+    assert text.rstrip().endswith("; 1 calls judged by their time, 1 undecided")
+    table = text[text.index("Undecided: too few rounds to tell (1)") :]
+    assert re.search(r"cuda\.naive .* 1\.060 +1\.060 +none +few rounds\n", table)
+    assert f"1 of {len(rest) + 1} ratios have no interval" in text
+    assert "Undecided: too few rounds to tell (1)" in compare(before, after, "--markdown")[1]
+    found = _json(compare, before, after)
+    change = next(c for c in found["changes"] if c["backend"] == "cuda.naive")
+    assert (change["direction"], change["judged"], change["past_threshold"]) == ("undecided", False, False)
+    assert change["corrected"]["low"] is None
+    assert found["groups"][-1]["undecided"] == 1
+    assert compare(before[-1:], after[-1:])[0] == 2, "nothing could be judged"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        (_few(100.0, 3), _few(110.0, 3), 1),
+        (_few(100.0, 3), _few(105.5, 3), 0),
+        (_few(100.0, 3, 0.05), _few(110.0, 3, 0.05), 0),
+        (_few(100.0, 1), _few(140.0, 5), 0),
+        (_few(100.0, 1), _few(160.0, 5), 1),
+        (_few(100.0, 1, us_q1=None, us_q3=None), _few(160.0, 1, us_q1=None, us_q3=None), 1),
+        (_row("cuda.naive"), _few(10_000.0, 1), 1),
+        (_few(100.0, 3, speedup=1.0), _few(110.0, 3, speedup=1.0), 0),
+        (_few(100.0, 3, speedup=1.0), _few(110.0, 3, speedup=0.9), 1),
+        (_few(110.0, 3), _few(100.0, 3), 0),
+    ],
+)
+def test_quartiles_far_apart_are_witness_enough(before, after, code, compare):
+    """So that a kernel of few rounds, or one that became so slow that it has few, does not escape the gate."""
+    others = [_row("triton.fused")]
+    assert compare([*others, before], [*others, after])[0] == code
+    slower = "Slower past 5 % (1)" in compare([*others, before], [*others, after])[1]
+    assert slower == bool(code)
+
+
+def test_what_is_faster_in_few_rounds(compare):
+    text = compare([_few(110.0, 3)], [_few(100.0, 3)])[1]
+    assert "Faster past 5 % (1)" in text
+    assert "PASS" in text
+
+
+def test_drift_and_scatter_are_taken_off_quartiles(compare):
+    """A tenth more, in a run where everything took a tenth more."""
+    controls = [_row("torch.builtin", 10.0, shape=shape) for shape in SHAPES]
+    drifted = [dataclasses.replace(row, us=11.0, us_low=10.9, us_high=11.1) for row in controls]
+    assert "Undecided: too few" in compare([*controls, _few(100.0, 3)], [*drifted, _few(110.0, 3)])[1]
+    scattered = [
+        dataclasses.replace(row, us=us, us_low=0.99 * us, us_high=1.01 * us)
+        for row, us in zip(controls, (9.0, 9.2, 9.4, 9.8, 10.2, 10.5, 10.7, 11.0), strict=True)
+    ]
+    assert "Undecided: too few" in compare([*controls, _few(100.0, 3)], [*scattered, _few(110.0, 3)])[1]
 
 
 def test_the_newest_row_counts(compare):
@@ -462,8 +531,11 @@ def runs(draw) -> list[Row]:
         for backend in ("torch.builtin", "cuda.naive"):
             state = draw(st.sampled_from(["timed", "timed", "timed", "wrong", "unsupported", "absent"]))
             us, width = draw(times), draw(widths)
+            few = {"rounds": draw(st.sampled_from([1, 3])), "us_low": None, "us_high": None}
             if state == "timed":
-                found.append(_row(backend, us, width, shape=shape, speedup=draw(times)))
+                found.append(
+                    _row(backend, us, width, shape=shape, speedup=draw(times), **draw(st.sampled_from([{}, few])))
+                )
             elif state != "absent":
                 found.append(_row(backend, None, shape=shape, **{state: "for a reason"}))
     return found
@@ -477,7 +549,7 @@ def test_swapping_the_files_inverts_every_ratio(a, b):
     assert there.drift.scatter == pytest.approx(back.drift.scatter)
     returned = {change.after.key: change for change in back.changes}
     assert len(returned) == len(there.changes)
-    opposite = {"slower": "faster", "faster": "slower", "unchanged": "unchanged"}
+    opposite = {"slower": "faster", "faster": "slower", "unchanged": "unchanged", "undecided": "undecided"}
     for change in there.changes:
         other = returned[change.after.key]
         for name in ("raw", "corrected", "paired"):
@@ -485,7 +557,8 @@ def test_swapping_the_files_inverts_every_ratio(a, b):
             assert (x is None) == (y is None)
             assert x is None or x.value * y.value == pytest.approx(1)
             assert x is None or x.low is None or x.low * y.high == pytest.approx(1)
-        near_one = any(end == pytest.approx(1, abs=1e-9) for end in (change.corrected.low, change.corrected.high))
+        ends = [end for end in (change.corrected.low, change.corrected.high) if end is not None]
+        near_one = any(end == pytest.approx(1, abs=1e-9) for end in ends)
         assert near_one or other.direction == opposite[change.direction]
     assert len(there.transitions) == len(back.transitions)
 
