@@ -19,8 +19,8 @@ EPILOG = """\
 Ratios are of B's time over A's: above 1 is slower. `corrected` has the drift divided out: the median ratio of the
 controls, which are rows whose code is the same in both files: torch.builtin and the measured ceilings (those of
 bandwidth alone where PyTorch or CUDA differ). Its 95 % interval covers the noise within the runs, and the scatter
-between them that the controls show. `paired` is the change of the time over torch.builtin's (over torch.naive's, for
-an operation that PyTorch has no function for), paired round by round within each run.
+between them that the controls show. `paired` is the change of the time over torch.builtin's (torch.naive's, for
+an operation that has no torch.builtin), paired round by round within each run.
 
 The gate fails (exit code 1) where a variant
 - is slower past the threshold, which needs three witnesses: the corrected ratio is above 1 + THRESHOLD; its interval
@@ -30,11 +30,11 @@ The gate fails (exit code 1) where a variant
 - became wrong, or is new and wrong;
 - was timed and is now refused, unavailable levels included: a build that lost its kernels must not pass. Where B has
   one row for a whole level that could not be loaded, it stands for every variant of the level that A has.
+--complete adds: was in A and is not in B. Without it B may hold fewer calls, as after a quick sweep.
 A call that was timed in fewer than 6 rounds in A or B has no interval, and is `undecided`: shown, and not judged, save
 where its quartiles are witness enough: B's lower one, with drift and scatter taken off, lies above A's upper one by
 more than THRESHOLD (the other way round for what is faster), and by more than 50 % where A or B has one round alone,
 which says nothing of its noise. The paired ratio must agree as above.
---complete adds: was in A and is not in B. Without it B may hold fewer calls, as after a quick sweep.
 Controls, peers, ceilings and what Triton's interpreter ran are shown and not judged. A change that slows torch.builtin
 as well (in the clock itself, say) reads as drift: a drift past the threshold is pointed out, and --raw judges the
 ratios as they are, without correction and pairing. There are fewest false alarms where A and B are measured one after
