@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 from matplotlib.text import Text
 
-from bench import environment, report, roofline, rows
+from bench import climb, environment, report, roofline, rows
 from bench.__main__ import main
 from bench.roofs import operations, roofs
 from bench.rows import Row
@@ -369,14 +370,20 @@ def test_reduced_motion(page, full):
         page.emulate()
 
 
+def _embedded(path: Path) -> dict:
+    text = path.read_text()
+    start = text.index('id="data">') + len('id="data">')
+    return json.loads(text[start : text.index("</script>", start)])
+
+
 def test_data_survives_the_page(full):
     text = full.read_text()
-    start = text.index('id="data">') + len('id="data">')
-    embedded = json.loads(text[start : text.index("</script>", start)])
+    embedded = _embedded(full)
     found = rows.latest(_full_rows())
     assert len(embedded["rows"]) + len(embedded["ceilings"]) == len(found)
     assert {row["backend"] for row in embedded["ceilings"]} == {row.backend for row in CEILINGS}
-    assert report.page(found) == text, "the same rows must make the same page"
+    again = rows.read(full.parent / "rows.jsonl")
+    assert report.page(again) == text, "the same rows must make the same page"
 
 
 @pytest.mark.parametrize(
@@ -397,6 +404,58 @@ def test_bad_files(content, message, tmp_path, capsys):
     assert message in (said := capsys.readouterr().err)
     assert str(path) in said
     assert not (tmp_path / "report.html").exists()
+
+
+def test_gains_and_baselines_are_those_of_the_log(full):
+    """KERNEL_LOG.md's climbs and the page's are of the same rows: what one shows, the other must."""
+    embedded = _embedded(full)
+    groups: dict[tuple, list[Row]] = {}
+    for row in operations(rows.read(full.parent / "rows.jsonl")):
+        groups.setdefault((row.gpu, row.op, row.pass_, row.dtype, row.shape), []).append(row)
+    expected = {
+        row.key: (before.backend, climb.gain(row, before))
+        for members in groups.values()
+        for row, before in climb.with_step_before(climb.in_order(members))
+        if before and row.us is not None
+    }
+    shown = {
+        tuple(row.get(name) for name in ("op", "backend", "pass", "dtype", "shape", "gpu")): row
+        for row in embedded["rows"]
+        if "gain" in row
+    }
+    assert shown.keys() == expected.keys()
+    for key, (before, gain) in expected.items():
+        row = shown[key]
+        assert row["step_before"] == before
+        assert (row["gain"], row["gain_low"], row["gain_high"]) == (gain.value, gain.low, gain.high)
+    of_torch = {row["step_before"] for row in shown.values() if row["level"] == "torch"}
+    assert of_torch == {"torch.naive"}
+    assert {row["level"] for row in shown.values()} == {"torch", "compile", "triton", "cuda"}, "peers are no steps"
+    assert embedded["baselines"]["gelu"] == "torch.builtin"
+    assert embedded["baselines"]["dropout"] == "torch.naive"
+
+
+@pytest.mark.parametrize(("op", "baseline"), [("matmul", "torch.builtin"), ("dropout", "torch.naive")])
+def test_the_climb_shows_them(page, full, op, baseline):
+    page.open(full, f"op={op}")
+    (headline,) = [
+        h for h in _embedded(full)["headlines"] if (h["op"], h["dtype"], h["pass"]) == (op, "bfloat16", "forward")
+    ]
+    words = _texts(page, "#climb svg text.halo")
+    found = [r for r in _embedded(full)["rows"] if all(r[name] == headline[name] for name in headline)]
+    timed = [r for r in found if "us" in r]
+    assert len(words) == len(timed)
+    for said, row in zip(words, timed, strict=True):
+        gain = re.search(r"([\d.,]+)× step before", said)
+        assert bool(gain) == ("gain" in row)
+        assert not gain or float(gain[1].replace(",", "")) == pytest.approx(row["gain"], rel=0.01)
+        assert ("speedup" in row) == said.endswith(f"× {baseline}")
+    assert f"× {baseline}" in _texts(page, "#rows thead th")
+    page.hover("#climb .point:last-child .hit")
+    assert f"× {baseline}" in _text(page, "#details")
+    page.open(full)
+    assert "× baseline" in _texts(page, "#rows thead th"), "no name holds for all operations"
+    _clean(page)
 
 
 def test_bad_places(tmp_path, capsys):

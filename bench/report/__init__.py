@@ -18,7 +18,9 @@ from string import Template
 from typing import Any
 
 from bench import rows
+from bench.climb import gains
 from bench.headline import headline_shape
+from bench.ratio import Estimate, baseline_of
 from bench.readme import default_results
 from bench.roofs import CAPTION, CEILING, intensity, operations, roofs
 from bench.rows import Row, latest, to_json
@@ -48,9 +50,10 @@ def page(found: Iterable[Row]) -> str:
 def data(found: Sequence[Row]) -> dict[str, Any]:
     """What the scripts draw: rows with what follows from them, roofs, and the shapes that stand for operations."""
     measured = operations(found)
+    gained = gains(measured)
     gpus = list(dict.fromkeys(row.gpu for row in measured))
     return {
-        "rows": [_fields(row) for row in measured],
+        "rows": [_fields(row) | _gain(*gained.get(row.key, (None, None))) for row in measured],
         "ceilings": [_fields(row) for row in found if row.op == CEILING],
         "roofs": [
             {"gpu": gpu, "dtype": dtype, **vars(roof)}
@@ -59,6 +62,7 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
             for roof in roofs((row for row in found if row.gpu == gpu), dtype)
         ],
         "headlines": _headlines(measured),
+        "baselines": {op: baseline_of(op) for op in dict.fromkeys(row.op for row in measured)},
         "caption": CAPTION,
     }
 
@@ -66,6 +70,13 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
 def _fields(row: Row) -> dict[str, Any]:
     fields = {name: value for name, value in json.loads(to_json(row)).items() if value is not None}
     return fields | {"least_us": row.least_us, "bytes_bound": row.bytes_bound, "intensity": intensity(row)}
+
+
+def _gain(before: Row | None, gain: Estimate | None) -> dict[str, Any]:
+    """How many times as fast as the step before, as the climbs of KERNEL_LOG.md have it."""
+    if before is None or gain is None:
+        return {}
+    return {"step_before": before.backend, "gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
 
 
 def _headlines(measured: Sequence[Row]) -> list[dict[str, str | None]]:

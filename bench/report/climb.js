@@ -32,7 +32,7 @@ function climbOf(rows, view, width, title) {
       chart.append(reason(row, box.left + 6, y + 4, width));
     } else {
       drawBar(chart, row, look.get(row.backend), x, x(low), y, bytesBound);
-      chart.append(factors(row, rows, wide ? box.right + 10 : box.right, above, wide, bytesBound));
+      chart.append(factors(row, wide ? box.right + 10 : box.right, above, wide, bytesBound));
     }
   });
   return chart;
@@ -82,16 +82,9 @@ function drawBar(chart, row, look, x, start, y, bytesBound) {
   addPoint(chart, series, { x: start, y, row }, mark, hit);
 }
 
-function factors(row, rows, x, y, wide, bytesBound) {
-  const before = rows.filter((r) => r.level === row.level && r.us != null);
-  const previous = before[before.indexOf(row) - 1];
+function factors(row, x, y, wide, bytesBound) {
   const parts = [rate(row, bytesBound)];
-  if (previous && row.level !== "peer") parts.push(`${times(gain(row, previous))} the step before`);
-  if (row.speedup != null && wide) parts.push(`${times(row.speedup)} builtin`);
+  if (row.gain != null) parts.push(`${times(row.gain)} step before`);
+  if (row.speedup != null && wide) parts.push(`${times(row.speedup)} ${baselineOf([row.op])}`);
   return text(x, y, parts.join(" · "), { "text-anchor": wide ? "start" : "end", class: "halo" });
-}
-
-// Speedups are paired within a round, so their ratio is free of drift; times are what is left where there are none.
-function gain(row, previous) {
-  return row.speedup && previous.speedup ? row.speedup / previous.speedup : previous.us / row.us;
 }

@@ -36,6 +36,12 @@ const between = (low, high, show) => (low == null || high == null ? null : `${sh
 
 const date = (when) => when.slice(0, 16).replace("T", " ");
 
+// What the speed-ups of some operations are over, by its name where it is the same for all of them.
+function baselineOf(ops) {
+  const found = unique(ops.map((op) => DATA.baselines[op]));
+  return found.length === 1 ? found[0] : "baseline";
+}
+
 function notes(row) {
   return [
     row.wrong && `wrong: ${row.wrong}`,
@@ -58,8 +64,10 @@ const FIELDS = [
   ["rounds", (r) => r.rounds],
   ["in a CUDA graph", (r) => (r.graph == null ? null : r.graph ? "yes" : "no: launch gaps included")],
   ["of the ceiling", (r) => r.of_ceiling != null && r.of_ceiling.toFixed(3)],
-  ["× the baseline", (r) => r.speedup != null && times(r.speedup)],
+  ["speed-up", (r) => r.speedup != null && `${times(r.speedup)} ${baselineOf([r.op])}`],
   ["its 95 % interval", (r) => between(r.speedup_low, r.speedup_high, times)],
+  ["step before", (r) => r.gain != null && `${times(r.gain)} ${r.step_before}`],
+  ["its 95 % interval", (r) => between(r.gain_low, r.gain_high, times)],
   ["bandwidth", (r) => r.gbs != null && `${three(r.gbs)} GB/s`],
   ["arithmetic", (r) => r.tflops != null && `${three(r.tflops)} TFLOP/s`],
   ["least bytes", (r) => r.bytes != null && r.bytes.toLocaleString("en-US")],
