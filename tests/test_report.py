@@ -171,7 +171,7 @@ def test_a_point_shows_its_whole_row_under_the_pointer(page, full, section):
     shown = _text(page, "#details")
     row = next(r for r in _full_rows() if r.op == "gelu" and r.backend == "torch.naive")
     assert shown.startswith("gelu torch.naive")
-    for part in ("95 % interval", "quartiles", "rounds", "1980 MHz", "650 W, 61 °C", row.commit[:12], row.torch):
+    for part in ("95 % interval", "quartiles", "rounds", "1980 MHz", "650 W", "61 °C", row.commit[:12], row.torch):
         assert part in shown
     page.send("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
     assert page.run("document.getElementById('details').hidden")
@@ -193,6 +193,53 @@ def test_points_answer_to_the_keyboard(page, full):
     assert not page.run("document.getElementById('details').hidden"), "Enter pins"
     page.press("Escape")
     assert page.run("document.getElementById('details').hidden")
+    _clean(page)
+
+
+#: A timed row has these; every other field that may be null is null in some row.
+_ALWAYS = {"op", "backend", "level", "pass_", "dtype", "shape", "when", "us", "shapes", "options", "interpreted"}
+
+
+def _bare(row: Row, **fields) -> Row:
+    """All null that may be null, and what is given."""
+    names = {field.name for field in dataclasses.fields(Row)} - _ALWAYS
+    return dataclasses.replace(row, **{**dict.fromkeys(names), **fields})
+
+
+@pytest.mark.parametrize("bare", ["some", "all"])
+def test_what_a_row_lacks_is_left_out(page, tmp_path, bare):
+    base = next(row for row in _measured() if row.op == "gelu" and row.us is not None and row.speedup)
+    absent = {"shapes": [[4096, 64], None, []]}
+    lacking = [
+        _bare(base, backend="cuda.bare", level="cuda", **absent),
+        _bare(base, backend="cuda.rate", level="cuda", gbs=1.0, bytes=10**6, power_w=500.0, **absent),
+        _bare(base, backend="cuda.half", level="cuda", us_low=base.us, us_q1=base.us, temperature_c=44.0, rounds=3),
+        _bare(base, backend="cuda.none", level="cuda", us=None),
+        _bare(base, op="another", backend="cuda.bare", level="cuda"),
+    ]
+    path = _written(tmp_path, [base, *lacking] if bare == "some" else [lacking[0], *lacking[3:]])
+    page.open(path)
+    _choose(page, "gpu", "unknown machine")
+    for op in ("all", "gelu", "another"):
+        _choose(page, "op", op)
+        for name in SECTIONS:
+            drawn = page.run(f"document.querySelector('#{name} .body').innerHTML")
+            assert not re.search("null|undefined|NaN|Infinity", drawn), (op, name)
+    _choose(page, "op", "gelu")
+    assert "unknown machine" in _text(page, "#environment")
+    assert ("Nothing has a rate." in _text(page, "#rates")) == (bare == "all")
+    assert ("Nothing has a rate." in _text(page, "#climb")) == (bare == "all")
+    if bare == "some":
+        page.hover("#climb .point .hit")
+        shown = _text(page, "#details")
+        assert shown.startswith("gelu cuda.rate")
+        assert "4096×64, absent, scalar" in shown
+        assert "500 W" in shown
+        assert "°C" not in shown, "nothing is known of it"
+        assert any(re.fullmatch("— [0-9.]+ µs", words) for words in _texts(page, "#climb text")), "a time, no rate"
+    _clean(page)
+    page.open(path, scripts=False)
+    assert "cuda.bare" in _text(page, "noscript")
     _clean(page)
 
 

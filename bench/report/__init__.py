@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import hashlib
 import html
 import json
@@ -49,6 +50,8 @@ def page(found: Iterable[Row]) -> str:
 
 def data(found: Sequence[Row]) -> dict[str, Any]:
     """What the scripts draw: rows with what follows from them, roofs, and the shapes that stand for operations."""
+    # The scripts choose by the machine's name, and so must have one.
+    found = [row if row.gpu else dataclasses.replace(row, gpu="unknown machine") for row in found]
     measured = operations(found)
     gained = gains(measured)
     gpus = list(dict.fromkeys(row.gpu for row in measured))
@@ -103,11 +106,16 @@ def _fallback(found: Sequence[Row]) -> str:
     lines = []
     for row in operations(found):
         note = f"wrong: {row.wrong}" if row.wrong else row.unsupported or ""
-        timed = [microseconds(row.us), rate(row)] if row.us is not None else ["", ""]
+        timed = [microseconds(row.us) if row.us is not None else "", _rate(row)]
         speedup = f"{row.speedup:.2f}" if row.speedup is not None else ""
         cells = [row.op, row.pass_, row.dtype, row.shape, row.backend, *timed, speedup, note, row.gpu or ""]
         lines.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
     return "\n".join(lines)
+
+
+def _rate(row: Row) -> str:
+    known = row.gbs if row.bytes_bound else row.tflops
+    return rate(row) if row.us is not None and known is not None else ""
 
 
 def main(argv: Sequence[str]) -> int:
