@@ -64,15 +64,20 @@ def gain(row: Row, before: Row) -> Estimate:
     return new.over(old) if new and old else time_of(before).over(time_of(row))
 
 
-def gains(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[Row, Estimate]]:
-    """By the key of every timed row that has a step before it: that step, and the gain over it."""
+def by_call(rows: Iterable[Row]) -> list[list[Row]]:
+    """The climbs that rows make up: one for each call on each machine, its steps in order."""
     calls: dict[tuple[str | None, ...], list[Row]] = {}
     for row in rows:
         calls.setdefault((row.gpu, row.op, row.pass_, row.dtype, row.shape), []).append(row)
+    return [in_order(steps) for steps in calls.values()]
+
+
+def gains(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[Row, Estimate]]:
+    """By the key of every timed row that has a step before it: that step, and the gain over it."""
     return {
         row.key: (before, gain(row, before))
-        for steps in calls.values()
-        for row, before in with_step_before(in_order(steps))
+        for steps in by_call(rows)
+        for row, before in with_step_before(steps)
         if row.us is not None and before
     }
 

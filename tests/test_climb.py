@@ -9,7 +9,7 @@ import pytest
 
 from bench import climb_counters, counters, rows
 from bench.__main__ import main
-from bench.climb import gains
+from bench.climb import by_call, gains
 from bench.readme import default_results
 from bench.rows import Row
 
@@ -117,6 +117,10 @@ def test_gains_are_over_the_step_of_the_same_call():
     of_naive = {"torch.builtin": 10, "torch.flash": 8, "torch.cudnn": 20}
     expected = {name: ("torch.naive", times) for name, times in of_naive.items()}
     assert steps == expected | {"cuda.vectorized": ("cuda.naive", 5)}
+    late = [_row("peer.liger", 90.0), *other[1:], *own[::-1]]
+    assert [[row.backend for row in call] for call in by_call(late)] == [
+        ["torch.cudnn", "torch.flash", "torch.builtin", "torch.naive", "cuda.naive", "cuda.vectorized", "peer.liger"]
+    ], "by level; within one the file's order"
 
 
 def test_counters_that_moved(page):

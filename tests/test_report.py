@@ -66,6 +66,12 @@ def _full_rows() -> list[Row]:
     return [*found, *CEILINGS]
 
 
+def _shown(*view: str) -> list[Row]:
+    """The rows of an operation, dtype and pass in the page's order: level by level, peers last."""
+    climbs = climb.by_call(r for r in _full_rows() if (r.op, r.dtype, r.pass_) == view)
+    return [row for steps in climbs for row in steps]
+
+
 def _written(tmp: Path, found: list[Row]) -> Path:
     rows.write(tmp / "rows.jsonl", found)
     assert main(["report", str(tmp / "rows.jsonl"), "--output", str(tmp / "report.html")]) == 0
@@ -117,7 +123,7 @@ def test_switches_change_the_view_and_the_address(page, full):
     _choose(page, "dtype", "float32")
     _choose(page, "pass", "backward")
     assert _text(page, "#view") == "softmax · backward · float32 · NVIDIA H200"
-    found = [r for r in _full_rows() if (r.op, r.dtype, r.pass_) == ("softmax", "float32", "backward")]
+    found = _shown("softmax", "float32", "backward")
     assert _texts(page, "#rows tbody code") == [r.backend for r in found]
     fragment = page.run("location.hash")
     assert fragment == "#op=softmax&dtype=float32&pass=backward"
@@ -145,7 +151,7 @@ def test_unknown_choices_in_the_address_fall_back(page, full):
 
 def test_a_column_sorts_up_and_down_and_back(page, full):
     page.open(full, "op=softmax")
-    found = [r for r in _full_rows() if (r.op, r.dtype, r.pass_) == ("softmax", "bfloat16", "forward")]
+    found = _shown("softmax", "bfloat16", "forward")
     rising = sorted((r for r in found if r.us is not None), key=lambda r: r.us)
     untimed = [r for r in found if r.us is None]
     assert untimed
@@ -456,13 +462,11 @@ def test_bad_files(content, message, tmp_path, capsys):
 def test_gains_and_baselines_are_those_of_the_log(full):
     """KERNEL_LOG.md's climbs and the page's are of the same rows: what one shows, the other must."""
     embedded = _embedded(full)
-    groups: dict[tuple, list[Row]] = {}
-    for row in operations(rows.read(full.parent / "rows.jsonl")):
-        groups.setdefault((row.gpu, row.op, row.pass_, row.dtype, row.shape), []).append(row)
+    climbs = climb.by_call(operations(rows.read(full.parent / "rows.jsonl")))
     expected = {
         row.key: (before.backend, climb.gain(row, before))
-        for members in groups.values()
-        for row, before in climb.with_step_before(climb.in_order(members))
+        for steps in climbs
+        for row, before in climb.with_step_before(steps)
         if before and row.us is not None
     }
     shown = {
@@ -470,6 +474,8 @@ def test_gains_and_baselines_are_those_of_the_log(full):
         for row in embedded["rows"]
         if "gain" in row
     }
+    order = [row["backend"] for row in embedded["rows"]]
+    assert order == [row.backend for steps in climbs for row in steps], "whoever was measured first"
     assert shown.keys() == expected.keys()
     for key, (before, gain) in expected.items():
         row = shown[key]

@@ -19,7 +19,7 @@ from string import Template
 from typing import Any
 
 from bench import rows
-from bench.climb import gains
+from bench.climb import by_call, gains
 from bench.headline import headline_shape
 from bench.ratio import Estimate, baseline_of
 from bench.readme import default_results
@@ -52,7 +52,7 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
     """What the scripts draw: rows with what follows from them, roofs, and the shapes that stand for operations."""
     # The scripts choose by the machine's name, and so must have one.
     found = [row if row.gpu else dataclasses.replace(row, gpu="unknown machine") for row in found]
-    measured = operations(found)
+    measured = [row for steps in by_call(operations(found)) for row in steps]
     gained = gains(measured)
     gpus = list(dict.fromkeys(row.gpu for row in measured))
     return {
