@@ -49,6 +49,7 @@ def _choice(args: argparse.Namespace) -> Choice:
     if not 0 < seconds < math.inf:
         raise UsageError(f"--time must be a positive number of seconds, got {args.time}")
     names = _peers(args.peers, ops)
+    named = [*backends, *(f"{peers.LEVEL}.{name}" for name in names if args.peers != ALL_PEERS)]
     if backends:
         backends += [peers.IN_TABLE[name][op] for name in names for op in ops if op in peers.IN_TABLE.get(name, ())]
     return Choice(
@@ -60,6 +61,7 @@ def _choice(args: argparse.Namespace) -> Choice:
         seconds,
         ceilings=not args.no_ceilings,
         peers=names,
+        named=named,
         share=_share(args.share),
     )
 
@@ -102,7 +104,7 @@ def _sweep_parser() -> argparse.ArgumentParser:
         help="levels or variants (default: all; torch.builtin, or torch.naive for an operation without it, is always "
         "there to compare with). "
         f"{', '.join(sorted(LONG_TUNING))}, tuned for up to a minute a shape, is left out of a quick sweep, and "
-        "of any other but for the quick shapes, unless it is named here",
+        "of any other but for the quick shapes, unless it is named here, or in --peers",
     )
     parser.add_argument(
         "--peers",
@@ -152,6 +154,11 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     args = _sweep_parser().parse_args(argv)
     choice = _choice(args)
     output = args.output or environment.results_file()
+    with rows.writing(output):
+        return _measure(args, choice, output, console)
+
+
+def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Console) -> int:
     if args.resume and (repaired := rows.drop_unfinished(output)) is not None:
         console.print(repaired, soft_wrap=True)
     before = rows.read(output)  # a broken file is better found now than after the last kernel

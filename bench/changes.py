@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -9,19 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.order import by_climb
-from bench.ratio import Estimate, baseline_of, speedup_of, time_of
+from bench.ratio import Estimate, baseline_of, quartiles_of, speedup_of, time_of
 from bench.rows import ResultsError, Row
 
 #: Levels that hold what others wrote, and what the machine can do: shown, and not judged.
 FOREIGN = ("peer", "ceiling")
 #: Transitions of this project's own code that the gate fails for.
 FAILING = ("became wrong", "became unsupported")
+#: What can be said of a call that was timed in both files.
+DIRECTIONS = ("slower", "faster", "unchanged", "undecided")
 #: Ceilings that are the machine's alone, and those that PyTorch's library of products has a part in. The cost of a
 #: launch is neither: it is the host's, and does not follow the device's clocks.
 BANDWIDTHS = ("ceiling.copy", "ceiling.read", "ceiling.write", "ceiling.l2")
 PRODUCTS = ("ceiling.tensor", "ceiling.cuda_core")
 #: Fewer controls than this say neither how the machine drifted nor how far two runs scatter.
 MIN_CONTROLS = 3
+#: One round says nothing of its noise: where there is no other, only a change by a larger share of the time counts.
+ONE_ROUND = 0.5
 #: Standard deviation of a normal distribution over its median absolute deviation.
 MAD_TO_DEVIATION = 1.4826
 #: Standard error of the median of n normal values, in standard deviations over √n.
@@ -70,22 +75,44 @@ class Change:
     raw: Estimate  # with the noise within the two runs
     corrected: Estimate  # the drift divided out, with the scatter between runs too
     paired: Estimate | None  # of the times over the baseline's, each paired within its own run
+    apart: Estimate | None  # where there is no interval: corrected, from quartile to quartile
     control: bool
-    judged: bool  # by the gate: neither a control, nor someone else's, nor interpreted
+    ours: bool  # neither someone else's nor interpreted
+    threshold: float
+
+    @property
+    def judged(self) -> bool:
+        """By the gate."""
+        return self.ours and not self.control and not self.undecided
+
+    @property
+    def undecided(self) -> bool:
+        return self._side is None
 
     @property
     def direction(self) -> str:
-        """Which side of one the whole interval of the corrected ratio lies on."""
-        return {1: "slower", -1: "faster"}.get(_side(self.corrected), "unchanged")
+        """Which side of one the ratio lies on for certain; undecided where too few rounds leave that open."""
+        return {1: "slower", -1: "faster", 0: "unchanged", None: "undecided"}[self._side]
 
-    def past(self, threshold: float) -> bool:
-        """Whether a change beyond the interval is larger than a share of the time, and the paired ratio says so too."""
-        side = _side(self.corrected)
-        if not side or side * math.log(self.corrected.value) <= math.log1p(threshold):
+    @property
+    def _side(self) -> int | None:
+        """As the whole interval has it; where there is none, as quartiles have it that lie apart past the threshold."""
+        if self.apart is None:
+            return _side(self.corrected)
+        alone = any((row.rounds or 1) < 2 for row in (self.before, self.after))
+        least = 1 + max(self.threshold, ONE_ROUND if alone else 0)
+        return 1 if self.apart.low > least else -1 if self.apart.high < 1 / least else None
+
+    @property
+    def past(self) -> bool:
+        """Whether a change for certain is larger than the threshold, and the paired ratio says so too."""
+        side = self._side
+        if not side or side * math.log(self.corrected.value) <= math.log1p(self.threshold):
             return False
         if self.paired is None:
             return True
-        return _side(self.paired) in (side, None) and side * math.log(self.paired.value) > math.log1p(threshold / 2)
+        half = math.log1p(self.threshold / 2)
+        return _side(self.paired) in (side, None) and side * math.log(self.paired.value) > half
 
     @property
     def size(self) -> float:
@@ -116,6 +143,13 @@ class Comparison:
     transitions: list[Transition]
     still_wrong: list[Row]
     drift: Drift
+    calls: int  # in both files, whatever became of them
+
+    @property
+    def decided(self) -> bool:
+        """Whether any call of this project's own code was judged, by its time or by what became of it."""
+        kept = (t for t in self.transitions if t.before is not None and t.after is not None)
+        return any(change.judged for change in self.changes) or any(t.judged for t in kept)
 
 
 def state(row: Row | None) -> str:
@@ -129,14 +163,18 @@ def compare(
     after: Sequence[Row],
     *,
     chosen: Callable[[Row], bool] = lambda row: True,
+    threshold: float = 0.05,
     correct: bool = True,
     same_machine: bool = True,
 ) -> Comparison:
     """Pair the rows of two files, of one machine each. `chosen` narrows the result; the drift is that of all rows.
 
+    What is larger than `threshold`, a share of the time, is past it.
+
     Raises:
         ResultsError: a row has neither a reason nor a usable time.
     """
+    before, after = in_place_of_levels(before, after), in_place_of_levels(after, before)
     old, new = ({row.key[:-1]: row for row in found} for found in (before, after))
     keys = list(dict.fromkeys([*old, *new]))
     both = [key for key in keys if state(old.get(key)) == state(new.get(key)) == "timed"]
@@ -145,8 +183,9 @@ def compare(
     is_control = functools.partial(_is_control, same_machine=same_machine)
     controls = [raw[key] for key in both if is_control(old[key], new[key])]
     drift = _drift([ratio.value for ratio in controls], correct, same_machine)
+    pair = correct and same_machine
     changes = [
-        _change(old[key], new[key], raw[key], drift, is_control(old[key], new[key]), correct and same_machine)
+        _change(old[key], new[key], raw[key], drift, is_control(old[key], new[key]), pair, threshold)
         for key in both
         if chosen(new[key])
     ]
@@ -158,7 +197,36 @@ def compare(
             transitions.append(Transition(kind, a, b))
         elif chosen(row) and state(b) == "wrong":
             still_wrong.append(b)
-    return Comparison(sorted(changes, key=lambda c: -c.size), transitions, still_wrong, drift)
+    calls = sum(key in old and chosen(row) for key, row in new.items())
+    return Comparison(sorted(changes, key=lambda c: -c.size), transitions, still_wrong, drift, calls)
+
+
+def in_place_of_levels(found: Sequence[Row], other: Sequence[Row]) -> list[Row]:
+    """The rows of one file, with a row for each variant that either file names in place of one for its whole level.
+
+    Where a level cannot be loaded its variants have no names there, and one refusal stands for all of them: for those
+    that an older build has left in the same file too, and for none once a row of that level is newer.
+    """
+    refused = {_level(row): row for row in found if _is_level(row)}
+    for row in found:
+        if not _is_level(row) and _level(row) in refused and row.when >= refused[_level(row)].when:
+            del refused[_level(row)]
+    names: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in (*found, *other):
+        if not _is_level(row):
+            names.setdefault(_level(row), {})[row.backend] = None
+    told = [row for row in found if _level(row) not in refused and not _is_level(row)]
+    for level, row in refused.items():
+        told += [dataclasses.replace(row, backend=name) for name in names.get(level, [row.backend])]
+    return told
+
+
+def _is_level(row: Row) -> bool:
+    return row.backend == row.level and row.unsupported is not None
+
+
+def _level(row: Row) -> tuple[str, ...]:
+    return (row.op, row.level, row.pass_, row.dtype, row.shape)
 
 
 def _time(row: Row) -> Estimate:
@@ -192,13 +260,21 @@ def _drift(ratios: Sequence[float], correct: bool, same_machine: bool) -> Drift:
     return Drift(math.exp(middle), scatter, len(ratios), correct, None if correct else "raw ratios were asked for")
 
 
-def _change(before: Row, after: Row, raw: Estimate, drift: Drift, control: bool, pair: bool) -> Change:
-    corrected = raw.scaled(1 / drift.factor if drift.applied else 1.0).widened(drift.deviation)
+def _change(
+    before: Row, after: Row, raw: Estimate, drift: Drift, control: bool, pair: bool, threshold: float
+) -> Change:
+    def corrected(ratio: Estimate) -> Estimate:
+        return ratio.scaled(1 / drift.factor if drift.applied else 1.0).widened(drift.deviation)
+
+    apart = None
+    if raw.low is None:
+        a, b = quartiles_of(before), quartiles_of(after)
+        apart = corrected(Estimate(raw.value, b.low / a.high, b.high / a.low))
     pair &= before.backend != baseline_of(before.op) and _same_software(before, after)
     old, new = speedup_of(before), speedup_of(after)
     paired = old.over(new) if old and new and pair else None
     foreign = before.level in FOREIGN or before.interpreted or after.interpreted
-    return Change(before, after, raw, corrected, paired, control, not control and not foreign)
+    return Change(before, after, raw, corrected(raw), paired, apart, control, not foreign, threshold)
 
 
 def _transition(before: str, after: str) -> str | None:

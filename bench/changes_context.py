@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.changes import Change
-from bench.ratio import has_interval, has_quartiles
 from bench.rows import Row
 
 
@@ -64,7 +63,7 @@ def notes(change: Change) -> list[str]:
         "interpreted": before.interpreted or after.interpreted,
         "launch gaps in A alone": before.graph is False and after.graph,
         "launch gaps in B alone": after.graph is False and before.graph,
-        "one round": not all(has_interval(row) or has_quartiles(row) for row in (before, after)),
+        "few rounds": change.apart is not None,
         "clock moved": before.clocks_moved or after.clocks_moved,
     }
     said = [note for note, holds in found.items() if holds]

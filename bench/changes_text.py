@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import markdown
-from bench.changes import FAILING, Change, Comparison, Transition, groups
+from bench.changes import DIRECTIONS, FAILING, Change, Comparison, Transition, groups
 from bench.changes_context import Difference, notes
-from bench.ratio import has_interval
+from bench.intervals import LEAST_VALUES
+from bench.ratio import Estimate, has_interval
 from bench.rows import Row
 from bench.table import microseconds
 
@@ -52,10 +53,17 @@ class Report:
         return f"{100 * self.threshold:.3g} %"
 
     @property
+    def outcome(self) -> str:
+        return "FAIL" if self.failures else "PASS" if self.comparison.decided else "UNDECIDED"
+
+    @property
     def verdict(self) -> str:
         judged = sum(change.judged for change in self.comparison.changes)
-        what = ", ".join(self.failures) or f"nothing slower past {self.share}, nothing broken"
-        return f"{'FAIL' if self.failures else 'PASS'}: {what}; {judged} calls judged by their time"
+        good = f"nothing slower past {self.share}, nothing broken"
+        what = ", ".join(self.failures) or (good if self.comparison.decided else "nothing could be judged")
+        undecided = sum(c.undecided and c.ours and not c.control for c in self.comparison.changes)
+        rest = f", {undecided} undecided" if undecided else ""
+        return f"{self.outcome}: {what}; {judged} calls judged by their time{rest}"
 
 
 def paragraphs(report: Report) -> list[str]:
@@ -73,20 +81,24 @@ def paragraphs(report: Report) -> list[str]:
             said.append("The drift is past the threshold: the machine was in another state, or the clock was changed")
     else:
         said.append(f"Drift: unknown, and so is the scatter between the runs: {drift.reason}")
-    derived = sum(not (has_interval(change.before) and has_interval(change.after)) for change in changes)
-    if derived:
+    if derived := sum(not _own_intervals(change) and change.apart is None for change in changes):
         said.append(
             f"Intervals of {derived} of {len(changes)} ratios are derived from quartiles: older rows have no own"
+        )
+    if few := sum(change.apart is not None for change in changes):
+        said.append(
+            f"{few} of {len(changes)} ratios have no interval, for want of {LEAST_VALUES} rounds: they are undecided, "
+            "save where the quartiles lie far enough apart"
         )
     return said
 
 
 def grids(report: Report, everything: bool) -> list[Grid]:
     """The tables, in the order of their weight."""
-    changes, threshold = report.comparison.changes, report.threshold
+    changes = report.comparison.changes
 
     def these(direction: str, past: bool, judged: bool = True) -> list[Change]:
-        return [c for c in changes if (c.direction, c.past(threshold), c.judged) == (direction, past, judged)]
+        return [c for c in changes if (c.direction, c.past, c.judged) == (direction, past, judged)]
 
     share = report.share
     others = [c for c in changes if not c.judged and c.direction in ("slower", "faster")]
@@ -97,6 +109,7 @@ def grids(report: Report, everything: bool) -> list[Grid]:
         _changes(f"Faster past {share}", these("faster", True)),
         _changes("Slower, not past the threshold", these("slower", False), folded=True),
         _changes("Faster, not past the threshold", these("faster", False), folded=True),
+        _changes("Undecided: too few rounds to tell", [c for c in changes if c.undecided], folded=True),
         _changes("Changed, not judged (controls, peers, ceilings, interpreted)", others, folded=True),
     ]
     if everything:
@@ -114,13 +127,21 @@ def _changes(title: str, changes: Sequence[Change], **kind: bool) -> Grid:
             microseconds(change.after.us),
             f"{change.raw.value:.3f}",
             f"{change.corrected.value:.3f}",
-            f"{change.corrected.low:.3f} – {change.corrected.high:.3f}",
+            _interval(change.corrected),
             f"{change.paired.value:.3f}" if change.paired else "",
             ", ".join(notes(change)),
         ]
         for change in changes
     ]
     return Grid(f"{title} ({len(lines)})", header, lines, names=5, **kind)
+
+
+def _interval(ratio: Estimate) -> str:
+    return "none" if ratio.low is None or ratio.high is None else f"{ratio.low:.3f} – {ratio.high:.3f}"
+
+
+def _own_intervals(change: Change) -> bool:
+    return has_interval(change.before) and has_interval(change.after)
 
 
 def _name(row: Row) -> list[str]:
@@ -158,11 +179,11 @@ def _wrong(found: Sequence[Row]) -> Grid:
 def _summary(changes: Sequence[Change]) -> Grid:
     lines = [
         [group.op, group.backend, str(len(group.changes))]
-        + [str(group.count(direction)) for direction in ("slower", "faster", "unchanged")]
+        + [str(group.count(direction)) for direction in DIRECTIONS]
         + [f"{group.raw:.3f}", f"{group.corrected:.3f}"]
         for group in groups(changes)
     ]
-    header = ["op", "backend", "calls", "slower", "faster", "unchanged", "B / A", "corrected"]
+    header = ["op", "backend", "calls", *DIRECTIONS, "B / A", "corrected"]
     return Grid("Geometric means", header, lines)
 
 
@@ -194,7 +215,7 @@ def show(report: Report, console: Console, everything: bool) -> None:
             for text in capture.get().splitlines():
                 line(text.rstrip())
     line("")
-    line(report.verdict, "bold red" if report.failures else "bold green")
+    line(report.verdict, {"PASS": "bold green", "FAIL": "bold red"}.get(report.outcome, "bold yellow"))
 
 
 def to_markdown(report: Report, everything: bool) -> str:
@@ -223,11 +244,12 @@ def to_json(report: Report) -> dict[str, Any]:
         "a": report.names[0],
         "b": report.names[1],
         "threshold": report.threshold,
-        "passed": not report.failures,
+        "outcome": report.outcome,
+        "passed": report.outcome == "PASS",
         "failures": report.failures,
         "environment": [dataclasses.asdict(d) for d in report.differences],
         "drift": dataclasses.asdict(comparison.drift),
-        "changes": [_change_json(change, report.threshold) for change in comparison.changes],
+        "changes": [_change_json(change) for change in comparison.changes],
         "transitions": [
             {"kind": t.kind, "judged": t.judged, **_key_json(t.row), "reason": _line(t)[-1] or None}
             for t in comparison.transitions
@@ -235,7 +257,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "still_wrong": [{**_key_json(row), "reason": row.wrong} for row in comparison.still_wrong],
         "groups": [
             {"op": g.op, "backend": g.backend, "calls": len(g.changes), "raw": g.raw, "corrected": g.corrected}
-            | {direction: g.count(direction) for direction in ("slower", "faster", "unchanged")}
+            | {direction: g.count(direction) for direction in DIRECTIONS}
             for g in groups(comparison.changes)
         ],
     }
@@ -245,7 +267,7 @@ def _key_json(row: Row) -> dict[str, str]:
     return dict(zip(("op", "backend", "pass", "dtype", "shape"), _name(row), strict=True))
 
 
-def _change_json(change: Change, threshold: float) -> dict[str, Any]:
+def _change_json(change: Change) -> dict[str, Any]:
     return {
         **_key_json(change.after),
         "us_a": change.before.us,
@@ -253,10 +275,11 @@ def _change_json(change: Change, threshold: float) -> dict[str, Any]:
         "raw": dataclasses.asdict(change.raw),
         "corrected": dataclasses.asdict(change.corrected),
         "paired": dataclasses.asdict(change.paired) if change.paired else None,
+        "quartiles": dataclasses.asdict(change.apart) if change.apart else None,
         "direction": change.direction,
-        "past_threshold": change.past(threshold),
+        "past_threshold": change.past,
         "control": change.control,
         "judged": change.judged,
-        "own_intervals": has_interval(change.before) and has_interval(change.after),
+        "own_intervals": _own_intervals(change),
         "notes": notes(change),
     }

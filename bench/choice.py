@@ -31,6 +31,7 @@ class Choice:
     settle: float = 0.5  # at most, before the first counted round
     ceilings: bool = True  # measure a GPU's ceilings first
     peers: Sequence[str] = ()
+    named: Sequence[str] = ()  # variants and peers that are asked for by name
     share: tuple[int, int] = (1, 1)  # which of how many parts of the groups
 
     def takes(self, variant: Variant) -> bool:
@@ -41,7 +42,7 @@ class Choice:
 
     def tunes(self, name: str, case: Case) -> bool:
         """Whether there is time for a variant's tuning at a case."""
-        return name not in LONG_TUNING or (case.quick and not self.quick) or name in (self.backends or ())
+        return name not in LONG_TUNING or (case.quick and not self.quick) or name in self.named
 
 
 @dataclass(frozen=True)

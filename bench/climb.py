@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from bench import climb_counters, markdown
 from bench.climb_counters import Counters
@@ -63,10 +64,29 @@ def gain(row: Row, before: Row) -> Estimate:
     return new.over(old) if new and old else time_of(before).over(time_of(row))
 
 
+def by_call(rows: Iterable[Row]) -> list[list[Row]]:
+    """The climbs that rows make up: one for each call on each machine, its steps in order."""
+    calls: dict[tuple[str | None, ...], list[Row]] = {}
+    for row in rows:
+        calls.setdefault((row.gpu, row.op, row.pass_, row.dtype, row.shape), []).append(row)
+    return [in_order(steps) for steps in calls.values()]
+
+
+def gains(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[Row, Estimate]]:
+    """By the key of every timed row that has a step before it: that step, and the gain over it."""
+    return {
+        row.key: (before, gain(row, before))
+        for steps in by_call(rows)
+        for row, before in with_step_before(steps)
+        if row.us is not None and before
+    }
+
+
 def _times(steps: Sequence[Row]) -> str:
+    gained = gains(steps)
     header = ["step", "time", "rate", "× step before", "of ceiling", f"× `{baseline_of(steps[0].op)}`"]
     lines = []
-    for row, before in with_step_before(steps):
+    for row in steps:
         if row.us is None:
             lines.append(
                 [f"`{row.backend}`", f"wrong: {row.wrong}" if row.wrong else f"*{row.unsupported}*", *[""] * 4]
@@ -78,7 +98,7 @@ def _times(steps: Sequence[Row]) -> str:
                 f"`{row.backend}`",
                 microseconds(row.us) + (" *interpreted*" if row.interpreted else ""),
                 rate(row),
-                _text(gain(row, before)) if before else "",
+                _text(gained[row.key][1]) if row.key in gained else "",
                 _share(row.of_ceiling),
                 _text(speedup) if speedup else "",
             ]

@@ -183,23 +183,26 @@ class Watch:
                 owned.append((reading, *spans[place][2:]))
         return owned
 
-    def state(self) -> State:
-        """Medians over the readings from the first sample to the last."""
+    def state(self, name: str | None = None) -> State:
+        """Medians over the readings from the first sample to the last.
+
+        Of `name`, those that fell into its samples, where there are `LEAST_READINGS`: short samples get few, and none
+        of what is read seldom.
+        """
         if not self._spans:
             return State()
         first, last = min(s[0] for s in self._spans), max(s[1] for s in self._spans)
         within = [r for r in self._readings if first <= r.at <= last]
+        own = [reading for reading, _, owner in self._owned() if owner == name]
 
-        def middle(values: list[float | None]) -> float | None:
-            known = [v for v in values if v is not None]
-            return median(known) if known else None
+        def known(field: str) -> list[Any]:
+            mine, all_ = ([v for r in readings if (v := getattr(r, field)) is not None] for readings in (own, within))
+            return mine if len(mine) >= LEAST_READINGS else all_
 
-        return State(
-            middle([r.clock_mhz for r in within]),
-            middle([r.power_w for r in within]),
-            middle([r.temperature_c for r in within]),
-            self._throttled([r.reasons for r in within if r.reasons is not None]),
-        )
+        def middle(field: str) -> float | None:
+            return median(values) if (values := known(field)) else None
+
+        return State(middle("clock_mhz"), middle("power_w"), middle("temperature_c"), self._throttled(known("reasons")))
 
     @staticmethod
     def _throttled(reasons: list[int]) -> str | None:

@@ -19,8 +19,8 @@ EPILOG = """\
 Ratios are of B's time over A's: above 1 is slower. `corrected` has the drift divided out: the median ratio of the
 controls, which are rows whose code is the same in both files: torch.builtin and the measured ceilings (those of
 bandwidth alone where PyTorch or CUDA differ). Its 95 % interval covers the noise within the runs, and the scatter
-between them that the controls show. `paired` is the change of the time over torch.builtin's, paired round by round
-within each run.
+between them that the controls show. `paired` is the change of the time over torch.builtin's (torch.naive's, for
+an operation that has no torch.builtin), paired round by round within each run.
 
 The gate fails (exit code 1) where a variant
 - is slower past the threshold, which needs three witnesses: the corrected ratio is above 1 + THRESHOLD; its interval
@@ -28,14 +28,20 @@ The gate fails (exit code 1) where a variant
   1 + THRESHOLD / 2 with its interval above 1, so that no passing state of the machine does. A real slowdown shows in
   all three;
 - became wrong, or is new and wrong;
-- was timed and is now refused, unavailable levels included: a build that lost its kernels must not pass.
+- was timed and is now refused, unavailable levels included: a build that lost its kernels must not pass. Where B has
+  one row for a whole level that could not be loaded, it stands for every variant of the level that A has.
 --complete adds: was in A and is not in B. Without it B may hold fewer calls, as after a quick sweep.
+A call that was timed in fewer than 6 rounds in A or B has no interval, and is `undecided`: shown, and not judged, save
+where its quartiles are witness enough: B's lower one, with drift and scatter taken off, lies above A's upper one by
+more than THRESHOLD (the other way round for what is faster), and by more than 50 % where A or B has one round alone,
+which says nothing of its noise. The paired ratio must agree as above.
 Controls, peers, ceilings and what Triton's interpreter ran are shown and not judged. A change that slows torch.builtin
 as well (in the clock itself, say) reads as drift: a drift past the threshold is pointed out, and --raw judges the
 ratios as they are, without correction and pairing. There are fewest false alarms where A and B are measured one after
 the other on one machine, with nothing else running there; a CPU, which is never that quiet, wants a larger threshold.
 
-exit code: 0 the gate holds; 1 it fails; 2 the command line or a file cannot be used
+exit code: 0 the gate holds; 1 it fails; 2 it can do neither: nothing in the files could be judged (only controls or
+peers are in both, say), or the command line or a file cannot be used
 """
 
 
@@ -129,7 +135,7 @@ def _chosen(args: argparse.Namespace, found: Sequence[Row]) -> Callable[[Row], b
 
 
 def _failures(comparison: changes.Comparison, threshold: float, complete: bool) -> list[str]:
-    slower = [c for c in comparison.changes if c.judged and c.direction == "slower" and c.past(threshold)]
+    slower = [c for c in comparison.changes if c.judged and c.direction == "slower" and c.past]
     lost = [t.kind for t in comparison.transitions if t.judged]
     counts = {f"slower past {100 * threshold:.3g} %": len(slower)}
     counts |= {kind: lost.count(kind) for kind in (*changes.FAILING, *(["vanished"] if complete else []))}
@@ -145,8 +151,10 @@ def report(args: argparse.Namespace) -> Report:
     before, after = _one_machine(_read(args.a), _read(args.b), args)
     chosen = _chosen(args, [*before, *after])
     same_machine = not args.across_gpus or before[0].gpu == after[0].gpu
-    comparison = changes.compare(before, after, chosen=chosen, correct=not args.raw, same_machine=same_machine)
-    if not {row.key[:-1] for row in before if chosen(row)} & {row.key[:-1] for row in after if chosen(row)}:
+    comparison = changes.compare(
+        before, after, chosen=chosen, threshold=args.threshold, correct=not args.raw, same_machine=same_machine
+    )
+    if not comparison.calls:
         raise UsageError(f"no call is in both {args.a} and {args.b}: nothing to compare")
     return Report(
         (str(args.a), str(args.b)),
@@ -159,7 +167,7 @@ def report(args: argparse.Namespace) -> Report:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 where the gate holds, 1 where it fails, 2 for files or arguments that cannot be used."""
+    """Returns 0 where the gate holds, 1 where it fails, 2 where nothing can be judged, or for unusable arguments."""
     args = _parser().parse_args(argv)
     try:
         found = report(args)
@@ -172,4 +180,4 @@ def main(argv: Sequence[str]) -> int:
         print(changes_text.to_markdown(found, args.all), end="")
     else:
         changes_text.show(found, Console(), args.all)
-    return 1 if found.failures else 0
+    return {"PASS": 0, "FAIL": 1, "UNDECIDED": 2}[found.outcome]

@@ -45,7 +45,8 @@ def median_interval(values: Rounds) -> tuple[float, float] | tuple[None, None]:
     that holds the median in at least 95 of a hundred cases, whatever the distribution.
 
     It says how far another set of rounds *of the same run* may move the median, not what another day's clocks, another
-    GPU or another placement in memory would do.
+    GPU or another placement in memory would do; and it takes rounds to be independent. Of times whose clock wanders
+    over many rounds it is too narrow; ratios within a round, from which that cancels, suffer least.
     """
     known = np.sort([v for v in values if v is not None])
     if len(known) < LEAST_VALUES:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import ceilings, environment, resume, rows
+from bench import ceilings, resume, rows
 from bench.order import by_climb
 from bench.rows import Row
 
@@ -33,14 +33,14 @@ def main(argv: Sequence[str], console: Console) -> int:
     """Join files into another, whose rows stay where none is newer. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench merge", description=main.__doc__.partition(".")[0] + ".")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="rows")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="where they go (default: this machine's rows)")
+    parser.add_argument("--into", type=Path, metavar="FILE", required=True, help="where they go, beside what is there")
     args = parser.parse_args(argv)
     given = [row for path in args.files for row in rows.read_given(path)]
-    into = args.into or environment.results_file()
-    before = rows.read(into)
-    rows.check_writable(into)
-    whole = merged([*before, *given])
-    rows.write(into, whole)
+    with rows.writing(args.into):
+        before = rows.read(args.into)
+        rows.check_writable(args.into)
+        whole = merged([*before, *given])
+        rows.write(args.into, whole)
     kept = {(row.key, row.when) for row in whole} - {(row.key, row.when) for row in before}
-    console.print(f"{len(kept)} of {len(given)} rows are new in {into}, which holds {len(whole)}", soft_wrap=True)
+    console.print(f"{len(kept)} of {len(given)} rows are new in {args.into}, which holds {len(whole)}", soft_wrap=True)
     return 0

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import kernel_ladder
+from bench.intervals import LEAST_VALUES
 from bench.rows import ResultsError, Row
 
 #: Standard normal deviate of a two-sided 95 % interval.
@@ -54,30 +55,39 @@ def has_interval(row: Row) -> bool:
     return row.us_low is not None and row.us_high is not None
 
 
-def has_quartiles(row: Row) -> bool:
-    """Whether an interval can be derived from the row's quartiles: of one round they say nothing."""
-    return row.us_q1 is not None and row.us_q3 is not None and (row.rounds or 0) > 1
+def quartiles_of(row: Row) -> Estimate:
+    """A timed row's median in microseconds with its quartiles for ends; where it has none, with the median itself.
+
+    Raises:
+        ResultsError: the row's times are not positive numbers in order.
+    """
+    known = row.us_q1 is not None and row.us_q3 is not None
+    return _in_order(row, row.us_q1, row.us_q3) if known else _in_order(row, row.us, row.us)
 
 
 def time_of(row: Row) -> Estimate:
     """A timed row's median in microseconds with its interval: its own, else one derived from its quartiles.
 
-    A call of one round, which takes seconds, has an interval of no width: no noise is known to it.
+    A call of fewer than `LEAST_VALUES` rounds, which takes long, has none: too little is known of its noise.
 
     Raises:
         ResultsError: the row's times are not positive numbers in order.
     """
-    low = high = row.us
     if has_interval(row):
-        low, high = row.us_low, row.us_high
-    elif has_quartiles(row):
-        low, high = row.us_q1, row.us_q3
-    if not all(isinstance(us, int | float) for us in (low, row.us, high)) or not 0 < low <= row.us <= high < math.inf:
+        return _in_order(row, row.us_low, row.us_high)
+    spread = quartiles_of(row)
+    if (row.rounds or 0) < LEAST_VALUES:
+        return Estimate(row.us)
+    deviation = MEDIAN_ERROR * math.log(spread.high / spread.low) / math.sqrt(row.rounds)
+    return Estimate(row.us, row.us, row.us).widened(deviation)
+
+
+def _in_order(row: Row, low: float | None, high: float | None) -> Estimate:
+    numbers = all(isinstance(us, int | float) for us in (low, row.us, high))
+    if not numbers or not 0 < low <= row.us <= high < math.inf:
         name = f"{row.op} {row.backend} {row.pass_} {row.dtype} {row.shape}"
         raise ResultsError(f"{name}: expected times above zero and in order, got {low}, {row.us}, {high}")
-    if has_interval(row) or not has_quartiles(row):
-        return Estimate(row.us, low, high)
-    return Estimate(row.us, row.us, row.us).widened(MEDIAN_ERROR * math.log(high / low) / math.sqrt(row.rounds))
+    return Estimate(row.us, low, high)
 
 
 def baseline_of(op: str) -> str:

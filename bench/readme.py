@@ -100,14 +100,23 @@ def _block(name: str, machines: Machines, folder: Path) -> str:
 def _machine(path: Path, found: list[Row]) -> str:
     if not found:
         return ""
-    newest = max(found, key=lambda row: row.when)
-    versions = {"driver": newest.driver, "CUDA": newest.cuda, "PyTorch": newest.torch, "Triton": newest.triton}
-    for row in sorted(found, key=lambda row: row.when):
-        if row.peer_version not in (None, row.torch):  # a peer that is PyTorch itself is named already
-            versions[row.backend.partition(".")[2]] = row.peer_version
-    with_ = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    commits = sorted({f"`{row.commit[:12]}`{' (with changes)' if row.dirty else ''}" for row in found if row.commit})
-    source = f"; source {', '.join(commits)}" if commits else ""
+    in_time = sorted(found, key=lambda row: row.when)
+    newest = in_time[-1]
+    versions: dict[str, dict[str, None]] = {}
+    for row in in_time:
+        of_row = {"driver": row.driver, "CUDA": row.cuda, "PyTorch": row.torch, "Triton": row.triton}
+        if row.peer_version != row.torch:  # a peer that is PyTorch itself is named already
+            of_row[row.backend.partition(".")[2]] = row.peer_version
+        for name, version in of_row.items():
+            if version:
+                versions.setdefault(name, {})[version] = None
+    with_ = ", ".join(f"{name} {' and '.join(known)}" for name, known in versions.items())
+    commits = [f"`{commit[:12]}`" for commit in dict.fromkeys(row.commit for row in in_time if row.commit)]
+    source = f"; source {commits[-1]}" if commits else ""
+    if len(commits) > 1:
+        source = f"; source of {len(commits)} commits up to {commits[-1]}, each row naming its own"
+    if any(row.dirty for row in found):
+        source += " (with changes)" if len(commits) < 2 else ", some with changes"
     note = " Triton ran in its interpreter there: its times say nothing." if any(r.interpreted for r in found) else ""
     return f"Measured on {newest.gpu} with {with_}{source}; {newest.when[:10]}.{note}"
 
@@ -125,14 +134,28 @@ def _summary(path: Path, found: list[Row]) -> str:
             cells = [f"**{op}** {shape}, {dtype}" if not lines or lines[-1][-1] != op else "", f"`{backend}`"]
             for pass_ in PASSES:
                 row = next((r for r in mine if r.backend == backend and r.pass_ == pass_), None)
-                cells += _cells(row, marked=backend == best[pass_])
+                cells += _cells(row, marked=backend in best[pass_])
             lines.append([*cells, op])
     if not lines:
         return ""
-    measured = ["time (quartiles)", "rate", "of ceiling", "× builtin"]
+    measured = ["time (quartiles)", "rate", "of ceiling", "× baseline"]
     header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
     table = markdown.grid(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
-    return f"{_machine(path, found)}\n\n{table}"
+    return f"{_machine(path, found)}\n\n{_legend(table)}"
+
+
+#: What a row's time was measured under that its neighbours' were not.
+MARKS = {"†": "its clock was not its neighbours'", "‡": "launched call by call, with the gaps between"}
+
+
+def _mark(row: Row) -> str:
+    return ("†" if row.clocks_moved else "") + ("‡" if row.graph is False else "")
+
+
+def _legend(written: str) -> str:
+    """What the marks in a table mean."""
+    used = [f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in written]
+    return f"{written}\n\n{'; '.join(used)}." if used else written
 
 
 def _cells(row: Row | None, marked: bool) -> list[str]:
@@ -143,7 +166,8 @@ def _cells(row: Row | None, marked: bool) -> list[str]:
     bold = "**" if marked else ""
     return [
         f"{bold}{microseconds(row.us)}{bold} ({microseconds(row.us_q1)} – {microseconds(row.us_q3)})"
-        + (" *interpreted*" if row.interpreted else ""),
+        + (" *interpreted*" if row.interpreted else "")
+        + _mark(row),
         rate(row),
         f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
         f"{row.speedup:.2f}" if row.speedup is not None else "",
@@ -159,7 +183,7 @@ def _rates(op: str, found: list[Row]) -> str:
             rows_ = [row for row in mine if row.dtype == dtype and row.pass_ == pass_]
             if rows_:
                 tables.append(f"{op} {pass_}, {dtype}, {rows_[0].gpu}:\n\n{_grid(rows_)}")
-    return "\n\n".join(tables)
+    return _legend("\n\n".join(tables))
 
 
 def _grid(found: list[Row]) -> str:
@@ -182,7 +206,8 @@ def _grid(found: list[Row]) -> str:
                     reasons.append(reason)
                 cells.append(f"— ({reasons.index(reason) + 1})")
             else:
-                cells.append(f"**{rate(row, bytes_bound)}**" if backend == best else rate(row, bytes_bound))
+                bold = "**" if backend in best else ""
+                cells.append(f"{bold}{rate(row, bytes_bound)}{bold}{_mark(row)}")
         lines.append(cells)
     table = markdown.grid(
         ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]

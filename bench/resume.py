@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bench import peers
 from bench.rows import CEILING, Row, latest
 
 #: What must be the same for a row to stand.
@@ -20,8 +21,12 @@ def key(row: Row) -> Key:
 
 
 def standing(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[Key, Row]:
-    """The rows that need not be measured again, timed or with the reason why not."""
-    return {key(row): row for row in latest(rows) if all(getattr(row, name) == facts[name] for name in SAME)}
+    """The rows that need not be measured again, timed or with the reason why not.
+
+    A peer's row is of one version of its library, or of none where that was absent.
+    """
+    same = (row for row in latest(rows) if all(getattr(row, name) == facts[name] for name in SAME))
+    return {key(row): row for row in same if row.level != peers.LEVEL or row.peer_version == peers.version(row.backend)}
 
 
 def report(rows: Mapping[Key, Row], facts: Mapping[str, Any], file: object) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
+import hashlib
 import itertools
 import json
 import math
@@ -12,7 +14,8 @@ import sys
 import tempfile
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -303,6 +306,26 @@ def latest(rows: Iterable[Row]) -> list[Row]:
         if row.key not in newest or row.when >= newest[row.key].when:
             newest[row.key] = row
     return list(newest.values())
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Keeps other processes of this user from writing to a file meanwhile: one would undo what the other did.
+
+    Raises:
+        ResultsError: another one does.
+    """
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    lock = Path(tempfile.gettempdir(), f"kernel_ladder-{os.getuid()}-{name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResultsError(
+                f"{path}: another process is writing to it; give this one an --output of its own, and join the two "
+                "with `python -m bench merge`"
+            ) from None
+        yield
 
 
 def append(path: Path, row: Row) -> None:

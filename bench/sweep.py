@@ -15,7 +15,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import kernel_ladder
-from bench import candidates, ceilings, clocks, environment, gate, intervals, peers, phases, resume, rows, timing
+from bench import (
+    candidates,
+    ceilings,
+    clocks,
+    environment,
+    gate,
+    intervals,
+    peers,
+    phases,
+    resume,
+    rounds,
+    rows,
+    timing,
+)
 from bench.cases import host_case
 from bench.choice import LONG_TUNING, Choice, Group, groups
 from bench.order import by_climb
@@ -33,6 +46,10 @@ NO_MEMORY = "no memory is left for {}"
 QUICK_PATIENCE_S = 1.0
 
 
+class GpuLost(Exception):
+    """A kernel has broken this process's use of the GPU: nothing more can be measured in it."""
+
+
 class Sweep:
     """One run. Host costs are measured once a variant, ceilings once a size; rows in `standing` are not made again."""
 
@@ -48,12 +65,15 @@ class Sweep:
         self._last: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
         self._host: dict[tuple[str, str, str, torch.dtype], tuple[float | None, float | None]] = {}
 
+    def known(self, group: Group) -> dict[str, Variant]:
+        """By name, what is wanted for a group if there is time for its tuning."""
+        ours = table.variants(group.op) if group.case.climb else self._last_steps(group)
+        theirs = peers.variants(group.op, self.choice.peers)
+        return {v.name: v for v in (*filter(self.choice.takes, ours), *theirs)}
+
     def chosen(self, group: Group) -> list[Variant]:
         """The candidates to measure for a group, whatever has been measured already."""
-        known = table.variants(group.op) if group.case.climb else self._last_steps(group)
-        ours = [v for v in known if self.choice.takes(v) and self.choice.tunes(v.name, group.case)]
-        theirs = peers.variants(group.op, self.choice.peers)
-        return ours + [v for v in theirs if self.choice.tunes(v.name, group.case)]
+        return [v for name, v in self.known(group).items() if self.choice.tunes(name, group.case)]
 
     def _last_steps(self, group: Group) -> list[Variant]:
         """The baseline, each level's most optimised variant that takes the case, and what is asked for by name."""
@@ -138,20 +158,20 @@ class Sweep:
             if not done:
                 return
             try:
-                times, watch = self._time(launches, baseline_of(group.op))
+                timed = self._time(launches, baseline_of(group.op))
             except torch.OutOfMemoryError:
                 for row in done:
                     self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"))
                 return
+            except Exception:
+                self._check_alive(f"timing {group} {pass_}")
+                raise
             del copies, launch
             launches.clear()  # and the memory of their graphs, which a ceiling may need
         bandwidth, rate = self._ceilings_of(group, done[0].bytes)
-        state, moved = watch.state(), watch.moved()
         for row in done:
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
-            row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
-            row.throttled, row.clocks_moved = state.throttled, moved.get(row.backend)
-            self._finish(row, times[row.backend], times.get(baseline_of(group.op)))
+            self._finish(row, timed[row.backend])
 
     def _ceilings_of(self, group: Group, nbytes: int) -> tuple[float, float] | tuple[None, None]:
         """GB/s and TFLOP/s that rows are held to; None where memory is short of measuring them beside the group."""
@@ -161,24 +181,29 @@ class Sweep:
             except torch.OutOfMemoryError:
                 return None, None
 
-    def _time(
-        self, launches: Mapping[str, timing.Launch], baseline: str
-    ) -> tuple[dict[str, list[float | None]], clocks.Watch]:
-        """Let the clocks settle, then run the rounds that count, under watch."""
+    def _time(self, launches: Mapping[str, timing.Launch], baseline: str) -> dict[str, rounds.Timed]:
+        """Let the clocks settle, then run the rounds that count."""
+        slow = timing.apart(launches)
         with self.phases(phases.SETTLE):
             # No longer than the measuring itself.
-            settled = timing.settle(list(launches.values()), min(self.choice.settle, self.choice.seconds))
+            fast = [launch for name, launch in launches.items() if name not in slow]
+            settled = timing.settle(fast, min(self.choice.settle, self.choice.seconds))
             self.phases.settled += settled
             self.phases.unsettled += not settled and self.device.type == "cuda"
-        with self.phases(phases.TIMING), clocks.watch(self.device) as watch:
 
-            def observe(round_: int, name: str, span: timing.Span) -> None:
-                watch.ran(round_, name, span)
-                self.phases.launched += span.end - span.begin
+        def observe(span: timing.Span) -> None:
+            self.phases.launched += span.end - span.begin
 
-            patience = QUICK_PATIENCE_S if self.choice.quick else timing.SLOW_S
-            paired_with = baseline if baseline in launches else None
-            return timing.interleave(launches, self.choice.seconds, paired_with, observe, patience), watch
+        patience = QUICK_PATIENCE_S if self.choice.quick else timing.SLOW_S
+        with self.phases(phases.TIMING):
+            return rounds.run(
+                launches,
+                baseline,
+                seconds=self.choice.seconds,
+                patience=patience,
+                device=self.device,
+                observe=observe,
+            )
 
     def _admit(
         self,
@@ -223,7 +248,16 @@ class Sweep:
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
             row.wrong = f"raised {gate.one_line(error)}"
-            return self._give_up(row, None)
+            self._give_up(row, None)
+            self._check_alive(f"{group} {row.backend} {row.pass_}")
+            return None
+
+    def _check_alive(self, last: str) -> None:
+        """Raise GpuLost where a kernel has left the GPU unusable: whoever is called next would be blamed for it."""
+        try:
+            timing.synchronize(self.device)
+        except Exception as error:
+            raise GpuLost(f"after {last} the GPU answers nothing but {gate.one_line(error)}") from error
 
     def _give_up(self, row: Row, reason: str | None) -> None:
         row.unsupported = reason
@@ -284,15 +318,18 @@ class Sweep:
             **environment.facts(),
         )
 
-    def _finish(self, row: Row, times: list[float | None], baseline: list[float | None] | None) -> None:
+    def _finish(self, row: Row, timed: rounds.Timed) -> None:
+        times, state = timed.times, timed.state
         row.us_q1, row.us, row.us_q3 = (1e6 * t for t in intervals.quartiles(times))
         row.us_low, row.us_high = (None if t is None else 1e6 * t for t in intervals.median_interval(times))
         row.rounds = sum(t is not None for t in times)
         row.gbs, row.tflops = row.bytes / row.us / 1e3, row.flops / row.us / 1e6
         row.of_ceiling = None if row.least_us is None else row.least_us / row.us
-        if baseline is not None:
-            row.speedup = intervals.paired_ratio(baseline, times)
-            ratios = intervals.paired_ratios(baseline, times)
+        row.clock_mhz, row.power_w, row.temperature_c = state.clock_mhz, state.power_w, state.temperature_c
+        row.throttled, row.clocks_moved = state.throttled, timed.moved
+        if timed.baseline is not None:
+            row.speedup = intervals.paired_ratio(timed.baseline, timed.paired)
+            ratios = intervals.paired_ratios(timed.baseline, timed.paired)
             row.speedup_low, row.speedup_high = intervals.median_interval(ratios)
         self.emit(row)
 
@@ -359,6 +396,9 @@ def run(
             interrupted = True
             kept = f"{len(emitted)} rows are kept in {output}, and --resume goes on from there"
             print(f"interrupted; {kept if emitted else 'nothing was measured yet'}", file=sys.stderr)
+        except GpuLost as lost:
+            kept = f"{len(emitted)} rows are kept in {output}, and --resume goes on behind them in a new process"
+            print(f"{lost}; {kept}", file=sys.stderr)
         finally:
             torch.set_num_threads(threads)
     whole = [*sweep.standing.values(), *emitted]
@@ -373,23 +413,27 @@ def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) 
     if (reason := clocks.gpu(sweep.device)[1]) is not None:
         note(f"clock, power and temperature are not recorded: {reason}")
     for name in sorted(LONG_TUNING):
-        takes = [g for g in todo if any(v.name == name and sweep.choice.takes(v) for v in table.variants(g.op))]
+        takes = [group for group in todo if name in sweep.known(group)]
         left_out = sum(not sweep.choice.tunes(name, group.case) for group in takes)
         if left_out and sweep.device.type == "cuda":
+            option = "--peers" if name.startswith(f"{peers.LEVEL}.") else "--backend"
             note(
                 f"{name} is tuned for up to a minute a shape: it is left out at {left_out} of {len(takes)} cases; "
-                f"--backend {name} measures it at all of them"
+                f"{option} {name.removeprefix(f'{peers.LEVEL}.')} measures it at all of them"
             )
 
 
 def _tidy(output: Path, run: Sequence[Row]) -> list[Row]:
     """Rewrite a file without superseded rows, in the order of the climb; returns the rows of this run as written.
 
-    They are held to the best matrix product that the whole run has measured: see ceilings.with_best_products.
+    They are held to the best matrix product that the whole run has measured: see ceilings.with_best_products. This
+    run's rows supersede others, whatever the clock said when those were made.
     """
     mine = {(row.key, row.when) for row in run}
-    found = by_climb(rows.latest(rows.read(output)))
-    finished = iter(ceilings.with_best_products(row for row in found if (row.key, row.when) in mine))
-    written = [next(finished) if (row.key, row.when) in mine else row for row in found]
+    whole = rows.read(output)
+    own = {row.key: row for row in whole if (row.key, row.when) in mine}
+    found = by_climb(own.get(row.key, row) for row in rows.latest(whole))
+    finished = iter(ceilings.with_best_products(row for row in found if row.key in own))
+    written = [next(finished) if row.key in own else row for row in found]
     rows.write(output, written)
-    return [row for row in written if (row.key, row.when) in mine]
+    return [row for row in written if row.key in own]

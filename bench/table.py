@@ -29,10 +29,19 @@ def rate(row: Row, bytes_bound: bool | None = None) -> str:
     return f"{row.tflops:,.0f} TFLOP/s" if row.tflops >= 100 else f"{row.tflops:.3g} TFLOP/s"
 
 
-def fastest(rows: Iterable[Row]) -> str | None:
-    """The backend with the smallest median."""
+def fastest(rows: Iterable[Row]) -> set[str]:
+    """Of one call's rows, the fastest backends: the best, and those whose 95 % intervals reach into its own.
+
+    By the speedups over the baseline, each paired with it round by round: of times, which rows of different runs may
+    hold, the machine's state that day is a part. By the times where a row has no speedup.
+    """
     timed = [row for row in rows if row.us is not None]
-    return min(timed, key=lambda row: row.us).backend if timed else None
+    if all(row.speedup is not None for row in timed):
+        spans = {r.backend: (r.speedup, r.speedup_low or r.speedup, r.speedup_high or r.speedup) for r in timed}
+    else:
+        spans = {r.backend: (1 / r.us, 1 / (r.us_high or r.us), 1 / (r.us_low or r.us)) for r in timed}
+    least = max(spans.values(), default=(0.0, 0.0, 0.0))[1]
+    return {backend for backend, (_, _, high) in spans.items() if high >= least}
 
 
 def show(rows: Iterable[Row], console: Console) -> None:
@@ -79,7 +88,7 @@ def _table(title: str, rows: list[Row]) -> Table:
     for shape, members in by_shape.items():
         best = fastest(members)
         for i, row in enumerate(members):
-            marked = row.backend == best
+            marked = row.backend in best
             style = "bold green" if marked else "red" if row.wrong else "dim" if row.us is None else None
             cells = [shape if i == 0 else "", f"{row.backend}{' ◀' if marked else ''}", *_cells(row)]
             table.add_row(*(Text(c, style=style or "") for c in cells), end_section=i == len(members) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ Call = Callable[[int], Any]
 
 SAMPLE_S = 1e-3  # one sample lasts at least this long, so that the clock's resolution does not show
 LONG_CALL_S = 5e-3  # from here on one call is a sample: neither a warm L2 nor a launch gap shows any more
+HICCUP_S = 0.5  # a first call shorter than this may be long by the host's doing, and is made again to find out
+APART = 4  # samples so many times the shortest one, and longer than `LONG_CALL_S`, are taken in rounds of their own
 SLOW_S = 2.0  # for the rounds of a call so slow that it gets no more than the least number
 MAX_COPIES = 1024
 MAX_ROUNDS = 100
@@ -102,6 +105,8 @@ def prepare(
     if seconds is None:
         wall(lambda: call(0), device)
         seconds = wall(lambda: call(0), device)[0]
+    if 2 * LONG_CALL_S <= seconds < HICCUP_S:
+        seconds = min(seconds, wall(lambda: call(0), device)[0])
     if seconds < 2 * LONG_CALL_S:
         seconds = min(seconds, *(wall(lambda: call(0), device)[0] for _ in range(3)))
     if seconds > LONG_CALL_S:
@@ -228,18 +233,30 @@ def settle(launches: Sequence[Launch], cap_s: float) -> bool:
     return True
 
 
+def apart(launches: Mapping[str, Launch]) -> set[str]:
+    """Those so slow beside the others that they belong into rounds of their own.
+
+    A naive kernel draws a fraction of a fast one's power, for a hundred times as long: in one round with it the fast
+    one would find a rested GPU, and run at clocks that it cannot keep up by itself.
+    """
+    shortest = min((launch.seconds for launch in launches.values()), default=0.0)
+    return {name for name, launch in launches.items() if launch.seconds > max(LONG_CALL_S, APART * shortest)}
+
+
 def interleave(
     launches: Mapping[str, Launch],
     budget_s: float,
     baseline: str | None = None,
     observe: Callable[[int, str, Span], None] | None = None,
     patience_s: float = SLOW_S,
+    most: int = MAX_ROUNDS,
 ) -> dict[str, list[float | None]]:
-    """Seconds of one call of each, round by round; None in the rounds that a slow one sits out.
+    """Seconds of one call of each, in `most` rounds or fewer; None in those that a slow one sits out.
 
     Each gets an equal share of `budget_s`; a slow one at least `MIN_ROUNDS`, or as many of them as `patience_s` has
-    room for, or one. `baseline` is in every round, so that every other can be paired with it. The order turns from
-    round to round. `observe` is told of every sample: round, name, span.
+    room for, or one. `baseline` is in every round, so that every other can be paired with it. The order is drawn anew
+    each round (with a fixed seed): what a call leaves to the next, such as heat, falls on all alike. `observe` is told
+    of every sample: round, name, span.
     """
     names = list(launches)
     share = budget_s / max(len(names), 1)
@@ -247,15 +264,16 @@ def interleave(
     def affordable(name: str) -> int:
         seconds = launches[name].seconds
         least = min(MIN_ROUNDS, max(1, int(patience_s / seconds)))
-        return max(least, min(MAX_ROUNDS, int(share / seconds)))
+        return max(least, min(most, int(share / seconds)))
 
     rounds = affordable(baseline) if baseline in launches else max(map(affordable, names), default=0)
     turns = {name: min(rounds, affordable(name)) for name in names}
     times: dict[str, list[float | None]] = {name: [None] * rounds for name in names}
+    order = random.Random(0)
     for r in range(rounds):
         # Spread a slow one's turns evenly over the rounds.
         due = [n for n in names if (r + 1) * turns[n] // rounds > r * turns[n] // rounds]
-        due = due[r % len(due) :] + due[: r % len(due)] if due else due
+        order.shuffle(due)
         for name, span in zip(due, sample([launches[n] for n in due]) if due else [], strict=True):
             times[name][r] = span.seconds
             if observe is not None:

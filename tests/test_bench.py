@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import cases, counters, lengths, memory, pictures, rows, sweep
+from bench import __main__ as bench_main
+from bench import cases, counters, lengths, memory, pictures, readme, rows, sweep
 from bench import table as bench_table
 from bench.__main__ import main
 from bench.choice import Choice, Group, groups
@@ -183,12 +184,40 @@ def test_table_and_pictures(swept):
     for row in found:
         assert row.backend in text
         assert row.unsupported is None or row.unsupported in text
-    assert text.count("◀") == len({(r.op, r.shape, r.pass_, r.dtype) for r in found})
+    assert text.count("◀") >= len({(r.op, r.shape, r.pass_, r.dtype) for r in found})
     (picture,) = pictures.draw(swept)
     first = picture.read_bytes()
     assert b"<svg" in first
     pictures.draw(swept)
     assert picture.read_bytes() == first, "the same rows must draw the same picture"
+
+
+def _timed(backend: str, us: float, speedup: float | None, low: float | None = None, high: float | None = None) -> Row:
+    measured = {"us_q1": us, "us_q3": us, "gbs": 1.0, "tflops": 1.0, "bytes": 1, "flops": 1}
+    ends = {"speedup_low": low, "speedup_high": high}
+    return _row(backend=backend, us=us, speedup=speedup, **measured, **ends)
+
+
+def test_the_fastest_is_told_by_paired_ratios_and_has_its_equals():
+    rows_ = [_timed("torch.builtin", 10.0, 1.0), _timed("a", 9.0, 0.97, 0.96, 0.98), _timed("b", 12.0, 1.3, 1.2, 1.4)]
+    assert bench_table.fastest(rows_) == {"b"}, "times of rows measured on different days do not compare"
+    assert bench_table.fastest([*rows_, _timed("c", 11.0, 1.15, 1.1, 1.21)]) == {"b", "c"}
+    assert bench_table.fastest([*rows_, _timed("d", 8.0, None)]) == {"d"}, "a time without a ratio is all there is"
+    assert bench_table.fastest([_row(unsupported="no")]) == set()
+
+
+def test_marks_have_a_legend():
+    steady = dataclasses.replace(_timed("torch.builtin", 10.0, 1.0), clocks_moved=False, graph=True)
+    moved = dataclasses.replace(_timed("torch.naive", 12.0, 0.8), clocks_moved=True, graph=False)
+    block = readme._rates("gelu", [steady, moved])
+    assert "†‡ |" in block
+    assert block.endswith("† its clock was not its neighbours'; ‡ launched call by call, with the gaps between.")
+    assert "†" not in readme._rates("gelu", [steady])
+
+
+def test_the_machine_s_line_names_every_version():
+    older, newer = _row(torch="2.11", when="2026-01-01"), _row(torch="2.12", commit="c0ffee", when="2026-01-02")
+    assert "with PyTorch 2.11 and 2.12; source `c0ffee`; 2026-01-02." in readme._machine(None, [newer, older])
 
 
 def test_a_backward_that_moves_nothing_is_not_timed():
@@ -283,6 +312,27 @@ def test_a_variant_that_raises_does_not_stop_the_sweep(monkeypatch, tmp_path):
         ("torch.naive", True, "raised RuntimeError: misaligned address"),
         ("torch.builtin", False, None),
     }
+
+
+def test_a_variant_that_breaks_the_gpu_is_the_only_one_blamed(monkeypatch, tmp_path, capsys):
+    broken = []
+
+    def forward(input, **options):
+        broken.append(True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device):
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    _wrong(monkeypatch, forward=forward)
+    monkeypatch.setattr(sweep.timing, "synchronize", synchronize)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu,softmax", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02"]
+    assert main([*argv, "--no-pictures", "--output", str(path)]) == 1
+    assert "the GPU answers nothing but RuntimeError: CUDA error: an illegal" in capsys.readouterr().err
+    assert [(row.backend, row.pass_) for row in rows.read(path) if row.wrong] == [("torch.naive", "forward")]
+    assert not any(row.op == "softmax" for row in rows.read(path)), "nothing was measured after it"
 
 
 def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
@@ -407,6 +457,18 @@ def test_bad_command_lines(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_peer_named_is_tuned_at_all_cases(tmp_path):
+    parser = bench_main._sweep_parser()
+    for argv, named in (
+        (["--peers"], False),
+        (["--peers", "quack-gemm"], True),
+        (["--peers", "peer.quack-gemm,liger"], True),
+    ):
+        chosen = bench_main._choice(parser.parse_args([*argv, "--quick"]))
+        assert "quack-gemm" in chosen.peers
+        assert chosen.tunes("peer.quack-gemm", Case("a", ((1,),), quick=True)) == named
+
+
 def _row(**fields) -> Row:
     base = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": "float32"}
     return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
@@ -507,7 +569,10 @@ def _reading(path: str, page: str) -> list[list[str]]:
     """Every command that reads rows from a path."""
     swept = ["--op", "gelu", "--backend", "torch", "--quick", "--output", path]
     commands = [swept, [*swept, "--resume"], ["readme", page, "--results", path]]
-    commands += [["merge", path], ["merge", str(ROOT / "bench/results/cpu.jsonl"), "--into", path]]
+    commands += [
+        ["merge", path, "--into", f"{page}.jsonl"],
+        ["merge", str(ROOT / "bench/results/cpu.jsonl"), "--into", path],
+    ]
     return commands + [[name, path] for name in ("table", "pictures", "report")] + [["compare", path, path]]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from bench import climb_counters, counters, rows
 from bench.__main__ import main
+from bench.climb import by_call, gains
 from bench.readme import default_results
 from bench.rows import Row
 
@@ -99,6 +100,27 @@ def test_steps_and_gains(page):
     assert "another shape" not in text
     assert list(_table(text, "gelu backward")) == ["step", "---", "`torch.builtin`"]
     assert "counters" not in text
+
+
+def test_gains_are_over_the_step_of_the_same_call():
+    """PyTorch's own functions over the plain formula, whichever came between; no other shape, no other GPU."""
+    own = [
+        _row("torch.naive", 800.0),
+        _row("torch.builtin", 80.0),
+        _row("torch.flash", 100.0),
+        _row("torch.cudnn", 40.0),
+    ]
+    other = [_row("cuda.naive", 10.0, gpu="GPU 2"), _row("cuda.naive", 320.0), _row("cuda.vectorized", 64.0)]
+    refused = _row("torch.later", None, unsupported="no")
+    found = gains([*own, refused, *other, _row("cuda.naive", 1.0, "backward"), *ROWS[:2]])
+    steps = {key[1]: (before.backend, pytest.approx(gain.value)) for key, (before, gain) in found.items()}
+    of_naive = {"torch.builtin": 10, "torch.flash": 8, "torch.cudnn": 20}
+    expected = {name: ("torch.naive", times) for name, times in of_naive.items()}
+    assert steps == expected | {"cuda.vectorized": ("cuda.naive", 5)}
+    late = [_row("peer.liger", 90.0), *other[1:], *own[::-1]]
+    assert [[row.backend for row in call] for call in by_call(late)] == [
+        ["torch.cudnn", "torch.flash", "torch.builtin", "torch.naive", "cuda.naive", "cuda.vectorized", "peer.liger"]
+    ], "by level; within one the file's order"
 
 
 def test_counters_that_moved(page):

@@ -58,7 +58,7 @@ def compare(tmp_path, capsys):
             rows.write(tmp_path / f"{name}.jsonl", found)
         code = main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), *options])
         captured = capsys.readouterr()
-        return code, captured.out if code != 2 else captured.err
+        return code, captured.out or captured.err
 
     return run
 
@@ -221,6 +221,60 @@ def test_transitions(before, after, kind, code, compare):
     assert not reason or reason in text
 
 
+REASON = "the cuda level could not be imported: no _C"
+LATER = "2026-01-02T00:00:00+00:00"
+
+
+def _without_cuda(found: list[Row], when: str = LATER) -> list[Row]:
+    """As the sweep writes rows where the extension file is missing: one a group for the whole level."""
+    lost = {row.shape: _row("cuda", None, shape=row.shape, unsupported=REASON, when=when) for row in found}
+    return [*(row for row in found if row.level != "cuda"), *lost.values()]
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--complete",), ("--raw",), ("--backend", "cuda"), ("--backend", "cuda.naive")], ids=" ".join
+)
+def test_a_build_that_lost_a_level_fails(options, compare):
+    before = [*_run(seed=1), _row("cuda.tiled", None, unsupported="no"), _row("cuda.split", None, wrong="3 > 1")]
+    found = _json(compare, before, _without_cuda(_run(seed=2)), *options)
+    lost = len(SHAPES) * (1 if "cuda.naive" in options else 2)
+    assert found["failures"] == [f"{lost} became unsupported"]
+    assert found["outcome"] == "FAIL"
+    assert {t["reason"] for t in found["transitions"]} == {REASON}
+    kinds = {t["kind"]: t["backend"] for t in found["transitions"] if t["backend"] not in BACKENDS}
+    assert kinds == ({} if "cuda.naive" in options else {"now refused": "cuda.split"})
+    assert compare(before, _without_cuda(_run(seed=2)), *options)[0] == 1
+
+
+def test_a_build_that_found_a_level_passes(compare):
+    code, text = compare(_without_cuda(_run(seed=1)), _run(seed=2), "--complete")
+    assert code == 0
+    assert f"Became supported ({2 * len(SHAPES)})" in text
+    assert "Vanished" not in text
+    assert compare(_without_cuda(_run(seed=1)), _without_cuda(_run(seed=2)), "--complete")[0] == 0
+
+
+def test_of_a_level_and_its_variants_in_one_file_the_newer_counts(compare):
+    """As where a file is kept from build to build."""
+    both = [*_run(seed=2), *_without_cuda(_run(seed=2))]
+    assert f"FAIL: {2 * len(SHAPES)} became unsupported" in compare(_run(seed=1), both)[1]
+    older = [*_run(seed=2), *_without_cuda(_run(seed=2), when="2025-01-01T00:00:00+00:00")]
+    assert compare(_run(seed=1), older, "--complete")[0] == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--markdown",)])
+def test_nothing_to_judge_is_no_pass(options, compare):
+    refused = _row(us=None, unsupported="no")
+    for rows_ in ([_row("torch.builtin"), _row("peer.liger")], [refused], [_row("triton.fused", interpreted=True)]):
+        code, text = compare(rows_, rows_, *options)
+        assert code == 2
+        assert "UNDECIDED: nothing could be judged; 0 calls judged by their time" in text
+        assert "PASS" not in text
+        found = _json(compare, rows_, rows_)
+        assert (found["outcome"], found["passed"], found["failures"]) == ("UNDECIDED", False, [])
+    assert compare([refused], [_row()])[0] == 0, "what became of it is judged"
+
+
 def test_complete_fails_for_what_vanished(compare):
     other = _row("cuda.naive")
     assert compare([other, _row()], [other], "--complete")[0] == 1
@@ -229,7 +283,7 @@ def test_complete_fails_for_what_vanished(compare):
 
 def test_interpreted_rows_are_not_judged(compare):
     slow = [_row("triton.fused", interpreted=True)], [_row("triton.fused", us=300.0, interpreted=True)]
-    code, text = compare(*slow)
+    code, text = compare(*([_row(), *found] for found in slow))
     assert code == 0
     assert "interpreted" in text
 
@@ -251,11 +305,80 @@ def test_older_rows_get_intervals_from_quartiles(compare):
     code, text = compare(old(_run(seed=1)), _run(seed=2, slow={"cuda.naive": 1.1}))
     assert code == 1
     assert "are derived from quartiles" in text
+    assert compare(old(_run(seed=1)), _run(seed=2))[0] == 0
     estimate = time_of(_row(us_low=None, us_high=None))
     # Quartiles 0.8 % apart over 25 rounds: 1.96 · 1.2533 / 1.349 · 0.8 % / 5.
     assert estimate.high / estimate.value - 1 == pytest.approx(0.00291, rel=0.01)
     single = time_of(_row(us_low=None, us_high=None, rounds=1))
-    assert single.low == single.value == single.high
+    assert (single.low, single.high) == (None, None)
+
+
+def _few(us: float, rounds: int, width: float = 0.004, **fields) -> Row:
+    return _row("cuda.naive", us, width, rounds=rounds, **{"us_low": None, "us_high": None, **fields})
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("controls", [0, len(SHAPES)])
+def test_too_few_rounds_are_undecided(rounds, controls, compare):
+    """Six percent more, in quartiles that are too near to each other to be witness, is neither slower nor unchanged."""
+    rest = [row for row in _run() if row.backend == "torch.builtin"][:controls]
+    rest.append(_row("triton.fused"))
+    width = 0.01 if rounds > 1 else 0
+    before, after = [*rest, _few(100.0, rounds, width)], [*rest, _few(106.0, rounds, width)]
+    code, text = compare(before, after)
+    assert code == 0
+    assert text.rstrip().endswith("; 1 calls judged by their time, 1 undecided")
+    table = text[text.index("Undecided: too few rounds to tell (1)") :]
+    assert re.search(r"cuda\.naive .* 1\.060 +1\.060 +none +few rounds\n", table)
+    assert f"1 of {len(rest) + 1} ratios have no interval" in text
+    assert "Undecided: too few rounds to tell (1)" in compare(before, after, "--markdown")[1]
+    found = _json(compare, before, after)
+    change = next(c for c in found["changes"] if c["backend"] == "cuda.naive")
+    assert (change["direction"], change["judged"], change["past_threshold"]) == ("undecided", False, False)
+    assert change["corrected"]["low"] is None
+    assert found["groups"][-1]["undecided"] == 1
+    assert compare(before[-1:], after[-1:])[0] == 2, "nothing could be judged"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        (_few(100.0, 3), _few(110.0, 3), 1),
+        (_few(100.0, 3), _few(105.5, 3), 0),
+        (_few(100.0, 3, 0.05), _few(110.0, 3, 0.05), 0),
+        (_few(100.0, 1), _few(140.0, 5), 0),
+        (_few(100.0, 1), _few(160.0, 5), 1),
+        (_few(100.0, 1), _few(160.0, 1), 1),
+        (_row("cuda.naive"), _few(10_000.0, 1), 1),
+        (_few(100.0, 3, speedup=1.0), _few(110.0, 3, speedup=1.0), 0),
+        (_few(100.0, 3, speedup=1.0), _few(110.0, 3, speedup=0.9), 1),
+        (_few(110.0, 3), _few(100.0, 3), 0),
+    ],
+)
+def test_quartiles_far_apart_are_witness_enough(before, after, code, compare):
+    """So that a kernel of few rounds, or one that became so slow that it has few, does not escape the gate."""
+    others = [_row("triton.fused")]
+    assert compare([*others, before], [*others, after])[0] == code
+    slower = "Slower past 5 % (1)" in compare([*others, before], [*others, after])[1]
+    assert slower == bool(code)
+
+
+def test_what_is_faster_in_few_rounds(compare):
+    text = compare([_few(110.0, 3)], [_few(100.0, 3)])[1]
+    assert "Faster past 5 % (1)" in text
+    assert "PASS" in text
+
+
+def test_drift_and_scatter_are_taken_off_quartiles(compare):
+    """A tenth more, in a run where everything took a tenth more."""
+    controls = [_row("torch.builtin", 10.0, shape=shape) for shape in SHAPES]
+    drifted = [dataclasses.replace(row, us=11.0, us_low=10.9, us_high=11.1) for row in controls]
+    assert "Undecided: too few" in compare([*controls, _few(100.0, 3)], [*drifted, _few(110.0, 3)])[1]
+    scattered = [
+        dataclasses.replace(row, us=us, us_low=0.99 * us, us_high=1.01 * us)
+        for row, us in zip(controls, (9.0, 9.2, 9.4, 9.8, 10.2, 10.5, 10.7, 11.0), strict=True)
+    ]
+    assert "Undecided: too few" in compare([*controls, _few(100.0, 3)], [*scattered, _few(110.0, 3)])[1]
 
 
 def test_the_newest_row_counts(compare):
@@ -411,8 +534,11 @@ def runs(draw) -> list[Row]:
         for backend in ("torch.builtin", "cuda.naive"):
             state = draw(st.sampled_from(["timed", "timed", "timed", "wrong", "unsupported", "absent"]))
             us, width = draw(times), draw(widths)
+            few = {"rounds": draw(st.sampled_from([1, 3])), "us_low": None, "us_high": None}
             if state == "timed":
-                found.append(_row(backend, us, width, shape=shape, speedup=draw(times)))
+                found.append(
+                    _row(backend, us, width, shape=shape, speedup=draw(times), **draw(st.sampled_from([{}, few])))
+                )
             elif state != "absent":
                 found.append(_row(backend, None, shape=shape, **{state: "for a reason"}))
     return found
@@ -426,7 +552,7 @@ def test_swapping_the_files_inverts_every_ratio(a, b):
     assert there.drift.scatter == pytest.approx(back.drift.scatter)
     returned = {change.after.key: change for change in back.changes}
     assert len(returned) == len(there.changes)
-    opposite = {"slower": "faster", "faster": "slower", "unchanged": "unchanged"}
+    opposite = {"slower": "faster", "faster": "slower", "unchanged": "unchanged", "undecided": "undecided"}
     for change in there.changes:
         other = returned[change.after.key]
         for name in ("raw", "corrected", "paired"):
@@ -434,7 +560,8 @@ def test_swapping_the_files_inverts_every_ratio(a, b):
             assert (x is None) == (y is None)
             assert x is None or x.value * y.value == pytest.approx(1)
             assert x is None or x.low is None or x.low * y.high == pytest.approx(1)
-        near_one = any(end == pytest.approx(1, abs=1e-9) for end in (change.corrected.low, change.corrected.high))
+        ends = [end for end in (change.corrected.low, change.corrected.high) if end is not None]
+        near_one = any(end == pytest.approx(1, abs=1e-9) for end in ends)
         assert near_one or other.direction == opposite[change.direction]
     assert len(there.transitions) == len(back.transitions)
 

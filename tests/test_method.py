@@ -327,7 +327,7 @@ def test_long_tuning_is_for_the_quick_cases_of_a_full_sweep_unless_named():
     assert unnamed.tunes("compile.default", other)
     assert not Choice(["matmul"], quick=True).tunes(name, quick)
     for is_quick in (False, True):
-        assert Choice(["matmul"], [name], quick=is_quick).tunes(name, other)
+        assert Choice(["matmul"], named=[name], quick=is_quick).tunes(name, other)
 
 
 def test_a_quick_sweep_on_a_gpu_is_in_bfloat16():

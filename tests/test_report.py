@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 from matplotlib.text import Text
 
-from bench import environment, report, roofline, rows
+from bench import climb, environment, report, roofline, rows
 from bench.__main__ import main
 from bench.roofs import operations, roofs
 from bench.rows import Row
@@ -65,6 +66,12 @@ def _full_rows() -> list[Row]:
     return [*found, *CEILINGS]
 
 
+def _shown(*view: str) -> list[Row]:
+    """The rows of an operation, dtype and pass in the page's order: level by level, peers last."""
+    climbs = climb.by_call(r for r in _full_rows() if (r.op, r.dtype, r.pass_) == view)
+    return [row for steps in climbs for row in steps]
+
+
 def _written(tmp: Path, found: list[Row]) -> Path:
     rows.write(tmp / "rows.jsonl", found)
     assert main(["report", str(tmp / "rows.jsonl"), "--output", str(tmp / "report.html")]) == 0
@@ -116,7 +123,7 @@ def test_switches_change_the_view_and_the_address(page, full):
     _choose(page, "dtype", "float32")
     _choose(page, "pass", "backward")
     assert _text(page, "#view") == "softmax · backward · float32 · NVIDIA H200"
-    found = [r for r in _full_rows() if (r.op, r.dtype, r.pass_) == ("softmax", "float32", "backward")]
+    found = _shown("softmax", "float32", "backward")
     assert _texts(page, "#rows tbody code") == [r.backend for r in found]
     fragment = page.run("location.hash")
     assert fragment == "#op=softmax&dtype=float32&pass=backward"
@@ -144,7 +151,7 @@ def test_unknown_choices_in_the_address_fall_back(page, full):
 
 def test_a_column_sorts_up_and_down_and_back(page, full):
     page.open(full, "op=softmax")
-    found = [r for r in _full_rows() if (r.op, r.dtype, r.pass_) == ("softmax", "bfloat16", "forward")]
+    found = _shown("softmax", "bfloat16", "forward")
     rising = sorted((r for r in found if r.us is not None), key=lambda r: r.us)
     untimed = [r for r in found if r.us is None]
     assert untimed
@@ -170,7 +177,7 @@ def test_a_point_shows_its_whole_row_under_the_pointer(page, full, section):
     shown = _text(page, "#details")
     row = next(r for r in _full_rows() if r.op == "gelu" and r.backend == "torch.naive")
     assert shown.startswith("gelu torch.naive")
-    for part in ("95 % interval", "quartiles", "rounds", "1980 MHz", "650 W, 61 °C", row.commit[:12], row.torch):
+    for part in ("95 % interval", "quartiles", "rounds", "1980 MHz", "650 W", "61 °C", row.commit[:12], row.torch):
         assert part in shown
     page.send("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
     assert page.run("document.getElementById('details').hidden")
@@ -192,6 +199,53 @@ def test_points_answer_to_the_keyboard(page, full):
     assert not page.run("document.getElementById('details').hidden"), "Enter pins"
     page.press("Escape")
     assert page.run("document.getElementById('details').hidden")
+    _clean(page)
+
+
+#: A timed row has these; every other field that may be null is null in some row.
+_ALWAYS = {"op", "backend", "level", "pass_", "dtype", "shape", "when", "us", "shapes", "options", "interpreted"}
+
+
+def _bare(row: Row, **fields) -> Row:
+    """All null that may be null, and what is given."""
+    names = {field.name for field in dataclasses.fields(Row)} - _ALWAYS
+    return dataclasses.replace(row, **{**dict.fromkeys(names), **fields})
+
+
+@pytest.mark.parametrize("bare", ["some", "all"])
+def test_what_a_row_lacks_is_left_out(page, tmp_path, bare):
+    base = next(row for row in _measured() if row.op == "gelu" and row.us is not None and row.speedup)
+    absent = {"shapes": [[4096, 64], None, []]}
+    lacking = [
+        _bare(base, backend="cuda.bare", level="cuda", **absent),
+        _bare(base, backend="cuda.rate", level="cuda", gbs=1.0, bytes=10**6, power_w=500.0, **absent),
+        _bare(base, backend="cuda.half", level="cuda", us_low=base.us, us_q1=base.us, temperature_c=44.0, rounds=3),
+        _bare(base, backend="cuda.none", level="cuda", us=None),
+        _bare(base, op="another", backend="cuda.bare", level="cuda"),
+    ]
+    path = _written(tmp_path, [base, *lacking] if bare == "some" else [lacking[0], *lacking[3:]])
+    page.open(path)
+    _choose(page, "gpu", "unknown machine")
+    for op in ("all", "gelu", "another"):
+        _choose(page, "op", op)
+        for name in SECTIONS:
+            drawn = page.run(f"document.querySelector('#{name} .body').innerHTML")
+            assert not re.search("null|undefined|NaN|Infinity", drawn), (op, name)
+    _choose(page, "op", "gelu")
+    assert "unknown machine" in _text(page, "#environment")
+    assert ("Nothing has a rate." in _text(page, "#rates")) == (bare == "all")
+    assert ("Nothing has a rate." in _text(page, "#climb")) == (bare == "all")
+    if bare == "some":
+        page.hover("#climb .point .hit")
+        shown = _text(page, "#details")
+        assert shown.startswith("gelu cuda.rate")
+        assert "4096×64, absent, scalar" in shown
+        assert "500 W" in shown
+        assert "°C" not in shown, "nothing is known of it"
+        assert any(re.fullmatch("— [0-9.]+ µs", words) for words in _texts(page, "#climb text")), "a time, no rate"
+    _clean(page)
+    page.open(path, scripts=False)
+    assert "cuda.bare" in _text(page, "noscript")
     _clean(page)
 
 
@@ -269,7 +323,10 @@ def test_ceilings_are_drawn_and_are_no_operations(page, full, tmp_path):
     page.open(full, "op=gelu")
     assert "ceiling" not in page.run("[...document.getElementById('switch-op').options].map((o) => o.value)")
     drawn = " ".join(_texts(page, "#roofline text"))
-    for name in ("L2 cache: 9,880 GB/s", "memory, by a copy: 4,320 GB/s", "tensor cores, bfloat16: 789 TFLOP/s"):
+    best = max(r.ceiling_tflops for r in _full_rows() if r.ceiling_tflops and r.dtype == "bfloat16")
+    assert 789.0 < best < 1000, "a variant's product is above the measured ceiling, as below"
+    roof = f"tensor cores, bfloat16: {best:.0f} TFLOP/s"
+    for name in ("L2 cache: 9,880 GB/s", "memory, by a copy: 4,320 GB/s", roof):
         assert name in drawn
     assert "launch" in _text(page, "#environment")
     page.open(_written(tmp_path, _measured()), "op=gelu")
@@ -366,14 +423,20 @@ def test_reduced_motion(page, full):
         page.emulate()
 
 
+def _embedded(path: Path) -> dict:
+    text = path.read_text()
+    start = text.index('id="data">') + len('id="data">')
+    return json.loads(text[start : text.index("</script>", start)])
+
+
 def test_data_survives_the_page(full):
     text = full.read_text()
-    start = text.index('id="data">') + len('id="data">')
-    embedded = json.loads(text[start : text.index("</script>", start)])
+    embedded = _embedded(full)
     found = rows.latest(_full_rows())
     assert len(embedded["rows"]) + len(embedded["ceilings"]) == len(found)
     assert {row["backend"] for row in embedded["ceilings"]} == {row.backend for row in CEILINGS}
-    assert report.page(found) == text, "the same rows must make the same page"
+    again = rows.read(full.parent / "rows.jsonl")
+    assert report.page(again) == text, "the same rows must make the same page"
 
 
 @pytest.mark.parametrize(
@@ -394,6 +457,58 @@ def test_bad_files(content, message, tmp_path, capsys):
     assert message in (said := capsys.readouterr().err)
     assert str(path) in said
     assert not (tmp_path / "report.html").exists()
+
+
+def test_gains_and_baselines_are_those_of_the_log(full):
+    """KERNEL_LOG.md's climbs and the page's are of the same rows: what one shows, the other must."""
+    embedded = _embedded(full)
+    climbs = climb.by_call(operations(rows.read(full.parent / "rows.jsonl")))
+    expected = {
+        row.key: (before.backend, climb.gain(row, before))
+        for steps in climbs
+        for row, before in climb.with_step_before(steps)
+        if before and row.us is not None
+    }
+    shown = {
+        tuple(row.get(name) for name in ("op", "backend", "pass", "dtype", "shape", "gpu")): row
+        for row in embedded["rows"]
+        if "gain" in row
+    }
+    order = [row["backend"] for row in embedded["rows"]]
+    assert order == [row.backend for steps in climbs for row in steps], "whoever was measured first"
+    assert shown.keys() == expected.keys()
+    for key, (before, gain) in expected.items():
+        row = shown[key]
+        assert row["step_before"] == before
+        assert (row["gain"], row["gain_low"], row["gain_high"]) == (gain.value, gain.low, gain.high)
+    of_torch = {row["step_before"] for row in shown.values() if row["level"] == "torch"}
+    assert of_torch == {"torch.naive"}
+    assert {row["level"] for row in shown.values()} == {"torch", "compile", "triton", "cuda"}, "peers are no steps"
+    assert embedded["baselines"]["gelu"] == "torch.builtin"
+    assert embedded["baselines"]["dropout"] == "torch.naive"
+
+
+@pytest.mark.parametrize(("op", "baseline"), [("matmul", "torch.builtin"), ("dropout", "torch.naive")])
+def test_the_climb_shows_them(page, full, op, baseline):
+    page.open(full, f"op={op}")
+    (headline,) = [
+        h for h in _embedded(full)["headlines"] if (h["op"], h["dtype"], h["pass"]) == (op, "bfloat16", "forward")
+    ]
+    words = _texts(page, "#climb svg text.halo")
+    found = [r for r in _embedded(full)["rows"] if all(r[name] == headline[name] for name in headline)]
+    timed = [r for r in found if "us" in r]
+    assert len(words) == len(timed)
+    for said, row in zip(words, timed, strict=True):
+        gain = re.search(r"([\d.,]+)× step before", said)
+        assert bool(gain) == ("gain" in row)
+        assert not gain or float(gain[1].replace(",", "")) == pytest.approx(row["gain"], rel=0.01)
+        assert ("speedup" in row) == said.endswith(f"× {baseline}")
+    assert f"× {baseline}" in _texts(page, "#rows thead th")
+    page.hover("#climb .point:last-child .hit")
+    assert f"× {baseline}" in _text(page, "#details")
+    page.open(full)
+    assert "× baseline" in _texts(page, "#rows thead th"), "no name holds for all operations"
+    _clean(page)
 
 
 def test_bad_places(tmp_path, capsys):

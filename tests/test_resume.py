@@ -93,6 +93,37 @@ def test_resume_reports_what_was_wrong_before(interrupted, capsys):
     assert "WRONG: gelu" in capsys.readouterr().err
 
 
+def test_a_peer_s_row_stands_for_one_version_of_its_library(monkeypatch):
+    facts = dict.fromkeys(resume.SAME)
+    peer = a_row(backend="peer.liger", level="peer", gpu=None, peer_version=None, unsupported="not installed")
+    mine = a_row(gpu=None)
+    for installed, expected in ((None, 2), ("0.8.5", 1)):
+        monkeypatch.setattr(resume.peers, "version", lambda backend, installed=installed: installed)
+        assert len(resume.standing([peer, mine], facts)) == expected
+
+
+def test_this_run_s_rows_supersede_those_of_a_clock_that_was_ahead(interrupted):
+    found = rows.read(interrupted)
+    for row in found:
+        row.when, row.us = "2999-01-01T00:00:00+00:00", 1.0
+    rows.write(interrupted, found)
+    assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(interrupted)]) == 0
+    after = rows.read(interrupted)
+    assert {row.key for row in after} == {row.key for row in found}
+    assert not any(row.when.startswith("2999") for row in after)
+
+
+def test_two_sweeps_do_not_write_one_file(interrupted, capsys):
+    before = interrupted.read_bytes()
+    with rows.writing(interrupted):
+        assert run_sweep(interrupted, "--resume") == 2
+        assert main(["merge", str(interrupted), "--into", str(interrupted)]) == 2
+    assert "another process is writing to it; give this one an --output of its own" in capsys.readouterr().err
+    assert interrupted.read_bytes() == before
+    with rows.writing(interrupted), rows.writing(interrupted.with_name("other.jsonl")):
+        pass
+
+
 def test_what_resume_says_of_an_unknown_source():
     facts = dict.fromkeys(resume.SAME)
     assert "the commit is unknown here" in resume.report({}, facts, "rows.jsonl")

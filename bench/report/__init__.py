@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import hashlib
 import html
 import json
@@ -18,7 +19,9 @@ from string import Template
 from typing import Any
 
 from bench import rows
+from bench.climb import by_call, gains
 from bench.headline import headline_shape
+from bench.ratio import Estimate, baseline_of
 from bench.readme import default_results
 from bench.roofs import CAPTION, CEILING, intensity, operations, roofs
 from bench.rows import Row, latest, to_json
@@ -47,10 +50,13 @@ def page(found: Iterable[Row]) -> str:
 
 def data(found: Sequence[Row]) -> dict[str, Any]:
     """What the scripts draw: rows with what follows from them, roofs, and the shapes that stand for operations."""
-    measured = operations(found)
+    # The scripts choose by the machine's name, and so must have one.
+    found = [row if row.gpu else dataclasses.replace(row, gpu="unknown machine") for row in found]
+    measured = [row for steps in by_call(operations(found)) for row in steps]
+    gained = gains(measured)
     gpus = list(dict.fromkeys(row.gpu for row in measured))
     return {
-        "rows": [_fields(row) for row in measured],
+        "rows": [_fields(row) | _gain(*gained.get(row.key, (None, None))) for row in measured],
         "ceilings": [_fields(row) for row in found if row.op == CEILING],
         "roofs": [
             {"gpu": gpu, "dtype": dtype, **vars(roof)}
@@ -59,6 +65,7 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
             for roof in roofs((row for row in found if row.gpu == gpu), dtype)
         ],
         "headlines": _headlines(measured),
+        "baselines": {op: baseline_of(op) for op in dict.fromkeys(row.op for row in measured)},
         "caption": CAPTION,
     }
 
@@ -66,6 +73,13 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
 def _fields(row: Row) -> dict[str, Any]:
     fields = {name: value for name, value in json.loads(to_json(row)).items() if value is not None}
     return fields | {"least_us": row.least_us, "bytes_bound": row.bytes_bound, "intensity": intensity(row)}
+
+
+def _gain(before: Row | None, gain: Estimate | None) -> dict[str, Any]:
+    """How many times as fast as the step before, as the climbs of KERNEL_LOG.md have it."""
+    if before is None or gain is None:
+        return {}
+    return {"step_before": before.backend, "gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
 
 
 def _headlines(measured: Sequence[Row]) -> list[dict[str, str | None]]:
@@ -92,11 +106,16 @@ def _fallback(found: Sequence[Row]) -> str:
     lines = []
     for row in operations(found):
         note = f"wrong: {row.wrong}" if row.wrong else row.unsupported or ""
-        timed = [microseconds(row.us), rate(row)] if row.us is not None else ["", ""]
+        timed = [microseconds(row.us) if row.us is not None else "", _rate(row)]
         speedup = f"{row.speedup:.2f}" if row.speedup is not None else ""
         cells = [row.op, row.pass_, row.dtype, row.shape, row.backend, *timed, speedup, note, row.gpu or ""]
         lines.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
     return "\n".join(lines)
+
+
+def _rate(row: Row) -> str:
+    known = row.gbs if row.bytes_bound else row.tflops
+    return rate(row) if row.us is not None and known is not None else ""
 
 
 def main(argv: Sequence[str]) -> int:

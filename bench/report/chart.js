@@ -159,7 +159,8 @@ function neighbour(points, from, key) {
 function summary(row) {
   const ceiling = row.of_ceiling == null ? "" : `, ${row.of_ceiling.toFixed(2)} of the ceiling`;
   const moved = row.clocks_moved ? ", clocks moved" : "";
-  return `${row.op} ${row.backend}, ${row.shape}: ${microseconds(row.us)}, ${rate(row)}${ceiling}${moved}`;
+  const measured = [microseconds(row.us), rate(row)].filter(Boolean).join(", ");
+  return `${row.op} ${row.backend}, ${row.shape}: ${measured}${ceiling}${moved}`;
 }
 
 const marker = (look, x, y) => svg("path", { class: "marker", d: look.marker, transform: `translate(${x},${y})` });

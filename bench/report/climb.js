@@ -5,14 +5,16 @@ function drawClimb(view, width) {
   return view.ops.map((op) => {
     const rows = view.rows.filter((row) => row.op === op && row.shape === view.shapeOf(op));
     const title = `${op} ${view.shapeOf(op)}, ${view.pass}, ${view.dtype}`;
-    const timed = rows.some((row) => row.us != null);
-    return figure(title, timed ? climbOf(rows, view, width, title) : nothing("Nothing has a time."));
+    const timed = rows.filter((row) => row.us != null);
+    if (!timed.length) return figure(title, nothing("Nothing has a time."));
+    const bytesBound = 2 * timed.filter((row) => row.bytes_bound).length >= timed.length;
+    if (!timed.some((row) => hasRate(row, bytesBound))) return figure(title, nothing("Nothing has a rate."));
+    return figure(title, climbOf(rows, view, width, title, bytesBound));
   });
 }
 
-function climbOf(rows, view, width, title) {
-  const timed = rows.filter((row) => row.us != null);
-  const bytesBound = 2 * timed.filter((row) => row.bytes_bound).length >= timed.length;
+function climbOf(rows, view, width, title, bytesBound) {
+  const timed = rows.filter((row) => hasRate(row, bytesBound));
   const wide = width > NARROW;
   const step = wide ? 26 : 46;
   const box = { left: wide ? 170 : 8, right: width - (wide ? 350 : 12), top: 36 };
@@ -28,11 +30,11 @@ function climbOf(rows, view, width, title) {
     const above = wide ? y + 4 : y - 12; // where there is no room beside a bar, words stand above it
     if (i && row.level !== rows[i - 1].level) chart.append(line(0, top, width, top, "grid"));
     nameStep(chart, row, wide ? box.left - 8 : box.left, above, wide);
-    if (row.us == null) {
+    if (!hasRate(row, bytesBound)) {
       chart.append(reason(row, box.left + 6, y + 4, width));
     } else {
       drawBar(chart, row, look.get(row.backend), x, x(low), y, bytesBound);
-      chart.append(factors(row, rows, wide ? box.right + 10 : box.right, above, wide, bytesBound));
+      chart.append(factors(row, wide ? box.right + 10 : box.right, above, wide, bytesBound));
     }
   });
   return chart;
@@ -61,7 +63,7 @@ function nameStep(chart, row, x, y, wide) {
 }
 
 function reason(row, x, y, width) {
-  const all = row.wrong ? `wrong: ${row.wrong}` : row.unsupported || "no time";
+  const all = row.wrong ? `wrong: ${row.wrong}` : row.unsupported || (row.us == null ? "no time" : microseconds(row.us));
   const room = Math.floor((width - x) / 6.6) - 2; // characters
   const short = all.length > room ? `${all.slice(0, room - 1)}…` : all;
   return text(x, y, `— ${short}`, { class: row.wrong ? "wrong" : "soft" });
@@ -82,16 +84,9 @@ function drawBar(chart, row, look, x, start, y, bytesBound) {
   addPoint(chart, series, { x: start, y, row }, mark, hit);
 }
 
-function factors(row, rows, x, y, wide, bytesBound) {
-  const before = rows.filter((r) => r.level === row.level && r.us != null);
-  const previous = before[before.indexOf(row) - 1];
+function factors(row, x, y, wide, bytesBound) {
   const parts = [rate(row, bytesBound)];
-  if (previous && row.level !== "peer") parts.push(`${times(gain(row, previous))} the step before`);
-  if (row.speedup != null && wide) parts.push(`${times(row.speedup)} builtin`);
+  if (row.gain != null) parts.push(`${times(row.gain)} step before`);
+  if (row.speedup != null && wide) parts.push(`${times(row.speedup)} ${baselineOf([row.op])}`);
   return text(x, y, parts.join(" · "), { "text-anchor": wide ? "start" : "end", class: "halo" });
-}
-
-// Speedups are paired within a round, so their ratio is free of drift; times are what is left where there are none.
-function gain(row, previous) {
-  return row.speedup && previous.speedup ? row.speedup / previous.speedup : previous.us / row.us;
 }

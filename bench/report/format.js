@@ -18,7 +18,9 @@ const times = (x) => `${x >= 100 ? Math.round(x).toLocaleString("en-US") : x.toP
 // A rate is of bytes where moving the least bytes takes longest, else of operations.
 const rateOf = (row, bytesBound) => (bytesBound ? row.gbs : row.tflops);
 const unitOf = (bytesBound) => (bytesBound ? "GB/s" : "TFLOP/s");
-const rate = (row, bytesBound = row.bytes_bound) => `${three(rateOf(row, bytesBound))} ${unitOf(bytesBound)}`;
+const hasRate = (row, bytesBound) => row.us != null && rateOf(row, bytesBound) != null;
+const rate = (row, bytesBound = row.bytes_bound) =>
+  hasRate(row, bytesBound) ? `${three(rateOf(row, bytesBound))} ${unitOf(bytesBound)}` : null;
 
 // The rate in the least time that the measured ceilings allow.
 function ceilingRate(row, bytesBound) {
@@ -27,7 +29,10 @@ function ceilingRate(row, bytesBound) {
 }
 
 // The shortest and longest time to draw beside a median, in microseconds: its interval, else the quartiles.
-const spreadOf = (row) => (row.us_low ? [row.us_low, row.us_high] : row.us_q1 ? [row.us_q1, row.us_q3] : null);
+function spreadOf(row) {
+  const ends = [[row.us_low, row.us_high], [row.us_q1, row.us_q3]];
+  return ends.find(([low, high]) => low != null && high != null) || null;
+}
 
 // A rate falls as the time rises: the rate at another time than the median.
 const rateAt = (row, us, bytesBound) => (rateOf(row, bytesBound) * row.us) / us;
@@ -35,6 +40,12 @@ const rateAt = (row, us, bytesBound) => (rateOf(row, bytesBound) * row.us) / us;
 const between = (low, high, show) => (low == null || high == null ? null : `${show(low)} – ${show(high)}`);
 
 const date = (when) => when.slice(0, 16).replace("T", " ");
+
+// What the speed-ups of some operations are over, by its name where it is the same for all of them.
+function baselineOf(ops) {
+  const found = unique(ops.map((op) => DATA.baselines[op]));
+  return found.length === 1 ? found[0] : "baseline";
+}
 
 function notes(row) {
   return [
@@ -51,15 +62,17 @@ const FIELDS = [
   ["shape", (r) => r.shape],
   ["pass, dtype", (r) => `${r.pass}, ${r.dtype}`],
   ["options", (r) => Object.entries(r.options || {}).map(([k, v]) => `${k}=${v}`).join(", ") || null],
-  ["input shapes", (r) => (r.shapes || []).map((s) => s.join("×")).join(", ") || null],
+  ["input shapes", (r) => (r.shapes || []).map((s) => (s ? s.join("×") || "scalar" : "absent")).join(", ") || null],
   ["time (median)", (r) => r.us != null && microseconds(r.us)],
   ["95 % interval", (r) => between(r.us_low, r.us_high, microseconds)],
   ["quartiles", (r) => between(r.us_q1, r.us_q3, microseconds)],
   ["rounds", (r) => r.rounds],
   ["in a CUDA graph", (r) => (r.graph == null ? null : r.graph ? "yes" : "no: launch gaps included")],
   ["of the ceiling", (r) => r.of_ceiling != null && r.of_ceiling.toFixed(3)],
-  ["× the baseline", (r) => r.speedup != null && times(r.speedup)],
+  ["speed-up", (r) => r.speedup != null && `${times(r.speedup)} ${baselineOf([r.op])}`],
   ["its 95 % interval", (r) => between(r.speedup_low, r.speedup_high, times)],
+  ["step before", (r) => r.gain != null && `${times(r.gain)} ${r.step_before}`],
+  ["its 95 % interval", (r) => between(r.gain_low, r.gain_high, times)],
   ["bandwidth", (r) => r.gbs != null && `${three(r.gbs)} GB/s`],
   ["arithmetic", (r) => r.tflops != null && `${three(r.tflops)} TFLOP/s`],
   ["least bytes", (r) => r.bytes != null && r.bytes.toLocaleString("en-US")],
@@ -73,7 +86,8 @@ const FIELDS = [
   ["error / bound", (r) => r.error != null && r.bound != null && `${three(r.error)} / ${three(r.bound)}`],
   ["peak memory", (r) => r.peak_mib != null && `${three(r.peak_mib)} MiB`],
   ["clock", (r) => r.clock_mhz != null && `${r.clock_mhz.toFixed(0)} MHz`],
-  ["power, temperature", (r) => r.power_w != null && `${three(r.power_w)} W, ${three(r.temperature_c ?? 0)} °C`],
+  ["power", (r) => r.power_w != null && `${three(r.power_w)} W`],
+  ["temperature", (r) => r.temperature_c != null && `${three(r.temperature_c)} °C`],
   ["note", (r) => notes(r).join("; ") || null],
   ["machine", (r) => r.gpu],
   ["software", (r) => software(r)],

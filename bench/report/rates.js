@@ -6,7 +6,9 @@ function drawRates(view, width) {
     const rows = view.rows.filter((row) => row.op === op && row.us != null);
     const title = `${op} ${view.pass}, ${view.dtype}`;
     if (!rows.length) return [figure(title, nothing("Nothing has a time."))];
-    return kindsOf(rows).map(({ note, mine, bytesBound }) =>
+    const kinds = kindsOf(rows).filter(({ mine }) => mine.length);
+    if (!kinds.length) return [figure(title, nothing("Nothing has a rate."))];
+    return kinds.map(({ note, mine, bytesBound }) =>
       figure(title + note, ...ratesOf(mine, view, width, title + note, bytesBound)),
     );
   });
@@ -15,15 +17,16 @@ function drawRates(view, width) {
 // Where operations bind most shapes, those that memory holds to a small part of the others' rate have a chart of their
 // own, in bytes a second: they would lie on the axis. (As bench/pictures.py has it.)
 function kindsOf(rows) {
+  const of = (bytesBound) => rows.filter((row) => hasRate(row, bytesBound));
   if (2 * rows.filter((row) => row.bytes_bound).length >= rows.length) {
-    return [{ note: "", mine: rows, bytesBound: true }];
+    return [{ note: "", mine: of(true), bytesBound: true }];
   }
   const peak = Math.max(...rows.map((row) => ceilingRate(row, false) || 0));
   const farBelow = (row) => row.bytes_bound && ceilingRate(row, false) && ceilingRate(row, false) < peak / 10;
   return [
-    { note: "", mine: rows.filter((row) => !farBelow(row)), bytesBound: false },
-    { note: ", bound by memory", mine: rows.filter(farBelow), bytesBound: true },
-  ].filter(({ mine }) => mine.length);
+    { note: "", mine: of(false).filter((row) => !farBelow(row)), bytesBound: false },
+    { note: ", bound by memory", mine: of(true).filter(farBelow), bytesBound: true },
+  ];
 }
 
 function ratesOf(rows, view, width, title, bytesBound) {

@@ -35,7 +35,7 @@ function rowColumns(view) {
     numeric("gbs", "GB/s", three),
     numeric("tflops", "TFLOP/s", three),
     numeric("of_ceiling", "of ceiling", (x) => x.toFixed(2)),
-    numeric("speedup", "× builtin", (x) => x.toFixed(2)),
+    numeric("speedup", `× ${baselineOf(view.ops)}`, (x) => x.toFixed(2)),
     numeric("speedup_low", "its interval", (low, r) => between(low, r.speedup_high, (x) => x.toFixed(2))),
     numeric("rounds", "rounds", String),
     numeric("clock_mhz", "MHz", (x) => x.toFixed(0)),
@@ -80,7 +80,8 @@ function drawPeers(view) {
   const lines = [...groupBy(view.rows, (row) => JSON.stringify([row.op, row.shape]))].map(([, members]) =>
     peerLine(members, levels, peers),
   );
-  const columns = [...leading(view, COMMON.shape), ...[...levels, ...peers].map(peerColumn)];
+  const named = [...levels, ...peers].map((name) => peerColumn(name, baselineOf(view.ops)));
+  const columns = [...leading(view, COMMON.shape), ...named];
   const absent = peers.length ? [] : [nothing("No peer was measured here; python -m bench --peers does it.")];
   return [...absent, sortable("peers", columns, lines, "The fastest of each level beside the peers")];
 }
@@ -94,7 +95,7 @@ function peerLine(members, levels, peers) {
   return found;
 }
 
-function peerColumn(name) {
+function peerColumn(name, baseline) {
   const of = (line) => line.cells[name];
   const best = (line) => of(line) === line.best && line.best?.us != null;
   const show = (line) => {
@@ -105,7 +106,7 @@ function peerColumn(name) {
     const speedup = row.speedup == null ? "" : ` (${row.speedup.toFixed(2)})`;
     return `${which}${microseconds(row.us)}${speedup}${best(line) ? " ◀" : ""}`;
   };
-  const label = `${name} (× builtin)`;
+  const label = `${name} (× ${baseline})`;
   const mark = (line) => best(line) && "best";
   return { key: name, label, number: true, value: (line) => of(line)?.us, text: show, mark };
 }
