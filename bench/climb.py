@@ -12,7 +12,7 @@ from bench.climb_counters import Counters
 from bench.headline import headline
 from bench.ratio import Estimate, baseline_of, speedup_of, time_of
 from bench.rows import Row
-from bench.table import microseconds, rate
+from bench.table import mark, microseconds, rate, with_legend
 from kernel_ladder.table import LEVELS
 
 #: Levels whose members stand beside each other; none is a step from the one before. PyTorch's own functions are each a
@@ -96,14 +96,14 @@ def _times(steps: Sequence[Row]) -> str:
         lines.append(
             [
                 f"`{row.backend}`",
-                microseconds(row.us) + (" *interpreted*" if row.interpreted else ""),
+                microseconds(row.us) + (" *interpreted*" if row.interpreted else "") + mark(row),
                 rate(row),
                 _text(gained[row.key][1]) if row.key in gained else "",
                 _share(row.of_ceiling),
                 _text(speedup) if speedup else "",
             ]
         )
-    return markdown.grid(header, lines, [False, *[True] * 5])
+    return with_legend(markdown.grid(header, lines, [False, *[True] * 5]))
 
 
 def _share(value: float | None) -> str:

@@ -25,7 +25,7 @@ from bench import climb, counters, environment, lengths, markdown, rows
 from bench.headline import headline
 from bench.roofs import intensity
 from bench.rows import Row, picture_file
-from bench.table import fastest, microseconds, rate
+from bench.table import fastest, mark, microseconds, rate, with_legend
 
 _BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTILINE)
 _EMPTY = "*No rows yet"
@@ -141,21 +141,7 @@ def _summary(path: Path, found: list[Row]) -> str:
     measured = ["time (quartiles)", "rate", "of ceiling", "× baseline"]
     header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
     table = markdown.grid(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
-    return f"{_machine(path, found)}\n\n{_legend(table)}"
-
-
-#: What a row's time was measured under that its neighbours' were not.
-MARKS = {"†": "its clock was not its neighbours'", "‡": "launched call by call, with the gaps between"}
-
-
-def _mark(row: Row) -> str:
-    return ("†" if row.clocks_moved else "") + ("‡" if row.graph is False else "")
-
-
-def _legend(written: str) -> str:
-    """What the marks in a table mean."""
-    used = [f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in written]
-    return f"{written}\n\n{'; '.join(used)}." if used else written
+    return f"{_machine(path, found)}\n\n{with_legend(table)}"
 
 
 def _cells(row: Row | None, marked: bool) -> list[str]:
@@ -167,7 +153,7 @@ def _cells(row: Row | None, marked: bool) -> list[str]:
     return [
         f"{bold}{microseconds(row.us)}{bold} ({microseconds(row.us_q1)} – {microseconds(row.us_q3)})"
         + (" *interpreted*" if row.interpreted else "")
-        + _mark(row),
+        + mark(row),
         rate(row),
         f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
         f"{row.speedup:.2f}" if row.speedup is not None else "",
@@ -183,7 +169,7 @@ def _rates(op: str, found: list[Row]) -> str:
             rows_ = [row for row in mine if row.dtype == dtype and row.pass_ == pass_]
             if rows_:
                 tables.append(f"{op} {pass_}, {dtype}, {rows_[0].gpu}:\n\n{_grid(rows_)}")
-    return _legend("\n\n".join(tables))
+    return with_legend("\n\n".join(tables))
 
 
 def _grid(found: list[Row]) -> str:
@@ -207,7 +193,7 @@ def _grid(found: list[Row]) -> str:
                 cells.append(f"— ({reasons.index(reason) + 1})")
             else:
                 bold = "**" if backend in best else ""
-                cells.append(f"{bold}{rate(row, bytes_bound)}{bold}{_mark(row)}")
+                cells.append(f"{bold}{rate(row, bytes_bound)}{bold}{mark(row)}")
         lines.append(cells)
     table = markdown.grid(
         ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]

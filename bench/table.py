@@ -44,6 +44,20 @@ def fastest(rows: Iterable[Row]) -> set[str]:
     return {backend for backend, (_, _, high) in spans.items() if high >= least}
 
 
+#: What a row's time was measured under that its neighbours' were not.
+MARKS = {"†": "its clock was not its neighbours'", "‡": "launched call by call, with the gaps between"}
+
+
+def mark(row: Row) -> str:
+    return ("†" if row.clocks_moved else "") + ("‡" if row.graph is False else "")
+
+
+def with_legend(written: str) -> str:
+    """A table, and under it what the marks in it mean."""
+    used = [f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in written]
+    return f"{written}\n\n{'; '.join(used)}." if used else written
+
+
 def show(rows: Iterable[Row], console: Console) -> None:
     """Print the ceilings, then one table for each operation, pass and dtype."""
     rows = list(rows)
