@@ -10,6 +10,9 @@ from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
 from kernel_ladder.table import register
 
+#: The longest reach to hand over, past every length: an operator takes integers of 64 bits, and a window any.
+LONGEST = 2**31 - 1
+
 
 def _as_one_batch(*packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(total, H, D) as (1, H, total, D)."""
@@ -37,8 +40,8 @@ def _pingpong(
         cu_seqlens_q,
         cu_seqlens_k,
         query.shape[0] if max_seqlen_q is None else max_seqlen_q,
-        left,
-        0 if is_causal else right,
+        min(left, LONGEST),
+        0 if is_causal else min(right, LONGEST),
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         enable_gqa,
     )

@@ -87,9 +87,11 @@ class Call(NamedTuple):
         left, right = window_size
         if is_causal:
             right = 0
-        limits = (-UNLIMITED if left < 0 else -left), (UNLIMITED if right < 0 else right)
-        kind = BETWEEN_DIAGONALS if left >= 0 else BELOW_DIAGONAL if right >= 0 else EVERYTHING
-        return cls(q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, limits, kind, scale_of(query, scale))
+        # The kernels add a length to these, in 32 bits: what would not fit reaches past every key.
+        first = -left if 0 <= left < UNLIMITED else -UNLIMITED
+        last = right if 0 <= right < UNLIMITED else UNLIMITED
+        kind = BETWEEN_DIAGONALS if first > -UNLIMITED else BELOW_DIAGONAL if last < UNLIMITED else EVERYTHING
+        return cls(q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, (first, last), kind, scale_of(query, scale))
 
     @property
     def packed(self) -> bool:
