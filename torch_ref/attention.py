@@ -84,6 +84,11 @@ def _lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor | None:
     return causal_lower_right(seqlen_q, seqlen_k)
 
 
+def _as_matrix(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask with at least two dimensions, as scaled_dot_product_attention wants it."""
+    return mask if mask.dim() >= 2 else mask.expand(query.shape[-2], key.shape[-2])
+
+
 def builtin(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,6 +105,8 @@ def builtin(
     assert not return_lse
     if is_causal == LOWER_RIGHT:
         is_causal, attn_mask = False, _lower_right(query.shape[-2], key.shape[-2])
+    elif attn_mask is not None:
+        attn_mask = _as_matrix(attn_mask, query, key)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
 
 
@@ -323,6 +330,10 @@ def _cases() -> list[Case]:
         case("lse-mask", 1, 2, 2, 37, 21, 16, lse=True, mask=(37, 21), kinds=hidden_rows),
         case("lse-no-keys", 1, 2, 2, 3, 0, 8, lse=True),
         case("lse-3d", 0, 2, 2, 17, 18, 8, lse=True, batch=(), window=(3, 3)),
+        # Masks of fewer than two dimensions.
+        case("mask-vector", 2, 2, 2, 17, 19, 8, mask=(19,), kinds=booleans),
+        case("mask-additive-vector", 1, 2, 2, 17, 19, 8, mask=(19,)),
+        case("mask-additive-number", 1, 2, 2, 9, 11, 8, mask=()),
     ]
 
 
@@ -636,6 +647,7 @@ def _pinned_unsupported(
         )
     elif query.shape[-1] % 8 or value.shape[-1] % 8:
         return f"head dimensions must be multiples of 8, got {query.shape[-1]} and {value.shape[-1]}"
+    attn_mask = None if attn_mask is None else _as_matrix(attn_mask, query, key)
     params = torch.backends.cuda.SDPAParams(query, key, value, attn_mask, 0.0, causal is True, options["enable_gqa"])
     if not takes(params):
         return f"PyTorch's {name} attention does not take these shapes or strides on this GPU"
