@@ -25,7 +25,7 @@ def _register(name: str) -> None:
     ) -> tuple[torch.Tensor, tuple]:
         dims = len(normalized_shape)
         rows, weight = as_rows(input, dims), as_parameter(weight)
-        output, stats = run(rows, weight, as_parameter(bias), eps, keep)
+        output, stats = run(rows, weight, as_parameter(bias), float(eps), keep)
         return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

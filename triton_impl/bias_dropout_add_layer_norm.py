@@ -211,7 +211,7 @@ def _variant(name: str, fused: bool) -> None:
         keep: bool, *inputs: torch.Tensor | None, p: float, seed: int, eps: float
     ) -> tuple[torch.Tensor, tuple]:
         mask = arguments(p, seed)
-        output, total, stats = _sum_and_norm(fused, keep, mask, eps, *inputs)
+        output, total, stats = _sum_and_norm(fused, keep, mask, float(eps), *inputs)
         shape, weight = inputs[0].shape, as_parameter(inputs[3])
         return output.view(shape), (total, weight, stats, mask, tuple(shape))
 
