@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb
-from cuda_impl.attention import hopper_unsupported
+from cuda_impl.attention import SMALLEST_SCALE, hopper_unsupported
 from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
 from kernel_ladder.table import register
@@ -42,7 +42,7 @@ def _pingpong(
         query.shape[0] if max_seqlen_q is None else max_seqlen_q,
         min(left, LONGEST),
         0 if is_causal else min(right, LONGEST),
-        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        query.shape[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE),
         enable_gqa,
     )
     return ((output, lse) if return_lse else output), ()

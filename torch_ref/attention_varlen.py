@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, pairs
@@ -48,7 +49,7 @@ def naive(
     if enable_gqa and k.shape[0]:
         group = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-1, -2)
+    scores = q * (q.shape[-1] ** -0.5 if scale is None else float(scale)) @ k.transpose(-1, -2)
     if scores.shape[-1] == 0:
         output = (scores @ v).transpose(0, 1).contiguous()
         return (output, scores.sum(-1, dtype=attention.lse_dtype(scores)) - math.inf) if return_lse else output
@@ -277,6 +278,8 @@ ERRORS = [
     ErrorCase("heads", _bad(k=(7, 2, 8)), ValueError, r"`key` must have the 4 heads of `query` unless .* got 2"),
     ErrorCase("max-type", _bad(max_seqlen_q=2.0), TypeError, r"`max_seqlen_q` must be an int or None, got float"),
     ErrorCase("max-negative", _bad(max_seqlen_k=-1), ValueError, r"`max_seqlen_k` must be a length, got -1"),
+    ErrorCase("is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool, got ndarray"),
+    ErrorCase("window-array", _bad(window_size=np.array([3, 0])), TypeError, r"`window_size` must be two ints .*array"),
     ErrorCase("is-causal", _bad(is_causal=None), TypeError, r"`is_causal` must be a bool, got NoneType"),
     ErrorCase("window", _bad(window_size=(0, -3)), ValueError, r"`window_size` must hold numbers from -1"),
     ErrorCase("dropout", _bad(dropout_p=0.5), ValueError, r"`dropout_p` must be 0"),
@@ -365,7 +368,7 @@ def _flash(
     left, right = (min(side, LONGEST) for side in window_size)
     results = torch.ops.aten._flash_attention_forward(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, bool(is_causal), False,
-        scale=scale, window_size_left=left, window_size_right=right,
+        scale=None if scale is None else float(scale), window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return results[0], ()
 

@@ -26,6 +26,9 @@ from triton_impl.tuning import Launches
 #: Past every length, and such that a length can be added to it in 32 bits.
 UNLIMITED = 2**29
 
+#: The smallest normal float32. A smaller scale may be zero to a kernel, which would make NaN of a score of −inf.
+SMALLEST_SCALE = 2.0**-126
+
 
 class Call(NamedTuple):
     """Operands of four dimensions (B, H, S, D), and what else decides a call.
@@ -177,7 +180,7 @@ class Call(NamedTuple):
 
 
 def scale_of(query: torch.Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return query.shape[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE)
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
