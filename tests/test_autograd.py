@@ -1,4 +1,4 @@
-"""What autograd does with a variant's results: gradients of any strides."""
+"""What autograd does with a variant's results: gradients of any strides, and outputs that are modified in place."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder import table
+from kernel_ladder import autograd, table
 from kernel_ladder.agreement import evaluate
+from kernel_ladder.samples import make_inputs
+from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
 
-from .conftest import DEVICE
+from .conftest import DEVICE, every_variant, plain_cases, skip_unless_it_runs, typical_case, variant_id
 
 X = (2, 4, 2, 2, 3, 3)
 #: Calls on six dimensions, by the shapes of their operands.
@@ -55,3 +57,48 @@ def test_a_gradient_may_have_any_strides(call, use, level):
         return evaluate(used, inputs, {}, torch.ones((), device=DEVICE))
 
     torch.testing.assert_close(run(level), run("torch.naive"), rtol=1e-4, atol=1e-3)
+
+
+#: Beside each operation's typical sample, shapes that a variant may have to view its operands in another shape for.
+OTHER_SHAPES = {
+    "attention": ("3d", "5d-causal", "lse-3d"),
+    "attention_varlen": ("lse-causal",),
+    "layer_norm": ("two-dims", "4d"),
+    "rms_norm": ("two-dims", "4d"),
+    "add_rms_norm": ("4d",),
+    "bias_dropout_add_layer_norm": ("4d",),
+    "linear": ("3d",),
+}
+#: Of which an output is kept for the backward pass.
+KEPT = ("softmax", "attention", "attention_varlen", "add_rms_norm")
+
+
+def outputs_to_modify():
+    for variant in every_variant():
+        if variant.level != "compile":
+            others = [c for c in plain_cases(variant.op) if c.id in OTHER_SHAPES.get(variant.op, ())]
+            for case in (typical_case(variant.op, 3000), *others):
+                yield pytest.param(variant, case, id=f"{variant_id(variant)}-{case.id}")
+
+
+@pytest.mark.parametrize(("variant", "case"), list(outputs_to_modify()))
+def test_outputs_may_be_modified_in_place(variant, case):
+    inputs = make_inputs(case, torch.float16 if DEVICE.type == "cuda" else torch.float32, DEVICE)
+    leaves = as_leaves(inputs)
+    skip_unless_it_runs(variant, leaves, case.options)
+
+    def gradients(in_place: bool) -> tuple[torch.Tensor, ...]:
+        outputs = as_tuple(autograd.run(variant, leaves, case.options))
+        outputs = tuple(x.mul_(2) if in_place else x * 2 for x in outputs)
+        wanted = [x for x in leaves if has_gradient(x)]
+        return torch.autograd.grad(outputs, wanted, tuple(map(torch.ones_like, outputs)))
+
+    expected = gradients(False)
+    try:
+        found = gradients(True)
+    except RuntimeError as error:
+        # The backward pass alone may object, to what it needs.
+        if variant.op not in KEPT or "modified by an inplace operation" not in str(error):
+            raise
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -163,14 +163,12 @@ class Call(NamedTuple):
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the output, in the memory order of the query where that leaves rows dense, and the log-sum-exp."""
         (batch, heads, rows, head_dim), dim = self.q.shape, self.v.shape[3]
-        if self.packed:
-            return self.spread(self.q.new_empty((rows, heads, dim))), self._empty_lse((heads, rows))
         output = torch.empty_like(self.q)
         if dim != head_dim or output.stride(3) != 1:
             output = self.q.new_empty((batch, heads, rows, dim))
-        return output, self._empty_lse((batch * heads, rows))
+        return output, self.empty_lse((batch * heads, rows))
 
-    def _empty_lse(self, shape: tuple[int, int]) -> torch.Tensor:
+    def empty_lse(self, shape: tuple[int, int]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
     def see_nothing(self, output: torch.Tensor, lse: torch.Tensor) -> None:
@@ -201,10 +199,10 @@ def finished(
     query: torch.Tensor, call: Call, output: torch.Tensor, lse: torch.Tensor, return_lse: bool
 ) -> tuple[Output, tuple]:
     """What a forward returns, and what the backward needs, from the results of four dimensions."""
+    if query.dim() != 4:  # not a view, which autograd would forbid to be modified
+        output = torch.ops.aten._unsafe_view(output, (*query.shape[:-1], output.shape[-1]))
     saved = (output, lse, tuple(query.shape[:-3]), *call)
-    if query.dim() != 4:
-        output = output.view(*query.shape[:-1], output.shape[-1])
-    return ((output, (lse * LN_2).view(query.shape[:-1])) if return_lse else output), saved
+    return ((output, lse.view(query.shape[:-1]) * LN_2) if return_lse else output), saved
 
 
 def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
