@@ -16,6 +16,9 @@ from kernel_ladder.table import register
 #: Shared memory of the largest tiles, those of csrc/attention/split_kv.cu for a head dimension of 256.
 FLASH_SHARED_BYTES = 136 * 1024
 
+#: The smallest normal float32. A smaller scale may be zero to a kernel, which would make NaN of a score of −inf.
+SMALLEST_SCALE = 2.0**-126
+
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
 
@@ -162,7 +165,7 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
     ) -> tuple[Output, tuple]:
         sizes, seqlen_k = query.shape, key.shape[-2]
         first, last = band(is_causal, window_size, sizes[-2], seqlen_k)
-        scale = sizes[-1] ** -0.5 if scale is None else float(scale)
+        scale = sizes[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*sizes[:-1], seqlen_k)
         output, lse = run(query, key, value, attn_mask, first, last, scale, enable_gqa)

@@ -32,7 +32,7 @@ def _register(name: str) -> None:
     ) -> tuple[torch.Tensor, tuple]:
         mask, weight = (philox.threshold(p), philox.scale(p), seed), as_parameter(weight)
         output, total, stats = run(
-            input, as_parameter(bias), residual, weight, as_parameter(norm_bias), *mask, eps, keep
+            input, as_parameter(bias), residual, weight, as_parameter(norm_bias), *mask, float(eps), keep
         )
         return output, (total, weight, stats, mask)
 

@@ -25,8 +25,10 @@ def _register(name: str) -> None:
     ) -> tuple[torch.Tensor, tuple]:
         dims = len(normalized_shape)
         rows, weight = as_rows(input, dims), as_parameter(weight)
-        output, stats = run(rows, weight, as_parameter(bias), eps, keep)
-        return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
+        output, stats = run(rows, weight, as_parameter(bias), float(eps), keep)
+        if dims > 1:
+            output = torch.ops.aten._unsafe_view(output, input.shape)  # of a view autograd forbids to be modified
+        return output, (rows, weight, stats, normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved

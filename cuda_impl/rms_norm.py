@@ -20,7 +20,9 @@ def _register(name: str) -> None:
         dims = len(normalized_shape)
         rows, weight = as_rows(input, dims), as_parameter(weight)
         output, stats = run(rows, weight, eps_or_default(eps, input.dtype), keep)
-        return output if dims == 1 else output.view(input.shape), (rows, weight, stats, normalized_shape)
+        if dims > 1:
+            output = torch.ops.aten._unsafe_view(output, input.shape)  # of a view autograd forbids to be modified
+        return output, (rows, weight, stats, normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         rows, weight, stats, shape = saved

@@ -7,7 +7,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.samples import empty_inputs, make_inputs
 from kernel_ladder.spec import has_gradient
 
 from .conftest import DEVICE, public, typical_case
@@ -38,6 +38,16 @@ def test_inputs_on_two_devices(op, backend):
         pytest.skip("one tensor argument cannot be on two devices")
     with pytest.raises(ValueError, match=r"must be on the same device, got \w+(:\d)? and meta"):
         public(op, (*others, last.to("meta")), case.options, backend=backend)
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+@pytest.mark.parametrize("level", ["cuda", "triton"])
+def test_tensors_without_data_are_refused_by_kernels(op, level):
+    if (reason := table.unavailable(op, level)) is not None:
+        pytest.skip(reason)
+    case = typical_case(op)
+    with pytest.raises(kernel_ladder.UnsupportedError, match="tensors, got meta"):
+        public(op, empty_inputs(case, torch.float32, "meta"), case.options, backend=level)
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)

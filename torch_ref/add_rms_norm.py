@@ -34,7 +34,7 @@ def builtin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's sum and its own rms_norm: two calls."""
     total = input + residual
-    return F.rms_norm(total, total.shape[-1:], weight, eps), total
+    return F.rms_norm(total, total.shape[-1:], weight, None if eps is None else float(eps)), total
 
 
 def check(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *, eps: float | None) -> None:
@@ -67,6 +67,7 @@ SAMPLES = [
     Case("no-weight", ((17, 129), (17, 129), None), {"eps": None}),
     Case("no-weight-long", ((3, 16400), (3, 16400), None), {"eps": None}),
     Case("eps", _shapes((17, 64), 1), {"eps": 0.5}),
+    Case("eps-integer", _shapes((17, 64), 1), {"eps": 2**70}),
 ]
 
 

@@ -10,10 +10,13 @@ causal mask or a sliding window, is in :mod:`kernel_ladder.band`.
 Grouped queries (Ainslie et al., arXiv:2305.13245): consecutive query heads share one head of key and value.
 """
 
+import fractions
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -41,7 +44,7 @@ def naive(
     if enable_gqa and key.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
-    scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-1, -2)
+    scores = query * (query.shape[-1] ** -0.5 if scale is None else float(scale)) @ key.transpose(-1, -2)
     lengths = scores.shape[-2:]
     if lengths[1] == 0:
         output = scores @ value  # a sum over no keys: zeros, as PyTorch gives
@@ -84,6 +87,11 @@ def _lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor | None:
     return causal_lower_right(seqlen_q, seqlen_k)
 
 
+def _as_matrix(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask with at least two dimensions, as scaled_dot_product_attention wants it."""
+    return mask if mask.dim() >= 2 else mask.expand(query.shape[-2], key.shape[-2])
+
+
 def builtin(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -91,16 +99,22 @@ def builtin(
     attn_mask: torch.Tensor | None = None,
     *,
     is_causal: bool | str = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
-    **options: object,
 ) -> torch.Tensor:
     """PyTorch's own choice among its kernels. It has no sliding window, and keeps the log-sum-exp to itself."""
     assert window_size == NO_WINDOW
     assert not return_lse
     if is_causal == LOWER_RIGHT:
         is_causal, attn_mask = False, _lower_right(query.shape[-2], key.shape[-2])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options)
+    elif attn_mask is not None:
+        attn_mask = _as_matrix(attn_mask, query, key)
+    scale = None if scale is None else float(scale)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def check(
@@ -126,7 +140,7 @@ def check(
         and isinstance(is_causal, bool)
         and isinstance(enable_gqa, bool)
         and scale is None
-        and window_size == NO_WINDOW
+        and window_size is NO_WINDOW  # and not ==, of which an array makes an array
         and isinstance(return_lse, bool)
     ):
         _check_each(q, k, v)
@@ -168,9 +182,10 @@ def check_options(
     return_lse: object,
 ) -> None:
     """Raise for the first thing wrong with the options of any form of attention, if there is one."""
-    if is_causal != LOWER_RIGHT and not isinstance(is_causal, bool):
-        if isinstance(is_causal, str):
+    if isinstance(is_causal, str):
+        if is_causal != LOWER_RIGHT:
             raise ValueError(f"{op}: argument `is_causal` must be a bool or {LOWER_RIGHT!r}, got {is_causal!r}")
+    elif not isinstance(is_causal, bool):
         raise TypeError(f"{op}: argument `is_causal` must be a bool, got {type(is_causal).__name__}")
     for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
@@ -186,9 +201,9 @@ def check_options(
                 f"{op}: argument `key` must have a number of heads that divides query's {heads}, got {heads_kv}"
             )
     if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or isinstance(scale, fractions.Fraction):
             raise TypeError(f"{op}: argument `scale` must be a positive number or None, got {type(scale).__name__}")
-        if not 0 < scale < math.inf:
+        if not 0 < scale <= sys.float_info.max:
             raise ValueError(f"{op}: argument `scale` must be positive and finite, got {scale}")
     if not (
         isinstance(window_size, tuple)
@@ -323,6 +338,13 @@ def _cases() -> list[Case]:
         case("lse-mask", 1, 2, 2, 37, 21, 16, lse=True, mask=(37, 21), kinds=hidden_rows),
         case("lse-no-keys", 1, 2, 2, 3, 0, 8, lse=True),
         case("lse-3d", 0, 2, 2, 17, 18, 8, lse=True, batch=(), window=(3, 3)),
+        # A scale that float32 has not.
+        case("scale-tiny", 1, 2, 2, 35, 37, 8, scale=1e-46),
+        case("scale-tiny", 1, 2, 2, 35, 37, 8, scale=1e-46, causal=LOWER_RIGHT),
+        # Masks of fewer than two dimensions.
+        case("mask-vector", 2, 2, 2, 17, 19, 8, mask=(19,), kinds=booleans),
+        case("mask-additive-vector", 1, 2, 2, 17, 19, 8, mask=(19,)),
+        case("mask-additive-number", 1, 2, 2, 9, 11, 8, mask=()),
     ]
 
 
@@ -374,10 +396,23 @@ ERRORS = [
     ErrorCase(
         "is-causal-name", _bad(is_causal="left"), ValueError, r"`is_causal` must be a bool or 'lower_right', got"
     ),
+    ErrorCase("is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool, got ndarray"),
     ErrorCase("return-lse", _bad(return_lse=1), TypeError, r"`return_lse` must be a bool, got int"),
     ErrorCase("dropout", _bad(dropout_p=0.1), ValueError, r"`dropout_p` must be 0: .* got 0\.1"),
     ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be a number, got NoneType"),
     ErrorCase("window-type", _bad(window_size=3), TypeError, r"`window_size` must be two ints .* or None, got 3"),
+    ErrorCase(
+        "window-array",
+        _bad(window_size=np.array([3, 0])),
+        TypeError,
+        r"`window_size` must be two ints .* or None, got array\(\[3, 0\]\)",
+    ),
+    ErrorCase(
+        "window-arrays",
+        _bad(window_size=(np.zeros(2), 0)),
+        TypeError,
+        r"`window_size` must be two ints .* or None, got \(array\(\[0\., 0\.\]\), 0\)",
+    ),
     ErrorCase(
         "window-three", _bad(window_size=(1, 2, 3)), TypeError, r"`window_size` must be two ints .* got \(1, 2, 3\)"
     ),
@@ -421,6 +456,13 @@ ERRORS = [
     ErrorCase("enable-gqa", _bad(enable_gqa=None), TypeError, r"`enable_gqa` must be a bool, got NoneType"),
     ErrorCase("scale-type", _bad(scale="1"), TypeError, r"`scale` must be a positive number or None, got str"),
     ErrorCase("scale-bool", _bad(scale=True), TypeError, r"`scale` must be a positive number or None, got bool"),
+    ErrorCase(
+        "scale-fraction",
+        _bad(scale=fractions.Fraction(1, 2)),
+        TypeError,
+        r"`scale` must be a positive number or None, got Fraction",
+    ),
+    ErrorCase("scale-beyond", _bad(scale=10**309), ValueError, r"`scale` must be positive and finite, got 1000000"),
     ErrorCase("scale-zero", _bad(scale=0.0), ValueError, r"`scale` must be positive and finite, got 0\.0"),
     ErrorCase("scale-negative", _bad(scale=-1.0), ValueError, r"`scale` must be positive and finite, got -1\.0"),
     ErrorCase("scale-nan", _bad(scale=math.nan), ValueError, r"`scale` must be positive and finite, got nan"),
@@ -636,6 +678,7 @@ def _pinned_unsupported(
         )
     elif query.shape[-1] % 8 or value.shape[-1] % 8:
         return f"head dimensions must be multiples of 8, got {query.shape[-1]} and {value.shape[-1]}"
+    attn_mask = None if attn_mask is None else _as_matrix(attn_mask, query, key)
     params = torch.backends.cuda.SDPAParams(query, key, value, attn_mask, 0.0, causal is True, options["enable_gqa"])
     if not takes(params):
         return f"PyTorch's {name} attention does not take these shapes or strides on this GPU"

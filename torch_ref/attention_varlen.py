@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, pairs
@@ -19,6 +20,9 @@ from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
+
+#: The longest reach to hand over to PyTorch's kernels, past every length: a window takes any.
+LONGEST = 2**31 - 1
 
 
 def naive(
@@ -36,12 +40,16 @@ def naive(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> Output:
-    """The formula: scores of all queries with all keys, of which those between sequences are hidden."""
+    """The formula: scores of all queries with all keys, of which those between sequences are hidden.
+
+    A hidden key has a weight of zero, and zero times NaN or infinity is NaN: one of these in `key` or `value` reaches
+    every sequence. At torch.naive on the CPU, :func:`by_sequence` keeps it to its own.
+    """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    if enable_gqa:
+    if enable_gqa and k.shape[0]:
         group = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.transpose(-1, -2)
+    scores = q * (q.shape[-1] ** -0.5 if scale is None else float(scale)) @ k.transpose(-1, -2)
     if scores.shape[-1] == 0:
         output = (scores @ v).transpose(0, 1).contiguous()
         return (output, scores.sum(-1, dtype=attention.lse_dtype(scores)) - math.inf) if return_lse else output
@@ -70,7 +78,7 @@ def _seen(
         from_the_end.append(end - place)
     # The last query stands at the last key: of a band aligned to the lower right, only the distance to it counts.
     after = from_the_end[0][:, None] - from_the_end[1][None, :]  # how far a key lies behind its query
-    left, right = window_size
+    left, right = (min(side, sum(totals)) for side in window_size)  # no key is farther, and 64 bits hold that
     seen = sequences[0][:, None] == sequences[1][None, :]
     if is_causal:
         right = 0
@@ -106,8 +114,8 @@ def by_sequence(
 
 
 def _sequences(x: torch.Tensor, cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
-    """Each sequence as (H, S, D)."""
-    starts = cu_seqlens.tolist()
+    """Each sequence as (H, S, D); what stands after the last offset is one more."""
+    starts = [*cu_seqlens.tolist(), x.shape[0]]
     return [x[a:b].transpose(0, 1) for a, b in itertools.pairwise(starts)]
 
 
@@ -193,13 +201,13 @@ def _cases() -> list[Case]:
         d_v: int = 0,
         **more,
     ) -> Case:
-        layout = more.pop("layout", "contiguous")
+        layout, values = more.pop("layout", "contiguous"), more.pop("values", "normal")
         shapes = (of_q[-1], h, d), (of_k[-1], h_kv, d), (of_k[-1], h_kv, d_v or d), (len(of_q),), (len(of_k),)
         kinds = {3: "offsets:" + ",".join(map(str, of_q)), 4: "offsets:" + ",".join(map(str, of_k))}
         ident = f"{name}-causal" if causal else name
-        return Case(ident, shapes, _options(causal, h, h_kv, **more), layout=layout, kinds=kinds)
+        return Case(ident, shapes, _options(causal, h, h_kv, **more), layout=layout, values=values, kinds=kinds)
 
-    same = [0, 5, 5, 38, 167, 168]
+    same, special = [0, 5, 5, 38, 167, 168], [0, 1, 3, 4, 7, 8, 14, 19]
     return [
         case("tail", [0, 5, 38, 67], [0, 5, 38, 67], 1, 1, 40),
         case("one", [0, 1], [0, 1], 1, 1, 1),
@@ -222,6 +230,14 @@ def _cases() -> list[Case]:
         case("lse-no-keys", [0, 3, 9], [0, 0, 17], 2, 2, 8, return_lse=True),
         case("strided", [0, 17, 40], [0, 20, 33], 2, 2, 16, layout="strided"),
         case("sliced", [0, 17, 40], [0, 20, 33], 2, 2, 64, True, layout="sliced"),
+        # Reaches without end, to 32 bits and past 64.
+        case("window-endless", [0, 20, 50], [0, 7, 40], 1, 1, 8, window_size=(2, 2**31 - 1)),
+        case("window-endless-left", [0, 20, 50], [0, 7, 40], 1, 1, 8, window_size=(2**31, 0)),
+        case("window-endless-both", [0, 20, 50], [0, 37, 40], 1, 1, 8, window_size=(2**63 - 1, 2**70)),
+        case("no-heads", [0, 3, 9], [0, 2, 9], 0, 0, 8, enable_gqa=True),
+        # One element in seven: of these sequences, every other one is without.
+        case("nan", special, special, 1, 1, 1, values="nan"),
+        case("inf", special, special, 1, 1, 1, values="inf"),
     ]
 
 
@@ -262,6 +278,8 @@ ERRORS = [
     ErrorCase("heads", _bad(k=(7, 2, 8)), ValueError, r"`key` must have the 4 heads of `query` unless .* got 2"),
     ErrorCase("max-type", _bad(max_seqlen_q=2.0), TypeError, r"`max_seqlen_q` must be an int or None, got float"),
     ErrorCase("max-negative", _bad(max_seqlen_k=-1), ValueError, r"`max_seqlen_k` must be a length, got -1"),
+    ErrorCase("is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool, got ndarray"),
+    ErrorCase("window-array", _bad(window_size=np.array([3, 0])), TypeError, r"`window_size` must be two ints .*array"),
     ErrorCase("is-causal", _bad(is_causal=None), TypeError, r"`is_causal` must be a bool, got NoneType"),
     ErrorCase("window", _bad(window_size=(0, -3)), ValueError, r"`window_size` must hold numbers from -1"),
     ErrorCase("dropout", _bad(dropout_p=0.5), ValueError, r"`dropout_p` must be 0"),
@@ -347,10 +365,10 @@ def _flash(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, tuple]:
-    left, right = window_size
+    left, right = (min(side, LONGEST) for side in window_size)
     results = torch.ops.aten._flash_attention_forward(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, bool(is_causal), False,
-        scale=scale, window_size_left=left, window_size_right=right,
+        scale=None if scale is None else float(scale), window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return results[0], ()
 
@@ -370,7 +388,11 @@ def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
     return attention.faults(query, key, value)
 
 
-register(
-    "attention_varlen", "torch.naive", forward=lambda *x, **options: (naive(*x, **options), ()), unsupported=_too_large
-)
+def _naive(*inputs: Any, **options: Any) -> tuple[Output, tuple]:
+    # On the CPU it costs nothing to read offsets, unless there are none to read: torch.compile's are no plain tensors.
+    readable = inputs[3].is_cpu and type(inputs[3]) is torch.Tensor and not torch.compiler.is_compiling()
+    return (by_sequence if readable else naive)(*inputs, **options), ()
+
+
+register("attention_varlen", "torch.naive", forward=_naive, unsupported=_too_large)
 register("attention_varlen", "torch.flash", forward=_flash, unsupported=_flash_unsupported)

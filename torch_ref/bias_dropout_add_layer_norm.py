@@ -97,6 +97,7 @@ SAMPLES = [
     Case("no-weight", ((17, 129), (129,), (17, 129), None, (129,)), _options((129,))),
     Case("no-norm-bias", ((17, 136), (136,), (17, 136), (136,), None), _options((136,))),
     Case("bare", ((3, 16400), (16400,), (3, 16400), None, None), _options((16400,))),
+    _case("eps-integer", (17, 64), eps=2**70),
 ]
 
 

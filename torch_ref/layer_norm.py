@@ -29,7 +29,7 @@ def naive(
     dims = tuple(range(-len(normalized_shape), 0))
     x = input.to(computation_dtype(input.dtype))
     centred = x - x.mean(dims, keepdim=True)
-    output = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    output = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + float(eps))
     if weight is not None:
         output = output * weight
     if bias is not None:
@@ -46,7 +46,7 @@ def builtin(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """PyTorch's fused kernel."""
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    return F.layer_norm(input, normalized_shape, weight, bias, float(eps))
 
 
 def check(
@@ -80,6 +80,7 @@ SAMPLES = [
     Case("bias-only", ((17, 129), None, (129,)), _options((129,))),
     Case("neither-long", ((3, 16400), None, None), _options((16400,))),
     Case("eps", _shapes((17, 64), 1), {"normalized_shape": (64,), "eps": 0.5}),
+    Case("eps-integer", _shapes((17, 64), 1), {"normalized_shape": (64,), "eps": 2**70}),
 ]
 
 

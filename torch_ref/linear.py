@@ -71,7 +71,7 @@ def check(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
             f"linear: argument `bias` must have the shape ({weight.shape[0]},) of the rows of `weight`, "
             f"got {tuple(bias.shape)}"
         )
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         raise ValueError(f"linear: argument `activation` must be None, 'gelu' or 'gelu_tanh', got {activation!r}")
 
 
@@ -184,6 +184,12 @@ ERRORS = [
         lambda: _zeros((2, 3), (5, 3), activation="relu"),
         ValueError,
         r"`activation` must be None, 'gelu' or 'gelu_tanh', got 'relu'",
+    ),
+    ErrorCase(
+        "activation-list",
+        lambda: _zeros((2, 3), (5, 3), activation=["gelu"]),
+        ValueError,
+        r"`activation` must be None, 'gelu' or 'gelu_tanh', got \['gelu'\]",
     ),
 ]
 

@@ -40,7 +40,7 @@ def builtin(
     eps: float | None = None,
 ) -> torch.Tensor:
     """PyTorch's own function."""
-    return F.rms_norm(input, normalized_shape, weight, eps)
+    return F.rms_norm(input, normalized_shape, weight, None if eps is None else float(eps))
 
 
 def check(
@@ -65,6 +65,7 @@ SAMPLES = [
     Case("no-weight", ((17, 129), None), _options((129,))),
     Case("no-weight-long", ((3, 16400), None), _options((16400,))),
     Case("eps", _shapes((17, 64), 1), {"normalized_shape": (64,), "eps": 0.5}),
+    Case("eps-integer", _shapes((17, 64), 1), {"normalized_shape": (64,), "eps": 2**70}),
 ]
 
 

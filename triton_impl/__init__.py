@@ -84,10 +84,12 @@ def note() -> str | None:
 
 def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     """What every Triton kernel of this package asks of its inputs."""
-    if inputs[0].dtype == torch.float64:
+    first = inputs[0]
+    if first.dtype == torch.float64:
         return "float64 is supported at the torch and compile levels only"
-    if not inputs[0].is_cuda and not interpreted():
-        return f"Triton kernels take CUDA tensors, got {inputs[0].device.type}"
+    if not first.is_cuda and not (interpreted() and first.is_cpu):
+        takes = "Triton's interpreter takes CPU tensors" if interpreted() else "Triton kernels take CUDA tensors"
+        return f"{takes}, got {first.device.type}"
     return None
 
 

@@ -13,7 +13,7 @@ from kernel_ladder.strides import collapse
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
-from triton_impl.sum import summed
+from triton_impl.sum import summed_gradient
 from triton_impl.tuning import Launches, Step
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
@@ -105,7 +105,7 @@ def add(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
 
 
 def add_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-    return gradients_of_broadcast(grad, saved, needs, summed)
+    return gradients_of_broadcast(grad, saved, needs, summed_gradient)
 
 
 def _unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:

@@ -19,9 +19,9 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
         w = as_parameter(weight)
         eps = eps_or_default(eps, input.dtype)
-        output, total, stats = normalised(KIND, as_matrix(input), as_matrix(residual), w, None, eps, keep)
-        total = total.view(input.shape)
-        return (output.view(input.shape), total), (total, w, stats)
+        x, r = as_matrix(input), as_matrix(residual)
+        output, total, stats = normalised(KIND, input.shape, x, r, w, None, eps, keep)
+        return (output, total), (total, w, stats)
 
     def backward(
         saved: tuple, grads: tuple[torch.Tensor, torch.Tensor], needs: tuple[bool, ...]

@@ -151,28 +151,26 @@ _forward = Tuned(_forward_kernel, configs(CHOICES), TUNING_KEY, _suitable)
 _launches: Launches = Launches()
 
 
-def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and, in base two, the log-sum-exp of every row of scores."""
+def forward(call: Call, results: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and, in base two, the log-sum-exp of every row of scores: `results`, where there is room for them."""
+    output, lse = call.empty_results() if results is None else results
     if torch.compiler.is_compiling():
-        return _first_forward(call)[:2]
+        _first_forward(call, output, lse)
+        return output, lse
     what = call.what
     known = _launches.get(what)
-    if known is None:
-        output, lse, launch = _first_forward(call)
-        if launch is not None:
-            _launches.remember(what, launch)
-        return output, lse
-    output, lse = call.empty_results()
-    known(output, lse, call.q, call.k, call.v, *call.others)
+    if known is not None:
+        known(output, lse, call.q, call.k, call.v, *call.others)
+    elif (launch := _first_forward(call, output, lse)) is not None:
+        _launches.remember(what, launch)
     return output, lse
 
 
-def _first_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
+def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launch | None:
     q, k, v = call.q, call.k, call.v
-    output, lse = call.empty_results()
     if k.shape[2] == 0 or output.numel() == 0:
         call.see_nothing(output, lse)
-        return output, lse, None
+        return None
     batch, heads, _, head_dim = q.shape
     _, heads_kv, _, head_dim_v = v.shape
     seqlen_q, seqlen_k = call.lengths
@@ -189,7 +187,7 @@ def _first_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor, Launch | Non
         return (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)
 
     tensors = (output, lse, q, k, v, *call.others)
-    return output, lse, _forward(grid, tensors, arguments, {**constants, "WIDE": wide(*strides, call.mask_strides)})
+    return _forward(grid, tensors, arguments, {**constants, "WIDE": wide(*strides, call.mask_strides)})
 
 
 register(

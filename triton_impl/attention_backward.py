@@ -318,6 +318,8 @@ _launches: Launches = Launches()
 def attention_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     output, lse, batch_shape, *of_call = saved
     call = Call(*of_call)
+    if output.dim() != 4:
+        output = output.view(*call.q.shape[:3], output.shape[-1])
     grads = gradients(call, output, lse, grad, needs)
     grads = tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)
     return (*grads, *(None for _ in needs[3:]))

@@ -26,6 +26,9 @@ from triton_impl.tuning import Launches
 #: Past every length, and such that a length can be added to it in 32 bits.
 UNLIMITED = 2**29
 
+#: The smallest normal float32. A smaller scale may be zero to a kernel, which would make NaN of a score of −inf.
+SMALLEST_SCALE = 2.0**-126
+
 
 class Call(NamedTuple):
     """Operands of four dimensions (B, H, S, D), and what else decides a call.
@@ -87,9 +90,11 @@ class Call(NamedTuple):
         left, right = window_size
         if is_causal:
             right = 0
-        limits = (-UNLIMITED if left < 0 else -left), (UNLIMITED if right < 0 else right)
-        kind = BETWEEN_DIAGONALS if left >= 0 else BELOW_DIAGONAL if right >= 0 else EVERYTHING
-        return cls(q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, limits, kind, scale_of(query, scale))
+        # The kernels add a length to these, in 32 bits: what would not fit reaches past every key.
+        first = -left if 0 <= left < UNLIMITED else -UNLIMITED
+        last = right if 0 <= right < UNLIMITED else UNLIMITED
+        kind = BETWEEN_DIAGONALS if first > -UNLIMITED else BELOW_DIAGONAL if last < UNLIMITED else EVERYTHING
+        return cls(q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, (first, last), kind, scale_of(query, scale))
 
     @property
     def packed(self) -> bool:
@@ -158,14 +163,12 @@ class Call(NamedTuple):
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the output, in the memory order of the query where that leaves rows dense, and the log-sum-exp."""
         (batch, heads, rows, head_dim), dim = self.q.shape, self.v.shape[3]
-        if self.packed:
-            return self.spread(self.q.new_empty((rows, heads, dim))), self._empty_lse((heads, rows))
         output = torch.empty_like(self.q)
         if dim != head_dim or output.stride(3) != 1:
             output = self.q.new_empty((batch, heads, rows, dim))
-        return output, self._empty_lse((batch * heads, rows))
+        return output, self.empty_lse((batch * heads, rows))
 
-    def _empty_lse(self, shape: tuple[int, int]) -> torch.Tensor:
+    def empty_lse(self, shape: tuple[int, int]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
     def see_nothing(self, output: torch.Tensor, lse: torch.Tensor) -> None:
@@ -175,7 +178,7 @@ class Call(NamedTuple):
 
 
 def scale_of(query: torch.Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return query.shape[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE)
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
@@ -196,10 +199,10 @@ def finished(
     query: torch.Tensor, call: Call, output: torch.Tensor, lse: torch.Tensor, return_lse: bool
 ) -> tuple[Output, tuple]:
     """What a forward returns, and what the backward needs, from the results of four dimensions."""
+    if query.dim() != 4:  # not a view, which autograd would forbid to be modified
+        output = torch.ops.aten._unsafe_view(output, (*query.shape[:-1], output.shape[-1]))
     saved = (output, lse, tuple(query.shape[:-3]), *call)
-    if query.dim() != 4:
-        output = output.view(*query.shape[:-1], output.shape[-1])
-    return ((output, (lse * LN_2).view(query.shape[:-1])) if return_lse else output), saved
+    return ((output, lse.view(query.shape[:-1]) * LN_2) if return_lse else output), saved
 
 
 def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:

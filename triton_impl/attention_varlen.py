@@ -36,15 +36,17 @@ def attention_varlen(
     call = Call.of_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window_size
     )
-    output, lse = forward(call)
+    rows, heads, _ = query.shape
+    output, lse = query.new_empty((rows, heads, value.shape[2])), call.empty_lse((heads, rows))
+    forward(call, (call.spread(output), lse))  # the view for kernels alone: autograd forbids one to be modified
     saved = (output, lse, *call)
-    output = output[0].transpose(0, 1)
     return ((output, lse * LN_2) if return_lse else output), saved
 
 
 def attention_varlen_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     output, lse, *of_call = saved
-    grads = gradients(Call(*of_call), output, lse, grad, needs)
+    call = Call(*of_call)
+    grads = gradients(call, call.spread(output), lse, grad, needs)
     return (*(None if x is None else x[0].transpose(0, 1) for x in grads), None, None)
 
 

@@ -159,12 +159,15 @@ _launches = Launches()
 def _sum_and_norm(
     fused: bool, keep: bool, mask: tuple[int, int, int, float], eps: float, *inputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, sum (where it is not kept, something else) and what is kept of rows, as LayerNorm keeps it."""
+    """Output, sum (where it is not kept, something else) and what is kept of rows, as LayerNorm keeps it.
+
+    The output has the input's shape, and is no view, which autograd would forbid to be modified; the sum has rows.
+    """
     input, bias, residual, weight, norm_bias = inputs
     x, r = as_matrix(input), as_matrix(residual)
     b, w, n = map(as_parameter, (bias, weight, norm_bias))
     count, length = x.shape
-    output = x.new_empty((count, length))
+    output = x.new_empty(input.shape)
     total = x.new_empty((count, length)) if keep else output
     stats = x.new_empty((3, count if keep else 0), dtype=torch.float32)
     if x.numel() == 0:
@@ -211,9 +214,8 @@ def _variant(name: str, fused: bool) -> None:
         keep: bool, *inputs: torch.Tensor | None, p: float, seed: int, eps: float
     ) -> tuple[torch.Tensor, tuple]:
         mask = arguments(p, seed)
-        output, total, stats = _sum_and_norm(fused, keep, mask, eps, *inputs)
-        shape, weight = inputs[0].shape, as_parameter(inputs[3])
-        return output.view(shape), (total, weight, stats, mask, tuple(shape))
+        output, total, stats = _sum_and_norm(fused, keep, mask, float(eps), *inputs)
+        return output, (total, as_parameter(inputs[3]), stats, mask, tuple(output.shape))
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         total, weight, stats, mask, shape = saved

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.columns import SUM_WARPS, row_shares, sum_shares, sum_shares_kernel, sum_tile
-from triton_impl.elementwise import offset_of, row_indexing, tile, tile_of, too_many_row_dims
+from triton_impl.elementwise import along, offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.gelu import gelu_derivative, gelu_of
 from triton_impl.tuning import Known
 
@@ -160,9 +160,10 @@ def bias_gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
     if _are_dense(bias, grad_input, grad, input):
         _backward(shares * blocks, tensors, (rows, columns, rows_a_share, *constants))
     else:
+        grad = along(grad, grad_input, input, rows_at=-1)
         _, _, strides = row_indexing(grad_input, grad, input)
         arguments = (rows, columns, rows_a_share, bias.stride(0), *strides, *constants)
-        _backward_strided(shares * blocks, tensors, arguments)
+        _backward_strided(shares * blocks, (grad_input, partials, grad, input, bias), arguments)
     grad_bias = bias.new_empty(bias.shape)
     sum_shares(grad_bias, partials)
     return grad_input, grad_bias

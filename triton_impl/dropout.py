@@ -61,7 +61,7 @@ def dropout(input: torch.Tensor, *, p: float, seed: int) -> tuple[torch.Tensor, 
 
 
 def dropout_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
-    return (_dropout(grad, *saved),)
+    return (_dropout(grad if too_many_dims(grad) is None else grad.contiguous(), *saved),)
 
 
 def _unsupported(input: torch.Tensor, **options: object) -> str | None:

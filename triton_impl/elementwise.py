@@ -37,6 +37,8 @@ def indexing(*tensors: torch.Tensor) -> list[int]:
 def pad(sizes: list[int], strides: list[list[int]]) -> list[int]:
     """Collapsed sizes and strides, filled up to what :func:`offset_of` takes."""
     padding = MAX_DIMS - len(sizes)
+    if padding < 0:
+        raise ValueError(f"strides that do not collapse to {MAX_DIMS} dimensions (these need {len(sizes)})")
     flat = [*([1] * padding), *sizes][1:]
     for s in strides:
         flat += [*([0] * padding), *s]
@@ -68,22 +70,35 @@ def tile_of(columns: int, elements: int) -> tuple[int, int]:
     return elements // width, width
 
 
+def along(grad: torch.Tensor, like: torch.Tensor, *operands: torch.Tensor, rows_at: int | None = None) -> torch.Tensor:
+    """An output's gradient as kernels can walk it beside `like`, fresh, and operands that they walked forward.
+
+    Its strides are autograd's choice, which no `unsupported` has seen: where they need too many dimensions, it is
+    copied into those of `like`. What lies along `rows_at` needs none.
+    """
+    if grad.dim() > MAX_DIMS:
+        kept = [d for d in range(grad.dim()) if rows_at is None or d != rows_at % grad.dim()]
+        strides = [[t.stride(d) for d in kept] for t in (like, grad, *operands)]
+        if len(collapse([grad.shape[d] for d in kept], *strides)[0]) > MAX_DIMS:
+            return torch.empty_like(like).copy_(grad)
+    return grad
+
+
 def too_many_row_dims(*tensors: torch.Tensor) -> str | None:
-    """Why :func:`row_indexing` has no place for these tensors and a dense one of their shape, or None."""
+    """Why :func:`row_indexing` has no place for these tensors and a fresh one like the first, or None."""
     if tensors[0].dim() <= MAX_DIMS + 1:
         return None
-    dense = torch.empty(tensors[0].shape, device="meta")
-    dims = len(collapse(dense.shape[:-1], *(t.stride()[:-1] for t in (dense, *tensors)))[0])
+    fresh = torch.empty_like(tensors[0], device="meta")
+    dims = len(collapse(fresh.shape[:-1], *(t.stride()[:-1] for t in (fresh, *tensors)))[0])
     return (
         f"rows whose strides do not collapse to {MAX_DIMS} dimensions (these need {dims})" if dims > MAX_DIMS else None
     )
 
 
-def too_many_dims(*tensors: torch.Tensor) -> str | None:
-    """Why these tensors cannot be indexed by :func:`offset_of`, or None."""
-    for t in tensors:
-        if t.dim() > MAX_DIMS and not t.is_contiguous():
-            dims = len(collapse(t.shape, t.stride(), torch.empty(t.shape, device="meta").stride())[0])
-            if dims > MAX_DIMS:
-                return f"strides that do not collapse to {MAX_DIMS} dimensions (these need {dims})"
+def too_many_dims(x: torch.Tensor) -> str | None:
+    """Why a tensor and a fresh one like it cannot be indexed by :func:`offset_of`, or None."""
+    if x.dim() > MAX_DIMS and not x.is_contiguous():
+        dims = len(collapse(x.shape, x.stride(), torch.empty_like(x, device="meta").stride())[0])
+        if dims > MAX_DIMS:
+            return f"strides that do not collapse to {MAX_DIMS} dimensions (these need {dims})"
     return None

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
-from triton_impl.elementwise import indexing, is_dense, offset_of, too_many_dims
+from triton_impl.elementwise import along, indexing, is_dense, offset_of, too_many_dims
 from triton_impl.fast_math import exp2, rcp
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -132,6 +132,7 @@ def gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> 
     if numel and is_dense(grad_input, grad, input):
         _gelu_backward_kernel[grid](grad_input, grad, input, numel, TANH=tanh, BLOCK=BLOCK)
     elif numel:
+        grad = along(grad, grad_input, input)
         strides = indexing(grad_input, grad, input)
         _gelu_backward_strided_kernel[grid](grad_input, grad, input, numel, *strides, TANH=tanh, BLOCK=BLOCK)
     return (grad_input,)

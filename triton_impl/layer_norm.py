@@ -25,8 +25,8 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
         eps,
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
-        output, _, stats = normalised(KIND, x, None, w, as_parameter(bias), eps, keep)
-        return output.view(input.shape), (x, w, stats, tuple(input.shape), normalized_shape)
+        output, _, stats = normalised(KIND, input.shape, x, None, w, as_parameter(bias), float(eps), keep)
+        return output, (x, w, stats, tuple(input.shape), normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved

@@ -439,6 +439,7 @@ def forward_by(launch: Callable[..., None]) -> Callable[..., tuple[torch.Tensor,
 
     def forward(
         kind: Kind,
+        shape: torch.Size,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor | None,
@@ -446,14 +447,14 @@ def forward_by(launch: Callable[..., None]) -> Callable[..., tuple[torch.Tensor,
         eps: float,
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Output and sum, (count, length) both, and what is kept of rows.
+        """Output and sum, both of `shape`, and what is kept of rows, which are (count, length).
 
-        The sum is the output again where there is no residual; what is kept is empty where nothing is to be.
+        The sum is the output again where there is no residual; what is kept is empty where nothing is to be. Output and
+        sum are made in the shape that they are returned in: of a view of them autograd would forbid to be modified.
         """
-        count, length = x.shape
-        output = x.new_empty((count, length))
-        total = x.new_empty((count, length)) if kind.residual else output
-        stats = x.new_empty((3 if kind.centred else 1, count if keep else 0), dtype=torch.float32)
+        output = x.new_empty(shape)
+        total = x.new_empty(shape) if kind.residual else output
+        stats = x.new_empty((3 if kind.centred else 1, x.shape[0] if keep else 0), dtype=torch.float32)
         if output.numel() > 0:
             # What is absent is stood for by what is there: its pointer is not looked at.
             r = x if residual is None else residual

@@ -18,7 +18,7 @@ import triton.language as tl
 from kernel_ladder.strides import collapse
 from triton_impl import gluon, register, softmax_cluster, unsupported
 from triton_impl.aot import Entry, entry
-from triton_impl.elementwise import MAX_DIMS, offset_of, pad
+from triton_impl.elementwise import MAX_DIMS, along, offset_of, pad
 from triton_impl.rows import (
     backward_shapes,
     blocks_of,
@@ -259,7 +259,7 @@ def _variant(name: str, fused: bool, unsupported) -> None:
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
         output, dim = saved
         grad_input = torch.empty_like(output)
-        _launch(_BACKWARD, dim, fused, grad_input, grad, output)
+        _launch(_BACKWARD, dim, fused, grad_input, along(grad, grad_input, output, rows_at=dim), output)
         return (grad_input,)
 
     register("softmax", name, forward=forward, backward=backward, unsupported=unsupported)
@@ -269,9 +269,9 @@ def _unsupported(input: torch.Tensor, *, dim: int) -> str | None:
     if (reason := unsupported(input)) is not None:
         return reason
     if input.dim() > MAX_DIMS + 1:
-        contiguous = torch.empty(input.shape, device="meta")
+        fresh = torch.empty_like(input, device="meta")
         others = [d for d in range(input.dim()) if d != dim % input.dim()]
-        strides = [[t.stride(d) for d in others] for t in (input, contiguous)]
+        strides = [[t.stride(d) for d in others] for t in (input, fresh)]
         dims = len(collapse([input.shape[d] for d in others], *strides)[0])
         if dims > MAX_DIMS:
             return f"rows whose strides do not collapse to {MAX_DIMS} dimensions (these need {dims})"

@@ -222,6 +222,11 @@ def summed(input: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.T
     return output
 
 
+def summed_gradient(grad: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    """The same of a gradient, whose strides no `unsupported` has seen: copied where they need too many dimensions."""
+    return summed(grad if too_many_dims(grad, dims) is None else grad.contiguous(), dims, keepdim)
+
+
 def sum(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> tuple[torch.Tensor, tuple]:
     dims = reduced_dims(dim, input.dim())
     return summed(input, dims, keepdim), (input.shape, dims, keepdim)
@@ -231,14 +236,17 @@ def sum_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> t
     return (spread(grad, *saved),)
 
 
-def _unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
-    if (reason := unsupported(input)) is not None:
-        return reason
+def too_many_dims(input: torch.Tensor, dims: tuple[int, ...]) -> str | None:
+    """Why :func:`summed` has no place for a tensor's dimensions, or None."""
     if input.dim() > MAX_DIMS:
-        kept, _, summed_over, _ = _collapsed(input, reduced_dims(dim, input.dim()))
-        if (dims := max(len(kept), len(summed_over))) > MAX_DIMS:
-            return f"strides that do not collapse to {MAX_DIMS} dimensions kept or summed over (these need {dims})"
+        kept, _, reduced, _ = _collapsed(input, dims)
+        if (most := max(len(kept), len(reduced))) > MAX_DIMS:
+            return f"strides that do not collapse to {MAX_DIMS} dimensions kept or summed over (these need {most})"
     return None
+
+
+def _unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
+    return unsupported(input) or too_many_dims(input, reduced_dims(dim, input.dim()))
 
 
 register("sum", "triton.two_stage", forward=sum, backward=sum_backward, unsupported=_unsupported)

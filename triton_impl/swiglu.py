@@ -8,7 +8,7 @@ import triton.language as tl
 
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
-from triton_impl.elementwise import is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
+from triton_impl.elementwise import along, is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.fast_math import exp2, rcp
 from triton_impl.tuning import Known
 
@@ -121,7 +121,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, tuple]:
 def swiglu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up = saved
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
-    _launch(_backward, grad_gate, grad_up, grad, gate, up)
+    _launch(_backward, grad_gate, grad_up, along(grad, grad_gate, gate, up, rows_at=-1), gate, up)
     return grad_gate, grad_up
 
 
