@@ -153,8 +153,8 @@ def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
 
 
 @untraced
-def _known_to(op: str) -> list[str]:
-    return [v.name for v in variants(op)]
+def _known_to(*ops: str) -> list[str]:
+    return [v.name for op in ops for v in variants(op)]
 
 
 def _load(op: str, level: str) -> None:
@@ -184,9 +184,13 @@ def _check_op(op: str) -> None:
 
 def spec(op: str) -> Spec:
     """The spec of an operation."""
-    if op not in _specs or torch.compiler.is_compiling():
+    # torch.compile takes a dictionary as it was when first read, so what fills this one comes before any look at it.
+    if torch.compiler.is_compiling():
         _check_op(op)
-        _at_level(op, "torch")
+        _load_all()
+    elif op not in _specs:
+        _check_op(op)
+        _load(op, "torch")
     return _specs[op]
 
 
@@ -228,7 +232,7 @@ def use(backend: str) -> Iterator[None]:
     if not isinstance(backend, str):
         raise TypeError(f"use: argument `backend` must be a str, got {type(backend).__name__}")
     if backend != "auto" and backend not in LEVELS:
-        known = [v.name for op in OPS for v in variants(op)]
+        known = _known_to(*OPS)
         level = backend.partition(".")[0]
         out_of_reach = level in LEVELS and not any(name.startswith(f"{level}.") for name in known)
         if backend not in known and not out_of_reach:
