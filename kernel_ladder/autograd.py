@@ -23,14 +23,15 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = list(ctx.saved_tensors)
+        tensors = ctx.saved_tensors  # read once: a checkpoint gives them once, and other hooks unpack them each time
+        left = iter(tensors)
         saved = tuple(
-            tensors.pop(0) if is_tensor else other
+            next(left) if is_tensor else other
             for is_tensor, other in zip(ctx.saved_is_tensor, ctx.saved_others, strict=True)
         )
         needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *ctx.saved_tensors))
+            return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *tensors))
         return (None, None, *ctx.variant.backward(saved, grads if len(grads) > 1 else grads[0], needs))
 
 
