@@ -7,16 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from kernel_ladder import autograd, table
 from kernel_ladder.band import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.reduction import Dim
-from kernel_ladder.spec import Inputs
+from kernel_ladder.spec import Inputs, each
 
 
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
-    table.spec(op).check(*inputs, **options)
-    return autograd.run(table.resolve(op, backend, inputs, options), inputs, options)
+    compiling = is_compiling()  # asked once: it costs as much as is_neg(), which torch.compile cannot trace
+    if compiling:
+        table.spec(op).check(*inputs, **options)
+    else:
+        (table.specs.get(op) or table.spec(op)).check(*inputs, **options)
+        for x in inputs:
+            if x is not None and x.is_neg():  # kernels read memory, which has the other sign
+                inputs = each(torch.resolve_neg, inputs)
+                break
+    return autograd.run(table.choose(op, backend, inputs, options, compiling), inputs, options)
 
 
 def _hashable(shape: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
 from kernel_ladder.spec import Inputs, Options, Output, Spec
@@ -82,7 +83,7 @@ class Variant:
         return f"<{self.op} {self.name}>"
 
 
-_specs: dict[str, Spec] = {}
+specs: dict[str, Spec] = {}  # those loaded; spec() loads the others
 _variants: dict[tuple[str, str], dict[str, Variant]] = {}  # (op, level) -> name -> variant, in the order of the climb
 _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, once loaded
 #: What :func:`_candidates` found for calls met before: to look it up anew takes as long as a small call's checks.
@@ -102,7 +103,7 @@ def _supports_all(*inputs: torch.Tensor | None, **options: Any) -> str | None:
 
 def register_spec(spec: Spec) -> Spec:
     """Add an operation's spec. Called once, by ``torch_ref/<op>.py``."""
-    _specs[spec.name] = spec
+    specs[spec.name] = spec
     return spec
 
 
@@ -145,7 +146,7 @@ def _load_all() -> None:
 def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
     """Why a level is unavailable for an operation, or None, and its variants in the order of the climb."""
     # Importing cannot be traced, and torch.compile does not see a dictionary change that it has read already.
-    if torch.compiler.is_compiling():
+    if is_compiling():
         _load_all()
     elif (op, level) not in _unavailable:
         _load(op, level)
@@ -185,13 +186,13 @@ def _check_op(op: str) -> None:
 def spec(op: str) -> Spec:
     """The spec of an operation."""
     # torch.compile takes a dictionary as it was when first read, so what fills this one comes before any look at it.
-    if torch.compiler.is_compiling():
+    if is_compiling():
         _check_op(op)
         _load_all()
-    elif op not in _specs:
+    elif op not in specs:
         _check_op(op)
         _load(op, "torch")
-    return _specs[op]
+    return specs[op]
 
 
 def variants(op: str, level: str | None = None) -> list[Variant]:
@@ -283,15 +284,20 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
     Raises:
         BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.
     """
+    return choose(op, backend, inputs, options, is_compiling())
+
+
+def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool) -> Variant:
+    """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing."""
     if backend is None:
         backend = getattr(_chosen, "backend", None) or _from_environment(_environment.get(_ENV_KEY)) or "auto"
     if not isinstance(backend, str):
         raise TypeError(f"{op}: argument `backend` must be a str or None, got {type(backend).__name__}")
     call = (op, backend, inputs[0].is_cuda)
-    candidates = None if torch.compiler.is_compiling() else _known.get(call)
+    candidates = None if compiling else _known.get(call)
     if candidates is None:
         candidates = _candidates(*call)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             _known[call] = candidates
     for variant in candidates:
         if variant.unsupported(*inputs, **options) is None:
