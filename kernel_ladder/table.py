@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
@@ -90,6 +91,12 @@ _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, o
 _known: dict[tuple[str, str, bool], tuple[Variant, ...]] = {}
 _loading = threading.RLock()
 _chosen = threading.local()
+
+# PyTorch has no public way to ask these; its own torch.autograd.Function asks the first.
+_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_is_wrapped: Callable[[torch.Tensor], bool] = getattr(
+    torch._C._functorch, "is_functorch_wrapped_tensor", lambda x: True
+)
 
 # The mapping under os.environ. torch.compile guards what it reads here, as it does the attributes of _chosen, and so
 # compiles anew when the choice changes; what it reads through os.environ itself it takes as a constant, for ever.
@@ -299,10 +306,35 @@ def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compi
         candidates = _candidates(*call)
         if not compiling:
             _known[call] = candidates
+    followed = _transforms_active() or forward_ad._current_level >= 0
     for variant in candidates:
+        if followed and _not_followed(variant, inputs, compiling):
+            continue
         if variant.unsupported(*inputs, **options) is None:
             return variant
-    raise UnsupportedError(f"{op}: {_refusal(backend, candidates, inputs, options)}")
+    reasons = [
+        (v.name, (_not_followed(v, inputs, compiling) if followed else None) or v.unsupported(*inputs, **options))
+        for v in candidates
+    ]
+    raise UnsupportedError(f"{op}: {_refusal(backend, reasons)}")
+
+
+def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:
+    """Why a variant is not for these inputs inside a transform that must see PyTorch's operators, or None."""
+    # Where torch.compile traces the caller, the compile level is the formula.
+    if variant.backward is None and (variant.level == "torch" or (compiling and variant.level == "compile")):
+        return None
+    if _transforms_active():
+        # Tensors from outside of a transform are plain ones in it, save to autograd and to torch.compile.
+        if compiling or variant.level == "compile" or any(x.requires_grad or _is_wrapped(x) for x in _given(inputs)):
+            return "torch.func (vmap, grad, jvp and so on) follows PyTorch's own operators alone; use backend='torch'"
+    elif compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in _given(inputs)):
+        return "forward-mode differentiation follows PyTorch's own operators alone; use backend='torch'"
+    return None
+
+
+def _given(inputs: Inputs) -> list[torch.Tensor]:
+    return [x for x in inputs if x is not None]
 
 
 def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
@@ -329,8 +361,7 @@ def _available(op: str, backend: str) -> list[Variant]:
     return [climb[backend]] if step else [*reversed(climb.values())]
 
 
-def _refusal(backend: str, candidates: tuple[Variant, ...], inputs: Inputs, options: Options) -> str:
-    reasons = [(v.name, v.unsupported(*inputs, **options)) for v in candidates]
+def _refusal(backend: str, reasons: list[tuple[str, str | None]]) -> str:
     if backend in LEVELS:
         every = "; ".join(f"{name}: {why}" for name, why in reasons)
         return f"no variant at level {backend!r} supports this call: {every}"
