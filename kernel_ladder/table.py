@@ -165,6 +165,17 @@ def _known_to(*ops: str) -> list[str]:
     return [v.name for op in ops for v in variants(op)]
 
 
+def _required() -> list[str]:
+    """The levels that must be available here."""
+    names = [name.strip() for name in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(",")]
+    for name in names:
+        if name and name not in LEVELS:
+            raise BackendError(
+                f"KERNEL_LADDER_REQUIRE names {name!r}, which is no level; levels are {', '.join(LEVELS)}"
+            )
+    return names
+
+
 def _load(op: str, level: str) -> None:
     """Import a level's module for an operation, once, and note why it is unavailable if it is."""
     if (op, level) in _unavailable:
@@ -178,7 +189,7 @@ def _load(op: str, level: str) -> None:
             importlib.import_module(f"{LEVELS[level]}.{op}")
         except ImportError as error:
             reason = f"the {level} level could not be imported: {error}"
-        if reason is not None and level in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(","):
+        if level in _required() and reason is not None:
             raise UnavailableError(f"KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}")
         _unavailable[op, level] = reason
 
@@ -241,8 +252,8 @@ def use(backend: str) -> Iterator[None]:
         raise TypeError(f"use: argument `backend` must be a str, got {type(backend).__name__}")
     if backend != "auto" and backend not in LEVELS:
         known = _known_to(*OPS)
-        level = backend.partition(".")[0]
-        out_of_reach = level in LEVELS and not any(name.startswith(f"{level}.") for name in known)
+        level = _level_of(backend)
+        out_of_reach = level is not None and not any(name.startswith(f"{level}.") for name in known)
         if backend not in known and not out_of_reach:
             raise BackendError(_unknown_backend(None, backend, known))
     before = getattr(_chosen, "backend", None)
@@ -251,6 +262,12 @@ def use(backend: str) -> Iterator[None]:
         yield
     finally:
         _chosen.backend = before
+
+
+def _level_of(backend: str) -> str | None:
+    """The level of a name that is a level's or may be a variant's, else None."""
+    level, dot, step = backend.partition(".")
+    return level if level in LEVELS and bool(dot) == bool(step) else None
 
 
 def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
@@ -273,10 +290,10 @@ def named(op: str, backend: str) -> list[Variant]:
     Raises:
         BackendError: no such operation or backend.
     """
-    level, _, step = backend.partition(".")
-    climb = variants(op, level) if level in LEVELS else []
-    found = [v for v in reversed(climb) if not step or v.name == backend]
-    if level not in LEVELS or (climb and not found):
+    level = _level_of(backend)
+    climb = [] if level is None else variants(op, level)
+    found = [v for v in reversed(climb) if backend in (level, v.name)]
+    if level is None or (climb and not found):
         _check_op(op)
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     return found
@@ -342,11 +359,11 @@ def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
     if backend == "auto":
         names = [*(spec(op).auto if on_gpu else ()), spec(op).baseline, "torch.naive"]
         return tuple(dict.fromkeys(v for name in names for v in _available(op, name)))
-    level, _, step = backend.partition(".")
-    if level not in LEVELS:
+    level = _level_of(backend)
+    if level is None:
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     reason, climb = _at_level(op, level)
-    if step and climb and backend not in climb:
+    if backend != level and climb and backend not in climb:
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     if reason is not None:
         raise UnavailableError(f"{op}: backend {backend!r} is unavailable: {reason}")
@@ -354,11 +371,11 @@ def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
 
 
 def _available(op: str, backend: str) -> list[Variant]:
-    level, _, step = backend.partition(".")
+    level = backend.partition(".")[0]
     reason, climb = _at_level(op, level)
     if reason is not None:
         return []
-    return [climb[backend]] if step else [*reversed(climb.values())]
+    return [*reversed(climb.values())] if backend == level else [climb[backend]]
 
 
 def _refusal(backend: str, reasons: list[tuple[str, str | None]]) -> str:
