@@ -329,11 +329,8 @@ def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compi
             continue
         if variant.unsupported(*inputs, **options) is None:
             return variant
-    reasons = [
-        (v.name, (_not_followed(v, inputs, compiling) if followed else None) or v.unsupported(*inputs, **options))
-        for v in candidates
-    ]
-    raise UnsupportedError(f"{op}: {_refusal(backend, reasons)}")
+    why = _refusal(backend, candidates, inputs, options, followed, compiling)
+    raise UnsupportedError(f"{op}: {why}")
 
 
 def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:
@@ -378,7 +375,14 @@ def _available(op: str, backend: str) -> list[Variant]:
     return [*reversed(climb.values())] if backend == level else [climb[backend]]
 
 
-def _refusal(backend: str, reasons: list[tuple[str, str | None]]) -> str:
+def _refusal(
+    backend: str, candidates: tuple[Variant, ...], inputs: Inputs, options: Options, followed: bool, compiling: bool
+) -> str:
+    # Apart from the loop that chooses, whose variables a comprehension would make slower.
+    reasons = [
+        (v.name, (_not_followed(v, inputs, compiling) if followed else None) or v.unsupported(*inputs, **options))
+        for v in candidates
+    ]
     if backend in LEVELS:
         every = "; ".join(f"{name}: {why}" for name, why in reasons)
         return f"no variant at level {backend!r} supports this call: {every}"
