@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.spec import Inputs, Output, each
+from kernel_ladder.spec import Inputs, Output, as_tuple, each
 
 
 @functools.cache
@@ -19,6 +19,11 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available() and not any(shutil.which(cxx) for cxx in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler where there is no GPU; put g++ or clang++ on the PATH"
     return None
+
+
+def _resolved(grads: Inputs) -> Inputs:
+    """Gradients whose sign is in memory, which is all that a compiled backward pass reads."""
+    return each(torch.resolve_neg, grads)
 
 
 def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., tuple[Output, tuple]]:
@@ -45,6 +50,10 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
             )
             copy.__kwdefaults__ = formula.__kwdefaults__
             runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, **settings)
-        return runs[key](*inputs, **options), ()
+        output = runs[key](*inputs, **options)
+        for y in as_tuple(output):
+            if y.grad_fn is not None:
+                y.grad_fn.register_prehook(_resolved)
+        return output, ()
 
     return forward

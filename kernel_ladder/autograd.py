@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from kernel_ladder.spec import Inputs, Options, Output
+from kernel_ladder.spec import Inputs, Options, Output, each
 from kernel_ladder.table import Variant
 
 
@@ -16,21 +17,23 @@ class _Differentiable(torch.autograd.Function):
         output, saved = variant.forward(*inputs, **options)
         # Tensors must go through save_for_backward (it detects in-place changes and breaks reference cycles).
         ctx.save_for_backward(*[s for s in saved if isinstance(s, torch.Tensor)])
-        ctx.saved_others = [None if isinstance(s, torch.Tensor) else s for s in saved]
-        ctx.saved_is_tensor = [isinstance(s, torch.Tensor) for s in saved]
+        ctx.others = [torch.Tensor if isinstance(s, torch.Tensor) else s for s in saved]
         ctx.variant = variant
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = list(ctx.saved_tensors)
-        saved = tuple(
-            tensors.pop(0) if is_tensor else other
-            for is_tensor, other in zip(ctx.saved_is_tensor, ctx.saved_others, strict=True)
-        )
+        tensors = ctx.saved_tensors  # read once: a checkpoint gives them once, and other hooks unpack them each time
+        left = iter(tensors)
+        saved = tuple([next(left) if s is torch.Tensor else s for s in ctx.others])
         needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *ctx.saved_tensors))
+        if not is_compiling():  # which cannot trace is_neg()
+            for grad in grads:
+                if grad.is_neg():
+                    grads = each(torch.resolve_neg, grads)
+                    break
+            if torch.is_grad_enabled():  # create_graph=True
+                return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *tensors))
         return (None, None, *ctx.variant.backward(saved, grads if len(grads) > 1 else grads[0], needs))
 
 

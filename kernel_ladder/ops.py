@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from kernel_ladder import autograd, table
 from kernel_ladder.band import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.reduction import Dim
-from kernel_ladder.spec import Inputs
+from kernel_ladder.spec import Inputs, each
 
 
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
-    table.spec(op).check(*inputs, **options)
-    return autograd.run(table.resolve(op, backend, inputs, options), inputs, options)
+    compiling = is_compiling()  # asked once: it costs as much as is_neg(), which torch.compile cannot trace
+    if compiling:
+        table.spec(op).check(*inputs, **options)
+    else:
+        (table.specs.get(op) or table.spec(op)).check(*inputs, **options)
+        for x in inputs:
+            if x is not None and x.is_neg():  # kernels read memory, which has the other sign
+                inputs = each(torch.resolve_neg, inputs)
+                break
+    return autograd.run(table.choose(op, backend, inputs, options, compiling), inputs, options)
 
 
-def _hashable(shape: Any) -> Any:
-    """A list as a tuple, since options are keys; anything else as it is, for the check to judge."""
-    return tuple(shape) if isinstance(shape, list) else shape
+# Options are keys and constants of kernels, so other libraries' numbers go in as Python's own. What is no number, or a
+# bool, stays as it is, for the check to judge. Most calls give Python's, and are spared these functions.
+
+
+def _number(x: Any) -> Any:
+    return float(x) if isinstance(x, numbers.Real) and not isinstance(x, bool) else x
+
+
+def _int(n: Any) -> Any:
+    if type(n) is int or isinstance(n, bool) or not isinstance(n, numbers.Integral):
+        return n
+    return operator.index(n)
+
+
+def _ints(given: Any) -> Any:
+    """One integer, or a tuple of those of a list or tuple."""
+    if not isinstance(given, (tuple, list)):
+        return _int(given)
+    for n in given:
+        if type(n) is not int:
+            return tuple(_int(n) for n in given)
+    return tuple(given)
 
 
 def gelu(input: torch.Tensor, *, approximate: str = "none", backend: str | None = None) -> torch.Tensor:
@@ -51,7 +80,7 @@ def softmax(input: torch.Tensor, dim: int = -1, *, backend: str | None = None) -
     Returns:
         A tensor of the same shape and dtype. A row of −inf gives NaN, as in PyTorch. Differentiable once.
     """
-    return _call("softmax", backend, (input,), {"dim": dim})
+    return _call("softmax", backend, (input,), {"dim": dim if type(dim) is int else _int(dim)})
 
 
 def matmul(input: torch.Tensor, other: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
@@ -119,9 +148,9 @@ def attention(
         is_causal, attn_mask = causal_of("attention", attn_mask, is_causal, query, key), None
     options = {
         "is_causal": is_causal,
-        "scale": scale,
+        "scale": None if scale is None else _number(scale),
         "enable_gqa": enable_gqa,
-        "window_size": NO_WINDOW if window_size is None else _hashable(window_size),
+        "window_size": NO_WINDOW if window_size is None or window_size is NO_WINDOW else _ints(window_size),
         "return_lse": return_lse,
     }
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
@@ -174,12 +203,12 @@ def attention_varlen(
     if type(dropout_p) is not float or dropout_p:
         _no_dropout("attention_varlen", dropout_p)
     options = {
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
+        "max_seqlen_q": None if max_seqlen_q is None else _int(max_seqlen_q),
+        "max_seqlen_k": None if max_seqlen_k is None else _int(max_seqlen_k),
         "is_causal": is_causal,
-        "scale": scale,
+        "scale": None if scale is None else _number(scale),
         "enable_gqa": enable_gqa,
-        "window_size": NO_WINDOW if window_size is None else _hashable(window_size),
+        "window_size": NO_WINDOW if window_size is None or window_size is NO_WINDOW else _ints(window_size),
         "return_lse": return_lse,
     }
     return _call("attention_varlen", backend, (query, key, value, cu_seqlens_q, cu_seqlens_k), options)
@@ -223,7 +252,8 @@ def sum(
         nothing is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton levels add
         in a fixed order: the same tensor gives the same bits.
     """
-    return _call("sum", backend, (input,), {"dim": tuple(dim) if isinstance(dim, list) else dim, "keepdim": keepdim})
+    dims = dim if dim is None or type(dim) is int else _ints(dim)
+    return _call("sum", backend, (input,), {"dim": dims, "keepdim": keepdim})
 
 
 def dropout(input: torch.Tensor, p: float = 0.5, *, seed: int, backend: str | None = None) -> torch.Tensor:
@@ -245,7 +275,8 @@ def dropout(input: torch.Tensor, p: float = 0.5, *, seed: int, backend: str | No
 
     Source: Srivastava et al., Dropout, JMLR 15 (2014); Salmon et al., Parallel Random Numbers, SC'11.
     """
-    return _call("dropout", backend, (input,), {"p": p, "seed": seed})
+    options = {"p": p if type(p) is float else _number(p), "seed": seed if type(seed) is int else _int(seed)}
+    return _call("dropout", backend, (input,), options)
 
 
 def bias_gelu(
@@ -309,7 +340,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450.
     """
-    options = {"normalized_shape": _hashable(normalized_shape), "eps": eps}
+    options = {"normalized_shape": _ints(normalized_shape), "eps": eps if type(eps) is float else _number(eps)}
     return _call("layer_norm", backend, (input, weight, bias), options)
 
 
@@ -337,7 +368,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    options = {"normalized_shape": _hashable(normalized_shape), "eps": eps}
+    options = {
+        "normalized_shape": _ints(normalized_shape),
+        "eps": eps if eps is None or type(eps) is float else _number(eps),
+    }
     return _call("rms_norm", backend, (input, weight), options)
 
 
@@ -362,7 +396,8 @@ def add_rms_norm(
         The normalised sum, and the sum ``input + residual`` rounded to the dtype, of which the norm is. Both of the
         input's shape and dtype. Differentiable once, in all three tensors and through both results.
     """
-    return _call("add_rms_norm", backend, (input, residual, weight), {"eps": eps})
+    options = {"eps": eps if eps is None or type(eps) is float else _number(eps)}
+    return _call("add_rms_norm", backend, (input, residual, weight), options)
 
 
 def bias_dropout_add_layer_norm(
@@ -395,7 +430,12 @@ def bias_dropout_add_layer_norm(
         sum under the norm is kept, and no mask.
     """
     inputs = (input, bias, residual, weight, norm_bias)
-    return _call("bias_dropout_add_layer_norm", backend, inputs, {"p": p, "seed": seed, "eps": eps})
+    options = {
+        "p": p if type(p) is float else _number(p),
+        "seed": seed if type(seed) is int else _int(seed),
+        "eps": eps if type(eps) is float else _number(eps),
+    }
+    return _call("bias_dropout_add_layer_norm", backend, inputs, options)
 
 
 def linear(

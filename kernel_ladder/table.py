@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
 from kernel_ladder.spec import Inputs, Options, Output, Spec
@@ -82,13 +84,19 @@ class Variant:
         return f"<{self.op} {self.name}>"
 
 
-_specs: dict[str, Spec] = {}
+specs: dict[str, Spec] = {}  # those loaded; spec() loads the others
 _variants: dict[tuple[str, str], dict[str, Variant]] = {}  # (op, level) -> name -> variant, in the order of the climb
 _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, once loaded
 #: What :func:`_candidates` found for calls met before: to look it up anew takes as long as a small call's checks.
 _known: dict[tuple[str, str, bool], tuple[Variant, ...]] = {}
 _loading = threading.RLock()
 _chosen = threading.local()
+
+# PyTorch has no public way to ask these; its own torch.autograd.Function asks the first.
+_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_is_wrapped: Callable[[torch.Tensor], bool] = getattr(
+    torch._C._functorch, "is_functorch_wrapped_tensor", lambda x: True
+)
 
 # The mapping under os.environ. torch.compile guards what it reads here, as it does the attributes of _chosen, and so
 # compiles anew when the choice changes; what it reads through os.environ itself it takes as a constant, for ever.
@@ -102,7 +110,7 @@ def _supports_all(*inputs: torch.Tensor | None, **options: Any) -> str | None:
 
 def register_spec(spec: Spec) -> Spec:
     """Add an operation's spec. Called once, by ``torch_ref/<op>.py``."""
-    _specs[spec.name] = spec
+    specs[spec.name] = spec
     return spec
 
 
@@ -145,7 +153,7 @@ def _load_all() -> None:
 def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
     """Why a level is unavailable for an operation, or None, and its variants in the order of the climb."""
     # Importing cannot be traced, and torch.compile does not see a dictionary change that it has read already.
-    if torch.compiler.is_compiling():
+    if is_compiling():
         _load_all()
     elif (op, level) not in _unavailable:
         _load(op, level)
@@ -153,8 +161,19 @@ def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
 
 
 @untraced
-def _known_to(op: str) -> list[str]:
-    return [v.name for v in variants(op)]
+def _known_to(*ops: str) -> list[str]:
+    return [v.name for op in ops for v in variants(op)]
+
+
+def _required() -> list[str]:
+    """The levels that must be available here."""
+    names = [name.strip() for name in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(",")]
+    for name in names:
+        if name and name not in LEVELS:
+            raise BackendError(
+                f"KERNEL_LADDER_REQUIRE names {name!r}, which is no level; levels are {', '.join(LEVELS)}"
+            )
+    return names
 
 
 def _load(op: str, level: str) -> None:
@@ -170,7 +189,7 @@ def _load(op: str, level: str) -> None:
             importlib.import_module(f"{LEVELS[level]}.{op}")
         except ImportError as error:
             reason = f"the {level} level could not be imported: {error}"
-        if reason is not None and level in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(","):
+        if level in _required() and reason is not None:
             raise UnavailableError(f"KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}")
         _unavailable[op, level] = reason
 
@@ -184,10 +203,14 @@ def _check_op(op: str) -> None:
 
 def spec(op: str) -> Spec:
     """The spec of an operation."""
-    if op not in _specs or torch.compiler.is_compiling():
+    # torch.compile takes a dictionary as it was when first read, so what fills this one comes before any look at it.
+    if is_compiling():
         _check_op(op)
-        _at_level(op, "torch")
-    return _specs[op]
+        _load_all()
+    elif op not in specs:
+        _check_op(op)
+        _load(op, "torch")
+    return specs[op]
 
 
 def variants(op: str, level: str | None = None) -> list[Variant]:
@@ -228,9 +251,9 @@ def use(backend: str) -> Iterator[None]:
     if not isinstance(backend, str):
         raise TypeError(f"use: argument `backend` must be a str, got {type(backend).__name__}")
     if backend != "auto" and backend not in LEVELS:
-        known = [v.name for op in OPS for v in variants(op)]
-        level = backend.partition(".")[0]
-        out_of_reach = level in LEVELS and not any(name.startswith(f"{level}.") for name in known)
+        known = _known_to(*OPS)
+        level = _level_of(backend)
+        out_of_reach = level is not None and not any(name.startswith(f"{level}.") for name in known)
         if backend not in known and not out_of_reach:
             raise BackendError(_unknown_backend(None, backend, known))
     before = getattr(_chosen, "backend", None)
@@ -239,6 +262,12 @@ def use(backend: str) -> Iterator[None]:
         yield
     finally:
         _chosen.backend = before
+
+
+def _level_of(backend: str) -> str | None:
+    """The level of a name that is a level's or may be a variant's, else None."""
+    level, dot, step = backend.partition(".")
+    return level if level in LEVELS and bool(dot) == bool(step) else None
 
 
 def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
@@ -261,10 +290,10 @@ def named(op: str, backend: str) -> list[Variant]:
     Raises:
         BackendError: no such operation or backend.
     """
-    level, _, step = backend.partition(".")
-    climb = variants(op, level) if level in LEVELS else []
-    found = [v for v in reversed(climb) if not step or v.name == backend]
-    if level not in LEVELS or (climb and not found):
+    level = _level_of(backend)
+    climb = [] if level is None else variants(op, level)
+    found = [v for v in reversed(climb) if backend in (level, v.name)]
+    if level is None or (climb and not found):
         _check_op(op)
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     return found
@@ -279,20 +308,47 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
     Raises:
         BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.
     """
+    return choose(op, backend, inputs, options, is_compiling())
+
+
+def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool) -> Variant:
+    """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing."""
     if backend is None:
         backend = getattr(_chosen, "backend", None) or _from_environment(_environment.get(_ENV_KEY)) or "auto"
     if not isinstance(backend, str):
         raise TypeError(f"{op}: argument `backend` must be a str or None, got {type(backend).__name__}")
     call = (op, backend, inputs[0].is_cuda)
-    candidates = None if torch.compiler.is_compiling() else _known.get(call)
+    candidates = None if compiling else _known.get(call)
     if candidates is None:
         candidates = _candidates(*call)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             _known[call] = candidates
+    followed = _transforms_active() or forward_ad._current_level >= 0
     for variant in candidates:
+        if followed and _not_followed(variant, inputs, compiling):
+            continue
         if variant.unsupported(*inputs, **options) is None:
             return variant
-    raise UnsupportedError(f"{op}: {_refusal(backend, candidates, inputs, options)}")
+    why = _refusal(backend, candidates, inputs, options, followed, compiling)
+    raise UnsupportedError(f"{op}: {why}")
+
+
+def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:
+    """Why a variant is not for these inputs inside a transform that must see PyTorch's operators, or None."""
+    # Where torch.compile traces the caller, the compile level is the formula.
+    if variant.backward is None and (variant.level == "torch" or (compiling and variant.level == "compile")):
+        return None
+    if _transforms_active():
+        # Tensors from outside of a transform are plain ones in it, save to autograd and to torch.compile.
+        if compiling or variant.level == "compile" or any(x.requires_grad or _is_wrapped(x) for x in _given(inputs)):
+            return "torch.func (vmap, grad, jvp and so on) follows PyTorch's own operators alone; use backend='torch'"
+    elif compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in _given(inputs)):
+        return "forward-mode differentiation follows PyTorch's own operators alone; use backend='torch'"
+    return None
+
+
+def _given(inputs: Inputs) -> list[torch.Tensor]:
+    return [x for x in inputs if x is not None]
 
 
 def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
@@ -300,11 +356,11 @@ def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
     if backend == "auto":
         names = [*(spec(op).auto if on_gpu else ()), spec(op).baseline, "torch.naive"]
         return tuple(dict.fromkeys(v for name in names for v in _available(op, name)))
-    level, _, step = backend.partition(".")
-    if level not in LEVELS:
+    level = _level_of(backend)
+    if level is None:
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     reason, climb = _at_level(op, level)
-    if step and climb and backend not in climb:
+    if backend != level and climb and backend not in climb:
         raise BackendError(_unknown_backend(op, backend, _known_to(op)))
     if reason is not None:
         raise UnavailableError(f"{op}: backend {backend!r} is unavailable: {reason}")
@@ -312,15 +368,21 @@ def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
 
 
 def _available(op: str, backend: str) -> list[Variant]:
-    level, _, step = backend.partition(".")
+    level = backend.partition(".")[0]
     reason, climb = _at_level(op, level)
     if reason is not None:
         return []
-    return [climb[backend]] if step else [*reversed(climb.values())]
+    return [*reversed(climb.values())] if backend == level else [climb[backend]]
 
 
-def _refusal(backend: str, candidates: tuple[Variant, ...], inputs: Inputs, options: Options) -> str:
-    reasons = [(v.name, v.unsupported(*inputs, **options)) for v in candidates]
+def _refusal(
+    backend: str, candidates: tuple[Variant, ...], inputs: Inputs, options: Options, followed: bool, compiling: bool
+) -> str:
+    # Apart from the loop that chooses, whose variables a comprehension would make slower.
+    reasons = [
+        (v.name, (_not_followed(v, inputs, compiling) if followed else None) or v.unsupported(*inputs, **options))
+        for v in candidates
+    ]
     if backend in LEVELS:
         every = "; ".join(f"{name}: {why}" for name, why in reasons)
         return f"no variant at level {backend!r} supports this call: {every}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -54,6 +57,36 @@ def test_levels_and_default_inside_compile(op, backend):
     inputs = make_inputs(case, torch.float32, DEVICE)
     inside = torch.compile(lambda *x: public(op, x, case.options, backend=backend), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(inside(*inputs), public(op, inputs, case.options, backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [
+        ("", "kl.gelu(x)"),
+        ("", "kl.gelu(x, backend='compile')"),
+        ("kl.softmax(x, -1)", "kl.gelu(x)"),
+        ("", "chosen(x)"),
+    ],
+    ids=["default", "level", "after-another", "use"],
+)
+def test_the_first_call_of_a_process_inside_compile(before, call):
+    """torch.compile begins to trace while no operation is loaded, or another alone."""
+    code = f"""
+import torch, kernel_ladder as kl
+x = torch.randn(9)
+{before}
+
+def chosen(x):
+    with kl.use("torch.naive"):
+        return kl.gelu(x)
+
+compiled = torch.compile(lambda x: {call}, fullgraph=True, backend="aot_eager")
+for _ in range(2):
+    torch.testing.assert_close(compiled(x), torch.nn.functional.gelu(x))
+assert getattr(kl.table._chosen, "backend", None) is None
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def _adds(amount: float):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,32 @@ from kernel_ladder.samples import empty_inputs, make_inputs
 from kernel_ladder.spec import has_gradient
 
 from .conftest import DEVICE, public, typical_case
+
+NUMBERS = [
+    ("softmax", {"dim": np.int64(-1)}, {"dim": -1}),
+    ("sum", {"dim": np.int32(0)}, {"dim": 0}),
+    ("sum", {"dim": [np.int64(0), 1]}, {"dim": (0, 1)}),
+    (
+        "layer_norm",
+        {"normalized_shape": (np.int64(8),), "eps": np.float32(0.25)},
+        {"normalized_shape": (8,), "eps": 0.25},
+    ),
+    ("rms_norm", {"normalized_shape": [np.int64(8)], "eps": np.float64(0.25)}, {"normalized_shape": (8,), "eps": 0.25}),
+    ("add_rms_norm", {"eps": np.float16(0.25)}, {"eps": 0.25}),
+    ("dropout", {"p": np.float64(0.25), "seed": np.int64(3)}, {"p": 0.25, "seed": 3}),
+    ("dropout", {"p": np.float32(0.25), "seed": np.uint8(3)}, {"p": 0.25, "seed": 3}),
+    (
+        "bias_dropout_add_layer_norm",
+        {"p": np.float32(0.25), "seed": np.int64(3), "eps": np.float64(0.25)},
+        {"p": 0.25, "seed": 3, "eps": 0.25},
+    ),
+    ("attention", {"scale": np.float64(0.25), "window_size": (np.int64(2), 0)}, {"scale": 0.25, "window_size": (2, 0)}),
+    (
+        "attention_varlen",
+        {"max_seqlen_q": np.int64(99), "scale": np.float32(0.25)},
+        {"max_seqlen_q": 99, "scale": 0.25},
+    ),
+]
 
 
 def error_cases():
@@ -61,6 +88,23 @@ def test_inputs_of_two_dtypes(op, backend):
     inputs[last] = inputs[last].half()
     with pytest.raises(TypeError, match="must have the same dtype, got float32 and float16"):
         public(op, tuple(inputs), case.options, backend=backend)
+
+
+@pytest.mark.parametrize(("op", "given", "taken"), NUMBERS, ids=[f"{op}-{given}" for op, given, _ in NUMBERS])
+def test_numpys_numbers_reach_a_kernel_as_pythons(op, given, taken, scratch_table):
+    """As PyTorch takes them, and a kernel's launcher and torch.compile do not."""
+    seen = {}
+    table.register(op, "torch.look", forward=lambda *inputs, **options: (seen.update(options) or inputs[0], ()))
+    case = typical_case(op)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    if "normalized_shape" in given:
+        inputs = (torch.zeros(2, 8, device=DEVICE),)
+    public(op, inputs, {**case.options, **given}, backend="torch.look")
+    for name, value in taken.items():
+        assert seen[name] == value
+        assert type(seen[name]) is type(value)
+        if isinstance(value, tuple):
+            assert [type(n) for n in seen[name]] == [int] * len(value)
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)

@@ -6,9 +6,10 @@ import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import kernel_ladder
-from kernel_ladder import autograd
+from kernel_ladder import autograd, table
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
 
@@ -57,6 +58,25 @@ def test_a_second_derivative_is_a_clear_error(variant):
     torch.testing.assert_close(tuple(g.detach() for g in grads), plain)  # the first is as without create_graph
     with pytest.raises(RuntimeError, match=rf"{variant.op}: {variant.name} can be differentiated only once"):
         torch.autograd.grad(sum(g.sum() for g in grads), wanted)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_checkpoint_recomputes(create_graph, scratch_table):
+    """What is saved can be read once from a checkpoint that does not re-enter autograd."""
+
+    def forward(input, *, approximate):
+        return torch.ops.aten.gelu(input, approximate=approximate), (approximate, input)
+
+    def backward(saved, grad, needs):
+        approximate, input = saved
+        return (torch.ops.aten.gelu_backward(grad, input, approximate=approximate),)
+
+    table.register("gelu", "torch.own", forward=forward, backward=backward)
+    x = torch.randn(9, device=DEVICE, requires_grad=True)
+    y = checkpoint(lambda x: kernel_ladder.gelu(x, backend="torch.own"), x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph)
+    (expected,) = torch.autograd.grad(torch.nn.functional.gelu(x).sum(), x)
+    torch.testing.assert_close(grad.detach(), expected)
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)

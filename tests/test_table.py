@@ -112,16 +112,28 @@ def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "near"), [("cud", "cuda"), ("torch.naiv", "torch.naive"), ("Triton", "triton"), ("auto.x", "auto")]
+    ("backend", "near"),
+    [
+        ("cud", "cuda"),
+        ("torch.naiv", "torch.naive"),
+        ("Triton", "triton"),
+        ("auto.x", "auto"),
+        ("torch.", "torch"),
+        ("torch.naive.", "torch.naive"),
+    ],
 )
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_an_unknown_backend_names_its_neighbours(op, backend, near):
     with pytest.raises(BackendError, match=f"{op}: unknown `backend` '{backend}'; did you mean .*'{near}'"):
         resolve(op, backend)
+    with pytest.raises(BackendError, match=f"{op}: unknown `backend` '{backend}'; did you mean .*'{near}'"):
+        table.named(op, backend)
 
 
 def test_an_unknown_backend_of_use_is_refused_at_once():
     with pytest.raises(BackendError, match=r"use: unknown `backend` 'torch\.naif'"), kernel_ladder.use("torch.naif"):
+        pytest.fail("entered")
+    with pytest.raises(BackendError, match=r"use: unknown `backend` 'torch\.'"), kernel_ladder.use("torch."):
         pytest.fail("entered")
     with pytest.raises(TypeError, match="`backend` must be a str, got NoneType"), kernel_ladder.use(None):
         pytest.fail("entered")
@@ -159,6 +171,21 @@ def test_unavailable_gives_the_levels_reason(monkeypatch):
         with pytest.raises(UnavailableError, match=f"gelu: backend '{backend}' is unavailable: the moon is full"):
             resolve("gelu", backend)
     assert kernel_ladder.backends("gelu")["triton.fused"] == "the moon is full"
+
+
+def test_a_level_without_variants_takes_any_name_but_half_of_one(monkeypatch):
+    """What its variants would be called is unknown where its extension was not built."""
+    kernel_ladder.backends("gelu")
+    for op in kernel_ladder.OPS:
+        table.variants(op)
+        monkeypatch.setitem(table._variants, (op, "cuda"), {})
+    monkeypatch.setitem(table._unavailable, ("gelu", "cuda"), "it was not built")
+    with kernel_ladder.use("cuda.any"), pytest.raises(UnavailableError, match="it was not built"):
+        resolve("gelu", None)
+    with pytest.raises(BackendError, match=r"unknown `backend` 'cuda\.'"):
+        resolve("gelu", "cuda.")
+    with pytest.raises(BackendError, match=r"unknown `backend` 'cuda\.'"), kernel_ladder.use("cuda."):
+        pytest.fail("entered")
 
 
 def test_a_level_that_cannot_be_imported_is_unavailable_with_the_reason(monkeypatch):
@@ -201,9 +228,18 @@ def test_require_turns_unavailability_into_failure():
     # Hidden GPUs and a switched-off interpreter make the level unavailable anywhere.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     assert in_a_fresh_process(code, **hidden).returncode == 0
-    required = in_a_fresh_process(code, **hidden, KERNEL_LADDER_REQUIRE="cuda,triton")
-    assert required.returncode != 0
-    assert "KERNEL_LADDER_REQUIRE names" in required.stderr
+    for levels in ("cuda,triton", "torch, cuda", "torch ,triton,"):
+        required = in_a_fresh_process(code, **hidden, KERNEL_LADDER_REQUIRE=levels)
+        assert required.returncode != 0
+        assert "KERNEL_LADDER_REQUIRE names" in required.stderr
+        assert "unavailable" in required.stderr
+
+
+def test_require_names_levels():
+    code = "import kernel_ladder, torch; kernel_ladder.gelu(torch.zeros(2))"
+    assert in_a_fresh_process(code, KERNEL_LADDER_REQUIRE=" torch,").returncode == 0
+    unknown = in_a_fresh_process(code, KERNEL_LADDER_REQUIRE="torch,kuda")
+    assert "KERNEL_LADDER_REQUIRE names 'kuda', which is no level; levels are torch, compile" in unknown.stderr
 
 
 def test_the_environment_is_read_when_called():
