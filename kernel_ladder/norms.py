@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def check_eps(op: str, eps: float | None) -> None:
         return
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: argument `eps` must be a float, got {type(eps).__name__}")
-    if not 0 <= eps < math.inf:
+    if not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"{op}: argument `eps` must be a finite number from 0 up, got {eps}")
 
 

@@ -34,7 +34,12 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
 
 
 def _number(x: Any) -> Any:
-    return float(x) if isinstance(x, numbers.Real) and not isinstance(x, bool) else x
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        return x
+    try:
+        return float(x)
+    except OverflowError:  # an integer
+        return x
 
 
 def _int(n: Any) -> Any:

@@ -10,7 +10,6 @@ causal mask or a sliding window, is in :mod:`kernel_ladder.band`.
 Grouped queries (Ainslie et al., arXiv:2305.13245): consecutive query heads share one head of key and value.
 """
 
-import fractions
 import math
 import numbers
 import sys
@@ -201,7 +200,7 @@ def check_options(
                 f"{op}: argument `key` must have a number of heads that divides query's {heads}, got {heads_kv}"
             )
     if scale is not None:
-        if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or isinstance(scale, fractions.Fraction):
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
             raise TypeError(f"{op}: argument `scale` must be a positive number or None, got {type(scale).__name__}")
         if not 0 < scale <= sys.float_info.max:
             raise ValueError(f"{op}: argument `scale` must be positive and finite, got {scale}")
@@ -456,12 +455,6 @@ ERRORS = [
     ErrorCase("enable-gqa", _bad(enable_gqa=None), TypeError, r"`enable_gqa` must be a bool, got NoneType"),
     ErrorCase("scale-type", _bad(scale="1"), TypeError, r"`scale` must be a positive number or None, got str"),
     ErrorCase("scale-bool", _bad(scale=True), TypeError, r"`scale` must be a positive number or None, got bool"),
-    ErrorCase(
-        "scale-fraction",
-        _bad(scale=fractions.Fraction(1, 2)),
-        TypeError,
-        r"`scale` must be a positive number or None, got Fraction",
-    ),
     ErrorCase("scale-beyond", _bad(scale=10**309), ValueError, r"`scale` must be positive and finite, got 1000000"),
     ErrorCase("scale-zero", _bad(scale=0.0), ValueError, r"`scale` must be positive and finite, got 0\.0"),
     ErrorCase("scale-negative", _bad(scale=-1.0), ValueError, r"`scale` must be positive and finite, got -1\.0"),

@@ -105,6 +105,9 @@ ERRORS = [
     ErrorCase("shape-long", lambda: ((_zeros(3), (2, 3)), {}), ValueError, r"got \(2, 3\) for a shape of \(3,\)"),
     ErrorCase("eps-type", lambda: ((_zeros(3), (3,)), {"eps": "small"}), TypeError, r"`eps` must be a float, got str"),
     ErrorCase(
+        "eps-beyond", lambda: ((_zeros(3), (3,)), {"eps": 10**309}), ValueError, r"`eps` must be a finite number"
+    ),
+    ErrorCase(
         "eps-negative", lambda: ((_zeros(3), (3,)), {"eps": -1.0}), ValueError, r"`eps` must be a finite number from 0"
     ),
 ]
