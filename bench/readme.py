@@ -64,37 +64,34 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 
 
 def _block(name: str, machines: Machines, folder: Path) -> str:
-    word, _, op = name.partition(" ")
-    if name in ("summary", "machine"):
-        make: Callable[[Path, list[Row]], str] = {"summary": _summary, "machine": _machine}[name]
-    elif name == "memory":
-
-        def make(path: Path, found: list[Row]) -> str:
-            return _memory(path, found, folder)
-    elif name in kernel_ladder.OPS:
-        op = name
-
-        def make(path: Path, found: list[Row]) -> str:
-            return _rates(name, found)
-    elif word == "climb" and op in kernel_ladder.OPS:
-
-        def make(path: Path, found: list[Row]) -> str:
-            return climb.write(op, path, found)
-    elif word == "picture" and op in kernel_ladder.OPS:
-
-        def make(path: Path, found: list[Row]) -> str:
-            return _picture(op, path, found, folder)
-    elif word == "roofline" and (op in kernel_ladder.OPS or not op):
-
-        def make(path: Path, found: list[Row]) -> str:
-            return _roofline(op, path, found, folder)
-    else:
-        ops = ", ".join(kernel_ladder.OPS)
-        known = "summary, machine, memory, roofline, 'roofline OP', 'picture OP', 'climb OP' and OP"
-        raise ReadmeError(f"unknown block {name!r}; known are {known}, of {ops}")
+    make, op = _maker(name, folder)
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
     return written or f"{_EMPTY}: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
+
+
+def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], str]:
+    """What writes a block of one machine's rows, and the operation that it is about, if it is about one."""
+    word, _, op = name.partition(" ")
+    of_all: dict[str, Callable[[Path, list[Row]], str]] = {
+        "summary": _summary,
+        "machine": _machine,
+        "memory": lambda path, found: _memory(path, found, folder),
+        "roofline": lambda path, found: _roofline("", path, found, folder),
+    }
+    of_one: dict[str, Callable[[Path, list[Row]], str]] = {
+        "climb": lambda path, found: climb.write(op, path, found),
+        "picture": lambda path, found: _picture(op, path, found, folder),
+        "roofline": lambda path, found: _roofline(op, path, found, folder),
+    }
+    if name in of_all:
+        return of_all[name], ""
+    if name in kernel_ladder.OPS:
+        return lambda path, found: _rates(name, found), name
+    if word in of_one and op in kernel_ladder.OPS:
+        return of_one[word], op
+    known = [*of_all, *(f"'{word} OP'" for word in of_one), "OP"]
+    raise ReadmeError(f"unknown block {name!r}; known are {', '.join(known)}, of {', '.join(kernel_ladder.OPS)}")
 
 
 def _machine(path: Path, found: list[Row]) -> str:

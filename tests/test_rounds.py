@@ -10,6 +10,10 @@ import torch
 from bench import clocks, intervals, rounds, timing
 from bench.clocks import Reading
 
+from .conftest import DEVICE, TRIES, needs_gpu
+
+pytestmark = pytest.mark.xdist_group("timing")
+
 CPU = torch.device("cpu")
 FAST, SLOW = 0.001, 0.2
 
@@ -96,6 +100,26 @@ def test_a_call_has_the_clock_of_its_own_samples_where_there_are_enough():
     assert watch.state("once").clock_mhz == watch.state().clock_mhz == 1250
     assert watch.state("odd").power_w == 500, "the only reading"
     assert clocks.Watch(None).state("odd") == clocks.State()
+
+
+@needs_gpu
+def test_a_product_beside_a_slow_call_runs_at_the_clocks_of_one_alone():
+    x = torch.randn(8192, 8192, device=DEVICE).bfloat16()
+
+    def milliseconds(launches: dict[str, timing.Launch]) -> float:
+        timing.settle([launches["product"]], cap_s=0.5)
+        found = rounds.run(launches, "product", seconds=0.3, patience=2.0, device=DEVICE, observe=lambda span: None)
+        return 1e3 * intervals.quartiles(found["product"].times)[1]
+
+    found = []
+    with timing.side_stream(DEVICE):
+        product = timing.prepare(lambda i: x @ x, 1, DEVICE)
+        waiting = timing.prepare(lambda i: torch.cuda._sleep(10**8), 1, DEVICE)
+        for _ in range(TRIES):
+            found.append(milliseconds({"product": product, "slow": waiting}) / milliseconds({"product": product}))
+            if abs(found[-1] - 1) <= 0.02:
+                return
+    pytest.fail(f"expected the same time within 2 %, measured ratios of {found}")
 
 
 def test_a_hiccup_of_the_host_makes_no_call_long(monkeypatch):
