@@ -491,8 +491,10 @@ void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
     const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     KL_CHECK(bytes + FOR_REDUCTIONS <= static_cast<size_t>(limit), op, ": a row needs ", bytes,
              " bytes of shared memory, a block has ", limit);
+    // As much in every call: another thread may launch a longer row meanwhile.
     KL_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       limit - static_cast<int>(FOR_REDUCTIONS)));
 }
 
 constexpr int NAIVE_THREADS = 128;

@@ -45,6 +45,20 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     return None
 
 
+def fake_like(x: torch.Tensor) -> torch.Tensor:
+    """What the operators allocate for a result like `x` (DenseLike in ``csrc/layout.cpp``), without data.
+
+    The strides of `x` where it is dense in some order of its dimensions; row-major else, where ``torch.empty_like``
+    would keep the order of what is not dense.
+    """
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return x.new_empty(x.shape)
+        expected *= size
+    return torch.empty_like(x)
+
+
 @untraced
 @functools.cache
 def not_hopper(device: int) -> str | None:
@@ -71,8 +85,8 @@ def skinny_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     if a.dim() != 2 or a.shape[0] > SKINNY_ROWS:
         return f"takes at most {SKINNY_ROWS} rows that lie at one stride, got shape {tuple(input.shape)}"
     (m, k), n = a.shape, other.shape[1]
-    rows = (a.stride(1) == 1 or k <= 1) and (m <= 1 or a.stride(0) % 8 == 0) and k % 8 == 0
-    along_k = other.stride(0) == 1 and (n <= 1 or other.stride(1) % 8 == 0)
+    rows = a.stride(1) == 1 and (m == 1 or a.stride(0) % 8 == 0) and k % 8 == 0
+    along_k = other.stride(0) == 1 and (n == 1 or other.stride(1) % 8 == 0)
     along_n = other.stride(1) == 1 and other.stride(0) % 8 == 0 and n % 8 == 0
     if not rows or not (along_k or along_n) or a.data_ptr() % 16 or other.data_ptr() % 16:
         return "needs rows that are dense and start on 16 bytes, of both operands"

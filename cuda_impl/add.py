@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, fake_like, unsupported
 from cuda_impl.sum import summed
 from kernel_ladder.reduction import gradients_of_broadcast
 from kernel_ladder.table import register
@@ -22,7 +22,7 @@ def _register(name: str) -> None:
     def fake(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         shape = torch.broadcast_shapes(input.shape, other.shape)
         like = next((x for x in (input, other) if x.shape == shape), None)
-        return input.new_empty(shape) if like is None else torch.empty_like(like)
+        return input.new_empty(shape) if like is None else fake_like(like)
 
     torch.library.register_fake(f"kernel_ladder::add.{name}", fake)
     register("add", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)

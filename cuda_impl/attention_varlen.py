@@ -39,7 +39,7 @@ def _pingpong(
         *_as_one_batch(query, key, value),
         cu_seqlens_q,
         cu_seqlens_k,
-        query.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, LONGEST),
         min(left, LONGEST),
         0 if is_causal else min(right, LONGEST),
         query.shape[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb
+from cuda_impl import climb, fake_like
 from cuda_impl.norms import as_parameter, empty_stats, too_long
 from kernel_ladder import philox
 from kernel_ladder.norms import forwards
@@ -60,7 +60,7 @@ def _register(name: str) -> None:
 
     @torch.library.register_fake(f"kernel_ladder::{OP}_backward.{name}")
     def _(grad, threshold, scale, seed):
-        return torch.empty_like(grad), grad.new_empty((grad.shape[-1],))
+        return fake_like(grad), grad.new_empty((grad.shape[-1],))
 
     register(OP, f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, fake_like, unsupported
 from kernel_ladder.table import register
 
 
@@ -18,12 +18,10 @@ def _register(name: str) -> None:
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         return run_backward(grad, *saved)
 
-    torch.library.register_fake(
-        f"kernel_ladder::bias_gelu.{name}", lambda input, bias, approximate: torch.empty_like(input)
-    )
+    torch.library.register_fake(f"kernel_ladder::bias_gelu.{name}", lambda input, bias, approximate: fake_like(input))
     torch.library.register_fake(
         f"kernel_ladder::bias_gelu_backward.{name}",
-        lambda grad, input, bias, approximate: (torch.empty_like(input), bias.new_empty(bias.shape)),
+        lambda grad, input, bias, approximate: (fake_like(input), bias.new_empty(bias.shape)),
     )
     register("bias_gelu", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
 

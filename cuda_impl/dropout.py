@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, fake_like, unsupported
 from kernel_ladder import philox
 from kernel_ladder.table import register
 
@@ -20,7 +20,7 @@ def _register(name: str) -> None:
         return (run(grad, *saved),)  # the same mask, drawn again
 
     torch.library.register_fake(
-        f"kernel_ladder::dropout.{name}", lambda input, threshold, scale, seed: torch.empty_like(input)
+        f"kernel_ladder::dropout.{name}", lambda input, threshold, scale, seed: fake_like(input)
     )
     register("dropout", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
 

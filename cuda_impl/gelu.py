@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, fake_like, unsupported
 from kernel_ladder.table import register
 
 
@@ -19,9 +19,9 @@ def _register(name: str) -> None:
         input, approximate = saved
         return (run_backward(grad, input, approximate),)
 
-    torch.library.register_fake(f"kernel_ladder::gelu.{name}", lambda input, approximate: torch.empty_like(input))
+    torch.library.register_fake(f"kernel_ladder::gelu.{name}", lambda input, approximate: fake_like(input))
     torch.library.register_fake(
-        f"kernel_ladder::gelu_backward.{name}", lambda grad, input, approximate: torch.empty_like(input)
+        f"kernel_ladder::gelu_backward.{name}", lambda grad, input, approximate: fake_like(input)
     )
     register("gelu", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb
+from cuda_impl import climb, fake_like
 from cuda_impl.norms import as_parameter, empty_if, empty_stats, row_length, too_long
 from kernel_ladder.norms import as_rows, eps_or_default, forwards
 from kernel_ladder.table import register
@@ -35,11 +35,11 @@ def _register(name: str) -> None:
 
     @torch.library.register_fake(f"kernel_ladder::rms_norm.{name}")
     def _(input, weight, eps, keep):
-        return torch.empty_like(input), empty_stats(input, 1, keep)
+        return fake_like(input), empty_stats(input, 1, keep)
 
     @torch.library.register_fake(f"kernel_ladder::rms_norm_backward.{name}")
     def _(grad, input, weight, stats, needs_input, needs_weight):
-        of_input = torch.empty_like(input) if needs_input else input.new_empty((0,))
+        of_input = fake_like(input) if needs_input else input.new_empty((0,))
         return of_input, empty_if(needs_weight, input, input.shape[-1])
 
     register("rms_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)

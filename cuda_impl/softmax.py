@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, fake_like, unsupported
 from kernel_ladder.table import register
 
 
@@ -74,10 +74,8 @@ def _register(name: str) -> None:
         output, dim = saved
         return (run_backward(grad, output, dim),)
 
-    torch.library.register_fake(f"kernel_ladder::softmax.{name}", lambda input, dim: torch.empty_like(input))
-    torch.library.register_fake(
-        f"kernel_ladder::softmax_backward.{name}", lambda grad, output, dim: torch.empty_like(output)
-    )
+    torch.library.register_fake(f"kernel_ladder::softmax.{name}", lambda input, dim: fake_like(input))
+    torch.library.register_fake(f"kernel_ladder::softmax_backward.{name}", lambda grad, output, dim: fake_like(output))
     register(
         "softmax", f"cuda.{name}", forward=forward, backward=backward, unsupported=_UNSUPPORTED.get(name, unsupported)
     )

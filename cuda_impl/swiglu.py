@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, fake_like, unsupported
 from kernel_ladder.table import register
 
 
@@ -18,10 +18,10 @@ def _register(name: str) -> None:
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         return run_backward(grad, *saved)
 
-    torch.library.register_fake(f"kernel_ladder::swiglu.{name}", lambda gate, up: torch.empty_like(gate))
+    torch.library.register_fake(f"kernel_ladder::swiglu.{name}", lambda gate, up: fake_like(gate))
     torch.library.register_fake(
         f"kernel_ladder::swiglu_backward.{name}",
-        lambda grad, gate, up: (torch.empty_like(gate), torch.empty_like(gate)),
+        lambda grad, gate, up: (fake_like(gate), fake_like(gate)),
     )
     register("swiglu", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
 

@@ -63,6 +63,35 @@ def test_what_a_step_does_not_take_is_said(inputs, reason):
     assert reason is None or re.search(reason, said)
 
 
+def _reason(*inputs: torch.Tensor) -> str | None:
+    return attention.hopper_unsupported("persistent", 256)(*inputs)
+
+
+def test_what_takes_a_call_can_be_asked_by_torch_compile(monkeypatch):
+    # Of tensors that come from outside and of those made inside, whose storage is not known yet.
+    reasons = []
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def ask(x):
+        reasons.append(_reason(x, x + 1, x.transpose(1, 2).contiguous().transpose(1, 2)))
+        return x
+
+    monkeypatch.setattr(attention, "_runs_hopper_steps", lambda device, dtype: True)
+    ask(torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16))
+    assert reasons == [None]
+
+
+def test_memory_that_does_not_begin_on_16_bytes_is_not_for_tma(monkeypatch):
+    whole = torch.zeros(1024 + 8, dtype=torch.bfloat16)
+    off = torch.from_dlpack(whole[4 : 4 + 1024]).view(1, 2, 32, 16)
+    if off.storage_offset() != 0 or off.data_ptr() % 16 == 0:
+        pytest.skip("this PyTorch tells where foreign memory begins by its offset, or has moved it")
+    fine = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(attention, "_runs_hopper_steps", lambda device, dtype: True)
+    assert _reason(fine, fine, fine) is None
+    assert "those of `key` do not" in _reason(fine, off, fine)
+
+
 def test_the_default_is_the_last_step():
     """After it comes `split_kv`, which takes few queries only."""
     names = [v.name for v in table.variants("attention", "cuda")]

@@ -126,6 +126,42 @@ def test_schemas_are_functional(overload):
     assert str(first) == "Tensor"
 
 
+#: Tensors, and the strides of a result like each: its own where it is dense in some order, else row-major.
+LAYOUTS = {
+    "row-major": (lambda device: torch.empty(2, 3, 4, device=device), (12, 4, 1)),
+    "permuted": (lambda device: torch.empty(2, 3, 4, device=device).permute(2, 0, 1), (1, 12, 4)),
+    "sliced": (lambda device: torch.empty(2, 3, 8, device=device)[..., :4], (12, 4, 1)),
+    "permuted and sliced": (lambda device: torch.empty(2, 5, 3, 24, device=device)[..., :8].transpose(1, 2), None),
+    "expanded": (lambda device: torch.empty(1, 4, device=device).expand(3, 4), (4, 1)),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_fake_has_the_strides_that_the_operators_allocate(make, expected):
+    x = make("cpu")
+    expected = expected or torch.empty(x.shape).stride()
+    assert cuda_impl.fake_like(x).stride() == expected
+    with FakeTensorMode():
+        assert cuda_impl.fake_like(make("cpu")).stride() == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize("op", ["gelu", "softmax", "dropout", "swiglu", "layer_norm", "rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize(("make", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_the_operators_allocate_what_their_fakes_say(op, make, expected):
+    x = make("cuda").normal_() if expected != (4, 1) else torch.randn(1, 4, device="cuda").expand(3, 4)
+    options = {
+        "gelu": {"approximate": "none"},
+        "softmax": {"dim": -1},
+        "dropout": {"p": 0.5, "seed": 0},
+        "layer_norm": {"normalized_shape": x.shape[-1:]},
+        "rms_norm": {"normalized_shape": x.shape[-1:]},
+    }.get(op, {})
+    inputs = (x, x) if op in ("swiglu", "add_rms_norm") else (x,)
+    for output in as_tuple(getattr(kernel_ladder, op)(*inputs, **options, backend="cuda")):
+        assert output.stride() == cuda_impl.fake_like(x).stride()
+
+
 @pytest.mark.parametrize("variant", every_variant("cuda"), ids=variant_id)
 def test_fakes_give_the_shape_and_dtype_of_the_real_result(variant):
     """Without data and without a GPU: the fakes alone, forward and backward."""

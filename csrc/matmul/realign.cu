@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // Worth it for so few rows, for so many stages of B, and so many bytes of it that a microsecond more is little.
-constexpr int64_t FEW_ROWS = 32, LONG_K = 4096, LARGE = int64_t{1} << 24;
+// A copy of at most 64 MiB.
+constexpr int64_t FEW_ROWS = 32, LONG_K = 4096, LARGE = int64_t{1} << 24, MOST_COPIED = int64_t{1} << 25;
 
 // An operand of X rows (columns), and how it is to lie.
 struct Operand {
@@ -141,7 +142,8 @@ Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
 
 std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const Launch& on) {
     const Product& p = call->product;
-    const bool few = p.M <= FEW_ROWS && p.batches == 1 && p.K >= LONG_K && p.K * p.N >= LARGE;
+    const bool few =
+        p.M <= FEW_ROWS && p.batches == 1 && p.K >= LONG_K && p.K * p.N >= LARGE && p.K * p.M <= MOST_COPIED;
     if (!few || call->a_major == Major::K) return std::nullopt;
     const int64_t step = Operand{call->a_data, p.M, p.a_m, p.K, p.a_k, 1, 0, Major::K}.to_step(sizeof(half));
     const Tensor memory = empty(call->output, dtype, {p.M, step});
