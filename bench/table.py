@@ -29,19 +29,23 @@ def rate(row: Row, bytes_bound: bool | None = None) -> str:
     return f"{row.tflops:,.0f} TFLOP/s" if row.tflops >= 100 else f"{row.tflops:.3g} TFLOP/s"
 
 
-def fastest(rows: Iterable[Row]) -> set[str]:
-    """Of one call's rows, the fastest backends: the best, and those whose 95 % intervals reach into its own.
+def speeds(rows: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
+    """Of one call's rows, by backend, a measure that is larger the faster it is, with the ends of its 95 % interval.
 
-    By the speedups over the baseline, each paired with it round by round: of times, which rows of different runs may
-    hold, the machine's state that day is a part. By the times where a row has no speedup.
+    The speedups over the baseline, each paired with it round by round: of times, which rows of different runs may hold,
+    the machine's state that day is a part. One over the times where a row has no speedup.
     """
     timed = [row for row in rows if row.us is not None]
     if all(row.speedup is not None for row in timed):
-        spans = {r.backend: (r.speedup, r.speedup_low or r.speedup, r.speedup_high or r.speedup) for r in timed}
-    else:
-        spans = {r.backend: (1 / r.us, 1 / (r.us_high or r.us), 1 / (r.us_low or r.us)) for r in timed}
-    least = max(spans.values(), default=(0.0, 0.0, 0.0))[1]
-    return {backend for backend, (_, _, high) in spans.items() if high >= least}
+        return {r.backend: (r.speedup, r.speedup_low or r.speedup, r.speedup_high or r.speedup) for r in timed}
+    return {r.backend: (1 / r.us, 1 / (r.us_high or r.us), 1 / (r.us_low or r.us)) for r in timed}
+
+
+def fastest(rows: Iterable[Row]) -> set[str]:
+    """Of one call's rows, the fastest backends: the best, and those whose intervals reach into its own."""
+    known = speeds(rows)
+    least = max(known.values(), default=(0.0, 0.0, 0.0))[1]
+    return {backend for backend, (_, _, high) in known.items() if high >= least}
 
 
 #: What a row's time was measured under that its neighbours' were not.

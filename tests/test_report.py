@@ -15,6 +15,7 @@ from bench import climb, environment, report, roofline, rows
 from bench.__main__ import main
 from bench.roofs import operations, roofs
 from bench.rows import Row
+from bench.table import fastest
 
 from . import browser
 
@@ -487,6 +488,22 @@ def test_gains_and_baselines_are_those_of_the_log(full):
     assert {row["level"] for row in shown.values()} == {"torch", "compile", "triton", "cuda"}, "peers are no steps"
     assert embedded["baselines"]["gelu"] == "torch.builtin"
     assert embedded["baselines"]["dropout"] == "torch.naive"
+
+
+def test_the_fastest_are_those_of_the_tables(page, full):
+    shown = {row["shape"]: set() for row in _embedded(full)["rows"]}
+    wanted = {"op": "softmax", "pass": "forward", "dtype": "bfloat16"}
+    mine = [row for row in _embedded(full)["rows"] if all(row[name] == value for name, value in wanted.items())]
+    for row in mine:
+        shown[row["shape"]] |= {row["backend"]} if row.get("fastest") else set()
+    found = [r for r in rows.latest(rows.read(full.parent / "rows.jsonl")) if (r.op, r.pass_) == ("softmax", "forward")]
+    for shape in {row["shape"] for row in mine}:
+        assert shown[shape] == fastest(r for r in found if (r.shape, r.dtype) == (shape, "bfloat16"))
+    page.open(full, "op=softmax&dtype=bfloat16&pass=forward")
+    marked = [text for text in _texts(page, "#peers td") if "◀" in text]
+    # Of a level's variants the fastest alone has a cell.
+    assert len({row["shape"] for row in mine}) <= len(marked) <= sum(map(len, shown.values()))
+    _clean(page)
 
 
 @pytest.mark.parametrize(("op", "baseline"), [("matmul", "torch.builtin"), ("dropout", "torch.naive")])

@@ -25,7 +25,7 @@ from bench.ratio import Estimate, baseline_of
 from bench.readme import default_results
 from bench.roofs import CAPTION, CEILING, intensity, operations, roofs
 from bench.rows import Row, latest, to_json
-from bench.table import microseconds, rate
+from bench.table import fastest, microseconds, rate, speeds
 
 HERE = Path(__file__).resolve().parent
 #: What later ones use comes first.
@@ -52,11 +52,13 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
     """What the scripts draw: rows with what follows from them, roofs, and the shapes that stand for operations."""
     # The scripts choose by the machine's name, and so must have one.
     found = [row if row.gpu else dataclasses.replace(row, gpu="unknown machine") for row in found]
-    measured = [row for steps in by_call(operations(found)) for row in steps]
+    calls = by_call(operations(found))
+    measured = [row for steps in calls for row in steps]
     gained = gains(measured)
+    ranked = {row.key: _speed(row, speeds(steps), fastest(steps)) for steps in calls for row in steps}
     gpus = list(dict.fromkeys(row.gpu for row in measured))
     return {
-        "rows": [_fields(row) | _gain(*gained.get(row.key, (None, None))) for row in measured],
+        "rows": [_fields(row) | ranked[row.key] | _gain(*gained.get(row.key, (None, None))) for row in measured],
         "ceilings": [_fields(row) for row in found if row.op == CEILING],
         "roofs": [
             {"gpu": gpu, "dtype": dtype, **vars(roof)}
@@ -73,6 +75,11 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
 def _fields(row: Row) -> dict[str, Any]:
     fields = {name: value for name, value in json.loads(to_json(row)).items() if value is not None}
     return fields | {"least_us": row.least_us, "bytes_bound": row.bytes_bound, "intensity": intensity(row)}
+
+
+def _speed(row: Row, known: dict[str, tuple[float, float, float]], best: set[str]) -> dict[str, Any]:
+    """What the rows of one call are compared by, and whether one is the fastest or cannot be told from it."""
+    return {"speed": known[row.backend][0], "fastest": row.backend in best} if row.backend in known else {}
 
 
 def _gain(before: Row | None, gain: Estimate | None) -> dict[str, Any]:

@@ -87,17 +87,16 @@ function drawPeers(view) {
 }
 
 function peerLine(members, levels, peers) {
-  const fastest = (rows) => rows.filter((row) => row.us != null).sort((a, b) => a.us - b.us)[0] || rows[0];
+  const fastest = (rows) => rows.filter((row) => row.us != null).sort((a, b) => b.speed - a.speed)[0] || rows[0];
   const found = { op: members[0].op, shape: members[0].shape, cells: {} };
   for (const level of levels) found.cells[level] = fastest(members.filter((row) => row.level === level));
   for (const peer of peers) found.cells[peer] = fastest(members.filter((row) => row.backend === peer));
-  found.best = fastest(members);
   return found;
 }
 
 function peerColumn(name, baseline) {
   const of = (line) => line.cells[name];
-  const best = (line) => of(line) === line.best && line.best?.us != null;
+  const best = (line) => of(line)?.fastest;
   const show = (line) => {
     const row = of(line);
     if (!row) return "";
