@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -41,14 +40,24 @@ def run(
     slow = timing.apart(launches)
     fast = {name: launch for name, launch in launches.items() if name not in slow}
     share = seconds / len(launches)
-    taking = functools.partial(_rounds, baseline=baseline, patience=patience, device=device, observe=observe)
-    alone = taking(fast, seconds=share * len(fast))
+
+    def taken(some: Mapping[str, timing.Launch], most: int = timing.MAX_ROUNDS) -> _Taken:
+        with clocks.watch(device) as watch:
+
+            def ran(round_: int, name: str, span: timing.Span) -> None:
+                watch.ran(round_, name, span)
+                observe(span)
+
+            paired_with = baseline if baseline in some else None
+            times = timing.interleave(some, share * len(some), paired_with, ran, patience, most)
+        return _Taken(times, watch, watch.moved())
+
+    alone = taken(fast)
     found = {name: _timed(alone, name, alone, baseline) for name in fast}
     if slow:
         again = {name: launch for name, launch in launches.items() if name in slow or baseline in (name, *slow)}
         # No more rounds than the slow ones need.
-        most = max(timing.MIN_ROUNDS, *(int(share / launches[name].seconds) for name in slow))
-        beside = taking(again, seconds=share * len(again), most=most)
+        beside = taken(again, max(timing.MIN_ROUNDS, *(int(share / launches[name].seconds) for name in slow)))
         found |= {name: _timed(beside, name, beside, baseline) for name in slow}
         if baseline in slow:
             found |= {name: _timed(alone, name, beside, baseline) for name in fast}
@@ -57,28 +66,11 @@ def run(
 
 @dataclass(frozen=True)
 class _Taken:
+    """Rounds that some launches shared, and what was seen of the GPU in them."""
+
     times: Mapping[str, Rounds]
     watch: clocks.Watch
-
-
-def _rounds(
-    launches: Mapping[str, timing.Launch],
-    *,
-    baseline: str,
-    seconds: float,
-    patience: float,
-    device: torch.device,
-    observe: Callable[[timing.Span], None],
-    most: int = timing.MAX_ROUNDS,
-) -> _Taken:
-    with clocks.watch(device) as watch:
-
-        def ran(round_: int, name: str, span: timing.Span) -> None:
-            watch.ran(round_, name, span)
-            observe(span)
-
-        paired_with = baseline if baseline in launches else None
-        return _Taken(timing.interleave(launches, seconds, paired_with, ran, patience, most), watch)
+    moved: Mapping[str, bool | None]
 
 
 def _timed(own: _Taken, name: str, pairs: _Taken, baseline: str) -> Timed:
@@ -87,5 +79,5 @@ def _timed(own: _Taken, name: str, pairs: _Taken, baseline: str) -> Timed:
         pairs.times[name],
         pairs.times.get(baseline),
         own.watch.state(name),
-        own.watch.moved().get(name),
+        own.moved.get(name),
     )

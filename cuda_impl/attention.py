@@ -11,15 +11,13 @@ from torch.compiler import is_compiling
 
 from cuda_impl import climb, unsupported
 from kernel_ladder.band import NO_WINDOW, band
+from kernel_ladder.scale import scale_of
 from kernel_ladder.spec import Output
 from kernel_ladder.strides import has_rows_at
 from kernel_ladder.table import register
 
 #: Shared memory of the largest tiles, those of csrc/attention/split_kv.cu for a head dimension of 256.
 FLASH_SHARED_BYTES = 136 * 1024
-
-#: The smallest normal float32. A smaller scale may be zero to a kernel, which would make NaN of a score of −inf.
-SMALLEST_SCALE = 2.0**-126
 
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
@@ -176,7 +174,7 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
     ) -> tuple[Output, tuple]:
         sizes, seqlen_k = query.shape, key.shape[-2]
         first, last = band(is_causal, window_size, sizes[-2], seqlen_k)
-        scale = sizes[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE)
+        scale = scale_of(sizes[-1], scale)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*sizes[:-1], seqlen_k)
         output, lse = run(query, key, value, attn_mask, first, last, scale, enable_gqa)

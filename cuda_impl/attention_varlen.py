@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb
-from cuda_impl.attention import SMALLEST_SCALE, hopper_unsupported
-from kernel_ladder.band import NO_WINDOW
+from cuda_impl.attention import hopper_unsupported
+from kernel_ladder.band import LONGEST, NO_WINDOW
+from kernel_ladder.scale import scale_of
 from kernel_ladder.spec import Output
 from kernel_ladder.table import register
-
-#: The longest reach to hand over, past every length: an operator takes integers of 64 bits, and a window any.
-LONGEST = 2**31 - 1
 
 
 def _as_one_batch(*packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -42,7 +40,7 @@ def _pingpong(
         query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, LONGEST),
         min(left, LONGEST),
         0 if is_causal else min(right, LONGEST),
-        query.shape[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE),
+        scale_of(query.shape[-1], scale),
         enable_gqa,
     )
     return ((output, lse) if return_lse else output), ()

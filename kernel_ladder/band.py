@@ -11,6 +11,9 @@ import torch
 #: ``window_size`` that hides nothing.
 NO_WINDOW = (-1, -1)
 
+#: The longest reach to hand over to an operator, past every length: it takes integers of 64 bits, and a window any.
+LONGEST = 2**31 - 1
+
 #: What ``is_causal`` can say beside False and True, which is the upper left.
 LOWER_RIGHT = "lower_right"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kernel_ladder
+from bench.rows import Row
 from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
@@ -71,6 +72,29 @@ def scratch_table() -> Iterator[None]:
     for key, climb in table._variants.items():
         climb.clear()
         climb.update(before.get(key, {}))
+
+
+def register_own_gelu() -> None:
+    """gelu as ``torch.own``: forward and backward as plain functions, the path of the CUDA and Triton variants."""
+
+    def forward(input, *, approximate):
+        return torch.ops.aten.gelu(input, approximate=approximate), (approximate, input)
+
+    def backward(saved, grad, needs):
+        approximate, input = saved
+        return (torch.ops.aten.gelu_backward(grad, input, approximate=approximate),)
+
+    table.register("gelu", "torch.own", forward=forward, backward=backward)
+
+
+#: What the rows of a timed operation have.
+TIMED = {"us": 1.25, "us_q1": 1.0, "us_q3": 1.5, "bytes": 2000, "flops": 5000, "gbs": 1.6, "tflops": 0.004}
+
+
+def a_row(**fields: Any) -> Row:
+    """A row of some benchmark, with what every row must have."""
+    base = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": "float32"}
+    return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
 
 
 def every_variant(*levels: str) -> list[Variant]:

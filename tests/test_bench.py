@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import math
-import re
 import sys
 import types
 
@@ -16,7 +14,7 @@ from rich.console import Console
 
 import kernel_ladder
 from bench import __main__ as bench_main
-from bench import cases, counters, lengths, memory, pictures, readme, rows, sweep
+from bench import cases, lengths, memory, pictures, readme, rows, sweep
 from bench import table as bench_table
 from bench.__main__ import main
 from bench.choice import Choice, Group, groups
@@ -26,7 +24,7 @@ from kernel_ladder import table
 from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, each
 
-from .conftest import DEVICE
+from .conftest import DEVICE, TIMED, a_row
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
 
@@ -195,7 +193,7 @@ def test_table_and_pictures(swept):
 def _timed(backend: str, us: float, speedup: float | None, low: float | None = None, high: float | None = None) -> Row:
     measured = {"us_q1": us, "us_q3": us, "gbs": 1.0, "tflops": 1.0, "bytes": 1, "flops": 1}
     ends = {"speedup_low": low, "speedup_high": high}
-    return _row(backend=backend, us=us, speedup=speedup, **measured, **ends)
+    return a_row(backend=backend, us=us, speedup=speedup, **measured, **ends)
 
 
 def test_the_fastest_is_told_by_paired_ratios_and_has_its_equals():
@@ -203,7 +201,7 @@ def test_the_fastest_is_told_by_paired_ratios_and_has_its_equals():
     assert bench_table.fastest(rows_) == {"b"}, "times of rows measured on different days do not compare"
     assert bench_table.fastest([*rows_, _timed("c", 11.0, 1.15, 1.1, 1.21)]) == {"b", "c"}
     assert bench_table.fastest([*rows_, _timed("d", 8.0, None)]) == {"d"}, "a time without a ratio is all there is"
-    assert bench_table.fastest([_row(unsupported="no")]) == set()
+    assert bench_table.fastest([a_row(unsupported="no")]) == set()
 
 
 def test_marks_have_a_legend():
@@ -216,7 +214,7 @@ def test_marks_have_a_legend():
 
 
 def test_the_machine_s_line_names_every_version():
-    older, newer = _row(torch="2.11", when="2026-01-01"), _row(torch="2.12", commit="c0ffee", when="2026-01-02")
+    older, newer = a_row(torch="2.11", when="2026-01-01"), a_row(torch="2.12", commit="c0ffee", when="2026-01-02")
     assert "with PyTorch 2.11 and 2.12; source `c0ffee`; 2026-01-02." in readme._machine(None, [newer, older])
 
 
@@ -424,7 +422,7 @@ def test_an_interrupt_of_a_command_is_one_line(monkeypatch, tmp_path, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    rows.write(tmp_path / "rows.jsonl", [_row(**TIMED)])
+    rows.write(tmp_path / "rows.jsonl", [a_row(**TIMED)])
     monkeypatch.setattr(pictures, "draw", interrupted)
     assert main(["pictures", str(tmp_path / "rows.jsonl")]) == 130
     assert capsys.readouterr().err == "python -m bench: interrupted\n"
@@ -467,170 +465,6 @@ def test_a_peer_named_is_tuned_at_all_cases(tmp_path):
         chosen = bench_main._choice(parser.parse_args([*argv, "--quick"]))
         assert "quack-gemm" in chosen.peers
         assert chosen.tunes("peer.quack-gemm", Case("a", ((1,),), quick=True)) == named
-
-
-def _row(**fields) -> Row:
-    base = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": "float32"}
-    return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
-
-
-#: What the rows of a timed operation have.
-TIMED = {"us": 1.25, "us_q1": 1.0, "us_q3": 1.5, "bytes": 2000, "flops": 5000, "gbs": 1.6, "tflops": 0.004}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda text: text[:-20] + "\n", "not a whole JSON object"),
-        (lambda text: text[:-20], "not a whole JSON object"),
-        (lambda text: text[:-1], "has no end"),
-        (lambda text: text + '{"kernel": "saxpy"}\n', "not a row of this benchmark: it lacks 'op'"),
-        (lambda text: text + "[1, 2]\n", "expected a JSON object, got list"),
-        (lambda text: text.replace('"us":', '"ms":'), "unknown fields 'ms'"),
-    ],
-    ids=["truncated", "truncated-last", "no-end", "foreign", "list", "unknown-field"],
-)
-def test_spoiled_files(spoil, message, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    rows.append(path, _row(**TIMED))
-    path.write_text(spoil(path.read_text()))
-    with pytest.raises(rows.ResultsError, match=message) as raised:
-        rows.read(path)
-    assert str(path) in str(raised.value)
-    before = path.read_text()
-    assert main(["--op", "gelu", "--quick", "--no-ceilings", "--output", str(path)]) == 2
-    assert message in capsys.readouterr().err
-    assert path.read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"us": "fast"}, "'us' must be a number or null, got 'fast'"),
-        ({"us": True}, "'us' must be a number or null, got True"),
-        ({"us": 0}, "'us' must be above zero, got 0"),
-        ({"us": -1.0}, "'us' must be above zero, got -1.0"),
-        ({"us": math.nan}, "'us' must be a finite number, got nan"),
-        ({"us_q1": None}, "a timed row of an operation lacks 'us_q1'"),
-        ({"us_q3": None, "gbs": None, "tflops": None}, "lacks 'us_q3', 'gbs', 'tflops'"),
-        ({"bytes": None}, "lacks 'bytes'"),
-        ({"bytes": 1.5}, "'bytes' must be a whole number or null, got 1.5"),
-        ({"bytes": 10**400}, "'bytes' must be a finite number, got 1000"),
-        ({"flops": -1}, "'flops' must be 0 or more, got -1"),
-        ({"tflops": 0.0}, "'tflops' must be above zero where 'flops' is, got 0.0"),
-        ({"gbs": -1.0}, "'gbs' must be 0 or more, got -1.0"),
-        ({"us_low": 1.0}, "'us_low' and 'us_high' come together, got 'us_low' alone"),
-        ({"when": None}, "'when' must be text, got None"),
-        ({"when": 20260101}, "'when' must be text, got 20260101"),
-        ({"options": None}, "'options' must be an object, got None"),
-        ({"shapes": None}, "'shapes' must be a list, got None"),
-        ({"shapes": [[2, "2"]]}, "'shapes' must be a list of lists of whole numbers"),
-        ({"op": None}, "'op' must be text, got None"),
-        ({"backend": ["torch"]}, "'backend' must be text, got ['torch']"),
-        ({"pass": 1}, "'pass' must be text, got 1"),
-        ({"commit": 7}, "'commit' must be text or null, got 7"),
-        ({"dirty": 0}, "'dirty' must be true or false or null, got 0"),
-        ({"error": [0.0] * 100}, "'error' must be a number or null, got [0.0, 0.0"),
-    ],
-    ids=str,
-)
-def test_a_field_of_another_type_is_named(changes, message, tmp_path, capsys):
-    path, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
-    path.write_text(json.dumps(json.loads(rows.to_json(_row(**TIMED))) | changes) + "\n")
-    page.write_text("<!-- results:begin gelu -->\n<!-- results:end gelu -->\n")
-    readers = (
-        ["table", str(path)],
-        ["pictures", str(path)],
-        ["report", str(path), "--output", str(tmp_path / "report.html")],
-        ["readme", str(page), "--results", str(path)],
-        ["merge", str(path), "--into", str(tmp_path / "into.jsonl")],
-        ["compare", str(path), str(path)],
-    )
-    for argv in readers:
-        assert main(argv) == 2
-        said = capsys.readouterr().err
-        assert f"{path}:1: " in said
-        assert message in said
-        assert len(said) < 300
-
-
-def test_what_rows_may_lack():
-    for row in (
-        _row(**TIMED | {"us": 2}),  # a whole number is a number
-        _row(unsupported="only on Sundays", shapes=[[2, 2], None, []]),
-        _row(op=rows.CEILING, us=2.0, bytes=8, gbs=0.004),
-        _row(op=rows.CEILING, us=2.0, flops=8, tflops=4e-6),
-        _row(op=rows.CEILING, us=2.0),
-    ):
-        assert rows.from_json(rows.to_json(row), "here") == row
-
-
-def _reading(path: str, page: str) -> list[list[str]]:
-    """Every command that reads rows from a path."""
-    swept = ["--op", "gelu", "--backend", "torch", "--quick", "--output", path]
-    commands = [swept, [*swept, "--resume"], ["readme", page, "--results", path]]
-    commands += [
-        ["merge", path, "--into", f"{page}.jsonl"],
-        ["merge", str(ROOT / "bench/results/cpu.jsonl"), "--into", path],
-    ]
-    return commands + [[name, path] for name in ("table", "pictures", "report")] + [["compare", path, path]]
-
-
-@pytest.mark.parametrize("place", ["folder", "/dev/full"])
-def test_what_is_no_file_is_not_read(place, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing must be measured"))
-    (tmp_path / "page.md").write_text("")
-    path = str(tmp_path) if place == "folder" else place
-    for argv in _reading(path, str(tmp_path / "page.md")):
-        assert main(argv) == 2
-        assert f"{path} is no regular file; expected rows" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("place", "reason"), [("/proc/x.jsonl", ""), ("file/x.jsonl", "file is no folder"), ("file/x/y", "Not a directory")]
-)
-def test_rows_that_cannot_be_written_are_not_measured(place, reason, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "run", lambda *args: pytest.fail("nothing must be measured"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    for argv in (
-        ["--op", "gelu", "--output", place],
-        ["merge", str(ROOT / "bench/results/cpu.jsonl"), "--into", place],
-    ):
-        assert main(argv) == 2
-        assert re.search(f"{place}: cannot be written: .*{reason}", capsys.readouterr().err)
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
-    def full(path, row):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(rows, "append", full)
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 2
-    assert capsys.readouterr().err == f"python -m bench: {path}: No space left on device\n"
-    assert list(tmp_path.iterdir()) == [], "finding out leaves nothing behind"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").rglob("*.jsonl")), ids=lambda path: path.stem)
-def test_every_row_that_is_kept_is_whole(path):
-    if not path.name.endswith(counters.SUFFIX):
-        assert rows.read(path)
-
-
-def test_attention_of_unknown_shapes_has_no_length():
-    for shapes in ([], [[2, 2]], [None, None, None], [[2], [2]]):
-        assert lengths.setting(_row(op="attention", shapes=shapes)) == ()
-
-
-def test_rows_survive_the_file(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    row = _row(**TIMED, options={"approximate": "tanh"}, shapes=[[2, 2]], unsupported="a “reason”\nin two lines")
-    rows.append(path, row)
-    rows.append(path, _row(error=float("inf"), gpu="there"))
-    assert rows.read(path) == [row, _row(error=None, gpu="there")]
 
 
 def test_readme(swept, tmp_path, capsys):
@@ -700,7 +534,7 @@ def test_footnotes_are_text(tmp_path):
     end = "<!-- results:end gelu -->"
     file.write_text(f"<!-- results:begin gelu -->\n{end}\n")
     reasons = {"torch.builtin": {"wrong": f"a | b\n{end}"}, "torch.naive": {"unsupported": "<b>only\non Sundays"}}
-    rows.write(path, [_row(backend=backend, **reason) for backend, reason in reasons.items()])
+    rows.write(path, [a_row(backend=backend, **reason) for backend, reason in reasons.items()])
     for _ in range(2):
         assert main(["readme", str(file), "--results", str(path)]) == 0
         notes = file.read_text().partition("| — (1) | — (2) |\n\n")[2]

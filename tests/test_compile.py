@@ -15,7 +15,7 @@ from kernel_ladder.agreement import agreement
 from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import each
 
-from .conftest import DEVICE, every_variant, public, skip_unless_it_runs, typical_case, variant_id
+from .conftest import DEVICE, every_variant, public, register_own_gelu, skip_unless_it_runs, typical_case, variant_id
 
 #: Inductor on the CPU takes tens of seconds a graph and would test Inductor; tracing and differentiation are the same.
 OUTER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
@@ -132,15 +132,7 @@ def test_use_inside_the_compiled_function(scratch_table):
 
 def test_a_backward_of_its_own_inside_compile(scratch_table):
     """The path of the CUDA and Triton variants, on any machine: forward and backward as plain functions."""
-
-    def forward(input, *, approximate):
-        return torch.ops.aten.gelu(input, approximate=approximate), (input, approximate)
-
-    def backward(saved, grad, needs):
-        input, approximate = saved
-        return (torch.ops.aten.gelu_backward(grad, input, approximate=approximate),)
-
-    table.register("gelu", "torch.own", forward=forward, backward=backward)
+    register_own_gelu()
     inside = torch.compile(lambda x: kernel_ladder.gelu(x * 2, backend="torch.own"), fullgraph=True, backend=OUTER)
     x = torch.randn(33, device=DEVICE, requires_grad=True)
     y = torch.nn.functional.gelu(x * 2)

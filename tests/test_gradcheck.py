@@ -9,11 +9,20 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import kernel_ladder
-from kernel_ladder import autograd, table
+from kernel_ladder import autograd
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
 
-from .conftest import DEVICE, elements, every_variant, plain_cases, skip_unless_it_runs, typical_case, variant_id
+from .conftest import (
+    DEVICE,
+    elements,
+    every_variant,
+    plain_cases,
+    register_own_gelu,
+    skip_unless_it_runs,
+    typical_case,
+    variant_id,
+)
 
 
 @functools.cache
@@ -63,15 +72,7 @@ def test_a_second_derivative_is_a_clear_error(variant):
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_checkpoint_recomputes(create_graph, scratch_table):
     """What is saved can be read once from a checkpoint that does not re-enter autograd."""
-
-    def forward(input, *, approximate):
-        return torch.ops.aten.gelu(input, approximate=approximate), (approximate, input)
-
-    def backward(saved, grad, needs):
-        approximate, input = saved
-        return (torch.ops.aten.gelu_backward(grad, input, approximate=approximate),)
-
-    table.register("gelu", "torch.own", forward=forward, backward=backward)
+    register_own_gelu()
     x = torch.randn(9, device=DEVICE, requires_grad=True)
     y = checkpoint(lambda x: kernel_ladder.gelu(x, backend="torch.own"), x, use_reentrant=False)
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph)

@@ -10,15 +10,8 @@ import pytest
 
 from bench import clocks, environment, intervals, resume, rows, sweep
 from bench.__main__ import main
-from bench.rows import Row
 
-from .conftest import DEVICE, needs_gpu
-
-
-def a_row(**fields) -> Row:
-    base = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": "float32"}
-    return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
-
+from .conftest import DEVICE, a_row, needs_gpu
 
 QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings"]
 

@@ -14,15 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, pairs
+from kernel_ladder.band import LONGEST, LOWER_RIGHT, NO_WINDOW, band, pairs
 from kernel_ladder.samples import offsets
 from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
-
-#: The longest reach to hand over to PyTorch's kernels, past every length: a window takes any.
-LONGEST = 2**31 - 1
 
 
 def naive(

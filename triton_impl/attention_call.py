@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_ladder.band import NO_WINDOW, band
+from kernel_ladder.scale import scale_of
 from kernel_ladder.spec import Output
 from triton_impl import unsupported
 from triton_impl.attention_tiles import (
@@ -25,9 +26,6 @@ from triton_impl.tuning import Launches
 
 #: Past every length, and such that a length can be added to it in 32 bits.
 UNLIMITED = 2**29
-
-#: The smallest normal float32. A smaller scale may be zero to a kernel, which would make NaN of a score of −inf.
-SMALLEST_SCALE = 2.0**-126
 
 
 class Call(NamedTuple):
@@ -64,7 +62,9 @@ class Call(NamedTuple):
         mask = None if attn_mask is None else _batched_mask(attn_mask, query, key.shape[-2])
         lengths = q.shape[2], k.shape[2]
         limits = band(is_causal, window_size, *lengths)
-        return cls(q, k, v, mask, None, None, lengths, limits, band_kind(*limits, *lengths), scale_of(query, scale))
+        return cls(
+            q, k, v, mask, None, None, lengths, limits, band_kind(*limits, *lengths), scale_of(query.shape[-1], scale)
+        )
 
     @classmethod
     def of_packed(
@@ -94,7 +94,9 @@ class Call(NamedTuple):
         first = -left if 0 <= left < UNLIMITED else -UNLIMITED
         last = right if 0 <= right < UNLIMITED else UNLIMITED
         kind = BETWEEN_DIAGONALS if first > -UNLIMITED else BELOW_DIAGONAL if last < UNLIMITED else EVERYTHING
-        return cls(q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, (first, last), kind, scale_of(query, scale))
+        return cls(
+            q, k, v, None, cu_seqlens_q, cu_seqlens_k, lengths, (first, last), kind, scale_of(query.shape[-1], scale)
+        )
 
     @property
     def packed(self) -> bool:
@@ -175,10 +177,6 @@ class Call(NamedTuple):
         """The results where there is no key."""
         (output[:1] if self.packed else output).zero_()
         lse.fill_(-math.inf)
-
-
-def scale_of(query: torch.Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else max(float(scale), SMALLEST_SCALE)
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

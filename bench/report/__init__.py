@@ -55,7 +55,7 @@ def data(found: Sequence[Row]) -> dict[str, Any]:
     calls = by_call(operations(found))
     measured = [row for steps in calls for row in steps]
     gained = gains(measured)
-    ranked = {row.key: _speed(row, speeds(steps), fastest(steps)) for steps in calls for row in steps}
+    ranked = {key: speed for steps in calls for key, speed in _ranked(steps).items()}
     gpus = list(dict.fromkeys(row.gpu for row in measured))
     return {
         "rows": [_fields(row) | ranked[row.key] | _gain(*gained.get(row.key, (None, None))) for row in measured],
@@ -77,9 +77,13 @@ def _fields(row: Row) -> dict[str, Any]:
     return fields | {"least_us": row.least_us, "bytes_bound": row.bytes_bound, "intensity": intensity(row)}
 
 
-def _speed(row: Row, known: dict[str, tuple[float, float, float]], best: set[str]) -> dict[str, Any]:
-    """What the rows of one call are compared by, and whether one is the fastest or cannot be told from it."""
-    return {"speed": known[row.backend][0], "fastest": row.backend in best} if row.backend in known else {}
+def _ranked(steps: Sequence[Row]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """By the key of each row of a call: what it is compared by, and whether it is one of the fastest."""
+    known, best = speeds(steps), fastest(steps)
+    return {
+        row.key: {"speed": known[row.backend][0], "fastest": row.backend in best} if row.backend in known else {}
+        for row in steps
+    }
 
 
 def _gain(before: Row | None, gain: Estimate | None) -> dict[str, Any]:
