@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     bias_dropout_add_layer_norm_registers_kernel(__grid_constant__ const Chain<T> p,
                                                  __grid_constant__ const DropoutMask mask) {
     if (!exists_here<CLUSTER>()) return;
-    extern __shared__ uint4 in_shared[];
+    extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
     const Slots<T> slots(in_shared);
     norm_registers_of<T, true, ROW_VECTORS, WHOLE, CLUSTER>(
         p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowShare<CLUSTER>& share, int64_t row, bool live) {

@@ -250,7 +250,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     using Mine = BackwardRows<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>;
     using Sums = typename Mine::Sums;
     const std::conditional_t<CENTRED, PairSum, Sum> add;
-    extern __shared__ uint4 in_shared[];
+    extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
     __shared__ Letterbox<CLUSTER, Sums> letterbox[2];
     const RowShare<CLUSTER> share(vectors_of<T>(p.length));
     share.open(letterbox[0], letterbox[1]);

@@ -6,6 +6,10 @@
 
 namespace kl {
 
+// Of the memory of slots: whole lines of 128 bytes, so that what a warp fetches or reads at once, 512 bytes, lies in four
+// of them and not in five.
+constexpr int SLOT_ALIGNMENT = 128;
+
 // A thread's own vectors in shared memory, 16 bytes of each operand's row that it shares. Each thread fetches, and later
 // reads, its own ones only, so that no barrier is needed; and cp.async needs no register until they have come.
 // THREADS: of the block, where that is known; so far apart are a thread's slots.

@@ -20,7 +20,7 @@ def summed(input: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.T
 
 
 def _naive_unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
-    length = math.prod(input.shape[d] for d in reduced_dims(dim, input.dim()))
+    length = math.prod([input.shape[d] for d in reduced_dims(dim, input.dim())])  # a list, which torch.compile traces
     if length > NAIVE_LIMIT:
         return f"one thread would add up {length} elements; it is refused past {NAIVE_LIMIT}"
     return unsupported(input)

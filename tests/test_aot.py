@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import multiprocessing
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -120,3 +122,26 @@ def test_compiles(op, capability, compiler):
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_every_module_lists_kernels(op):
     assert listed(op), f"triton_impl/{op}.py has no AOT list"
+
+
+def called_by(kernel: Any) -> list:
+    """A kernel and all of ours that it calls."""
+    found = [kernel]
+    for each in found:  # which grows
+        for value in inspect.getclosurevars(each.fn).globals.values():
+            ours = getattr(getattr(value, "fn", None), "__module__", "").startswith("triton_impl.")
+            if ours and not any(value is other for other in found):
+                found.append(value)
+    return found
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_a_name_stands_for_one_thing_in_a_kernel_and_all_that_it_calls(op):
+    """torch.compile writes a kernel and what it calls into one file, under the names they have in their modules."""
+    for kernel in {id(e.kernel): e.kernel for e in listed(op)}.values():
+        meanings = defaultdict(set)
+        for each in called_by(kernel):
+            for name, value in inspect.getclosurevars(each.fn).globals.items():
+                meanings[name].add(getattr(value, "value", id(value)))
+        several = {name: values for name, values in meanings.items() if len(values) > 1}
+        assert not several, f"{kernel.fn.__name__}: {several}"

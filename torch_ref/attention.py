@@ -621,6 +621,20 @@ def faults(*inputs: torch.Tensor) -> str | None:
     return None
 
 
+def _under_vmap(*inputs: torch.Tensor) -> bool:
+    """Whether vmap maps over an input; inside torch.compile, which does not tell, whether any transform is active."""
+    functorch = torch._C._functorch
+    active: bool = torch._C._are_functorch_transforms_active()
+    if not active or torch.compiler.is_compiling():
+        return active
+    for x in inputs:
+        while functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_batchedtensor(x):
+                return True
+            x = functorch.get_unwrapped(x)
+    return False
+
+
 def _builtin_unsupported(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -628,6 +642,8 @@ def _builtin_unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
+    if attn_mask is not None and query.is_cuda and _under_vmap(query, key, value, attn_mask):
+        return "PyTorch's fused attention takes no mask under torch.func.vmap"  # seen in PyTorch 2.11
     return _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options) or faults(query, key, value)
 
 

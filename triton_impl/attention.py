@@ -176,7 +176,7 @@ def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launc
     seqlen_q, seqlen_k = call.lengths
     num_heads, group = batch * heads, heads // heads_kv
     constants = call.constants
-    strides = output.stride(), q.stride(), k.stride(), v.stride()
+    strides = call.strides(output), q.stride(), k.stride(), v.stride()
     arguments = (
         call.scale * LOG2_E, *strides[0][:3], *strides[1], *strides[2], *strides[3], *call.mask_strides,
         *call.lse_strides, num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits,

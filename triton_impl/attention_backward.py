@@ -328,7 +328,7 @@ def attention_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> t
 def gradients(
     call: Call, output: torch.Tensor, lse: torch.Tensor, grad: Output, needs: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of query, key and value, of four dimensions as these are."""
+    """The gradients of query, key and value, of four dimensions as these are, or packed (total, H, D)."""
     q, k, v = call.q, call.k, call.v
     grad, grad_lse = grad if isinstance(grad, tuple) else (grad, None)
     grad = call.spread(grad) if call.packed else grad.reshape(output.shape)
@@ -339,7 +339,7 @@ def gradients(
     if output.numel() == 0 or k.shape[2] == 0:
         for each in (grad_q, grad_k, grad_v):
             if each is not None:
-                each[:1].zero_() if call.packed else each.zero_()
+                each.zero_()
     else:
         delta = torch.empty_like(lse)
         others = call.others
@@ -391,7 +391,7 @@ def _first_launches(
     for_keys = for_queries = None
     if grad_k is not None:
         together = section(is_causal, 1, seqlen_q * row_bytes * group)
-        outputs = (*grad_k.stride(), *grad_v.stride())
+        outputs = (*call.strides(grad_k), *call.strides(grad_v))
         for_keys = _key_value(
             lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * num_heads_kv,),
             of_keys,
@@ -406,13 +406,14 @@ def _first_launches(
             },
         )  # fmt: skip
     if grad_q is not None:
+        outputs = call.strides(grad_q)
         for_queries = _query(
             lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,),
             of_queries,
             (
-                scale * LOG2_E, scale, *grad_q.stride(), *inputs, *others,
+                scale * LOG2_E, scale, *outputs, *inputs, *others,
                 num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q),
             ),
-            {**constants, "WIDE": wide(grad_q.stride(), inputs, call.mask_strides)},
+            {**constants, "WIDE": wide(outputs, inputs, call.mask_strides)},
         )  # fmt: skip
     return for_delta, for_keys, for_queries

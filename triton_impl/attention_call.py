@@ -152,15 +152,23 @@ class Call(NamedTuple):
         return (0 if self.packed else heads * rows), rows
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Packed (total, H, D) as (B, H, total, D), every batch entry the same memory."""
+        """Packed (total, H, D) as (B, H, total, D), every batch entry the same memory: to be read alone.
+
+        autograd forbids a view that an operation returns to be modified, and torch.compile, once a kernel has written
+        to memory that is seen several times, adds up what it is seen as.
+        """
         return x.transpose(0, 1).expand(self.q.shape[0], -1, -1, -1)
 
+    def strides(self, result: torch.Tensor) -> tuple[int, ...]:
+        """Of a result in four dimensions, as the kernels write it."""
+        return (self.spread(result) if self.packed else result).stride()
+
     def new_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Room for the gradient of an operand, in its shape."""
+        """Room for the gradient of an operand: in its shape, or packed (total, H, D)."""
         if not self.packed:
             return torch.empty_like(x)
         _, heads, total, dim = x.shape
-        return self.spread(x.new_empty((total, heads, dim)))
+        return x.new_empty((total, heads, dim))
 
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the output, in the memory order of the query where that leaves rows dense, and the log-sum-exp."""
@@ -175,7 +183,7 @@ class Call(NamedTuple):
 
     def see_nothing(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         """The results where there is no key."""
-        (output[:1] if self.packed else output).zero_()
+        output.zero_()
         lse.fill_(-math.inf)
 
 

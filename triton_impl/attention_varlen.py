@@ -38,7 +38,7 @@ def attention_varlen(
     )
     rows, heads, _ = query.shape
     output, lse = query.new_empty((rows, heads, value.shape[2])), call.empty_lse((heads, rows))
-    forward(call, (call.spread(output), lse))  # the view for kernels alone: autograd forbids one to be modified
+    forward(call, (output, lse))
     saved = (output, lse, *call)
     return ((output, lse * LN_2) if return_lse else output), saved
 
@@ -46,8 +46,7 @@ def attention_varlen(
 def attention_varlen_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     output, lse, *of_call = saved
     call = Call(*of_call)
-    grads = gradients(call, call.spread(output), lse, grad, needs)
-    return (*(None if x is None else x[0].transpose(0, 1) for x in grads), None, None)
+    return (*gradients(call, call.spread(output), lse, grad, needs), None, None)
 
 
 def _unsupported(query: torch.Tensor, *others: torch.Tensor, **options: object) -> str | None:

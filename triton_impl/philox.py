@@ -33,7 +33,7 @@ def _word(argument):
 
 
 @triton.jit
-def _factors(words, threshold, scale):
+def factors_of_words(words, threshold, scale):
     return tl.where(words >= _word(threshold), tl.cast(scale, tl.float32), 0.0)
 
 
@@ -70,7 +70,7 @@ def factors_in_order(start, key_low, key_high, threshold, scale, BLOCK: tl.const
         w0, w1, w2, w3 = tl.join(w0, v0), tl.join(w1, v1), tl.join(w2, v2), tl.join(w3, v3)
     # Of each call the words in order: the last dimension is the lowest bit of their number.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([BLOCK])
-    return _factors(words, threshold, scale)
+    return factors_of_words(words, threshold, scale)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def factors_at(index, key_low, key_high, threshold, scale):
     w0, w1, w2, w3 = words_of(call.to(tl.uint32), (call >> 32).to(tl.uint32), key_low, key_high)
     place = index % 4
     word = tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
-    return _factors(word, threshold, scale)
+    return factors_of_words(word, threshold, scale)
 
 
 @triton.jit
@@ -92,4 +92,4 @@ def factors_of_rows(first_call, key_low, key_high, threshold, scale, BLOCK: tl.c
     call = first_call[:, None] + tl.arange(0, BLOCK // 4)[None, :]
     w0, w1, w2, w3 = words_of(call.to(tl.uint32), (call >> 32).to(tl.uint32), key_low, key_high)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape([first_call.shape[0], BLOCK])
-    return _factors(words, threshold, scale)
+    return factors_of_words(words, threshold, scale)
