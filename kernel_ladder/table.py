@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
 from kernel_ladder.spec import Inputs, Options, Output, Spec
+from kernel_ladder.transforms import is_wrapped, transforms_active
 
 #: Operations, each a module of this name in every level's package.
 OPS: tuple[str, ...] = (
@@ -91,12 +92,6 @@ _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, o
 _known: dict[tuple[str, str, bool], tuple[Variant, ...]] = {}
 _loading = threading.RLock()
 _chosen = threading.local()
-
-# PyTorch has no public way to ask these; its own torch.autograd.Function asks the first.
-_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_is_wrapped: Callable[[torch.Tensor], bool] = getattr(
-    torch._C._functorch, "is_functorch_wrapped_tensor", lambda x: True
-)
 
 # The mapping under os.environ. torch.compile guards what it reads here, as it does the attributes of _chosen, and so
 # compiles anew when the choice changes; what it reads through os.environ itself it takes as a constant, for ever.
@@ -323,7 +318,7 @@ def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compi
         candidates = _candidates(*call)
         if not compiling:
             _known[call] = candidates
-    followed = _transforms_active() or forward_ad._current_level >= 0
+    followed = transforms_active() or forward_ad._current_level >= 0
     for variant in candidates:
         if followed and _not_followed(variant, inputs, compiling):
             continue
@@ -338,9 +333,9 @@ def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | No
     # Where torch.compile traces the caller, the compile level is the formula.
     if variant.backward is None and (variant.level == "torch" or (compiling and variant.level == "compile")):
         return None
-    if _transforms_active():
+    if transforms_active():
         # Tensors from outside of a transform are plain ones in it, save to autograd and to torch.compile.
-        if compiling or variant.level == "compile" or any(x.requires_grad or _is_wrapped(x) for x in _given(inputs)):
+        if compiling or variant.level == "compile" or any(x.requires_grad or is_wrapped(x) for x in _given(inputs)):
             return "torch.func (vmap, grad, jvp and so on) follows PyTorch's own operators alone; use backend='torch'"
     elif compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in _given(inputs)):
         return "forward-mode differentiation follows PyTorch's own operators alone; use backend='torch'"

@@ -20,6 +20,7 @@ from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
+from torch_ref.attention_builtin import faults
 
 
 def naive(
@@ -382,7 +383,7 @@ def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
         return "PyTorch's flash attention gives no gradient through the log-sum-exp"
     if value.shape[2] != query.shape[2] or query.shape[2] % 8:
         return f"head dimensions must be equal and multiples of 8, got {query.shape[2]} and {value.shape[2]}"
-    return attention.faults(query, key, value)
+    return faults(query, key, value)
 
 
 def _naive(*inputs: Any, **options: Any) -> tuple[Output, tuple]:

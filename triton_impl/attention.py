@@ -15,7 +15,7 @@ import triton.language as tl
 from triton_impl import attention_specialized, attention_split, attention_tma, gluon, register
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_backward import _key_value_kernel, _query_kernel, attention_backward
-from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported
+from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported, see_nothing
 from triton_impl.attention_tiles import (
     ADDITIVE,
     BELOW_DIAGONAL,
@@ -169,7 +169,7 @@ def forward(call: Call, results: tuple[torch.Tensor, torch.Tensor] | None = None
 def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launch | None:
     q, k, v = call.q, call.k, call.v
     if k.shape[2] == 0 or output.numel() == 0:
-        call.see_nothing(output, lse)
+        see_nothing(output, lse)
         return None
     batch, heads, _, head_dim = q.shape
     _, heads_kv, _, head_dim_v = v.shape

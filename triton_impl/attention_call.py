@@ -181,10 +181,11 @@ class Call(NamedTuple):
     def empty_lse(self, shape: tuple[int, int]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
-    def see_nothing(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """The results where there is no key."""
-        output.zero_()
-        lse.fill_(-math.inf)
+
+def see_nothing(output: torch.Tensor, lse: torch.Tensor) -> None:
+    """The results where there is no key."""
+    output.zero_()
+    lse.fill_(-math.inf)
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
@@ -243,7 +244,7 @@ def launched_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[...
     def run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         output, lse = call.empty_results()
         if call.k.shape[2] == 0 or output.numel() == 0:
-            call.see_nothing(output, lse)
+            see_nothing(output, lse)
         elif (known := launches.get(call.what)) is None:
             launches.remember(call.what, first(call, output, lse))
         else:

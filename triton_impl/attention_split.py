@@ -14,7 +14,7 @@ import triton.language as tl
 
 from triton_impl import interpreted, multiprocessors
 from triton_impl.attention_aot import ahead_of_time
-from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported
+from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported, see_nothing
 from triton_impl.attention_tiles import (
     BELOW_DIAGONAL,
     BOOLEAN,
@@ -150,7 +150,7 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, seqlen_q, _ = q.shape
     heads_kv, seqlen_k = k.shape[1:3]
     if seqlen_k == 0 or output.numel() == 0:
-        call.see_nothing(output, lse)
+        see_nothing(output, lse)
         return output, lse
     first, last = call.limits
     begin, end = max(0, first), max(0, min(seqlen_k, seqlen_q + last))
