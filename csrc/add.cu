@@ -7,7 +7,7 @@
 //
 // Any strides: the output keeps the memory order of a dense operand of its shape, and both are walked in that order.
 
-#include "common.cuh"
+#include "dependent.cuh"
 #include "ops.h"
 
 namespace kl {
@@ -47,6 +47,7 @@ template <typename T, Lies INPUT, Lies OTHER>
 __global__ void __launch_bounds__(THREADS)
     add_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided input_walk, const T* other,
                           __grid_constant__ const Strided other_walk, int64_t numel) {
+    begin_early();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (first >= numel) return;
     float a[Vec<T>::size], b[Vec<T>::size];
@@ -130,7 +131,7 @@ Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
         if (vectorized) {
             const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
             const auto kernel = vectorized_kernel<T>(lies(input_walk, a, numel), lies(other_walk, b, numel));
-            kernel<<<grid, THREADS, 0, launch.stream>>>(out, a, input_walk, b, other_walk, numel);
+            launch_early(kernel, grid, THREADS, launch, out, a, input_walk, b, other_walk, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             add_naive_kernel<<<grid, THREADS, 0, launch.stream>>>(out, a, input_walk, b, other_walk, numel);

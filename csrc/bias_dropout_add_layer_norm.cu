@@ -4,7 +4,7 @@
 //
 //   variant    the one idea it adds                                         what limits it now
 //   naive      one thread a row; backward, one thread a column              uncoalesced reads; few rows, few threads
-//   registers  the sum is made in registers, a call of Philox for four      rows that fill an SM's registers
+//   registers  the sum is made in registers, a call of Philox for eight     rows that fill an SM's registers
 //              elements, and normalised there; backward, the mask is
 //              drawn again, and a block adds up its share of columns
 //   cluster    long rows spread over the SMs of a cluster                   memory bandwidth; close behind it, integer
@@ -75,7 +75,7 @@ constexpr int CHAIN_SLOTS = !WHOLE    ? ROW_VECTORS
                             : CLUSTER ? 0
                                       : 2 * ROW_VECTORS;
 
-// One row of the sum. Where vectors are whole, a call of Philox draws for four of their elements. Both operands come by way
+// One row of the sum. Where vectors are whole, a call of Philox draws for eight of their elements. Both operands come by way
 // of shared memory: loaded to registers, which are few, ptxas asks for a vector when the one before is done with. That
 // suits a cluster, whose blocks wait for each other: some warps then draw while others load. Elsewhere a thread makes its
 // elements one by one, in its slots.
@@ -96,22 +96,24 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
             slots.template fetch<WHOLE, V>(V, residual, p.norm.res, share, live, length);
             cp_async_commit();
         }
-        const int64_t call0 = (row * length + int64_t{share.first} * E) / PHILOX_WORDS;
+        const int64_t vector0 = (row * length + int64_t{share.first} * E) / E;
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             // Past the end of this block's part, zeros.
             const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
+            const Vec<T> bias = load_parameter<WHOLE, CLUSTER>(p.bias, p.norm.parameter, first, length, 0.0f);
+            // Before vectors are taken apart, which takes twice the registers.
+            const uint4 words = mask.draw<E>(vector0 + int64_t{v} * share.step());
             float x[E], more[E];
-            unpack(load_parameter<WHOLE>(p.bias, p.norm.parameter, first, length, 0.0f), more);
+            unpack(bias, more);
             if (!CLUSTER && v == 0) cp_async_wait<0>();
             if constexpr (CLUSTER) unpack(tile[v], x);
             if constexpr (!CLUSTER) slots.read(v, x);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] += more[e];
-            const uint64_t call = call0 + int64_t{v} * (share.step() * E / PHILOX_WORDS);
             if constexpr (CLUSTER) unpack(added[v], more);
             if constexpr (!CLUSTER) slots.read(V + v, more);
-            mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
+            mask.apply(x, words, more);
             tile[v] = pack<T>(x);
         }
     } else {
@@ -155,6 +157,7 @@ template <typename T, int ROWS>
 __global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
     bias_dropout_add_layer_norm_registers_short_kernel(__grid_constant__ const ShortChain<T> p,
                                                        __grid_constant__ const DropoutMask mask) {
+    begin_early();
     constexpr int V = SHORT_VECTORS<T, ROWS>, E = Vec<T>::size;
     __shared__ uint4 input[ROWS * V * MIN_BLOCK], residual[ROWS * V * MIN_BLOCK];
     const ShortShare<ROWS> share(p.norm.count, p.norm.length);
@@ -165,19 +168,23 @@ __global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
         cp_async_commit();
         meanwhile();
         T* const sum = p.norm.sum == nullptr ? nullptr : p.norm.sum + share.row * p.norm.out_step;
+        Vec<T> next = share.parameter(p.bias, 0, 0.0f);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             float x[E], more[E], bias[E];
-            unpack(share.parameter(p.bias, v, 0.0f), bias);
+            unpack(next, bias);
+            if (v + 1 < V)
+                next = share.parameter(p.bias, v + 1, 0.0f);  // before the stores, over which no load is moved
             if (v == 0) cp_async_wait<0>();
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
+                const uint64_t first = (share.row + r * share.apart) * share.length + share.at(v) * E;
+                const uint4 words = mask.draw<E>(first / E);
                 inputs.read(r * V + v, x);
                 residuals.read(r * V + v, more);
 #pragma unroll
                 for (int e = 0; e < E; ++e) x[e] += bias[e];
-                const uint64_t call = ((share.row + r * share.apart) * share.length + share.at(v) * E) / PHILOX_WORDS;
-                mask.apply(x, static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), more);
+                mask.apply(x, words, more);
                 tile[r][v] = pack<T>(x);
                 if (sum != nullptr) share.store(sum, p.norm.out_step, r, v, tile[r][v]);
             }
@@ -199,6 +206,7 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
                                                           __grid_constant__ const Rows g,
                                                           __grid_constant__ const DropoutMask mask, int64_t count,
                                                           int64_t length, int64_t rows_a_share) {
+    begin_early();
     constexpr int E = WHOLE ? Vec<T>::size : 1;
     __shared__ float sums[DROP_THREADS * E];
     const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * E, share = blockIdx.y;
@@ -221,9 +229,9 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
             if (row >= end) break;
             const uint64_t index = row * length + column;
             if constexpr (WHOLE) {
-                const uint64_t call = index / PHILOX_WORDS;
+                const uint4 drawn = mask.draw<E>(index / E);
                 unpack(reinterpret_cast<const Vec<T>&>(words[r]), x[r]);
-                mask.apply(x[r], static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32));
+                mask.apply(x[r], drawn);
                 store_vec(grad_input + gi.start(row) + column, pack<T>(x[r]));
             } else {
                 x[r][0] = to_float(grad[g.start(row) + column * g.stride]) * mask.of(index);
@@ -240,6 +248,7 @@ template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
     bias_dropout_add_layer_norm_backward_registers_sum_kernel(T* output, const float* partials, int64_t shares,
                                                               int64_t columns) {
+    begin_early();
     sum_shares(output, partials, shares, columns);
 }
 
@@ -316,8 +325,8 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
             if (are_short(layout.length, whole, p.norm.in, p.norm.res, p.norm.out)) {
                 const ShortChain<T> args{short_norm(p.norm), p.bias};
                 return with_short_rows<T>(layout.count, layout.length, [&](auto rows, unsigned grid, dim3 block) {
-                    bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>
-                        <<<grid, block, 0, launch.stream>>>(args, mask);
+                    launch_early(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch,
+                                 args, mask);
                 });
             }
             const RowLaunch shape = row_launch(layout.chunks<T>(), STEP == NormStep::cluster);
@@ -355,9 +364,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
                 <<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(to, gi, bias, from, g, mask, count, length);
         } else {
             const auto sum_up = [&](const float* partials, int64_t shares) {
-                bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>
-                    <<<blocks_of_columns(length), sum_block(length), 0, launch.stream>>>(bias, partials, shares,
-                                                                                         length);
+                launch_early(bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>, blocks_of_columns(length),
+                             sum_block(length), launch, bias, partials, shares, length);
             };
             if (count == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
             const bool whole = g.template vectors<T>(length) && gi.template vectors<T>(length);
@@ -371,8 +379,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
             const dim3 grid(grid_size(column_blocks), grid_size(shares));
             const auto kernel = whole ? bias_dropout_add_layer_norm_backward_registers_kernel<T, true>
                                       : bias_dropout_add_layer_norm_backward_registers_kernel<T, false>;
-            kernel<<<grid, block, 0, launch.stream>>>(to, gi, pointer<float>(partials), from, g, mask, count, length,
-                                                      rows_a_share);
+            launch_early(kernel, grid, block, launch, to, gi, pointer<float>(partials), from, g, mask, count, length,
+                         rows_a_share);
             sum_up(pointer<float>(partials), shares);
         }
     });

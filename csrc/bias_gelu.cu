@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(THREADS)
     bias_gelu_vectorized_kernel(T* output, __grid_constant__ const Matrix out, const T* input,
                                 __grid_constant__ const Matrix in, const T* bias, int64_t bias_step, int64_t rows,
                                 int64_t columns, __grid_constant__ const Divisor column_blocks) {
+    begin_early();
     constexpr int N = WIDTH<T, WHOLE>;
     const uint32_t row_block = column_blocks.quotient(blockIdx.x);
     const uint32_t column_block = blockIdx.x - row_block * column_blocks.divisor;
@@ -137,6 +138,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
                                          const T* grad, __grid_constant__ const Matrix gr, const T* input,
                                          __grid_constant__ const Matrix in, const T* bias, int64_t bias_step,
                                          int64_t rows, int64_t columns, int64_t rows_a_share) {
+    begin_early();
     constexpr int N = WIDTH<T, WHOLE>;
     __shared__ float sums[BACKWARD_THREADS * N];
     const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N, share = blockIdx.y;
@@ -174,6 +176,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
 template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
     bias_gelu_backward_vectorized_sum_kernel(T* output, const float* partials, int64_t shares, int64_t columns) {
+    begin_early();
     sum_shares(output, partials, shares, columns);
 }
 
@@ -238,8 +241,8 @@ Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& app
         const int64_t column_blocks = ceil_div(chunks, lanes), row_blocks = ceil_div(rows, int64_t{block.y} * ROWS);
         const auto kernel =
             whole ? bias_gelu_vectorized_kernel<T, Form, true> : bias_gelu_vectorized_kernel<T, Form, false>;
-        kernel<<<grid_size(column_blocks * row_blocks), block, 0, launch.stream>>>(
-            y, out, x, in, b, bias.stride(0), rows, columns, Divisor(static_cast<uint32_t>(column_blocks)));
+        launch_early(kernel, grid_size(column_blocks * row_blocks), block, launch, y, out, x, in, b, bias.stride(0),
+                     rows, columns, Divisor(static_cast<uint32_t>(column_blocks)));
     });
     KL_LAUNCH_CHECK();
     return output;
@@ -271,8 +274,8 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
             return;
         }
         const auto sum_up = [&](const float* partials, int64_t shares) {
-            bias_gelu_backward_vectorized_sum_kernel<T>
-                <<<blocks_of_columns(columns), sum_block(columns), 0, launch.stream>>>(gb, partials, shares, columns);
+            launch_early(bias_gelu_backward_vectorized_sum_kernel<T>, blocks_of_columns(columns), sum_block(columns),
+                         launch, gb, partials, shares, columns);
         };
         if (rows == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
         const bool whole = are_whole<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
@@ -287,8 +290,8 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         const auto kernel = whole ? bias_gelu_backward_vectorized_kernel<T, Form, true>
                                   : bias_gelu_backward_vectorized_kernel<T, Form, false>;
         const dim3 grid(grid_size(column_blocks), grid_size(shares));
-        kernel<<<grid, block, 0, launch.stream>>>(gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
-                                                  rows_a_share);
+        launch_early(kernel, grid, block, launch, gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
+                     rows_a_share);
         KL_LAUNCH_CHECK();
         sum_up(sums, shares);
     });

@@ -2,7 +2,7 @@
 // the result is the same in every run: blocks add up a share of the rows each, then a second kernel adds up the shares.
 #pragma once
 
-#include "common.cuh"
+#include "dependent.cuh"
 
 namespace kl {
 

@@ -13,12 +13,20 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
-// Waits until the kernel before has ended and what it wrote is seen. To be called first, by every thread, of any kernel
-// that is launched by launch_dependent: what comes after that one in the stream waits for nothing but it.
+// Waits until the kernel before has ended and what it wrote is seen. To be called by every thread of a kernel that is
+// launched early, before it touches memory: what comes after that one in the stream waits for nothing but it. Nor may it
+// read by ld.global.nc, since what it reads may be written to while it waits.
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// What a kernel that is launched early begins with. Its blocks come as those of the one before leave their SMs: a gap of a
+// microsecond between two kernels is gone, and the next one may do the same.
+__device__ inline void begin_early() {
+    wait_for_previous();
+    launch_dependents();
 }
 
 // Whether Hopper runs code that was made for it, and not what a driver makes of an older architecture's, where the two
@@ -30,12 +38,12 @@ constexpr bool made_for_hopper() {
     return false;
 }
 
+inline bool can_be_early(int32_t device) { return made_for_hopper() && hopper_or_later(device); }
+
 // Launches kernel(arguments…), which calls wait_for_previous, as one that may begin before what is in its stream has ended.
 template <typename... Parameters, typename... Arguments>
-void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch,
-                      Arguments... arguments) {
-    const bool can = made_for_hopper() && hopper_or_later(launch.device);
-    LaunchConfig(grid, block, 0, launch).early(can).run(kernel, arguments...);
+void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch, Arguments... arguments) {
+    LaunchConfig(grid, block, 0, launch).early(can_be_early(launch.device)).run(kernel, arguments...);
 }
 
 }  // namespace kl

@@ -2,8 +2,8 @@
 // is the same of the output's gradient: no mask is kept, and there is one kernel for both passes.
 //
 //   variant     the one idea it adds                                        what limits it now
-//   naive       one element a thread, the mask drawn where it is used       Philox: four words drawn, one used
-//   vectorized  16-byte loads and stores, a call of Philox for four         memory bandwidth; close behind it, integer
+//   naive       one element a thread, the mask drawn where it is used       Philox: eight halves drawn, one used
+//   vectorized  16-byte loads and stores, a call of Philox for eight        memory bandwidth; close behind it, integer
 //               elements, keys of the rounds as constants                   arithmetic
 //
 // Elements are counted in row-major order whatever the strides, so that a view has the mask of its copy. The output
@@ -35,13 +35,14 @@ __global__ void dropout_naive_kernel(T* output, const T* input, __grid_constant_
     if (i < numel) dropout_element(output, input, at, mask, i);
 }
 
-// ---- vectorized: 16 bytes a load, a call of Philox for four elements -----------------------------------------------
+// ---- vectorized: 16 bytes a load, a call of Philox for eight elements ----------------------------------------------
 
 template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
     dropout_vectorized_kernel(T* output, const T* input, __grid_constant__ const Operands<BOTH> at,
                               __grid_constant__ const DropoutMask mask, int64_t numel) {
-    constexpr int SIZE = Vec<T>::size, CALLS = SIZE / PHILOX_WORDS;
+    begin_early();
+    constexpr int SIZE = Vec<T>::size;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
     if (!is_vector<ACCESS, T>(first, numel)) {
 #pragma unroll 1
@@ -49,11 +50,12 @@ __global__ void __launch_bounds__(THREADS)
         return;
     }
     const Vec<T> v = load_vec(input + vector_offset<ACCESS, T>(at, IN, first));
-    // A block's calls are a power of two, so that none carries into the upper word: it is the block's.
-    const uint64_t call = uint64_t{blockIdx.x} * (THREADS * CALLS);
+    // A block's vectors are a power of two, so that none carries into the upper word: it is the block's.
+    const uint64_t vector = uint64_t{blockIdx.x} * THREADS;
     float x[SIZE];
     unpack(v, x);
-    mask.apply(x, static_cast<uint32_t>(call) + threadIdx.x * CALLS, static_cast<uint32_t>(call >> 32));
+    const auto upper = static_cast<uint32_t>(vector >> 32);
+    mask.apply(x, mask.draw<SIZE>(static_cast<uint32_t>(vector) + threadIdx.x, upper));
     store_vec(output + vector_offset<ACCESS, T>(at, OUT, first), pack<T>(x));
 }
 
@@ -80,8 +82,8 @@ Tensor dropout(const Tensor& input, int64_t threshold, double scale, int64_t see
         }
         const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
         dispatch_access(operands.access, [&](auto access) {
-            dropout_vectorized_kernel<T, access.value>
-                <<<grid, THREADS, 0, launch.stream>>>(out, in, operands, mask, numel);
+            launch_early(dropout_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, in, operands, mask,
+                         numel);
         });
     });
     KL_LAUNCH_CHECK();

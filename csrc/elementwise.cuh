@@ -8,7 +8,7 @@
 //   strided  nothing: elements one by one                  a division an element and dimension
 #pragma once
 
-#include "common.cuh"
+#include "dependent.cuh"
 #include "divisor.cuh"
 
 namespace kl {

@@ -6,6 +6,7 @@
 //
 // Both take any strides: the output keeps the memory order of a dense input, and each operand is walked in that order.
 
+#include "dependent.cuh"
 #include "gelu.cuh"
 #include "ops.h"
 
@@ -75,6 +76,7 @@ __device__ Vec<T> gelu_gradient_of(const Vec<T>& grad, const Vec<T>& input) {
 template <typename T, typename Form, bool WHOLE>
 __global__ void __launch_bounds__(THREADS)
     gelu_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided walk, int64_t numel) {
+    begin_early();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (WHOLE && first + Vec<T>::size <= numel) {
         store_vec(output + first, gelu_of<T, Form>(load_vec(input + first)));
@@ -87,6 +89,7 @@ template <typename T, typename Form, bool WHOLE>
 __global__ void __launch_bounds__(THREADS)
     gelu_backward_vectorized_kernel(T* grad_input, const T* grad, __grid_constant__ const Strided grad_walk,
                                     const T* input, __grid_constant__ const Strided input_walk, int64_t numel) {
+    begin_early();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (WHOLE && first + Vec<T>::size <= numel) {
         store_vec(grad_input + first, gelu_gradient_of<T, Form>(load_vec(grad + first), load_vec(input + first)));
@@ -116,7 +119,7 @@ Tensor gelu(const Tensor& input, const std::string& approximate, bool vectorized
             const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
             const bool whole = walk.is_dense() && is_aligned16(in);
             const auto kernel = whole ? gelu_vectorized_kernel<T, Form, true> : gelu_vectorized_kernel<T, Form, false>;
-            kernel<<<grid, THREADS, 0, launch.stream>>>(out, in, walk, numel);
+            launch_early(kernel, grid, THREADS, launch, out, in, walk, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             gelu_naive_kernel<T, Form><<<grid, THREADS, 0, launch.stream>>>(out, in, walk, numel);
@@ -147,7 +150,7 @@ Tensor gelu_backward(const Tensor& grad, const Tensor& input, const std::string&
             const bool whole = grad_walk.is_dense() && is_aligned16(g) && input_walk.is_dense() && is_aligned16(x);
             const auto kernel = whole ? gelu_backward_vectorized_kernel<T, Form, true>
                                       : gelu_backward_vectorized_kernel<T, Form, false>;
-            kernel<<<grid, THREADS, 0, launch.stream>>>(out, g, grad_walk, x, input_walk, numel);
+            launch_early(kernel, grid, THREADS, launch, out, g, grad_walk, x, input_walk, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             gelu_backward_naive_kernel<T, Form>

@@ -17,11 +17,11 @@ struct Letterbox<true, V> {
     uint64_t arrived;  // an mbarrier, which counts what has come
 };
 
-// A barrier of those in the block who share the row, which in a cluster are all: the block's other rows need not wait. A
+// A barrier of those in the block who share the row; ALONE, that is all. The block's other rows need not wait. A
 // kernel that names its barriers by a register is given all sixteen, of which an SM has enough for four blocks.
-template <bool CLUSTER>
+template <bool ALONE>
 __device__ void row_barrier() {
-    if constexpr (CLUSTER) {
+    if constexpr (ALONE) {
         __syncthreads();
     } else {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
@@ -30,13 +30,14 @@ __device__ void row_barrier() {
 
 // Sends this thread's `value` to the others of its row, and returns what receive_over_row is to be given. Two letterboxes
 // take turns; before one is sent to again, the other has been received from.
-template <bool CLUSTER, typename V, typename Op>
+template <bool ALONE, bool CLUSTER, typename V, typename Op>
 __device__ V send_over_row(V value, Op op, Letterbox<CLUSTER, V>& letterbox) {
-    const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int warps = (ALONE && !CLUSTER ? ROW_THREADS : blockDim.x) / WARP, warp = threadIdx.x / WARP,
+              lane = threadIdx.x % WARP;
     value = warps > 0 ? over_lanes(value, op, WARP) : over_lanes(value, op, static_cast<int>(blockDim.x));
     if (warps > 1) {
         if (lane == 0) letterbox.of_warps[threadIdx.y * warps + warp] = value;
-        row_barrier<CLUSTER>();
+        row_barrier<ALONE>();
     }
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER) {
@@ -54,9 +55,9 @@ __device__ V send_over_row(V value, Op op, Letterbox<CLUSTER, V>& letterbox) {
 
 // The result of `op`, associative and commutative, over the values that the threads of the row sent. `turn` says how often
 // the letterbox has served.
-template <bool CLUSTER, typename V, typename Op>
+template <bool ALONE, bool CLUSTER, typename V, typename Op>
 __device__ V receive_over_row(V value, Op op, Letterbox<CLUSTER, V>& letterbox, int turn) {
-    const int warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
+    const int warps = (ALONE && !CLUSTER ? ROW_THREADS : blockDim.x) / WARP, lane = threadIdx.x % WARP;
     if constexpr (CLUSTER) {
 #if __CUDA_ARCH__ >= 900
         const int blocks = static_cast<int>(cluster::blocks());

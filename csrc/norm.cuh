@@ -84,20 +84,27 @@ struct NormForward {
     float eps, per_element;  // the latter 1 / length
 };
 
+// Of rows that lie evenly, where blocks go through many of them: elements from one to the next, and to a block's next.
+struct EvenRows {
+    int64_t step, apart;
+};
+
+// First what is looked at where rows lie evenly: of a kernel's arguments every SM fetches the lines that it looks at, one
+// after the other, before its first load.
 template <typename T>
 struct NormBackward {
     T* grad_input;  // null where not wanted
-    Rows gi;
     const T *grad, *grad_sum, *input;
-    Rows g, gs, in;
     const float* stats;
     const T* weight;
-    Rows parameter;
-    int64_t count, length;
-    int64_t apart;      // where blocks go through many rows: every so-many-th,
-    int turns;          // which is so many rows,
-    int64_t rest;       // and one more for those that begin before this row
+    EvenRows even_gi, even_g, even_gs, even_in;
+    int64_t length;
+    int64_t apart;      // a block's rows are every so-many-th,
+    int64_t rest;       // one more for those that begin before this row
+    int turns;          // than so many
     float per_element;  // 1 / length
+    int64_t count;
+    Rows gi, g, gs, in, parameter;
 };
 
 // Gradients of weight and bias: null where not wanted. Stage one leaves sums over groups of rows as
@@ -124,11 +131,12 @@ __device__ Vec<T> add_vec(const Vec<T>& a, const Vec<T>& b) {
     return pack<T>(x);
 }
 
-template <bool WHOLE = false, typename T>
+// CONSTANT: see load_if.
+template <bool WHOLE = false, bool CONSTANT = false, typename T>
 __device__ Vec<T> load_parameter(const T* parameter, const Rows& rows, int64_t first, int64_t length, float absent) {
     if (!WHOLE && parameter != nullptr) return load_chunk(parameter, rows, first, length, absent);
     uint4 word = filled<T>(absent);
-    if constexpr (WHOLE) load_constant_if(word, parameter + first, parameter != nullptr && first < length);
+    if constexpr (WHOLE) load_if<CONSTANT>(word, parameter + first, parameter != nullptr && first < length);
     return reinterpret_cast<const Vec<T>&>(word);
 }
 
@@ -385,7 +393,7 @@ __device__ void norm_weights_block(const NormWeights<T>& w, const NormBackward<T
 // Stage two: the sums of weight and bias over the groups, blockIdx.y the one or the other.
 template <typename T>
 __device__ void norm_weights_sum(const NormWeights<T>& w, int64_t length) {
-    wait_for_previous();
+    begin_early();
     T* const out = blockIdx.y == 0 ? w.grad_weight : w.grad_bias;
     if (out != nullptr) sum_shares(out, w.partials + int64_t{blockIdx.y} * w.groups * length, w.groups, length);
 }

@@ -31,6 +31,10 @@ __host__ __device__ constexpr bool hopper_or_later() {
 #endif
 }
 
+// Whether a block has one row at a time, and all its threads share it.
+template <bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
+constexpr bool ALONE = CLUSTER || (WHOLE && !RESIDUAL && !HELD<V>);
+
 // Four columns of the partials.
 template <bool WHOLE>
 __device__ void store_columns(float* partials, int64_t column, const float4& sums, int64_t length) {
@@ -47,12 +51,12 @@ __device__ void store_columns(float* partials, int64_t column, const float4& sum
 // A thread's sums over the rows that it went through, as stage one of the weights' gradients; one sum's partials lie
 // `apart` from the other's. Where rows share a block their sums are added up in shared memory first, so that the
 // partials stay few.
-template <bool WHOLE, bool CLUSTER, int SUMS, int V, int E>
-__device__ void store_partials(float* partials, int64_t apart, const float (&own)[SUMS][V][E],
-                               const RowShare<CLUSTER>& share, uint4* in_shared, int64_t length) {
+template <bool WHOLE, typename Share, int SUMS, int V, int E>
+__device__ void store_partials(float* partials, int64_t apart, const float (&own)[SUMS][V][E], const Share& share,
+                               uint4* in_shared, int64_t length) {
     constexpr int FOURS = E / 4;
     constexpr int PIECES = V * FOURS;
-    const int lanes = blockDim.x, stripes = CLUSTER ? 1 : static_cast<int>(blockDim.y), width = lanes * PIECES;
+    const int lanes = blockDim.x, stripes = Share::LONE ? 1 : static_cast<int>(blockDim.y), width = lanes * PIECES;
     auto* const rows = reinterpret_cast<float4*>(in_shared);
     if (stripes > 1) __syncthreads();  // what stood there before has been read
 #pragma unroll
@@ -62,7 +66,7 @@ __device__ void store_partials(float* partials, int64_t apart, const float (&own
             const float* const sum = own[s][i / FOURS] + i % FOURS * 4;
             const float4 four = make_float4(sum[0], sum[1], sum[2], sum[3]);
             const int64_t column = int64_t{share.at(i / FOURS)} * E + i % FOURS * 4;
-            if (stripes == 1 && (!CLUSTER || share.at(i / FOURS) < share.end))
+            if (stripes == 1 && share.at(i / FOURS) < share.end)
                 store_columns<WHOLE>(partials + s * apart, column, four, length);
             if (stripes > 1) rows[(s * stripes + threadIdx.y) * width + i * lanes + threadIdx.x] = four;
         }
@@ -98,14 +102,15 @@ struct RowCursor {
     T *base, *at;
     int64_t row;
 
-    __device__ RowCursor(T* base_in, const Rows& rows, int64_t row_in) : base(base_in), at(base), row(row_in) {
-        if constexpr (EVEN) at += row * rows.step();
+    __device__ RowCursor(T* base_in, const EvenRows& even, int64_t row_in) : base(base_in), at(base), row(row_in) {
+        if constexpr (EVEN) at += row * even.step;
     }
 
-    // Where the row starts, if it is there (`live`); from then on it is the next one.
-    __device__ T* next(const Rows& rows, int64_t apart, bool live) {
+    // Where the row starts, if it is there (`live`); from then on it is the next one. How far that is was multiplied on the
+    // host: no register is held for what is a kernel's argument.
+    __device__ T* next(const Rows& rows, const EvenRows& even, int64_t apart, bool live) {
         T* const start = EVEN ? at : base + (live ? rows.start(row) : 0);
-        if constexpr (EVEN) at += apart * rows.step();
+        if constexpr (EVEN) at += even.apart;
         row += apart;
         return start;
     }
@@ -117,10 +122,12 @@ template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUST
 struct BackwardRows {
     static constexpr int E = Vec<T>::size, STAGES = backward_stages(V, hopper_or_later()), WEIGHT = 2 * V * STAGES;
     static constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
+    static constexpr bool LONE = ALONE<RESIDUAL, V, WHOLE, CLUSTER>;
     using Sums = std::conditional_t<CENTRED, Pair, float>;
+    using Share = RowShare<CLUSTER, LONE>;
 
     const NormBackward<T>& p;
-    const RowShare<CLUSTER>& share;
+    const Share& share;
     const Slots<T, ROW_THREADS> slots;
     const int64_t row;
     const int own;  // turns of this thread
@@ -130,17 +137,16 @@ struct BackwardRows {
     float scale[KEPT][E], x_hat[KEPT][E], weighted[KEPT][E], g[E];
     Vec<T> more[RESIDUAL ? V : 1];
 
-    __device__ BackwardRows(const NormBackward<T>& p_in, const RowShare<CLUSTER>& share_in, uint4* in_shared,
-                            int64_t row_in)
+    __device__ BackwardRows(const NormBackward<T>& p_in, const Share& share_in, uint4* in_shared, int64_t row_in)
         : p(p_in),
           share(share_in),
           slots(in_shared),
           row(row_in),
           own(turns_of(row, p)),
-          input(p.input, p.in, row),
-          grad(p.grad, p.g, row),
-          grad_sum(p.grad_sum, p.gs, row),
-          grad_input(p.grad_input, p.gi, row) {
+          input(p.input, p.even_in, row),
+          grad(p.grad, p.even_g, row),
+          grad_sum(p.grad_sum, p.even_gs, row),
+          grad_input(p.grad_input, p.even_gi, row) {
         if constexpr (!HELD<V>)
             slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
     }
@@ -160,8 +166,8 @@ struct BackwardRows {
     __device__ void fetch(int turn) {
         const bool live = turn < own;
         const int begin = turn % STAGES * 2 * V;
-        slots.template fetch<WHOLE, V>(begin, input.next(p.in, p.apart, live), p.in, share, live, p.length);
-        slots.template fetch<WHOLE, V>(begin + V, grad.next(p.g, p.apart, live), p.g, share, live, p.length);
+        slots.template fetch<WHOLE, V>(begin, input.next(p.in, p.even_in, p.apart, live), p.in, share, live, p.length);
+        slots.template fetch<WHOLE, V>(begin + V, grad.next(p.g, p.even_g, p.apart, live), p.g, share, live, p.length);
         cp_async_commit();
     }
     __device__ Stats stats(int turn) const {
@@ -170,8 +176,8 @@ struct BackwardRows {
     // What is added to the gradient of this turn's row, unless it comes element by element, which has time.
     __device__ void fetch_more(int turn) {
         if constexpr (RESIDUAL && WHOLE) {
-            const bool live = CLUSTER || turn < own;
-            load_row<WHOLE>(more, grad_sum.next(p.gs, p.apart, live), p.gs, share, live, p.length, 0.0f);
+            const bool live = LONE || turn < own;
+            load_row<WHOLE>(more, grad_sum.next(p.gs, p.even_gs, p.apart, live), p.gs, share, live, p.length, 0.0f);
         }
     }
 
@@ -210,12 +216,12 @@ struct BackwardRows {
 
     // The second pass.
     __device__ void store_gradient(int turn, const Sums& sums, const Stats& stats) {
-        const bool live = CLUSTER || turn < own;
+        const bool live = LONE || turn < own;
         Pair means{0.0f, 0.0f};
         if constexpr (CENTRED) means = {sums.first * p.per_element, sums.second * p.per_element};
         if constexpr (!CENTRED) means.second = sums * p.per_element;
-        T* const to = grad_input.next(p.gi, p.apart, live);
-        const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, p.apart, live) : nullptr;
+        T* const to = grad_input.next(p.gi, p.even_gi, p.apart, live);
+        const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, p.even_gs, p.apart, live) : nullptr;
 #pragma unroll(WHOLE ? V : 1)
         for (int v = 0; v < V; ++v) {
             const int at = v % KEPT, first = share.at(v) * E;
@@ -250,17 +256,19 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     using Mine = BackwardRows<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>;
     using Sums = typename Mine::Sums;
     const std::conditional_t<CENTRED, PairSum, Sum> add;
+    launch_dependents();  // each block fills its SM: the next kernel's come as these leave, and not after the last
     extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
     __shared__ Letterbox<CLUSTER, Sums> letterbox[2];
-    const RowShare<CLUSTER> share(vectors_of<T>(p.length));
+    const typename Mine::Share share(vectors_of<T>(p.length));
     share.open(letterbox[0], letterbox[1]);
+    wait_for_previous();
     // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
     const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
-    Mine mine(p, share, in_shared, first_row + (CLUSTER ? 0 : int64_t{gridDim.x} * threadIdx.y));
+    Mine mine(p, share, in_shared, first_row + (Mine::LONE ? 0 : int64_t{gridDim.x} * threadIdx.y));
 #pragma unroll 1
     for (int turn = 0; turn < Mine::STAGES; ++turn) mine.fetch(turn);
     mine.hold_weight();
-    const int turns = CLUSTER ? mine.own : turns_of(first_row, p);
+    const int turns = Mine::LONE ? mine.own : turns_of(first_row, p);
     const bool gradient = p.grad_input != nullptr;
     Stats next = mine.stats(0);
     share.meet();
@@ -273,8 +281,8 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
             Sums sums = mine.sums(turn, stats);
             if constexpr (HELD<V>) mine.fetch(turn + Mine::STAGES);
             if (gradient) {
-                sums = send_over_row<CLUSTER>(sums, add, letterbox[turn % 2]);
-                sums = receive_over_row<CLUSTER>(sums, add, letterbox[turn % 2], turn / 2);
+                sums = send_over_row<Mine::LONE>(sums, add, letterbox[turn % 2]);
+                sums = receive_over_row<Mine::LONE>(sums, add, letterbox[turn % 2], turn / 2);
                 mine.store_gradient(turn, sums, stats);
             }
             if constexpr (!HELD<V>) mine.fetch(turn + Mine::STAGES);
@@ -290,18 +298,17 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
             cp_async_wait<Mine::STAGES - 2>();
             Sums sums = mine.sums(turn + 1, stats);
             Sums of_row{};
-            if (turn >= 0 && gradient) of_row = receive_over_row<CLUSTER>(sent, add, letterbox[turn % 2], turn / 2);
-            if (turn + 1 < turns && gradient) sent = send_over_row<CLUSTER>(sums, add, letterbox[(turn + 1) % 2]);
+            if (turn >= 0 && gradient) of_row = receive_over_row<Mine::LONE>(sent, add, letterbox[turn % 2], turn / 2);
+            if (turn + 1 < turns && gradient) sent = send_over_row<Mine::LONE>(sums, add, letterbox[(turn + 1) % 2]);
             if (turn < 0) continue;
             if (gradient) mine.store_gradient(turn, of_row, before);
             mine.fetch(turn + Mine::STAGES);
         }
     }
     cp_async_wait<0>();
-    launch_dependents();
     if (w.partials == nullptr) return;
     float* const partials = w.partials + first_row * p.length;
-    const RowShare<CLUSTER> anew(vectors_of<T>(p.length));  // no register is held for it meanwhile
+    const typename Mine::Share anew(vectors_of<T>(p.length));  // no register is held for it meanwhile
     store_partials<WHOLE>(partials, w.groups * p.length, mine.of_columns, anew, in_shared, p.length);
 #endif
 }

@@ -47,7 +47,7 @@ template <typename Op, typename T>
 void norm_forward_short(const NormForward<T>& p, const Launch& launch) {
     const ShortNorm<T> args = short_norm(p);
     with_short_rows<T>(p.count, p.length, [&](auto rows, unsigned grid, dim3 block) {
-        Op::template short_rows<T, rows()>()<<<grid, block, 0, launch.stream>>>(args);
+        launch_early(Op::template short_rows<T, rows()>(), grid, block, launch, args);
     });
 }
 
@@ -116,7 +116,7 @@ struct NormNeeds {
 template <auto* KERNEL, typename T>
 void sum_partials(const NormWeights<T>& w, int64_t length, const Launch& launch) {
     const dim3 grid(blocks_of_columns(length), w.grad_bias == nullptr ? 1 : 2);
-    launch_dependent(KERNEL, grid, sum_block(length), launch, w, length);
+    launch_early(KERNEL, grid, sum_block(length), launch, w, length);
 }
 
 template <typename Op, typename T>
@@ -164,6 +164,11 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
             w.partials = pointer<float>(*partials);
         }
         p.apart = int64_t{w.groups} * shape.rows;
+        const auto even = [&](const Rows& rows) { return EvenRows{rows.step(), rows.step() * p.apart}; };
+        p.even_gi = even(p.gi);
+        p.even_g = even(p.g);
+        p.even_gs = even(p.gs);
+        p.even_in = even(p.in);
         p.turns = static_cast<int>(p.count / p.apart);
         p.rest = p.count % p.apart;
         launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);

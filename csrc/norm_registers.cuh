@@ -92,6 +92,7 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     constexpr int E = Vec<T>::size;
     const RowShare<CLUSTER> share(vectors_of<T>(p.length));
     share.open(mailbox);
+    if constexpr (!CLUSTER) begin_early();
     const bool live = share.live(p.count);
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[V];
@@ -100,8 +101,8 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     Vec<T> weight, bias;
     const auto fetch_parameters = [&](int v) {
         const int first = share.at(v) * E;
-        weight = load_parameter<WHOLE>(p.weight, p.parameter, first, p.length, 1.0f);
-        if constexpr (CENTRED) bias = load_parameter<WHOLE>(p.bias, p.parameter, first, p.length, 0.0f);
+        weight = load_parameter<WHOLE, CLUSTER>(p.weight, p.parameter, first, p.length, 1.0f);
+        if constexpr (CENTRED) bias = load_parameter<WHOLE, CLUSTER>(p.bias, p.parameter, first, p.length, 0.0f);
     };
     const auto meanwhile = [&] { fetch_parameters(0); };
     Stats stats;
@@ -111,13 +112,17 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     if (live && share.first == 0) store_stats<CENTRED>(p.stats, row, stats);
     stay_packed(tile);
     T* const out = p.output + p.out.start(row);
+    // One vector ahead: ptxas moves no load over a store, except of what is CONSTANT.
+    constexpr bool AHEAD = WHOLE && !CLUSTER;
+    if constexpr (AHEAD) fetch_parameters(0);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-        if (!CLUSTER || v > 0) fetch_parameters(v);
+        if (!AHEAD && (!CLUSTER || v > 0)) fetch_parameters(v);
         float x[E], scale[E], offset[E];
         unpack(tile[v], x);
         unpack(weight, scale);
         if constexpr (CENTRED) unpack(bias, offset);
+        if (AHEAD && v + 1 < V) fetch_parameters(v + 1);
 #pragma unroll
         for (int e = 0; e < E; ++e) {
             x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], stats);

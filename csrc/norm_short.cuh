@@ -96,12 +96,13 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS>& sha
         }
     }
     T* const output = p.output + share.row * p.out_step;
+    if constexpr (!EARLY) fetch_parameters(0);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         float x[E], scale[E], offset[E];
-        if constexpr (!EARLY) fetch_parameters(v);
         unpack(weight[v], scale);
         if constexpr (CENTRED) unpack(bias[v], offset);
+        if (!EARLY && v + 1 < V) fetch_parameters(v + 1);  // before the stores, over which no load is moved
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             unpack(tile[r][v], x);
@@ -119,6 +120,7 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS>& sha
 // Rows as they are, or with a RESIDUAL the sum of two, which is stored.
 template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
 __device__ void norm_short(const ShortNorm<T>& p) {
+    begin_early();
     constexpr int V = SHORT_VECTORS<T, ROWS>;
     const ShortShare<ROWS> share(p.count, p.length);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {

@@ -7,7 +7,7 @@
 namespace kl {
 
 constexpr int PHILOX_ROUNDS = 10;
-constexpr int PHILOX_WORDS = 4;  // of one call, for as many elements
+constexpr int PHILOX_HALVES = 8;  // of one call, for as many elements
 
 // The keys of all rounds, made by the host: as a kernel's argument they are operands of its instructions, at no cost.
 struct PhiloxKeys {
@@ -22,11 +22,14 @@ struct PhiloxKeys {
     }
 };
 
-// The words of the counter (lower, upper, 0, 0). Where `upper` is the same in all threads, so is half of the second
-// round's work, and of the first round's there is one product alone.
-__device__ inline uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys& keys) {
-    uint4 c = make_uint4(lower, upper, 0u, 0u);
-#pragma unroll
+// The words of the counter (lower, upper, PART, 0). Where `upper` is the same in all threads, so is half of the second
+// round's work, and of the first round's there is one product alone. Part 1 is rarely called: as a loop, it shares nothing
+// with a call of part 0, whose values would else wait in registers for it.
+template <uint32_t PART>
+__device__ uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys& keys) {
+    constexpr int UNROLL = PART == 0 ? PHILOX_ROUNDS : 1;
+    uint4 c = make_uint4(lower, upper, PART, 0u);
+#pragma unroll UNROLL
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {
         const uint64_t product0 = uint64_t{0xD2511F53u} * c.x, product1 = uint64_t{0xCD9E8D57u} * c.z;
         c = make_uint4(static_cast<uint32_t>(product1 >> 32) ^ c.y ^ keys.low[round], static_cast<uint32_t>(product1),
@@ -36,51 +39,119 @@ __device__ inline uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys&
 }
 
 // What dropout multiplies elements by: `scale` where the element's word is not below `threshold`, else zero.
+//
+// The upper half of an element's word, from a first call, decides alone, unless it equals the threshold's: a tie, once in
+// 65536 times. Then a second call gives the lower halves, and all halves of the first are replaced by what is decided.
 struct DropoutMask {
     PhiloxKeys keys;
     uint32_t threshold;
+    uint32_t tie;    // the threshold's upper half, twice
+    uint32_t floor;  // of upper halves that are kept; not zero, so that a half of zeros is below it
     float scale;
 
     DropoutMask(int64_t threshold_in, double scale_in, int64_t seed, const char* op)
-        : keys(seed), threshold(static_cast<uint32_t>(threshold_in)), scale(static_cast<float>(scale_in)) {
+        : keys(seed),
+          threshold(static_cast<uint32_t>(threshold_in)),
+          tie((threshold >> 16) * 0x10001u),
+          floor(std::max(threshold & 0xFFFF0000u, 0x10000u)),
+          scale(static_cast<float>(scale_in)) {
         KL_CHECK(0 <= threshold_in && threshold_in <= std::numeric_limits<uint32_t>::max(), op,
                  ": argument `threshold` must be a word of 32 bits, got ", threshold_in);
         KL_CHECK(seed >= 0, op, ": argument `seed` must not be negative, got ", seed);
     }
 
-    __device__ float factor(uint32_t word) const { return word >= threshold ? scale : 0.0f; }
-
     // The factor of one element.
     __device__ float of(int64_t index) const {
-        const int64_t call = index / PHILOX_WORDS;
-        const uint4 words = philox(static_cast<uint32_t>(call), static_cast<uint32_t>(call >> 32), keys);
-        const int place = static_cast<int>(index % PHILOX_WORDS);
-        return factor(place == 0 ? words.x : place == 1 ? words.y : place == 2 ? words.z : words.w);
+        const auto lower = static_cast<uint32_t>(index / PHILOX_HALVES);
+        const auto upper = static_cast<uint32_t>(index / PHILOX_HALVES >> 32);
+        const int half = static_cast<int>(index % PHILOX_HALVES);
+        uint32_t word = from_half(philox<0>(lower, upper, keys), half);
+        if ((word ^ threshold) >> 16 == 0) {
+            word = (word & 0xFFFF0000u) | from_half(philox<1>(lower, upper, keys), half) >> 16;
+        }
+        return word >= threshold ? scale : 0.0f;
     }
 
-    // Multiplies elements whose first is number 4 · (upper · 2^32 + lower).
+    // Words for SIZE elements, the first of which is number SIZE · (upper · 2^32 + lower).
     template <int SIZE>
-    __device__ void apply(float (&x)[SIZE], uint32_t lower, uint32_t upper) const {
-        each<SIZE>(lower, upper, [&](int e, float factor) { x[e] *= factor; });
+    __device__ uint4 draw(uint32_t lower, uint32_t upper) const {
+        static_assert(SIZE == PHILOX_HALVES || SIZE == PHILOX_HALVES / 2);
+        if constexpr (SIZE == PHILOX_HALVES) {
+            return deciding(lower, upper);
+        } else {  // two vectors a call
+            return shifted(deciding(__funnelshift_r(lower, upper, 1), upper / 2), lower % 2 * 16);
+        }
+    }
+
+    template <int SIZE>
+    __device__ uint4 draw(uint64_t number) const {
+        return draw<SIZE>(static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32));
+    }
+
+    // Multiplies the elements that words were drawn for.
+    template <int SIZE>
+    __device__ void apply(float (&x)[SIZE], const uint4& words) const {
+        each<SIZE>(words, [&](int e, float factor) { x[e] *= factor; });
     }
 
     // The same, and adds others.
     template <int SIZE>
-    __device__ void apply(float (&x)[SIZE], uint32_t lower, uint32_t upper, const float (&more)[SIZE]) const {
-        each<SIZE>(lower, upper, [&](int e, float factor) { x[e] = fmaf(x[e], factor, more[e]); });
+    __device__ void apply(float (&x)[SIZE], const uint4& words, const float (&more)[SIZE]) const {
+        each<SIZE>(words, [&](int e, float factor) { x[e] = fmaf(x[e], factor, more[e]); });
     }
 
   private:
+    // Of a word whose upper half decides.
+    __device__ float factor(uint32_t word) const { return word >= floor ? scale : 0.0f; }
+
+    // A word that begins with that half of a call's.
+    static __device__ uint32_t from_half(const uint4& w, int half) {
+        const int place = half % 4;
+        return (place == 0 ? w.x : place == 1 ? w.y : place == 2 ? w.z : w.w) << (half / 4 * 16);
+    }
+
+    static __device__ uint4 shifted(const uint4& w, uint32_t by) {
+        return make_uint4(w.x << by, w.y << by, w.z << by, w.w << by);
+    }
+
     template <int SIZE, typename F>
-    __device__ void each(uint32_t lower, uint32_t upper, F&& f) const {
+    __device__ void each(uint4 words, F&& f) const {
 #pragma unroll
-        for (int call = 0; call < SIZE / PHILOX_WORDS; ++call) {
-            const uint4 words = philox(lower + call, upper, keys);
-            f(PHILOX_WORDS * call, factor(words.x));
-            f(PHILOX_WORDS * call + 1, factor(words.y));
-            f(PHILOX_WORDS * call + 2, factor(words.z));
-            f(PHILOX_WORDS * call + 3, factor(words.w));
+        for (int e = 0; e < SIZE; e += 4, words = shifted(words, 16)) {
+            f(e, factor(words.x));
+            f(e + 1, factor(words.y));
+            f(e + 2, factor(words.z));
+            f(e + 3, factor(words.w));
         }
+    }
+
+    // Words each half of which decides for an element.
+    __device__ uint4 deciding(uint32_t lower, uint32_t upper) const {
+        uint4 w = philox<0>(lower, upper, keys);
+        if (any_tie(w)) {
+            const uint4 more = philox<1>(lower, upper, keys);
+            w = make_uint4(settled(w.x, more.x), settled(w.y, more.y), settled(w.z, more.z), settled(w.w, more.w));
+        }
+        return w;
+    }
+
+    // Whether any half is the threshold's, and as often again where none is. Differences are taken for floating-point
+    // numbers, two an instruction: zero alone, of either sign, has no magnitude, and a minimum passes over NaN.
+    __device__ bool any_tie(const uint4& w) const {
+        const __half2 least =
+            __hmin2(__hmin2(difference(w.x), difference(w.y)), __hmin2(difference(w.z), difference(w.w)));
+        return !__hbneu2(least, __float2half2_rn(0.0f));
+    }
+
+    __device__ __half2 difference(uint32_t word) const {
+        const uint32_t bits = word ^ tie;
+        return __habs2(reinterpret_cast<const __half2&>(bits));
+    }
+
+    // Upper halves in `word`, lower halves in `more`: all ones for an element that is kept, else zeros.
+    __device__ uint32_t settled(uint32_t word, uint32_t more) const {
+        const uint32_t first = (word & 0xFFFF0000u) | more >> 16, second = word << 16 | (more & 0xFFFFu);
+        return (first >= threshold ? 0xFFFF0000u : 0u) | (second >= threshold ? 0xFFFFu : 0u);
     }
 };
 

@@ -6,6 +6,7 @@
 
 #include "cluster.cuh"
 #include "common.cuh"
+#include "dependent.cuh"
 #include "resident.cuh"
 
 namespace kl {
@@ -80,12 +81,14 @@ constexpr int LINE_VECTORS = 8;  // vectors of a line of 128 bytes
 // Without clusters blockDim.x threads share a row and blockDim.y rows a block; blockDim.x may be a part of a warp.
 // With clusters a row is shared by all the blocks of one, in equal parts of whole lines. Their blocks are all of
 // ROW_THREADS, so that addresses follow from one another by constants: long rows are bound by instructions.
-template <bool CLUSTER>
+// ALONE: so are they without a cluster, where a row has a block to itself.
+template <bool CLUSTER, bool ALONE = CLUSTER>
 struct RowShare {
+    static constexpr bool LONE = ALONE;
     int64_t row;
     int first, end;
 
-    __device__ static int step() { return CLUSTER ? ROW_THREADS : static_cast<int>(blockDim.x); }
+    __device__ static int step() { return ALONE ? ROW_THREADS : static_cast<int>(blockDim.x); }
 
     // Of a row of so many vectors.
     __device__ explicit RowShare(int vectors) {
@@ -108,7 +111,7 @@ struct RowShare {
     __device__ int at(int v) const { return first + v * step(); }
 
     // Whether there is a row for this thread, of so many. Every cluster has one.
-    __device__ bool live(int64_t count) const { return CLUSTER || row < count; }
+    __device__ bool live(int64_t count) const { return ALONE || row < count; }
 
     // Whether it lies in the row, of so many elements, and in this block's part of it.
     template <typename T>
@@ -173,14 +176,24 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
     }
 }
 
-// 16 bytes that the kernel does not write, where `inside`. Without a branch, over which no load that follows would be moved;
-// volatile, lest it be moved over a barrier, to wait in registers.
-__device__ inline void load_constant_if(uint4& word, const void* from, bool inside) {
-    asm volatile(
-        "{\n.reg .pred inside;\nsetp.ne.u32 inside, %5, 0;\n@inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-        : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w)
-        : "l"(from), "r"(static_cast<uint32_t>(inside)));
+#define KL_LOAD_IF(LOAD)                                                            \
+    asm volatile("{\n.reg .pred inside;\nsetp.ne.u32 inside, %5, 0;\n@inside " LOAD \
+                 ".v4.u32 {%0, %1, %2, %3}, [%4];\n}"                               \
+                 : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w)           \
+                 : "l"(from), "r"(static_cast<uint32_t>(inside)))
+
+// 16 bytes, where `inside`. Without a branch, over which no load that follows would be moved; volatile, lest it be moved
+// over a barrier, to wait in registers. CONSTANT is what nothing writes to while the kernel runs, nor while it waits to
+// begin, if it is launched early: ptxas may move such loads over stores, and others not.
+template <bool CONSTANT>
+__device__ void load_if(uint4& word, const void* from, bool inside) {
+    if constexpr (CONSTANT) {
+        KL_LOAD_IF("ld.global.nc");
+    } else {
+        KL_LOAD_IF("ld.global");
+    }
 }
+#undef KL_LOAD_IF
 
 // Keeps a compiler that has unpacked a tile from holding on to the floats: unpacking anew is cheaper than registers.
 template <typename T, int VECTORS>
@@ -391,16 +404,16 @@ inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTOR
     return {ROW_THREADS, 1, cluster, wide};
 }
 
-// Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks.
+// Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks. Early (dependent.cuh),
+// unless a row takes a cluster: in what that takes a microsecond does not show, and its parameters may then be CONSTANT.
 template <typename... Parameters, typename... Arguments>
 void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned grid, int shared_bytes,
                  const Launch& launch, Arguments... arguments) {
-    if (shape.cluster == 1) {
-        kernel<<<grid, shape.block(), shared_bytes, launch.stream>>>(arguments...);
-        return;
-    }
     allow_clusters(kernel, shape.cluster);
-    LaunchConfig(dim3(grid), shape.block(), shared_bytes, launch).clusters_of(shape.cluster).run(kernel, arguments...);
+    LaunchConfig(dim3(grid), shape.block(), shared_bytes, launch)
+        .clusters_of(shape.cluster)
+        .early(shape.cluster == 1 && can_be_early(launch.device))
+        .run(kernel, arguments...);
 }
 
 // Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for: whole

@@ -67,7 +67,7 @@ struct ShortShare {
     template <typename T>
     __device__ Vec<T> parameter(const T* from, int v, float absent) const {
         uint4 word = filled<T>(absent);
-        load_constant_if(word, from + at(v) * Vec<T>::size, from != nullptr && has<T>(v, length));
+        load_if<false>(word, from + at(v) * Vec<T>::size, from != nullptr && has<T>(v, length));
         return reinterpret_cast<const Vec<T>&>(word);
     }
     // The v-th vector of the r-th row. `first`: where this thread's first row begins.

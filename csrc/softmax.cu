@@ -344,6 +344,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     __shared__ Mailbox<CLUSTER, Pair> mailbox;
     const RowShare<CLUSTER> share(vectors_of<T>(length));
     share.open(mailbox);
+    if constexpr (!CLUSTER) begin_early();
     const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[V];
@@ -371,6 +372,7 @@ struct ShortRows {
 template <typename T, int ROWS>
 __global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
     softmax_registers_short_kernel(__grid_constant__ const ShortRows<T> p) {
+    begin_early();
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
     const ShortShare<ROWS> share(p.count, p.length);
     Vec<T> tile[ROWS][V];
@@ -450,6 +452,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     __shared__ Mailbox<CLUSTER, float> mailbox;
     const RowShare<CLUSTER> share(vectors_of<T>(length));
     share.open(mailbox);
+    if constexpr (!CLUSTER) begin_early();
     const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
     Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
@@ -521,7 +524,7 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
                 const ShortRows<T> args{pointer<T>(output), pointer<T>(input), out.step(),
                                         in.step(),          layout.count,      static_cast<int>(layout.length)};
                 return with_short_rows<T>(layout.count, layout.length, [&](auto rows, unsigned grid, dim3 block) {
-                    softmax_registers_short_kernel<T, rows()><<<grid, block, 0, launch.stream>>>(args);
+                    launch_early(softmax_registers_short_kernel<T, rows()>, grid, block, launch, args);
                 });
             }
             const RowLaunch shape =

@@ -14,7 +14,7 @@
 
 #include <type_traits>
 
-#include "common.cuh"
+#include "dependent.cuh"
 #include "ops.h"
 
 namespace kl {
@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(THREADS)
 template <typename In, typename Out>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_two_stage_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    begin_early();
     using Acc = Accumulator<In>;
     constexpr int N = Vec<In>::size;
     __shared__ Acc scratch[THREADS / WARP];
@@ -204,6 +205,7 @@ template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_two_stage_strided_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
                                       int64_t part) {
+    begin_early();
     using Acc = Accumulator<In>;
     __shared__ Acc scratch[THREADS / WARP];
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -226,6 +228,7 @@ template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_two_stage_columns_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
                                  int64_t part) {
+    begin_early();
     using Acc = Accumulator<In>;
     constexpr int N = sizeof(Unit) / sizeof(In);
     __shared__ Acc scratch[N][THREADS];
@@ -399,8 +402,8 @@ struct Stage {
                              : sum_two_stage_strided_rows_kernel<In, Out, In>;
         }
     }
-    void launch(const Target<In, Out>& to, const In* input, cudaStream_t stream) const {
-        kernel<<<shape.grid, shape.block, 0, stream>>>(to, input, r, shape.part);
+    void run(const Target<In, Out>& to, const In* input, const Launch& launch) const {
+        launch_early(kernel, shape.grid, shape.block, launch, to, input, r, shape.part);
     }
 };
 
@@ -408,22 +411,22 @@ Strided walk_of(int64_t size, int64_t stride) { return collapse(&size, &stride, 
 
 template <typename T>
 void coalesced(T* output, const T* input, const Layout& layout, bool in_parts, const Tensor& like,
-               cudaStream_t stream) {
+               const Launch& launch) {
     using Part = Accumulator<T>;
     const bool columns = layout.columns;
     const Stage<T, T> first(input, layout.r, columns, DOWN, in_parts);
     const int64_t parts = first.shape.grid.y;
-    if (parts == 1) return first.launch({output, nullptr}, input, stream);
+    if (parts == 1) return first.run({output, nullptr}, input, launch);
 
     const Tensor partial =
         empty(like, std::is_same_v<Part, float> ? ScalarType::Float : ScalarType::Double, {parts * layout.r.count});
     auto* const part_sums = static_cast<Part*>(partial.data_ptr());
-    first.launch({nullptr, part_sums}, input, stream);
+    first.run({nullptr, part_sums}, input, launch);
     Reduction second = layout.r;
     second.length = parts;
     second.kept = walk_of(second.count, columns ? 1 : parts);
     second.reduced = walk_of(parts, columns ? second.count : 1);
-    Stage<Part, T>(part_sums, second, columns, DOWN_PARTS, false).launch({output, nullptr}, part_sums, stream);
+    Stage<Part, T>(part_sums, second, columns, DOWN_PARTS, false).run({output, nullptr}, part_sums, launch);
 }
 
 enum class Step { naive, block, coalesced, two_stage };
@@ -444,7 +447,7 @@ Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, S
         } else if (step == Step::block) {
             sum_block_kernel<<<grid_size(r.count), THREADS, 0, launch.stream>>>(out, in, r);
         } else {
-            coalesced(out, in, layout, step == Step::two_stage, input, launch.stream);
+            coalesced(out, in, layout, step == Step::two_stage, input, launch);
         }
     });
     KL_LAUNCH_CHECK();

@@ -73,6 +73,7 @@ template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
     swiglu_vectorized_kernel(T* output, const T* gate, const T* up, __grid_constant__ const Operands<OPERANDS> at,
                              int64_t numel) {
+    begin_early();
     constexpr int SIZE = Vec<T>::size;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
     if (!is_vector<ACCESS, T>(first, numel)) {
@@ -94,6 +95,7 @@ template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
     swiglu_backward_vectorized_kernel(T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up,
                                       __grid_constant__ const Operands<BACKWARD_OPERANDS> at, int64_t numel) {
+    begin_early();
     constexpr int SIZE = Vec<T>::size;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
     if (!is_vector<ACCESS, T>(first, numel)) {
@@ -140,7 +142,7 @@ Tensor swiglu(const Tensor& gate, const Tensor& up, bool vectorized) {
         }
         const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
         dispatch_access(operands.access, [&](auto access) {
-            swiglu_vectorized_kernel<T, access.value><<<grid, THREADS, 0, launch.stream>>>(out, x, u, operands, numel);
+            launch_early(swiglu_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, x, u, operands, numel);
         });
     });
     KL_LAUNCH_CHECK();
@@ -174,8 +176,8 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gat
         }
         const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
         dispatch_access(operands.access, [&](auto access) {
-            swiglu_backward_vectorized_kernel<T, access.value>
-                <<<grid, THREADS, 0, launch.stream>>>(gg, gu, g, x, u, operands, numel);
+            launch_early(swiglu_backward_vectorized_kernel<T, access.value>, grid, THREADS, launch, gg, gu, g, x, u,
+                         operands, numel);
         });
     });
     KL_LAUNCH_CHECK();

@@ -7,12 +7,17 @@ backward pass draws it again where another would have kept it.
 
 With ``i`` the row-major index of an element in the tensor (whatever its strides), and ``seed`` from 0 to 2⁶³ − 1::
 
+    j, h    = i div 8, i mod 8
     key     = (seed mod 2³², seed div 2³²)
-    counter = ((i div 4) mod 2³², (i div 4) div 2³², 0, 0)
-    word    = philox(counter, key)[i mod 4]                  an integer from 0 to 2³² − 1
+    words_n = philox((j mod 2³², j div 2³², n, 0), key)      for n of 0 and 1
+    half_n  = bits 16 to 31 of words_n[h] if h < 4, else bits 0 to 15 of words_n[h − 4]
+    word    = half_0 · 2¹⁶ + half_1                          an integer from 0 to 2³² − 1
     kept    = word >= floor(p · 2³²)                         so that an element is dropped with probability p
     scale   = 1 / (1 − p), rounded to float32
     output  = input · kept · scale                           a product: NaN and ±inf give NaN where they are dropped
+
+The upper half of a word decides alone, unless it is the threshold's, as it is once in 65536 times. So one call serves
+eight elements, and a second one is made where one of them is such a tie.
 
 One round, with 32-bit words, ``hi`` and ``lo`` the halves of a 64-bit product, and the key raised after each round::
 
@@ -82,8 +87,31 @@ def philox(
 
 
 def words(numel: int, seed: torch.Tensor | int, device: torch.device | str) -> torch.Tensor:
-    """The words of elements 0 to ``numel - 1``: int64, of shape ``(numel,)``."""
-    call = torch.arange((numel + 3) // 4, device=device)
-    zero = torch.zeros_like(call)
-    drawn = philox((call & WORD, call >> 32, zero, zero), (seed & WORD, seed >> 32))
-    return torch.stack(drawn, -1).view(-1)[:numel]
+    """The words of elements 0 to ``numel - 1``: int64, of shape ``(numel,)``. Both calls are made for every eight."""
+    call = torch.arange((numel + 7) // 8, device=device)
+    return words_of_calls(call, seed).view(-1)[:numel]
+
+
+def words_of_calls(call: torch.Tensor, seed: torch.Tensor | int) -> torch.Tensor:
+    """The words of eight elements for each number of a call: int64, of shape ``(calls, 8)``."""
+    if not isinstance(seed, torch.Tensor) and torch.compiler.is_compiling():
+        seed = _loaded(seed, call.device)
+    zero, key = torch.zeros_like(call), (seed & WORD, seed >> 32)
+    uppers, lowers = (philox((call & WORD, call >> 32, zero + n, zero), key) for n in (0, 1))
+    first = [u & 0xFFFF0000 | v >> 16 for u, v in zip(uppers, lowers, strict=True)]
+    second = [u << 16 & WORD | v & 0xFFFF for u, v in zip(uppers, lowers, strict=True)]
+    return torch.stack(first + second, -1)
+
+
+@torch.library.custom_op("kernel_ladder::loaded_seed", mutates_args=())
+def _loaded(seed: int, device: torch.device) -> torch.Tensor:
+    """An integer as a tensor that a compiler does not see through.
+
+    Of rounds that depend on nothing in memory, Inductor keeps no result, and writes each out again wherever it is used.
+    """
+    return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+@_loaded.register_fake
+def _(seed: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)

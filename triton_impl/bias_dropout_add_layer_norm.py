@@ -39,11 +39,11 @@ TILE, COLUMNS, WARPS, PROGRAMS = 2048, 256, 4, 7
 
 @triton.jit
 def _factors(
-    row, column, start, length, key_low, key_high, threshold, scale, FOURS: tl.constexpr, BLOCK: tl.constexpr
+    row, column, start, length, key_low, key_high, threshold, scale, EIGHTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    # Columns from `start` on. Where rows are of fours, a call of Philox for each four; else one for each element.
-    if FOURS:
-        return factors_of_rows(row * (length // 4) + start // 4, key_low, key_high, threshold, scale, BLOCK)
+    # Columns from `start` on. Where rows are of eights, a call of Philox for each eight; else one for each element.
+    if EIGHTS:
+        return factors_of_rows(row * (length // 8) + start // 8, key_low, key_high, threshold, scale, BLOCK)
     else:
         return factors_at(row[:, None] * length + column[None, :], key_low, key_high, threshold, scale)
 
@@ -51,7 +51,7 @@ def _factors(
 @triton.jit
 def _sum_of(
     input_ptr, bias_ptr, residual_ptr, row, start, key_low, key_high, threshold, scale,
-    in_stride, residual_stride, count, length, FOURS: tl.constexpr, BLOCK: tl.constexpr,
+    in_stride, residual_stride, count, length, EIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums of a block of columns, rounded to the dtype; zeros past the end of a row."""
     column = start + tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def _sum_of(
     x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0)
     residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0)
     bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    factors = _factors(row, column, start, length, key_low, key_high, threshold, scale, FOURS, BLOCK)
+    factors = _factors(row, column, start, length, key_low, key_high, threshold, scale, EIGHTS, BLOCK)
     return (residual.to(tl.float32) + (x.to(tl.float32) + bias) * factors).to(x.dtype)
 
 
@@ -68,14 +68,14 @@ def _sum_of(
 def _fused_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr,
+    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     total = _sum_of(
         input_ptr, bias_ptr, residual_ptr, row, 0, key_low, key_high, threshold, scale,
-        in_stride, residual_stride, count, length, FOURS, BLOCK,
+        in_stride, residual_stride, count, length, EIGHTS, BLOCK,
     )  # fmt: skip
     if KEEP:
         mask = (row < count)[:, None] & (column < length)[None, :]
@@ -90,7 +90,7 @@ def _fused_kernel(
 def _online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FOURS: tl.constexpr,
+    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the sum is not kept, `sum_ptr` is the output, which waits there for its normalisation."""
@@ -100,7 +100,7 @@ def _online_kernel(
     # Deviations from the mean of the row's HEAD: close to those from the mean of all, and known in advance.
     head = _sum_of(
         input_ptr, bias_ptr, residual_ptr, rows, 0, key_low, key_high, threshold, scale,
-        in_stride, residual_stride, count, length, FOURS, HEAD,
+        in_stride, residual_stride, count, length, EIGHTS, HEAD,
     )  # fmt: skip
     mean = tl.sum(head.reshape([HEAD]).to(tl.float32), axis=0) / tl.minimum(length, HEAD)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -109,7 +109,7 @@ def _online_kernel(
         inside = start + lane < length
         total = _sum_of(
             input_ptr, bias_ptr, residual_ptr, rows, start, key_low, key_high, threshold, scale,
-            in_stride, residual_stride, count, length, FOURS, BLOCK,
+            in_stride, residual_stride, count, length, EIGHTS, BLOCK,
         ).reshape([BLOCK])  # fmt: skip
         tl.store(sum_ptr + row * length + start + lane, total, mask=inside)
         deviation = tl.where(inside, total.to(tl.float32) - mean, 0.0)
@@ -130,7 +130,7 @@ def _online_kernel(
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, key_low, key_high, threshold, scale, rows, length, rows_a_share,
-    FOURS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Dropout of the sum's gradient, a share of the rows of a block of columns, and the sums over those rows."""
     blocks = tl.cdiv(length, BLOCK_N)
@@ -144,14 +144,14 @@ def _backward_kernel(
         mask = (row < end)[:, None] & (column < length)[None, :]
         i = row[:, None] * length + column[None, :]
         grad = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32)
-        grad *= _factors(row, column, start, length, key_low, key_high, threshold, scale, FOURS, BLOCK_N)
+        grad *= _factors(row, column, start, length, key_low, key_high, threshold, scale, EIGHTS, BLOCK_N)
         tl.store(grad_input_ptr + i, grad.to(grad_input_ptr.dtype.element_ty), mask=mask)
         sums += grad
     tl.store(partials_ptr + share * length + column, tl.sum(sums, axis=0), mask=column < length)
 
 
-_fused = Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "KEEP", "FOURS"), suitable_forward)
-_online = Tuned(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "FOURS"))
+_fused = Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "KEEP", "EIGHTS"), suitable_forward)
+_online = Tuned(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "EIGHTS"))
 _backward = Known(_backward_kernel, num_warps=WARPS)
 _launches = Launches()
 
@@ -182,7 +182,7 @@ def _sum_and_norm(
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
         constants: dict[str, Any] = {
-            "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "FOURS": length % 4 == 0
+            "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "EIGHTS": length % 8 == 0
         }  # fmt: skip
         if not fused:
             constants["HEAD"] = head_of(x.dtype)
@@ -205,7 +205,7 @@ def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[tor
     blocks = triton.cdiv(length, width)
     shares, rows_a_share = row_shares(count, blocks, PROGRAMS, 2 * height, grad.device)
     partials = torch.empty((shares, length), dtype=torch.float32, device=grad.device)
-    arguments_of = (count, length, rows_a_share, length % 4 == 0, height, width)
+    arguments_of = (count, length, rows_a_share, length % 8 == 0, height, width)
     _backward(shares * blocks, (grad_input, partials, grad), arguments_of, mask)
     sum_shares(grad_bias, partials)
     return grad_input, grad_bias
@@ -247,7 +247,7 @@ def _variant(name: str, fused: bool) -> None:
 _variant("triton.online", fused=False)
 _variant("triton.fused", fused=True)
 
-_FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "FOURS": True}
+_FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "EIGHTS": True}
 _FLOATS = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
 
 
@@ -264,5 +264,5 @@ def _fused_entry(block: int, keep: bool) -> Entry:
 AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
     _entry(_online_kernel, 8, {**_FLAGS, "KEEP": True, "HEAD": HEAD}, BLOCK=4096),
-    _entry(_backward_kernel, WARPS, {"FOURS": True}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
+    _entry(_backward_kernel, WARPS, {"EIGHTS": True}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

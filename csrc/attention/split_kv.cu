@@ -389,9 +389,9 @@ void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const 
     kernel<<<grid, S::THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
-    launch_dependent(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch,
-                     operands.output, static_cast<float*>(lse.data_ptr()), operands.partial, operands.lse, a.rows(),
-                     runs.count, static_cast<int>(a.D_v));
+    launch_early(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch, operands.output,
+                 static_cast<float*>(lse.data_ptr()), operands.partial, operands.lse, a.rows(), runs.count,
+                 static_cast<int>(a.D_v));
 }
 
 }  // namespace
