@@ -97,11 +97,17 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
             cp_async_commit();
         }
         const int64_t vector0 = (row * length + int64_t{share.first} * E) / E;
+        const auto bias_of = [&](int v) {  // past the end of this block's part, zeros
+            const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
+            return load_parameter<WHOLE, CLUSTER>(p.bias, p.norm.parameter, first, length, 0.0f);
+        };
+        // One ahead where there are registers, since no load is moved over the branch of ties.
+        Vec<T> next = bias_of(0);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            // Past the end of this block's part, zeros.
-            const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
-            const Vec<T> bias = load_parameter<WHOLE, CLUSTER>(p.bias, p.norm.parameter, first, length, 0.0f);
+            if (CLUSTER && v > 0) next = bias_of(v);
+            const Vec<T> bias = next;
+            if (!CLUSTER && v + 1 < V) next = bias_of(v + 1);
             // Before vectors are taken apart, which takes twice the registers.
             const uint4 words = mask.draw<E>(vector0 + int64_t{v} * share.step());
             float x[E], more[E];
@@ -138,7 +144,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     if (!exists_here<CLUSTER>()) return;
     extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
     const Slots<T> slots(in_shared);
-    norm_registers_of<T, true, ROW_VECTORS, WHOLE, CLUSTER>(
+    norm_registers_of<T, true, ROW_VECTORS, WHOLE, CLUSTER, false>(
         p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowShare<CLUSTER>& share, int64_t row, bool live) {
             gather_sum<WHOLE>(tile, p, mask, share, slots, row, live);
         });

@@ -85,8 +85,9 @@ __device__ Stats plain_stats(const Vec<T> (&tile)[V], const NormForward<T>& p, M
 }
 
 // `gather(tile, share, row, live)` makes a row in registers, zeros past its end. Weight and bias come when they are needed,
-// from the L1 or L2: every row wants the same.
-template <typename T, bool CENTRED, int V, bool WHOLE, bool CLUSTER, typename Gather>
+// or one vector AHEAD, since ptxas moves no load over a store but of what is CONSTANT, from the L1 or L2: every row wants
+// the same.
+template <typename T, bool CENTRED, int V, bool WHOLE, bool CLUSTER, bool AHEAD, typename Gather>
 __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     __shared__ Mailbox<CLUSTER, std::conditional_t<CENTRED && CLUSTER, Moments, float>> mailbox;
     constexpr int E = Vec<T>::size;
@@ -112,8 +113,6 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     if (live && share.first == 0) store_stats<CENTRED>(p.stats, row, stats);
     stay_packed(tile);
     T* const out = p.output + p.out.start(row);
-    // One vector ahead: ptxas moves no load over a store, except of what is CONSTANT.
-    constexpr bool AHEAD = WHOLE && !CLUSTER;
     if constexpr (AHEAD) fetch_parameters(0);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -147,7 +146,7 @@ __device__ void norm_registers(const NormForward<T>& p) {
             store_row<WHOLE>(p.sum + p.out.start(row), p.out, tile, share, live, p.length);
         }
     };
-    norm_registers_of<T, CENTRED, V, WHOLE, CLUSTER>(p, gather);
+    norm_registers_of<T, CENTRED, V, WHOLE, CLUSTER, WHOLE && !CLUSTER>(p, gather);
 }
 
 }  // namespace kl

@@ -7,6 +7,7 @@
 namespace kl {
 
 constexpr int PHILOX_ROUNDS = 10;
+constexpr uint32_t PHILOX_W0 = 0x9E3779B9u, PHILOX_W1 = 0xBB67AE85u;
 constexpr int PHILOX_HALVES = 8;  // of one call, for as many elements
 
 // The keys of all rounds, made by the host: as a kernel's argument they are operands of its instructions, at no cost.
@@ -15,7 +16,7 @@ struct PhiloxKeys {
 
     explicit PhiloxKeys(int64_t seed) {
         uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-        for (int round = 0; round < PHILOX_ROUNDS; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        for (int round = 0; round < PHILOX_ROUNDS; ++round, k0 += PHILOX_W0, k1 += PHILOX_W1) {
             low[round] = k0;
             high[round] = k1;
         }
@@ -23,17 +24,20 @@ struct PhiloxKeys {
 };
 
 // The words of the counter (lower, upper, PART, 0). Where `upper` is the same in all threads, so is half of the second
-// round's work, and of the first round's there is one product alone. Part 1 is rarely called: as a loop, it shares nothing
-// with a call of part 0, whose values would else wait in registers for it.
+// round's work, and of the first round's there is one product alone. Part 1 is rarely called, but its row waits for it. As a
+// loop it shares nothing with a call of part 0, whose values would else wait in registers; its keys are added up, since
+// one of an index not known before is fetched for as long as a round takes.
 template <uint32_t PART>
 __device__ uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys& keys) {
     constexpr int UNROLL = PART == 0 ? PHILOX_ROUNDS : 1;
     uint4 c = make_uint4(lower, upper, PART, 0u);
+    uint32_t k0 = keys.low[0], k1 = keys.high[0];
 #pragma unroll UNROLL
-    for (int round = 0; round < PHILOX_ROUNDS; ++round) {
+    for (int round = 0; round < PHILOX_ROUNDS; ++round, k0 += PHILOX_W0, k1 += PHILOX_W1) {
+        if constexpr (PART == 0) k0 = keys.low[round], k1 = keys.high[round];
         const uint64_t product0 = uint64_t{0xD2511F53u} * c.x, product1 = uint64_t{0xCD9E8D57u} * c.z;
-        c = make_uint4(static_cast<uint32_t>(product1 >> 32) ^ c.y ^ keys.low[round], static_cast<uint32_t>(product1),
-                       static_cast<uint32_t>(product0 >> 32) ^ c.w ^ keys.high[round], static_cast<uint32_t>(product0));
+        c = make_uint4(static_cast<uint32_t>(product1 >> 32) ^ c.y ^ k0, static_cast<uint32_t>(product1),
+                       static_cast<uint32_t>(product0 >> 32) ^ c.w ^ k1, static_cast<uint32_t>(product0));
     }
     return c;
 }
