@@ -256,10 +256,10 @@ def undescribable(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 
 def leaves_idle(c: torch.Tensor) -> bool:
-    """Whether there are fewer of the largest tiles of `c` than multiprocessors."""
+    """Whether there are fewer of the largest tiles of `c` than half as many as multiprocessors."""
     m, n = c.shape[-2:]
     tiles = c.shape[:-2].numel() * triton.cdiv(m, LARGEST[0]) * triton.cdiv(n, LARGEST[1])
-    return not torch.compiler.is_compiling() and tiles < multiprocessors(c.device, MULTIPROCESSORS)
+    return not torch.compiler.is_compiling() and 2 * tiles < multiprocessors(c.device, MULTIPROCESSORS)
 
 
 # ---- host: launches -------------------------------------------------------------------------------------------------
