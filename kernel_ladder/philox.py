@@ -74,12 +74,13 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # A product of two words may wrap to a negative number; its bits are right, and the masks take those alone.
-        product0, product1 = M0 * c0, M1 * c2
+        # Of M - 2^32, and the word added to the upper half: M times a word may be more than int64 holds, which C++ that
+        # Inductor writes leaves undefined (GCC then drops a mask).
+        product0, product1 = (M0 - 2**32) * c0, (M1 - 2**32) * c2
         c0, c1, c2, c3 = (
-            (product1 >> 32 & WORD) ^ c1 ^ k0,
+            (product1 >> 32) + c2 ^ c1 ^ k0,
             product1 & WORD,
-            (product0 >> 32 & WORD) ^ c3 ^ k1,
+            (product0 >> 32) + c0 ^ c3 ^ k1,
             product0 & WORD,
         )
         k0, k1 = k0 + W0 & WORD, k1 + W1 & WORD
