@@ -338,14 +338,15 @@ struct Shape {
     int64_t part;  // summands, or vectors of them, a block takes of each of its outputs
 };
 
-constexpr int64_t ENOUGH_BLOCKS = 1024;  // a constant, so that every GPU adds in the same order
-constexpr int64_t WORTHWHILE = 4;        // turns of a thread's loop that make a part worth its second stage
+// Blocks that a sum is split into: constants, so that every GPU adds in the same order. Across columns, one wave of an
+// H200: more parts of a column are more to write and read again.
+constexpr int64_t ENOUGH_ALONG = 1024, ENOUGH_ACROSS = 528;
+constexpr int64_t WORTHWHILE = 4;  // turns of a thread's loop that make a part worth its second stage
 
-// How `threads` a row (or down a column) divide `length` summands, where one part would be `blocks` blocks.
-Shape shape_of(int64_t blocks, dim3 block, int64_t threads, int64_t length, bool split) {
+// How `threads` a row (or down a column) divide `length` summands, where one part would be `blocks` blocks of `enough`.
+Shape shape_of(int64_t blocks, int64_t enough, dim3 block, int64_t threads, int64_t length, bool split) {
     const int64_t most = length / (threads * LOADS * WORTHWHILE);
-    const int64_t parts =
-        split ? std::max<int64_t>(1, std::min(ENOUGH_BLOCKS / std::max<int64_t>(blocks, 1), most)) : 1;
+    const int64_t parts = split ? std::max<int64_t>(1, std::min(enough / std::max<int64_t>(blocks, 1), most)) : 1;
     const int64_t part = std::max<int64_t>(1, ceil_div(length, parts));
     const auto rows_of_grid = static_cast<unsigned>(std::max<int64_t>(1, ceil_div(length, part)));
     return {dim3(grid_size(blocks), rows_of_grid), block, part};
@@ -355,7 +356,7 @@ Shape shape_of_rows(int64_t count, int64_t length, bool split) {
     unsigned threads = 1;
     while (threads < THREADS && threads * LOADS < length) threads *= 2;
     const unsigned rows = THREADS / threads;
-    return shape_of(ceil_div(count, rows), dim3(threads, rows), threads, length, split);
+    return shape_of(ceil_div(count, rows), ENOUGH_ALONG, dim3(threads, rows), threads, length, split);
 }
 
 // `down`: threads a column at most, if there are columns enough. Few, so that reads are wide; many for the second stage,
@@ -365,10 +366,10 @@ Shape shape_of_columns(int64_t units, int64_t length, unsigned down, bool split)
     while (rows < down && rows * LOADS < length) rows *= 2;
     while (rows < THREADS && THREADS / rows / 2 >= units) rows *= 2;
     const unsigned across = THREADS / rows;
-    return shape_of(ceil_div(units, across), dim3(across, rows), rows, length, split);
+    return shape_of(ceil_div(units, across), ENOUGH_ACROSS, dim3(across, rows), rows, length, split);
 }
 
-constexpr unsigned DOWN = 8, DOWN_PARTS = 32;
+constexpr unsigned DOWN = 16, DOWN_PARTS = 32;
 
 // One of the two kernels that make a sum, or the only one: which it is, and how it is launched.
 template <typename In, typename Out>
