@@ -65,6 +65,8 @@ def facts(op: str, index: int, capability: int) -> dict:
         "mma": ptx.count("mma.sync"),
         "tma": ptx.count("cp.async.bulk.tensor"),
         "local": local_memory(kernel.asm["cubin"]),
+        "waits": ptx.find("griddepcontrol.wait"),
+        "touches": min(at for at in (ptx.find("ld.global"), ptx.find("st.global"), len(ptx)) if at >= 0),
     }
 
 
@@ -87,6 +89,11 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
     allowed = 64 if "CONSUMERS" in e.constexprs else 0
     if capability == 90 and found["local"] > allowed:
         yield f"{found['local']} bytes of registers spilt to local memory"
+    if "EARLY" in e.kernel.arg_names and capability >= 90:
+        if not 0 <= found["waits"] < found["touches"]:
+            yield "does not wait for the kernel before it, or touches memory first"
+    elif found["waits"] >= 0:
+        yield "waits for the kernel before it, but is not launched early"
     if takes_descriptors(e):
         if not found["tma"]:
             yield "no TMA"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ import kernel_ladder
 from kernel_ladder import autograd
 from kernel_ladder.agreement import agreement, compare
 from kernel_ladder.samples import make_grad, make_inputs
-from kernel_ladder.spec import as_leaves, each
+from kernel_ladder.spec import as_leaves, as_tuple, each
 
 from .conftest import every_variant, needs_gpu, skip_unless_it_runs, typical_case, variant_id
 
@@ -145,3 +146,27 @@ def test_more_elements_than_a_32_bit_index_holds(variant, backward):
         for name, (exactly, naively) in expected.items():
             deviation = compare(name, results[name][rows], exactly.detach(), naively.detach())
             assert deviation.agrees, f"rows {rows}: {deviation}"
+
+
+@pytest.mark.parametrize("variant", LAUNCHING, ids=variant_id)
+def test_waits_for_the_kernel_before_it(variant):
+    """Kernels that are launched while the one before still runs see all that it wrote, and leave what it reads."""
+    case = typical_case(variant.op)
+    inputs = make_inputs(case, torch.bfloat16, "cuda", seed=1)
+    skip_unless_it_runs(variant, inputs, case.options)
+
+    def shifted(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return kernel_ladder.add(x, by, backend="cuda") if x.is_floating_point() else x
+
+    def outputs(between) -> list:
+        found = []
+        for by in torch.arange(30, device="cuda").to(torch.bfloat16).split(1):
+            # Written by a kernel that is launched early itself, into memory that the last turn's inputs had.
+            written = each(functools.partial(shifted, by=by), inputs)
+            between()
+            found += as_tuple(call(variant, written, case.options))
+            between()
+        return found
+
+    at_once, one_by_one = outputs(lambda: None), outputs(torch.cuda.synchronize)
+    assert all(torch.equal(a, b) for a, b in zip(at_once, one_by_one, strict=True))

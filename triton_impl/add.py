@@ -12,6 +12,7 @@ from kernel_ladder.reduction import gradients_of_broadcast
 from kernel_ladder.strides import collapse
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
+from triton_impl.early import begin_early
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 from triton_impl.sum import summed_gradient
 from triton_impl.tuning import Launches, Step
@@ -28,7 +29,8 @@ def _sum_of(x, y):
 
 
 @triton.jit
-def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr):
+def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + i, mask=i < numel)
     y = tl.load(other_ptr + i, mask=i < numel)
@@ -36,7 +38,10 @@ def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_row_kernel(out_ptr, input_ptr, other_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _add_row_kernel(
+    out_ptr, input_ptr, other_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
+):
+    begin_early(EARLY)
     tiles = tl.cdiv(columns, BLOCK_N)
     row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -50,8 +55,9 @@ def _add_row_kernel(out_ptr, input_ptr, other_ptr, rows, columns, BLOCK_M: tl.co
 @triton.jit
 def _add_strided_kernel(
     out_ptr, input_ptr, other_ptr, numel, size1, size2, size3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + offset_of(i, size1, size2, size3, a0, a1, a2, a3), mask=i < numel)
     y = tl.load(other_ptr + offset_of(i, size1, size2, size3, b0, b1, b2, b3), mask=i < numel)

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import triton
 
+from triton_impl import early
 from triton_impl.tuning import Launches
 
 #: What compilers call the types of an entry's pointers.
@@ -39,7 +40,7 @@ def entry(
 
     `types` names what some arguments are instead.
     """
-    constexprs = {**constexprs, **(config.kwargs if config else {})}
+    constexprs = {**constexprs, **(config.kwargs if config else {}), **early.never(kernel)}
     signature = {
         name: "constexpr" if name in constexprs else f"*{dtype}" if name.endswith("_ptr") else "i32"
         for name in kernel.arg_names
@@ -61,7 +62,8 @@ def compile_entry(e: Entry, capability: int) -> Any:
         if t not in ("constexpr", "fp32") and not t.startswith("tensordesc")
     }
     of = GluonASTSource if e.kernel.is_gluon() else ASTSource
-    source = of(e.kernel, e.signature, constexprs=e.constexprs, attrs=aligned)
+    constexprs = {**e.constexprs, **dict.fromkeys(early.never(e.kernel), capability >= 90)}
+    source = of(e.kernel, e.signature, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=e.options)
 
 

@@ -16,6 +16,7 @@ from kernel_ladder.norms import forwards
 from triton_impl import layer_norm, norms, register
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
+from triton_impl.early import begin_early
 from triton_impl.elementwise import tile_of
 from triton_impl.norms import (
     HEAD,
@@ -69,8 +70,9 @@ def _fused_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
     KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     total = _sum_of(
@@ -91,9 +93,10 @@ def _online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
     KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr,
-    HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where the sum is not kept, `sum_ptr` is the output, which waits there for its normalisation."""
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     rows = row + tl.arange(0, 1)
     lane = tl.arange(0, BLOCK)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from triton_impl import multiprocessors
+from triton_impl.early import begin_early
 from triton_impl.tuning import Known
 
 #: Elements of a tile of :func:`sum_shares_kernel`, shares of it at most, and warps. Of few columns there are few
@@ -27,8 +28,11 @@ def sum_tile(shares: int) -> tuple[int, int]:
 
 
 @triton.jit
-def sum_shares_kernel(out_ptr, partials_ptr, shares, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def sum_shares_kernel(
+    out_ptr, partials_ptr, shares, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
+):
     """out[c] = Σ partials[s, c] over shares s; partials in float32."""
+    begin_early(EARLY)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, shares, BLOCK_M):

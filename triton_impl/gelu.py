@@ -8,8 +8,10 @@ import triton.language as tl
 
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
+from triton_impl.early import begin_early
 from triton_impl.elementwise import along, indexing, is_dense, offset_of, too_many_dims
 from triton_impl.fast_math import exp2, rcp
+from triton_impl.tuning import Known
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -72,7 +74,10 @@ def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _gelu_backward_kernel(grad_input_ptr, grad_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr):
+def _gelu_backward_kernel(
+    grad_input_ptr, grad_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + i, mask=i < numel).to(tl.float32)
     grad = tl.load(grad_ptr + i, mask=i < numel).to(tl.float32)
@@ -99,8 +104,9 @@ def _gelu_strided_kernel(
 def _gelu_backward_strided_kernel(
     grad_input_ptr, grad_ptr, input_ptr, numel, size1, size2, size3,
     o0, o1, o2, o3, g0, g1, g2, g3, i0, i1, i2, i3,
-    TANH: tl.constexpr, BLOCK: tl.constexpr,
+    TANH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     grad_input_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     grad_ptr += offset_of(i, size1, size2, size3, g0, g1, g2, g3)
@@ -111,30 +117,33 @@ def _gelu_backward_strided_kernel(
     tl.store(grad_input_ptr, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 
 
+_forward = Known(_gelu_kernel), Known(_gelu_strided_kernel)
+_backward = Known(_gelu_backward_kernel), Known(_gelu_backward_strided_kernel)
+
+
+def _launch(kernels: tuple[Known, Known], approximate: str, *tensors: torch.Tensor) -> None:
+    """Launch the first kernel where all tensors are one run of memory each, else the second. The output comes first."""
+    dense, strided = kernels
+    numel = tensors[0].numel()
+    if numel == 0:
+        return
+    programs, constants = triton.cdiv(numel, BLOCK), (approximate == "tanh", BLOCK)
+    if is_dense(*tensors):
+        dense(programs, tensors, (numel, *constants))
+    else:
+        strided(programs, tensors, (numel, *indexing(*tensors), *constants))
+
+
 def gelu(input: torch.Tensor, *, approximate: str) -> tuple[torch.Tensor, tuple]:
     output = torch.empty_like(input)
-    numel = input.numel()
-    grid = (triton.cdiv(numel, BLOCK),)
-    tanh = approximate == "tanh"
-    if numel and is_dense(output, input):
-        _gelu_kernel[grid](output, input, numel, TANH=tanh, BLOCK=BLOCK)
-    elif numel:
-        _gelu_strided_kernel[grid](output, input, numel, *indexing(output, input), TANH=tanh, BLOCK=BLOCK)
+    _launch(_forward, approximate, output, input)
     return output, (input, approximate)
 
 
 def gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
     input, approximate = saved
     grad_input = torch.empty_like(input)
-    numel = input.numel()
-    grid = (triton.cdiv(numel, BLOCK),)
-    tanh = approximate == "tanh"
-    if numel and is_dense(grad_input, grad, input):
-        _gelu_backward_kernel[grid](grad_input, grad, input, numel, TANH=tanh, BLOCK=BLOCK)
-    elif numel:
-        grad = along(grad, grad_input, input)
-        strides = indexing(grad_input, grad, input)
-        _gelu_backward_strided_kernel[grid](grad_input, grad, input, numel, *strides, TANH=tanh, BLOCK=BLOCK)
+    _launch(_backward, approximate, grad_input, along(grad, grad_input, input), input)
     return (grad_input,)
 
 

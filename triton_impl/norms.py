@@ -25,6 +25,7 @@ from triton_impl import multiprocessors, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import SUM_WARPS, sum_tile
 from triton_impl.dot import INTERPRETED
+from triton_impl.early import begin_early
 from triton_impl.rows import (
     backward_shapes,
     blocks_of,
@@ -127,8 +128,9 @@ def _norm_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = row < count
@@ -170,7 +172,9 @@ def _norm_online_kernel(
     in_stride, residual_stride, count, length, eps,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     input_ptr += row * in_stride
@@ -353,9 +357,10 @@ def _norm_backward_columns_kernel(
 @triton.jit
 def _norm_sum_kernel(
     grad_weight_ptr, grad_bias_ptr, partials_ptr, groups, length,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of weight (programs of the first kind) and bias (of the second) from the sums over groups of rows."""
+    begin_early(EARLY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < length
     which = tl.program_id(1)
@@ -582,9 +587,12 @@ def _sum(
     key = ("sum", arguments, x.dtype, x.device)
 
     def make() -> Launch | None:
-        _norm_sum_kernel[grid](*tensors, *arguments, num_warps=SUM_WARPS)
-        compiling = torch.compiler.is_compiling()
-        return None if compiling else Launch(_norm_sum_kernel, grid, arguments, {"num_warps": SUM_WARPS})
+        if torch.compiler.is_compiling():
+            _norm_sum_kernel[grid](*tensors, *arguments, False, num_warps=SUM_WARPS)
+            return None
+        launch = Launch(_norm_sum_kernel, grid, arguments, {"num_warps": SUM_WARPS})
+        launch(*tensors)
+        return launch
 
     _launches.run(key, make, tensors)
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from kernel_ladder.strides import collapse
 from triton_impl import gluon, register, softmax_cluster, unsupported
 from triton_impl.aot import Entry, entry
+from triton_impl.early import begin_early
 from triton_impl.elementwise import MAX_DIMS, along, offset_of, pad
 from triton_impl.rows import (
     backward_shapes,
@@ -119,22 +120,25 @@ def _backward_online_row(grad_input_ptr, grad_ptr, output_ptr, length, gi_step, 
 
 
 @triton.jit
-def _fused_kernel(out_ptr, input_ptr, count, length, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _fused_kernel(out_ptr, input_ptr, count, length, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = row * length
     _fused_rows(out_ptr + start, input_ptr + start, row < count, length, 1, 1, BLOCK)
 
 
 @triton.jit
-def _online_kernel(out_ptr, input_ptr, length, BLOCK: tl.constexpr):
+def _online_kernel(out_ptr, input_ptr, length, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
     start = tl.program_id(0).to(tl.int64) * length
     _online_row(out_ptr + start, input_ptr + start, length, 1, 1, BLOCK, 4)
 
 
 @triton.jit
 def _fused_backward_kernel(
-    grad_input_ptr, grad_ptr, output_ptr, count, length, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    grad_input_ptr, grad_ptr, output_ptr, count, length, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = row * length
     _backward_fused_rows(
@@ -143,7 +147,8 @@ def _fused_backward_kernel(
 
 
 @triton.jit
-def _online_backward_kernel(grad_input_ptr, grad_ptr, output_ptr, length, BLOCK: tl.constexpr):
+def _online_backward_kernel(grad_input_ptr, grad_ptr, output_ptr, length, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
     start = tl.program_id(0).to(tl.int64) * length
     _backward_online_row(grad_input_ptr + start, grad_ptr + start, output_ptr + start, length, 1, 1, 1, BLOCK)
 

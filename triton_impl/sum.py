@@ -13,6 +13,7 @@ from kernel_ladder.reduction import Dim, reduced_dims, spread, sum_shape
 from kernel_ladder.strides import collapse
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
+from triton_impl.early import begin_early
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 from triton_impl.tuning import Launches, Step
 
@@ -48,8 +49,10 @@ def _store(out_ptr, sums, mask):
 
 @triton.jit
 def _sum_rows_kernel(
-    out_ptr, input_ptr, count, length, stride, part, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr
+    out_ptr, input_ptr, count, length, stride, part, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
     left = tl.minimum(length - begin, part)
@@ -67,8 +70,9 @@ def _sum_rows_kernel(
 @triton.jit
 def _sum_columns_kernel(
     out_ptr, input_ptr, blocks, length, columns, block_stride, stride, part,
-    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     tiles = tl.cdiv(columns, BLOCK_O)
     block = (tl.program_id(0) // tiles).to(tl.int64)
     column = tl.program_id(0) % tiles * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -90,7 +94,9 @@ def _sum_columns_kernel(
 def _sum_strided_kernel(
     out_ptr, input_ptr, count, length, part, size1, size2, size3, i0, i1, i2, i3, o0, o1, o2, o3,
     length1, length2, length3, r0, r1, r2, r3, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     o = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
     end = tl.minimum(begin + part, length)

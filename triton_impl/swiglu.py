@@ -8,6 +8,7 @@ import triton.language as tl
 
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
+from triton_impl.early import begin_early
 from triton_impl.elementwise import along, is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.fast_math import exp2, rcp
 from triton_impl.tuning import Known
@@ -35,7 +36,8 @@ def _swiglu_gradients(grad, gate, up):
 
 
 @triton.jit
-def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr):
+def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + i, mask=i < numel)
     up = tl.load(up_ptr + i, mask=i < numel)
@@ -43,7 +45,10 @@ def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward_kernel(grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(
+    grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + i, mask=i < numel)
     up = tl.load(up_ptr + i, mask=i < numel)
@@ -61,8 +66,9 @@ def _swiglu_backward_kernel(grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_p
 def _swiglu_rows_kernel(
     out_ptr, gate_ptr, up_ptr, rows, columns, size1, size2, size3,
     o0, o1, o2, o3, g0, g1, g2, g3, u0, u1, u2, u3, o_step, g_step, u_step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
     out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None] + column * o_step
     gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
@@ -77,8 +83,9 @@ def _swiglu_backward_rows_kernel(
     grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, rows, columns, size1, size2, size3,
     gg0, gg1, gg2, gg3, gu0, gu1, gu2, gu3, gr0, gr1, gr2, gr3, g0, g1, g2, g3, u0, u1, u2, u3,
     gg_step, gu_step, gr_step, g_step, u_step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
     grad_gate_ptr += offset_of(row, size1, size2, size3, gg0, gg1, gg2, gg3)[:, None] + column * gg_step
     grad_up_ptr += offset_of(row, size1, size2, size3, gu0, gu1, gu2, gu3)[:, None] + column * gu_step

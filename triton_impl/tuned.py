@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 
+from triton_impl import early
 from triton_impl.choosing import Chooser
 from triton_impl.tuning import Launch, to_time
 
@@ -27,6 +28,7 @@ class Tuned:
             prune_configs_by={"early_config_prune": prune} if prune else None,
         )(kernel)
         self._chooser = Chooser(kernel)
+        self._never = early.never(kernel)  # torch.compile cannot ask a kernel
 
     def __call__(
         self,
@@ -42,13 +44,13 @@ class Tuned:
         constants. Inside torch.compile, which knows how to trace an autotuner, nothing is returned.
         """
         if torch.compiler.is_compiling():
-            self.autotuner[grid](*tensors, *values, *arguments, **constants)
+            self.autotuner[grid](*tensors, *values, *arguments, **constants, **self._never)
             return None
         config = self._choose(grid, (*tensors, *values, *arguments), constants)
         decided = {**constants, **config.kwargs}
         names = self.kernel.arg_names[len(tensors) + len(values) + len(arguments) :]
         # By position, because every keyword costs host time in each launch.
-        positional = (*arguments, *(decided[name] for name in names))
+        positional = (*arguments, *(decided[name] for name in names if name != early.NAME))
         options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
         return Launch(self.kernel, grid(decided), positional, options)
 
@@ -62,7 +64,8 @@ class Tuned:
         key = (*(of_key[name] for name in self.autotuner.keys if name in of_key), *dtypes)
 
         def run(config: triton.Config, only_compile: bool) -> Any:
-            decided = {**constants, **config.all_kwargs()}
+            decided = {**constants, **config.all_kwargs(), **early.where_possible(self.kernel)}
+            decided |= early.options(self.kernel)
             if only_compile:
                 return self.kernel.warmup(*arguments, grid=grid, **decided)
             return self.kernel[grid](*arguments, **decided)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from triton_impl import interpreted
+from triton_impl import early, interpreted
 from triton_impl.keys import settle
 
 ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
@@ -43,7 +43,7 @@ def to_time(configs: list[triton.Config]) -> list[triton.Config]:
 
 
 class Launch:
-    """A kernel with all but its tensors decided.
+    """A kernel with all but its tensors decided; whether it begins early is decided here.
 
     What Triton compiles depends on tensors by their dtypes, and by whether each starts at a multiple of 16 bytes. Where
     all do, as is usual, the kernel compiled before is launched as it is, which saves Triton's look at every argument.
@@ -52,8 +52,8 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, int]) -> None:
         self._kernel, self._run = kernel, kernel[grid]
         self._grid = (*grid, 1, 1)[:3]
-        self._arguments = arguments
-        self._options = options
+        self._arguments = (*arguments, *early.where_possible(kernel).values())
+        self._options = {**options, **early.options(kernel)}
         self._aligned: dict[int, Callable[..., None]] = {}  # by device: a compiled kernel is loaded on one
 
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
@@ -83,15 +83,15 @@ class Launch:
 
 
 class Step(NamedTuple):
-    """A launch that is worked out, of a kernel without configurations to choose from: of it all but the tensors."""
+    """A launch that is worked out but for the tensors, of a kernel of one configuration that may begin early."""
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple[Any, ...]  # the kernel's, after its tensors and in order
+    arguments: tuple[Any, ...]  # the kernel's, after its tensors and in order, without the last
 
     def run(self, *tensors: torch.Tensor) -> None:
         """Launch it as torch.compile can trace it."""
-        self.kernel[self.grid](*tensors, *self.arguments)
+        self.kernel[self.grid](*tensors, *self.arguments, False)
 
     def launch(self) -> Launch:
         """What repeats it at little cost."""
@@ -161,13 +161,14 @@ class Known:
     def __init__(self, kernel: Any, **options: int) -> None:
         settle(kernel)
         self.kernel, self.options, self.launches = kernel, options, Launches()
+        self._never = early.never(kernel)  # torch.compile cannot ask a kernel
 
     def __call__(
         self, programs: int, tensors: tuple[torch.Tensor, ...], arguments: tuple[Any, ...], values: tuple[Any, ...] = ()
     ) -> None:
         """Launch as many programs."""
         if torch.compiler.is_compiling():
-            self.kernel[(programs,)](*tensors, *values, *arguments, **self.options)
+            self.kernel[(programs,)](*tensors, *values, *arguments, **self._never, **self.options)
             return
         key = (tensors[0].dtype, programs, arguments)
         launch = self.launches.get(key)
