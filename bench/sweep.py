@@ -242,11 +242,15 @@ class Sweep:
                 with self.phases(phases.HOST):
                     row.host_us, row.host_direct_us = self._host_us(variant, group, backward)
             return launch
-        except torch.OutOfMemoryError:
-            return self._give_up(row, f"out of memory on {environment.machine_name()}")
         except Exception as error:  # one broken kernel must not cost the rows of the others
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
+            if _is_for_memory(error):
+                self._give_up(
+                    row, f"out of memory on {environment.machine_name()}, beside the inputs and other variants"
+                )
+                self._check_alive(f"{group} {row.backend} {row.pass_}")
+                return None
             row.wrong = f"raised {gate.one_line(error)}"
             self._give_up(row, None)
             self._check_alive(f"{group} {row.backend} {row.pass_}")
@@ -332,6 +336,13 @@ class Sweep:
             ratios = intervals.paired_ratios(timed.baseline, timed.paired)
             row.speedup_low, row.speedup_high = intervals.median_interval(ratios)
         self.emit(row)
+
+
+def _is_for_memory(error: Exception) -> bool:
+    """Whether an error says that memory is short. Operators on PyTorch's stable ABI have no type of error for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "could not allocate" in str(error)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -343,6 +343,20 @@ def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
     assert {(row.us, row.unsupported) for row in naive} == {(None, "only on Sundays")}
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("could not allocate the output")], ids=repr)
+def test_a_variant_without_memory_is_not_wrong(monkeypatch, tmp_path, error):
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(sweep.candidates, "forward_call", full)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--pass", "forward", "--no-pictures"]
+    assert main([*argv, "--output", str(path)]) == 0
+    assert [(row.us, row.wrong, "out of memory" in (row.unsupported or "")) for row in rows.read(path)] == [
+        (None, None, True)
+    ] * 2
+
+
 @pytest.mark.parametrize("short", ["ceilings", "copies", "timing"])
 def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
     def full(*args, **kwargs):
