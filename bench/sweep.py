@@ -246,13 +246,10 @@ class Sweep:
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
             if _is_for_memory(error):
-                self._give_up(
-                    row, f"out of memory on {environment.machine_name()}, beside the inputs and other variants"
-                )
-                self._check_alive(f"{group} {row.backend} {row.pass_}")
-                return None
-            row.wrong = f"raised {gate.one_line(error)}"
-            self._give_up(row, None)
+                reason = f"out of memory on {environment.machine_name()}, beside the inputs and other variants"
+            else:
+                row.wrong = f"raised {gate.one_line(error)}"
+            self._give_up(row, reason)
             self._check_alive(f"{group} {row.backend} {row.pass_}")
             return None
 
