@@ -17,14 +17,15 @@ from triton_impl.early import begin_early
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 from triton_impl.tuning import Launches, Step
 
-#: Elements of a tile by the bytes of one: four 16-byte loads a thread of 4 warps.
-TILE = {2: 4096, 4: 2048, 8: 1024}
+#: Elements of a tile by the bytes of one: a 16-byte load of each thread of 4 warps. A thread has several on their way.
+TILE = {2: 1024, 4: 512, 8: 256}
+LOADS = 8
 #: Columns of a tile: 256 bytes of them; few for the parts of a long sum, which lie in the L2 and are few rows.
 COLUMN_BYTES, COLUMNS_OF_PARTS = 256, 16
 #: A sum is split until there are so many programs. A constant, so that every GPU adds in the same order.
 ENOUGH_PROGRAMS = 1024
 #: Turns of a program's loop that make a part worth its second stage.
-WORTHWHILE = 4
+WORTHWHILE = 2
 
 
 @triton.jit
@@ -44,13 +45,14 @@ def _store(out_ptr, sums, mask):
 
 
 # ---- kernels: program (o, p) adds part p of the summands of a block of outputs ---------------------------------------
-# A tile is added up element by element, and only in the end across threads.
+# Tiles are added up element by element, and only in the end across threads. Those of a turn are one load, added up in a
+# thread's registers before anything else: of loads one after the other ptxas puts off all but two or three.
 
 
 @triton.jit
 def _sum_rows_kernel(
-    out_ptr, input_ptr, count, length, stride, part, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
-    EARLY: tl.constexpr,
+    out_ptr, input_ptr, count, length, stride, part,
+    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -58,10 +60,10 @@ def _sum_rows_kernel(
     left = tl.minimum(length - begin, part)
     rows_ptr = input_ptr + begin + (row * stride)[:, None]
     total = _zeros(BLOCK_O, BLOCK_R, WIDE)
-    for start in range(0, part, BLOCK_R):
-        i = start + tl.arange(0, BLOCK_R)
+    for start in range(0, part, LOADS * BLOCK_R):
+        i = start + tl.arange(0, LOADS * BLOCK_R)
         x = tl.load(rows_ptr + i[None, :], mask=(row < count)[:, None] & (i < left)[None, :], other=0.0)
-        total += x.to(total.dtype)
+        total += tl.sum(x.to(total.dtype).reshape(BLOCK_O, LOADS, BLOCK_R), axis=1)
     # The parts of a sum lie side by side.
     out_ptr += row * tl.num_programs(1) + tl.program_id(1)
     _store(out_ptr, tl.sum(total, axis=1), row < count)
@@ -70,7 +72,7 @@ def _sum_rows_kernel(
 @triton.jit
 def _sum_columns_kernel(
     out_ptr, input_ptr, blocks, length, columns, block_stride, stride, part,
-    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
     tiles = tl.cdiv(columns, BLOCK_O)
@@ -80,11 +82,11 @@ def _sum_columns_kernel(
     left = tl.minimum(length - begin, part)
     columns_ptr = input_ptr + block * block_stride + begin * stride + column[None, :]
     total = _zeros(BLOCK_R, BLOCK_O, WIDE)
-    for start in range(0, part, BLOCK_R):
-        i = start + tl.arange(0, BLOCK_R)
+    for start in range(0, part, LOADS * BLOCK_R):
+        i = start + tl.arange(0, LOADS * BLOCK_R)
         mask = (i < left)[:, None] & (column < columns)[None, :]
         x = tl.load(columns_ptr + (i.to(tl.int64) * stride)[:, None], mask=mask, other=0.0)
-        total += x.to(total.dtype)
+        total += tl.sum(x.to(total.dtype).reshape(LOADS, BLOCK_R, BLOCK_O), axis=0)
     # The parts of a sum lie below each other.
     out_ptr += (tl.program_id(1).to(tl.int64) * blocks + block) * columns + column
     _store(out_ptr, tl.sum(total, axis=0), column < columns)
@@ -93,8 +95,8 @@ def _sum_columns_kernel(
 @triton.jit
 def _sum_strided_kernel(
     out_ptr, input_ptr, count, length, part, size1, size2, size3, i0, i1, i2, i3, o0, o1, o2, o3,
-    length1, length2, length3, r0, r1, r2, r3, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
-    EARLY: tl.constexpr,
+    length1, length2, length3, r0, r1, r2, r3,
+    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
     o = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -102,11 +104,11 @@ def _sum_strided_kernel(
     end = tl.minimum(begin + part, length)
     input_ptr += offset_of(o, size1, size2, size3, i0, i1, i2, i3)[:, None]
     total = _zeros(BLOCK_O, BLOCK_R, WIDE)
-    for start in range(0, part, BLOCK_R):
-        i = begin + start + tl.arange(0, BLOCK_R)
+    for start in range(0, part, LOADS * BLOCK_R):
+        i = begin + start + tl.arange(0, LOADS * BLOCK_R)
         offset = offset_of(i, length1, length2, length3, r0, r1, r2, r3)
         x = tl.load(input_ptr + offset[None, :], mask=(o < count)[:, None] & (i < end)[None, :], other=0.0)
-        total += x.to(total.dtype)
+        total += tl.sum(x.to(total.dtype).reshape(BLOCK_O, LOADS, BLOCK_R), axis=1)
     out_ptr += offset_of(o, size1, size2, size3, o0, o1, o2, o3) * tl.num_programs(1) + tl.program_id(1)
     _store(out_ptr, tl.sum(total, axis=1), o < count)
 
@@ -114,21 +116,29 @@ def _sum_strided_kernel(
 # ---- host --------------------------------------------------------------------------------------------------------
 
 
-def _split(length: int, programs: int, block_r: int, split: bool) -> tuple[int, int]:
-    """Summands of a part, and the number of parts."""
-    parts = max(1, min(ENOUGH_PROGRAMS // programs, length // (block_r * WORTHWHILE))) if split else 1
+def _split(length: int, programs: int, together: int, split: bool) -> tuple[int, int]:
+    """Summands of a part, and the number of parts. `together`: summands of a turn of a program's loop."""
+    parts = max(1, min(ENOUGH_PROGRAMS // programs, length // (together * WORTHWHILE))) if split else 1
     if parts == 1:
         return length, 1
     part = triton.cdiv(length, 16 * parts) * 16  # a multiple that keeps every part's loads whole
     return part, triton.cdiv(length, part)
 
 
+def _turn(length: int, block_r: int, most: int = LOADS) -> int:
+    """Tiles of a turn of a program's loop: no more than the summands fill."""
+    return min(most, triton.next_power_of_2(triton.cdiv(length, block_r)))
+
+
 def _rows(count: int, length: int, stride: int, itemsize: int, wide: bool, split: bool) -> Step:
     block_r = min(triton.next_power_of_2(length), TILE[itemsize])
-    block_o = min(triton.next_power_of_2(count), TILE[itemsize] // block_r)
+    loads = _turn(length, block_r)
+    # Of rows shorter than all loads of a turn, several: as many as leave float64 sums their registers.
+    several = max(1, (LOADS // 2 if wide else LOADS) * TILE[itemsize] // (block_r * loads))
+    block_o = min(triton.next_power_of_2(count), several)
     programs = triton.cdiv(count, block_o)
-    part, parts = _split(length, programs, block_r, split)
-    return Step(_sum_rows_kernel, (programs, parts), (count, length, stride, part, wide, block_o, block_r))
+    part, parts = _split(length, programs, loads * block_r, split)
+    return Step(_sum_rows_kernel, (programs, parts), (count, length, stride, part, wide, block_o, block_r, loads))
 
 
 def _columns(
@@ -138,18 +148,21 @@ def _columns(
     block_o = min(most, COLUMN_BYTES // itemsize if split else COLUMNS_OF_PARTS)
     block_r = min(triton.next_power_of_2(length), TILE[itemsize] // block_o)
     block_o = min(most, TILE[itemsize] // block_r)
+    # Eight loads of float32 values down long columns lost up to a tenth: beside them a thread has its float64 sums.
+    loads = _turn(length, block_r, LOADS // 2 if wide else LOADS)
     programs = blocks * triton.cdiv(columns, block_o)
-    part, parts = _split(length, programs, block_r, split)
-    arguments = (blocks, length, columns, block_stride, stride, part, wide, block_o, block_r)
+    part, parts = _split(length, programs, loads * block_r, split)
+    arguments = (blocks, length, columns, block_stride, stride, part, wide, block_o, block_r, loads)
     return Step(_sum_columns_kernel, (programs, parts), arguments)
 
 
 def _strided(count: int, length: int, kept: list[int], reduced: list[int], itemsize: int, wide: bool) -> Step:
     block_r = min(triton.next_power_of_2(length), 128)
     block_o = min(triton.next_power_of_2(count), TILE[itemsize] // block_r)
+    loads = _turn(length, block_r)
     programs = triton.cdiv(count, block_o)
-    part, parts = _split(length, programs, block_r, True)
-    arguments = (count, length, part, *kept, *reduced, wide, block_o, block_r)
+    part, parts = _split(length, programs, loads * block_r, True)
+    arguments = (count, length, part, *kept, *reduced, wide, block_o, block_r, loads)
     return Step(_sum_strided_kernel, (programs, parts), arguments)
 
 
@@ -258,10 +271,10 @@ def _unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
 register("sum", "triton.two_stage", forward=sum, backward=sum_backward, unsupported=_unsupported)
 
 AOT = [
-    entry(_sum_rows_kernel, "bf16", {"WIDE": False, "BLOCK_O": 1, "BLOCK_R": 4096}),
-    entry(_sum_rows_kernel, "fp32", {"WIDE": True, "BLOCK_O": 8, "BLOCK_R": 256}),
-    entry(_sum_columns_kernel, "bf16", {"WIDE": False, "BLOCK_O": 128, "BLOCK_R": 32}),
-    entry(_sum_columns_kernel, "fp32", {"WIDE": True, "BLOCK_O": 64, "BLOCK_R": 32}),
-    entry(_sum_columns_kernel, "fp32", {"WIDE": True, "BLOCK_O": 16, "BLOCK_R": 128}),
-    entry(_sum_strided_kernel, "fp32", {"WIDE": True, "BLOCK_O": 16, "BLOCK_R": 128}),
+    entry(_sum_rows_kernel, "bf16", {"WIDE": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8}),
+    entry(_sum_rows_kernel, "fp32", {"WIDE": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}),
+    entry(_sum_columns_kernel, "bf16", {"WIDE": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8}),
+    entry(_sum_columns_kernel, "fp32", {"WIDE": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4}),
+    entry(_sum_columns_kernel, "fp32", {"WIDE": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4}),
+    entry(_sum_strided_kernel, "fp32", {"WIDE": True, "BLOCK_O": 4, "BLOCK_R": 128, "LOADS": 8}),
 ]
