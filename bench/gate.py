@@ -15,32 +15,22 @@ from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
 
 @dataclass
 class Expected:
-    """Inputs, output gradient, the oracle's results and those that set the bound: made once for all variants."""
+    """Inputs, output gradient, and what results are held to: made once for all variants."""
 
-    spec: Spec
     inputs: Inputs
     options: Options
     grad: Output | None
-    exact: Results
-    naive: Results
+    standards: agreement.Standards
 
     @classmethod
     def of(cls, spec: Spec, case: Case, dtype: torch.dtype, device: torch.device, backward: bool) -> Expected:
         inputs, options = make_inputs(case, dtype, device), case.options
         grad = make_grad(spec, inputs, options) if backward else None
-        exact = agreement.oracle(spec, inputs, options, grad)
-        return cls(spec, inputs, options, grad, exact, agreement.baseline(spec, inputs, options, grad, exact))
+        return cls(inputs, options, grad, agreement.standards(spec, inputs, options, grad))
 
     def check(self, results: Results) -> Agreement:
         """The agreement of what a call returned: the outputs, gradients, or both, by the names of the oracle's."""
-        return Agreement(
-            tuple(
-                agreement.compare(
-                    name, value, self.exact[name], self.naive.get(name), self.grad if name.startswith("grad") else None
-                )
-                for name, value in results.items()
-            )
-        )
+        return agreement.held(results, self.standards)
 
 
 def one_line(error: Exception) -> str:

@@ -35,6 +35,7 @@ from bench.order import by_climb
 from bench.ratio import baseline_of
 from bench.rows import Row
 from kernel_ladder import table
+from kernel_ladder.errors import is_for_memory
 from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
@@ -245,7 +246,7 @@ class Sweep:
         except Exception as error:  # one broken kernel must not cost the rows of the others
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
-            if _is_for_memory(error):
+            if is_for_memory(error):
                 reason = f"out of memory on {environment.machine_name()}, beside the inputs and other variants"
             else:
                 row.wrong = f"raised {gate.one_line(error)}"
@@ -333,13 +334,6 @@ class Sweep:
             ratios = intervals.paired_ratios(timed.baseline, timed.paired)
             row.speedup_low, row.speedup_high = intervals.median_interval(ratios)
         self.emit(row)
-
-
-def _is_for_memory(error: Exception) -> bool:
-    """Whether an error says that memory is short. Operators on PyTorch's stable ABI have no type of error for it."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "could not allocate" in str(error)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -16,36 +16,15 @@ from dataclasses import dataclass
 
 import torch
 
+from kernel_ladder.deviation import Deviation, Standard
 from kernel_ladder.spec import Inputs, Options, Output, Spec, as_leaves, as_tuple, converted, has_gradient
 
 #: An implementation under test: inputs to output, differentiable where gradients are to be checked.
 Implementation = Callable[..., Output]
 #: Outputs and gradients, by name: ``{"output": …, "grad 0": …}``; of several outputs the others are ``"output 1"``, ….
 Results = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """The error of one tensor: largest deviation and norm, each with its bound."""
-
-    name: str
-    error: float
-    bound: float
-    norm_error: float
-    norm_bound: float
-    reason: str | None = None  # what is wrong beside the numbers: shape, dtype, misplaced NaN
-
-    @property
-    def agrees(self) -> bool:
-        return self.reason is None and self.error <= self.bound and self.norm_error <= self.norm_bound
-
-    def __str__(self) -> str:
-        if self.reason is not None:
-            return f"{self.name}: {self.reason}"
-        return (
-            f"{self.name}: largest deviation {self.error:.3e} (bound {self.bound:.3e}), "
-            f"norm {self.norm_error:.3e} (bound {self.norm_bound:.3e})"
-        )
+#: What each of them is held to.
+Standards = dict[str, Standard]
 
 
 @dataclass(frozen=True)
@@ -149,81 +128,19 @@ def baseline(spec: Spec, inputs: Inputs, options: Options, grad: Output | None, 
     return {name: exact[name] + ratio * (rounded[name].double() - oracle32[name]) for name in exact}
 
 
-def compare(
-    name: str,
-    actual: torch.Tensor,
-    exact: torch.Tensor,
-    naive: torch.Tensor | None,
-    grad: Output | None = None,
-) -> Deviation:
-    """Hold `actual` to the bound that `naive`, the naive formula's result in the same dtype, sets around `exact`.
-
-    Of a gradient, `grad` is the gradient of the output that it was made from. A formula that subtracts values of that
-    size (softmax's does) leaves their rounding behind even where the difference vanishes, so two ulp of the largest
-    are allowed, in the precision of the arithmetic: float32, or float64 for float64.
-    """
-
-    def wrong(reason: str) -> Deviation:
-        return Deviation(name, torch.inf, 0.0, torch.inf, 0.0, reason)
-
-    if actual.shape != exact.shape:
-        return wrong(f"shape {tuple(actual.shape)} where {tuple(exact.shape)} is expected")
-    if naive is not None and actual.dtype != naive.dtype:
-        return wrong(f"dtype {actual.dtype} where {naive.dtype} is expected")
-    if actual.numel() == 0:
-        return Deviation(name, 0.0, 0.0, 0.0, 0.0)
-    if actual.dtype != torch.float64:
-        # What the dtype cannot hold becomes infinity there, in any implementation.
-        exact = torch.where(exact.abs() > _largest(actual.dtype), exact.sign() * torch.inf, exact)
-    value = actual.double()
-    same_special = (value.isnan() == exact.isnan()) & (value.isposinf() == exact.isposinf())
-    same_special &= value.isneginf() == exact.isneginf()
-    if not same_special.all():
-        where = (~same_special).nonzero()[0].tolist()
-        got, want = value[tuple(where)].item(), exact[tuple(where)].item()
-        count = int((~same_special).sum())
-        return wrong(
-            f"{count} elements differ in NaN or infinity, the first at {where}: {got} where {want} is expected"
-        )
-    finite = exact.isfinite()
-    if not finite.any():
-        return Deviation(name, 0.0, 0.0, 0.0, 0.0)
-    exact = exact[finite]
-    error, norm_error = _errors(value[finite] - exact)
-    ulp = torch.finfo(actual.dtype).eps
-    factor = 3 if actual.dtype == torch.float64 else 2  # there the oracle errs as much as the naive formula does
-    bound, norm_bound = factor * ulp * exact.abs().max().item(), factor * ulp * exact.norm().item()
-    # One denormal step, for results that round to the smallest numbers of the dtype.
-    bound += torch.finfo(actual.dtype).smallest_normal * ulp
-    norm_bound += torch.finfo(actual.dtype).smallest_normal * ulp * exact.numel() ** 0.5
-    if grad is not None:
-        given = max((_largest_finite(g) for g in as_tuple(grad)), default=0.0)
-        working_ulp = torch.finfo(torch.promote_types(actual.dtype, torch.float32)).eps
-        bound += factor * working_ulp * given
-        norm_bound += factor * working_ulp * given * exact.numel() ** 0.5
-    if naive is not None:
-        naive_deviation = naive.double()[finite] - exact
-        # Where the naive formula overflows, it sets no bound.
-        naive_error, naive_norm = _errors(naive_deviation[naive_deviation.isfinite()])
-        bound, norm_bound = bound + factor * naive_error, norm_bound + factor * naive_norm
-    return Deviation(name, error, bound, norm_error, norm_bound)
+def standards(spec: Spec, inputs: Inputs, options: Options, grad: Output | None) -> Standards:
+    """What every output is held to, and where `grad` is given every gradient: made once for all variants."""
+    exact = oracle(spec, inputs, options, grad)
+    naive = baseline(spec, inputs, options, grad, exact)
+    return {
+        name: Standard(exact[name], of_naive, of_naive.dtype, grad if name.startswith("grad") else None)
+        for name, of_naive in naive.items()
+    }
 
 
-def _largest(dtype: torch.dtype) -> float:
-    """The largest float64 that rounds to a finite number of `dtype`: half a step past its maximum."""
-    info = torch.finfo(dtype)
-    return info.max * (1 + info.eps / 4)
-
-
-def _largest_finite(x: torch.Tensor) -> float:
-    finite = x[x.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
-def _errors(deviation: torch.Tensor) -> tuple[float, float]:
-    if deviation.numel() == 0:
-        return 0.0, 0.0
-    return deviation.abs().max().item(), deviation.norm().item()
+def held(results: Results, to: Standards) -> Agreement:
+    """The agreement of outputs, gradients, or both."""
+    return Agreement(tuple(to[name].deviation(name, value) for name, value in results.items()))
 
 
 def agreement(
@@ -233,19 +150,11 @@ def agreement(
     options: Options,
     grad: Output | None = None,
     *,
-    exact: Results | None = None,
-    naive: Results | None = None,
+    to: Standards | None = None,
 ) -> Agreement:
     """The agreement of an implementation with the oracle on these inputs, with gradients where `grad` is given.
 
-    Results of :func:`oracle` and :func:`baseline` can be passed in, to be shared by variants.
+    Those of :func:`standards` can be passed in, to be shared by variants.
     """
-    exact = oracle(spec, inputs, options, grad) if exact is None else exact
-    naive = baseline(spec, inputs, options, grad, exact) if naive is None else naive
-    actual = evaluate(run, inputs, options, grad)
-    return Agreement(
-        tuple(
-            compare(name, actual[name], exact[name], naive.get(name), grad if name.startswith("grad") else None)
-            for name in exact
-        )
-    )
+    to = standards(spec, inputs, options, grad) if to is None else to
+    return held(evaluate(run, inputs, options, grad), to)

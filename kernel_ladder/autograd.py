@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.spec import Inputs, Options, Output, each
 from kernel_ladder.table import Variant
 
@@ -34,7 +35,7 @@ class _Differentiable(torch.autograd.Function):
                     break
             if torch.is_grad_enabled():  # create_graph=True
                 return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *tensors))
-        return (None, None, *ctx.variant.backward(saved, grads if len(grads) > 1 else grads[0], needs))
+        return (None, None, *_gradients(ctx.variant, saved, grads, needs))
 
 
 class _Gradient(torch.autograd.Function):
@@ -54,8 +55,7 @@ class _Gradient(torch.autograd.Function):
         *grads_and_saved: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.variant = variant
-        grads = grads_and_saved[:outputs]
-        return tuple(variant.backward(saved, grads if outputs > 1 else grads[0], needs))  # type: ignore[misc]
+        return tuple(_gradients(variant, saved, grads_and_saved[:outputs], needs))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -63,6 +63,18 @@ class _Gradient(torch.autograd.Function):
         raise RuntimeError(
             f"{op}: {name} can be differentiated only once; for a second derivative use backend='torch.naive'"
         )
+
+
+def _gradients(
+    variant: Variant, saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], needs: tuple[bool, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """A variant's backward, of as many gradients as there are outputs."""
+    assert variant.backward is not None
+    try:
+        return variant.backward(saved, grads if len(grads) > 1 else grads[0], needs)
+    except RuntimeError as error:
+        raise_for_memory(error)
+        raise
 
 
 def run(variant: Variant, inputs: Inputs, options: Options) -> Any:

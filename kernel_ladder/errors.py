@@ -1,5 +1,7 @@
 """The errors that the table raises. Argument errors are plain ``TypeError``, ``ValueError`` and ``IndexError``."""
 
+import torch
+
 
 class BackendError(ValueError):
     """The backend that was named does not exist for this operation."""
@@ -15,3 +17,16 @@ class UnsupportedError(NotImplementedError):
 
 class InspectError(ValueError):
     """What was asked to be looked into does not exist, or cannot be looked into on this machine."""
+
+
+def is_for_memory(error: Exception) -> bool:
+    """Whether an error says that memory is short. Operators on PyTorch's stable ABI have no type of error for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "could not allocate" in str(error)
+
+
+def raise_for_memory(error: RuntimeError) -> None:
+    """Raise PyTorch's own type of error where memory is short, so that who catches that one catches ours."""
+    if is_for_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+        raise torch.OutOfMemoryError(str(error)) from error

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder import autograd, table
 from kernel_ladder.band import NO_WINDOW, causal_of, is_causal_bias
+from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.reduction import Dim
 from kernel_ladder.spec import Inputs, each
 
@@ -26,7 +27,12 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
             if x is not None and x.is_neg():  # kernels read memory, which has the other sign
                 inputs = each(torch.resolve_neg, inputs)
                 break
-    return autograd.run(table.choose(op, backend, inputs, options, compiling), inputs, options)
+    variant = table.choose(op, backend, inputs, options, compiling)
+    try:
+        return autograd.run(variant, inputs, options)
+    except RuntimeError as error:
+        raise_for_memory(error)
+        raise
 
 
 # Options are keys and constants of kernels, so other libraries' numbers go in as Python's own. What is no number, or a

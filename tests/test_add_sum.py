@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import compare
+from kernel_ladder.deviation import compare
 from kernel_ladder.reduction import broadcast_dims, gradients_of_broadcast, reduced_dims, spread, sum_shape
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case

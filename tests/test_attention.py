@@ -13,8 +13,9 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement, compare, evaluate
+from kernel_ladder.agreement import agreement, evaluate
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
+from kernel_ladder.deviation import compare
 from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, as_leaves
 

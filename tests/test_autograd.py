@@ -102,3 +102,25 @@ def test_outputs_may_be_modified_in_place(variant, case):
             raise
     else:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward", "backward of a graph"])
+def test_memory_that_is_short_is_pytorchs_own_error(monkeypatch, pass_):
+    def full(*args, **kwargs):
+        raise RuntimeError("could not allocate the output")
+
+    short = table.Variant(
+        "gelu",
+        "torch.short",
+        forward=full if pass_ == "forward" else lambda x, **options: (x.clone(), (x,)),
+        backward=full,
+        unsupported=lambda *inputs, **options: None,
+    )
+    monkeypatch.setattr(table, "choose", lambda *args: short)
+    x = torch.ones(3, requires_grad=True)
+
+    def call() -> None:
+        torch.autograd.grad(kernel_ladder.gelu(x).sum(), x, create_graph=pass_ == "backward of a graph")
+
+    with pytest.raises(torch.OutOfMemoryError, match="could not allocate the output"):
+        call()

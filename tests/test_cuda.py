@@ -10,7 +10,8 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd
-from kernel_ladder.agreement import agreement, compare
+from kernel_ladder.agreement import agreement
+from kernel_ladder.deviation import compare
 from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, each
 
@@ -170,3 +171,10 @@ def test_waits_for_the_kernel_before_it(variant):
 
     at_once, one_by_one = outputs(lambda: None), outputs(torch.cuda.synchronize)
     assert all(torch.equal(a, b) for a, b in zip(at_once, one_by_one, strict=True))
+
+
+def test_memory_that_is_short_is_pytorchs_own_error():
+    x = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(2**20, 2**20)
+    with pytest.raises(torch.OutOfMemoryError, match="could not allocate"):
+        kernel_ladder.add(x, x, backend="cuda.vectorized")
+    assert kernel_ladder.add(x[:2, :2], x[:2, :2], backend="cuda.vectorized").tolist() == [[2, 2], [2, 2]]
