@@ -24,8 +24,9 @@ LOADS = 8
 COLUMN_BYTES, COLUMNS_OF_PARTS = 256, 16
 #: A sum is split until there are so many programs. A constant, so that every GPU adds in the same order.
 ENOUGH_PROGRAMS = 1024
-#: Turns of a program's loop that make a part worth its second stage.
-WORTHWHILE = 2
+#: Turns of a program's loop that make a part worth its second stage: along rows, whose parts a program adds up at once,
+#: and across them, where it goes through the parts of its columns.
+ALONG, ACROSS = 2, 4
 
 
 @triton.jit
@@ -116,9 +117,9 @@ def _sum_strided_kernel(
 # ---- host --------------------------------------------------------------------------------------------------------
 
 
-def _split(length: int, programs: int, together: int, split: bool) -> tuple[int, int]:
-    """Summands of a part, and the number of parts. `together`: summands of a turn of a program's loop."""
-    parts = max(1, min(ENOUGH_PROGRAMS // programs, length // (together * WORTHWHILE))) if split else 1
+def _split(length: int, programs: int, least: int) -> tuple[int, int]:
+    """Summands of a part, no fewer than `least`, and the number of parts."""
+    parts = max(1, min(ENOUGH_PROGRAMS // programs, length // least))
     if parts == 1:
         return length, 1
     part = triton.cdiv(length, 16 * parts) * 16  # a multiple that keeps every part's loads whole
@@ -137,7 +138,7 @@ def _rows(count: int, length: int, stride: int, itemsize: int, wide: bool, split
     several = max(1, (LOADS // 2 if wide else LOADS) * TILE[itemsize] // (block_r * loads))
     block_o = min(triton.next_power_of_2(count), several)
     programs = triton.cdiv(count, block_o)
-    part, parts = _split(length, programs, loads * block_r, split)
+    part, parts = _split(length, programs, ALONG * loads * block_r) if split else (length, 1)
     return Step(_sum_rows_kernel, (programs, parts), (count, length, stride, part, wide, block_o, block_r, loads))
 
 
@@ -151,7 +152,7 @@ def _columns(
     # Eight loads of float32 values down long columns lost up to a tenth: beside them a thread has its float64 sums.
     loads = _turn(length, block_r, LOADS // 2 if wide else LOADS)
     programs = blocks * triton.cdiv(columns, block_o)
-    part, parts = _split(length, programs, loads * block_r, split)
+    part, parts = _split(length, programs, ACROSS * loads * block_r) if split else (length, 1)
     arguments = (blocks, length, columns, block_stride, stride, part, wide, block_o, block_r, loads)
     return Step(_sum_columns_kernel, (programs, parts), arguments)
 
@@ -161,7 +162,7 @@ def _strided(count: int, length: int, kept: list[int], reduced: list[int], items
     block_o = min(triton.next_power_of_2(count), TILE[itemsize] // block_r)
     loads = _turn(length, block_r)
     programs = triton.cdiv(count, block_o)
-    part, parts = _split(length, programs, loads * block_r, True)
+    part, parts = _split(length, programs, ACROSS * loads * block_r)
     arguments = (count, length, part, *kept, *reduced, wide, block_o, block_r, loads)
     return Step(_sum_strided_kernel, (programs, parts), arguments)
 
