@@ -47,6 +47,14 @@ NO_MEMORY = "no memory is left for {}"
 QUICK_PATIENCE_S = 1.0
 
 
+class _Refused(Exception):
+    """A variant gets no time: it does not take the case, is wrong (which its row says), or finds no memory."""
+
+    def __init__(self, reason: str | None, for_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.for_memory = reason, for_memory
+
+
 class GpuLost(Exception):
     """A kernel has broken this process's use of the GPU: nothing more can be measured in it."""
 
@@ -138,32 +146,62 @@ class Sweep:
     def _measure_pass(
         self, spec: Spec, group: Group, pass_: str, expected: gate.Expected, wanted: Sequence[Variant]
     ) -> None:
+        """Time the variants beside each other, then beside the baseline alone those that found no memory."""
+        short = self._measure_together(spec, group, pass_, expected, wanted)
+        if short:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            again = [v for v in wanted if v in short or v.name == baseline_of(group.op)]
+            self._measure_together(spec, group, pass_, expected, again, last=short)
+
+    def _measure_together(
+        self,
+        spec: Spec,
+        group: Group,
+        pass_: str,
+        expected: gate.Expected,
+        wanted: Sequence[Variant],
+        last: Sequence[Variant] = (),
+    ) -> list[Variant]:
+        """Emit the variants' rows, but of those that found no memory beside others, which are returned.
+
+        `last`: those that have found none before. Theirs are then the only rows that are emitted, come what may.
+        """
         backward = pass_ == "backward"
         try:
             with self.phases(phases.INPUTS):
                 copies = candidates.Copies.of(expected, backward, self.device)
         except torch.OutOfMemoryError:
-            for variant in wanted:
+            for variant in last or wanted:
                 self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"))
-            return
+            return []
         launches: dict[str, timing.Launch] = {}
         done: list[Row] = []
+        short: list[Variant] = []
         with timing.side_stream(self.device):
             for variant in wanted:
                 row = self._row(spec, group, pass_, variant.name)
-                launch = self._admit(variant, group, expected, copies, backward, row)
-                if launch is not None:
-                    launches[variant.name] = launch
-                    row.graph = launch.graph
+                try:
+                    launch = self._admit(variant, group, expected, copies, backward, row)
+                except _Refused as refused:
+                    if refused.for_memory and not last and len(wanted) > 1:
+                        short.append(variant)
+                    elif not last or variant in last:
+                        self._give_up(row, refused.reason)
+                    self._check_alive(f"{group} {row.backend} {row.pass_}")
+                    continue
+                launches[variant.name] = launch
+                row.graph = launch.graph
+                if not last or variant in last:
                     done.append(row)
             if not done:
-                return
+                return short
             try:
                 timed = self._time(launches, baseline_of(group.op))
             except torch.OutOfMemoryError:
                 for row in done:
                     self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"))
-                return
+                return short
             except Exception:
                 self._check_alive(f"timing {group} {pass_}")
                 raise
@@ -173,6 +211,7 @@ class Sweep:
         for row in done:
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
             self._finish(row, timed[row.backend])
+        return short
 
     def _ceilings_of(self, group: Group, nbytes: int) -> tuple[float, float] | tuple[None, None]:
         """GB/s and TFLOP/s that rows are held to; None where memory is short of measuring them beside the group."""
@@ -214,13 +253,13 @@ class Sweep:
         copies: candidates.Copies,
         backward: bool,
         row: Row,
-    ) -> timing.Launch | None:
-        """Check a variant's results and make it ready to be timed; or emit its row with the reason and return None."""
+    ) -> timing.Launch:
+        """Check a variant's results and make it ready to be timed. Raises _Refused where it gets no time."""
         reason = table.unavailable(variant.op, variant.level) if variant.level in table.LEVELS else None
         asked = as_leaves(expected.inputs) if backward else expected.inputs
         reason = reason or variant.unsupported(*asked, **group.case.options)
         if reason is not None:
-            return self._give_up(row, reason)
+            raise _Refused(reason)
         try:
             make = candidates.backward_call if backward else candidates.forward_call
             call = make(variant, copies)
@@ -236,23 +275,23 @@ class Sweep:
             row.error, row.bound = found.worst.error, found.worst.bound
             if not found.agrees:
                 row.wrong = str(found)
-                return self._give_up(row, None)
+                raise _Refused(None)
             with self.phases(phases.PREPARE):
                 launch = timing.prepare(call, copies.count, self.device, seconds=seconds)
             if not row.interpreted:
                 with self.phases(phases.HOST):
                     row.host_us, row.host_direct_us = self._host_us(variant, group, backward)
             return launch
+        except _Refused:
+            raise
         except Exception as error:  # one broken kernel must not cost the rows of the others
             if _was_interrupted(error):
                 raise KeyboardInterrupt from error
             if is_for_memory(error):
-                reason = f"out of memory on {environment.machine_name()}, beside the inputs and other variants"
-            else:
-                row.wrong = f"raised {gate.one_line(error)}"
-            self._give_up(row, reason)
-            self._check_alive(f"{group} {row.backend} {row.pass_}")
-            return None
+                beside = "beside its inputs and the baseline"
+                raise _Refused(f"out of memory on {environment.machine_name()}, {beside}", for_memory=True) from None
+            row.wrong = f"raised {gate.one_line(error)}"
+            raise _Refused(None) from None
 
     def _check_alive(self, last: str) -> None:
         """Raise GpuLost where a kernel has left the GPU unusable: whoever is called next would be blamed for it."""

@@ -357,6 +357,30 @@ def test_a_variant_without_memory_is_not_wrong(monkeypatch, tmp_path, error):
     ] * 2
 
 
+@pytest.mark.parametrize("baseline", [False, True])
+def test_a_variant_without_memory_beside_others_is_timed_beside_the_baseline(monkeypatch, tmp_path, baseline):
+    forward_call, short = sweep.candidates.forward_call, []
+
+    def once(variant, copies):
+        call = forward_call(variant, copies)
+        named = variant.name == ("torch.builtin" if baseline else "torch.naive")
+        if named and len(short) < 1:
+            short.append(variant.name)
+            raise torch.OutOfMemoryError
+        return call
+
+    monkeypatch.setattr(sweep.candidates, "forward_call", once)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--pass", "forward", "--time", "0.02"]
+    assert main([*argv, "--no-pictures", "--output", str(path)]) == 0
+    assert len(short) == 1
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(row["backend"] for row in found) == ["torch.builtin", "torch.naive"]
+    assert all(row["us"] > 0 and row["unsupported"] is None for row in found)
+    (naive,) = (row for row in found if row["backend"] == "torch.naive")
+    assert baseline or naive["speedup"] > 0
+
+
 @pytest.mark.parametrize("short", ["ceilings", "copies", "timing"])
 def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
     def full(*args, **kwargs):
