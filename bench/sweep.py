@@ -133,8 +133,7 @@ class Sweep:
         for pass_ in group.passes:
             if wanted[pass_]:
                 self._measure_pass(spec, group, pass_, expected, wanted[pass_])
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
 
     def measure_ceilings(self, failed: Callable[[str], None]) -> None:
         """Emit a row for each ceiling of a GPU that has none yet."""
@@ -146,13 +145,11 @@ class Sweep:
     def _measure_pass(
         self, spec: Spec, group: Group, pass_: str, expected: gate.Expected, wanted: Sequence[Variant]
     ) -> None:
-        """Time the variants beside each other, then beside the baseline alone those that found no memory."""
-        short = self._measure_together(spec, group, pass_, expected, wanted)
-        if short:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            again = [v for v in wanted if v in short or v.name == baseline_of(group.op)]
-            self._measure_together(spec, group, pass_, expected, again, last=short)
+        """Time the variants beside each other, then beside the baseline alone each that found no memory."""
+        for variant in self._measure_together(spec, group, pass_, expected, wanted, wanted):
+            torch.cuda.empty_cache()
+            alone = [v for v in wanted if v.name in (variant.name, baseline_of(group.op))]
+            self._measure_together(spec, group, pass_, expected, alone, [variant])
 
     def _measure_together(
         self,
@@ -161,18 +158,18 @@ class Sweep:
         pass_: str,
         expected: gate.Expected,
         wanted: Sequence[Variant],
-        last: Sequence[Variant] = (),
+        shown: Sequence[Variant],
     ) -> list[Variant]:
-        """Emit the variants' rows, but of those that found no memory beside others, which are returned.
+        """Emit the rows of those that are `shown`, but of what finds no memory beside others than the baseline.
 
-        `last`: those that have found none before. Theirs are then the only rows that are emitted, come what may.
+        That is returned.
         """
-        backward = pass_ == "backward"
+        backward, baseline = pass_ == "backward", baseline_of(group.op)
         try:
             with self.phases(phases.INPUTS):
                 copies = candidates.Copies.of(expected, backward, self.device)
         except torch.OutOfMemoryError:
-            for variant in last or wanted:
+            for variant in shown:
                 self._give_up(self._row(spec, group, pass_, variant.name), NO_MEMORY.format("copies of the inputs"))
             return []
         launches: dict[str, timing.Launch] = {}
@@ -184,20 +181,20 @@ class Sweep:
                 try:
                     launch = self._admit(variant, group, expected, copies, backward, row)
                 except _Refused as refused:
-                    if refused.for_memory and not last and len(wanted) > 1:
+                    if refused.for_memory and any(v.name not in (variant.name, baseline) for v in wanted):
                         short.append(variant)
-                    elif not last or variant in last:
+                    elif variant in shown:
                         self._give_up(row, refused.reason)
                     self._check_alive(f"{group} {row.backend} {row.pass_}")
                     continue
                 launches[variant.name] = launch
                 row.graph = launch.graph
-                if not last or variant in last:
+                if variant in shown:
                     done.append(row)
             if not done:
                 return short
             try:
-                timed = self._time(launches, baseline_of(group.op))
+                timed = self._time(launches, baseline)
             except torch.OutOfMemoryError:
                 for row in done:
                     self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"))

@@ -48,20 +48,20 @@ class Standard:
     def __init__(
         self, exact: torch.Tensor, naive: torch.Tensor | None, dtype: torch.dtype, grad: Output | None = None
     ) -> None:
-        self.dtype, self.shape = dtype, exact.shape
-        largest = 0.0 if exact.numel() == 0 else exact.abs().max().item()
-        if dtype != torch.float64 and not largest <= _largest(dtype):
+        size, norm = _errors(exact)
+        self.all_finite = size <= _largest(dtype)
+        if not self.all_finite:
             # What the dtype cannot hold becomes infinity there, in any implementation.
             exact = torch.where(exact.abs() > _largest(dtype), exact.sign() * torch.inf, exact)
-        self.exact = exact
-        self.all_finite = largest < torch.inf and (dtype == torch.float64 or largest <= _largest(dtype))
+        self.dtype, self.exact = dtype, exact
         self.bound = self.norm_bound = 0.0
         finite = self._finite(exact)
         if not finite.numel():
             return
         ulp = torch.finfo(dtype).eps
         factor = 3 if dtype == torch.float64 else 2  # there the oracle errs as much as the naive formula does
-        size, norm = _errors(finite)
+        if not self.all_finite:
+            size, norm = _errors(finite)
         # One denormal step, for results that round to the smallest numbers of the dtype.
         step, root = torch.finfo(dtype).smallest_normal * ulp, finite.numel() ** 0.5
         self.bound, self.norm_bound = factor * ulp * size + step, factor * ulp * norm + step * root
@@ -87,8 +87,8 @@ class Standard:
         def wrong(reason: str) -> Deviation:
             return Deviation(name, torch.inf, 0.0, torch.inf, 0.0, reason)
 
-        if actual.shape != self.shape:
-            return wrong(f"shape {tuple(actual.shape)} where {tuple(self.shape)} is expected")
+        if actual.shape != self.exact.shape:
+            return wrong(f"shape {tuple(actual.shape)} where {tuple(self.exact.shape)} is expected")
         if actual.dtype != self.dtype:
             return wrong(f"dtype {actual.dtype} where {self.dtype} is expected")
         value = actual.double()

@@ -371,11 +371,11 @@ def test_a_variant_without_memory_beside_others_is_timed_beside_the_baseline(mon
 
     monkeypatch.setattr(sweep.candidates, "forward_call", once)
     path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--pass", "forward", "--time", "0.02"]
-    assert main([*argv, "--no-pictures", "--output", str(path)]) == 0
+    argv = ["--op", "gelu", "--backend", "torch,triton.fused", "--quick", "--pass", "forward", "--time", "0.02"]
+    assert main([*argv, "--no-ceilings", "--no-pictures", "--output", str(path)]) == 0
     assert len(short) == 1
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted(row["backend"] for row in found) == ["torch.builtin", "torch.naive"]
+    assert sorted(row["backend"] for row in found) == ["torch.builtin", "torch.naive", "triton.fused"]
     assert all(row["us"] > 0 and row["unsupported"] is None for row in found)
     (naive,) = (row for row in found if row["backend"] == "torch.naive")
     assert baseline or naive["speedup"] > 0
