@@ -25,14 +25,14 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
     return function;
 }
 
-CUtensorMapDataType data_type(ScalarType dtype) {
-    switch (dtype) {
+CUtensorMapDataType data_type(const TmaTensor& t) {
+    switch (t.dtype) {
         case ScalarType::Half:
             return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
         case ScalarType::BFloat16:
             return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
         default:
-            return CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+            return t.exact ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
     }
 }
 
@@ -45,7 +45,7 @@ struct Key {
     uint64_t stride_bytes[TMA_DIMS];
     uint32_t box[TMA_DIMS];
     uint32_t dims;
-    uint64_t dtype;
+    uint64_t type;  // the driver's number
 
     bool operator==(const Key& other) const { return std::memcmp(this, &other, sizeof(Key)) == 0; }
     uint64_t hash() const {
@@ -61,7 +61,7 @@ Key key_of(const TmaTensor& t) {
     Key key{};
     key.address = reinterpret_cast<uintptr_t>(t.data);
     key.dims = static_cast<uint32_t>(t.dims);
-    key.dtype = static_cast<uint64_t>(t.dtype);
+    key.type = static_cast<uint64_t>(data_type(t));
     for (int d = 0; d < t.dims; ++d) {
         key.sizes[d] = static_cast<uint64_t>(t.sizes[d]);
         key.box[d] = static_cast<uint32_t>(t.box[d]);
@@ -78,7 +78,7 @@ CUtensorMap encode(const TmaTensor& t, const Key& key) {
     const cuuint32_t every[TMA_DIMS] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     const auto make = [&] {
-        return encode_function()(&map, data_type(t.dtype), key.dims, const_cast<void*>(t.data), key.sizes,
+        return encode_function()(&map, data_type(t), key.dims, const_cast<void*>(t.data), key.sizes,
                                  key.stride_bytes + 1, key.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -137,12 +137,15 @@ bool is_hopper(int32_t device) {
     return major == 9;
 }
 
-void check_hopper(const void* kernel, int32_t device, const char* name) {
-    KL_CHECK(is_hopper(device), name, " needs a GPU of compute capability 9.0");
+bool compiled_for_hopper(const void* kernel) {
     cudaFuncAttributes attributes{};
     check_status(cudaFuncGetAttributes(&attributes, kernel));
-    // What is left of a kernel without wgmma keeps no accumulators.
-    KL_CHECK(attributes.numRegs >= 32, name, " was not compiled for sm_90a; add 9.0a to TORCH_CUDA_ARCH_LIST");
+    return attributes.numRegs >= 32;  // what is left of another keeps no accumulators
+}
+
+void check_hopper(const void* kernel, int32_t device, const char* name) {
+    KL_CHECK(is_hopper(device), name, " needs a GPU of compute capability 9.0");
+    KL_CHECK(compiled_for_hopper(kernel), name, " was not compiled for sm_90a; add 9.0a to TORCH_CUDA_ARCH_LIST");
 }
 
 }  // namespace kl

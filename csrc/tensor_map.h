@@ -15,12 +15,13 @@ constexpr int TMA_DIMS = 5;
 // A tensor of up to five dimensions, innermost first, and the box of it that one TMA instruction moves. Sizes count
 // elements, strides too; strides[0] is taken to be 1, and the stride of a dimension of one element is of no account.
 struct TmaTensor {
-    ScalarType dtype;  // Float: TMA rounds to tf32 on its way, as wgmma, which cuts off, would not
+    ScalarType dtype;  // Float: TMA rounds to tf32 on its way, as wgmma, which cuts off, would not; save where `exact`
     int dims;
     const void* data;
     int64_t sizes[TMA_DIMS];
     int64_t strides[TMA_DIMS];
-    int box[TMA_DIMS];  // at most 256 each; box[0] at most 128 bytes: the row of the 128-byte swizzle
+    int box[TMA_DIMS];   // at most 256 each; box[0] at most 128 bytes: the row of the 128-byte swizzle
+    bool exact = false;  // Float stays as it is
 };
 
 // Whether TMA can address it: a first element and strides at multiples of 16 bytes, positive strides, sizes that
@@ -33,6 +34,9 @@ CUtensorMap tensor_map(const TmaTensor& tensor);
 
 // Whether a device runs sm_90a code: Hopper, whose instructions no later GPU has.
 bool is_hopper(int32_t device);
+
+// Whether a kernel was compiled for sm_90a, of use on Hopper: else its body is empty.
+bool compiled_for_hopper(const void* kernel);
 
 // Raises unless `device` is Hopper and `kernel` was compiled for sm_90a: elsewhere its body is empty.
 void check_hopper(const void* kernel, int32_t device, const char* name);

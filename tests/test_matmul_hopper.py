@@ -90,11 +90,11 @@ def operand(
     return view.copy_(torch.randn(shape, device="cuda"))
 
 
-def assert_product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-    """The rounding of the output, subnormal or not, that of a float32 sum, and that of tf32 operands."""
+def assert_product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, rounded: bool = True) -> None:
+    """The rounding of the output, subnormal or not, that of a float32 sum, and, `rounded`, that of tf32 operands."""
     exact = a.double() @ b.double()
     size = a.double().abs() @ b.double().abs()
-    operands = 2.0**-10 if a.dtype is torch.float32 else 0.0
+    operands = 2.0**-10 if a.dtype is torch.float32 and rounded else 0.0
     of = torch.finfo(c.dtype)
     bound = (exact.abs() + of.smallest_normal) * of.eps + size * (operands + a.shape[-1] * 2.0**-24)
     worst = ((c.double() - exact).abs() / bound).nan_to_num(nan=torch.inf).max().item() if c.numel() else 0.0
@@ -102,11 +102,11 @@ def assert_product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
     assert worst <= 1, f"{worst} of the bound, {tuple(a.shape)} {a.stride()} x {tuple(b.shape)} {b.stride()} {a.dtype}"
 
 
-def check(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+def check(name: str, a: torch.Tensor, b: torch.Tensor, *, rounded: bool = True) -> None:
     variant = step(name)
     skip_unless_it_runs(variant, (a, b), {})
     with torch.no_grad():
-        assert_product(a, b, autograd.run(variant, (a, b), {}))
+        assert_product(a, b, autograd.run(variant, (a, b), {}), rounded=rounded)
 
 
 @pytest.fixture
@@ -139,6 +139,40 @@ def test_every_layout_and_size(name, layout, dtype):
         a = operand((m, k), dtype, transposed=layout[0], pad=-(m if layout[0] else k) % 8)
         b = operand((k, n), dtype, transposed=layout[1], pad=-(k if layout[1] else n) % 8 + 8)
         check(name, a, b)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_float32_on_cuda_cores(layout):
+    """Not rounded to tf32; by TMA where it reads both operands, of which one lies along m or n or is worth a copy."""
+    sizes = [(65, 65, 1), (128, 128, 32), (129, 131, 33), (200, 1000, 5), (300, 70, 129), (130, 4097, 95)]
+    more = [(64, 4096, 512), (1024, 1000, 1024), (2048, 2056, 300), (523, 3001, 1003), (4104, 4096, 97)]
+    for m, n, k in sizes + more:
+        a = operand((m, k), torch.float32, transposed=layout[0], pad=-(m if layout[0] else k) % 4)
+        b = operand((k, n), torch.float32, transposed=layout[1], pad=-(k if layout[1] else n) % 4 + 4)
+        check("registers", a, b, rounded=False)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_float32_batches_on_cuda_cores(layout):
+    for a_batch, b_batch in [((5,), (5,)), ((5,), ()), ((), (5,)), ((2, 3), (3,))]:
+        a = operand((*a_batch, 130, 72), torch.float32, transposed=layout[0], pad=2 if layout[0] else 0)
+        b = operand((*b_batch, 72, 264), torch.float32, transposed=layout[1])
+        check("registers", a, b, rounded=False)
+    for a_batch, b_batch in [((5,), (5,)), ((9,), ()), ((), (9,))]:  # large enough for copies
+        a = operand((*a_batch, 520, 1000), torch.float32, transposed=layout[0])
+        check("registers", a, operand((*b_batch, 1000, 530), torch.float32, transposed=layout[1], pad=2), rounded=False)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_float32_on_cuda_cores_gives_the_same_bits(layout):
+    a = operand((2048, 1024), torch.float32, transposed=layout[0])
+    b = operand((1024, 2048), torch.float32, transposed=layout[1])
+    first = kernel_ladder.matmul(a, b, backend="cuda.registers")
+    for _ in range(20):
+        assert torch.equal(first, kernel_ladder.matmul(a, b, backend="cuda.registers"))
 
 
 @needs_gpu

@@ -9,10 +9,13 @@
 //
 // A block of 128 threads makes 128×128 outputs and walks K in tiles of 32 or 16, a barrier per tile. Two blocks share an
 // SM: while one waits at its barrier, the other multiplies.
+//
+// On Hopper TMA brings the tiles of most float32 products, for which some operands are copied: registers_tma.cu.
 
 #include <cuda_pipeline_primitives.h>
 
 #include "linear.cuh"
+#include "registers_tma.h"
 
 namespace kl {
 namespace {
@@ -310,6 +313,9 @@ Tensor matmul_registers(const Tensor& input, const Tensor& other) {
         auto* c = static_cast<T*>(output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
+        if constexpr (std::is_same_v<T, float>) {
+            if (matmul_registers_by_tma(c, a, b, p, output, on)) return;
+        }
         const bool a_along_k = p.a_k <= p.a_m || p.M == 1, b_along_k = p.b_k < p.b_n || p.N == 1;
         if (a_along_k) {
             b_along_k ? launch_matmul<T, true, true>(c, a, b, p, on) : launch_matmul<T, true, false>(c, a, b, p, on);
@@ -351,6 +357,7 @@ void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         using T = decltype(zero);
         facts.push_back(
             kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", BLOCK_THREADS, SHARED<T>));
+        if (std::is_same_v<T, float>) matmul_registers_tma_facts(facts);
     });
 }
 

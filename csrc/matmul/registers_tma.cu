@@ -1,0 +1,339 @@
+// matmul.registers on Hopper: float32 operands that TMA can read, one of which lies along m or n; registers.cu has the
+// others, and the table of the climb stands in matmul.cuh.
+//
+// As there, a thread makes 8×16 outputs, a block of 128 threads 128×128, and two blocks share an SM. But no thread
+// copies: one asks TMA for tiles of 32 k, and of 100 instructions 91 multiply. Then registers are the limit. Each is in
+// one of two banks, by its parity, and operands of one bank hold up the next instruction. So rows are walked there and
+// back, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h): each multiply-add has one operand
+// in common with the one before, which is kept at hand, and two others, a column's value and its sum. The compiler
+// chooses their registers from different banks if nothing else binds the sums: they leave through shared memory, one by
+// one.
+//
+// Rows are here the operand with 8 values a thread, columns the one with 16, which lies along its x (m or n). Rows may
+// lie along k too: a thread then reads four k of each of its rows at once. Where A lies along m and B along k, B is the
+// rows, and the product is written transposed. Where both lie along k, the smaller is copied to lie along x first, if the
+// product is worth it and the copy takes at most 64 MiB.
+
+#include "hopper.cuh"
+#include "registers_tma.h"
+
+namespace kl {
+namespace {
+
+namespace registers_tma {
+constexpr int BLOCK = 128, BK = 32, STAGES = 3, WARPS = 4, BLOCK_THREADS = WARPS * WARP;
+constexpr int TILE_BYTES = BLOCK * BK * static_cast<int>(sizeof(float)), STAGE_BYTES = 2 * TILE_BYTES;
+// Two barriers a stage: its tiles are there; every warp has read them.
+constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
+// Along x a tile is panels: 32 k, each a row of 32 x. Along k it is one box: 128 x, each a row of 32 k.
+constexpr int PANEL_COLUMNS = SWIZZLE_ROW / sizeof(float);
+constexpr int PANEL = BK * SWIZZLE_ROW;
+static_assert(BLOCK / PANEL_COLUMNS * PANEL == TILE_BYTES);
+constexpr int PITCH = BLOCK + 4;  // of the outputs, in floats: rows begin at multiples of 16 bytes
+static_assert(BLOCK * PITCH * sizeof(float) <= STAGES * STAGE_BYTES, "outputs lie where tiles were");
+}  // namespace registers_tma
+
+// Which of a block's outputs a thread makes. A warp makes 64×64, its lanes standing 8×4 (registers.cu). Columns are
+// runs of four, 16 apart. Rows are 8 apart where they lie along k, else two runs of four, 32 apart.
+template <bool ROWS_ALONG_K>
+struct Place {
+    const uint32_t m_warp = threadIdx.x / WARP / 2, n_warp = threadIdx.x / WARP % 2;
+    const uint32_t m_lane = threadIdx.x % WARP / 2 % 8, n_lane = threadIdx.x % 2 + threadIdx.x % WARP / 16 * 2;
+
+    __device__ uint32_t row(int i) const {
+        return m_warp * 64 + (ROWS_ALONG_K ? m_lane + i * 8 : m_lane * 4 + i / 4 * 32 + i % 4);
+    }
+    __device__ uint32_t column(int j) const { return n_warp * 64 + n_lane * 4 + j / 4 * 16 + j % 4; }
+};
+
+#if KL_SM90A
+__device__ __forceinline__ void load_shared(float* to, uint32_t from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                 : "r"(from));
+}
+__device__ __forceinline__ void store_shared(uint32_t to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+
+// Not fmaf, which the compiler would move past a branch.
+__device__ __forceinline__ void multiply_add(float& sum, float a, float b) {
+    asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
+}
+
+template <bool ALONG_K>
+__device__ inline void load_operand(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k,
+                                    int batch) {
+    using namespace registers_tma;
+    if constexpr (ALONG_K) {
+        tma_load(shared, map, barrier, k, x, batch);
+    } else {
+#pragma unroll
+        for (int i = 0; i < BLOCK / PANEL_COLUMNS; ++i) {
+            tma_load(shared + i * PANEL, map, barrier, x + i * PANEL_COLUMNS, k, batch);
+        }
+    }
+}
+
+// A block's outputs → (m0, n0) of an M×N matrix, or TRANSPOSED of an N×M one: through shared memory, that a warp may
+// store whole rows, and that no four sums need registers that follow one another.
+template <typename Place, bool TRANSPOSED>
+__device__ inline void store_block(float* c, const float (&sum)[8][16], const Place& place, uint32_t shared, int M,
+                                   int N, int m0, int n0) {
+    using namespace registers_tma;
+    __syncthreads();  // all have read their last
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const uint32_t m = place.row(i), n = place.column(j);
+            store_shared(shared + (TRANSPOSED ? n * PITCH + m : m * PITCH + n) * sizeof(float), sum[i][j]);
+        }
+    }
+    __syncthreads();
+    const int rows = TRANSPOSED ? N - n0 : M - m0, row0 = TRANSPOSED ? n0 : m0, columns = TRANSPOSED ? M : N;
+    const bool quads = columns % 4 == 0;  // then every run of four columns that begins at a multiple of 4 is aligned
+    const int within = threadIdx.x % WARP * 4, column = (TRANSPOSED ? m0 : n0) + within;
+    for (int row = threadIdx.x / WARP; row < min(BLOCK, rows); row += WARPS) {
+        float x[4];
+        load_shared(x, shared + (row * PITCH + within) * sizeof(float));
+        float* const to = c + int64_t{row0 + row} * columns + column;
+        if (quads && column < columns) {
+            *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (column + e < columns) to[e] = x[e];
+            }
+        }
+    }
+}
+#endif
+
+// The product of `from.a`, M rows, and `from.b`, N columns. TRANSPOSED: it is written as an N×M matrix.
+template <typename T, bool ROWS_ALONG_K, bool TRANSPOSED>
+__global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
+    matmul_registers_tma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
+#if KL_SM90A
+    using namespace registers_tma;
+    const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(full + s * 8, 1);
+            mbarrier_init(empty + s * 8, WARPS);
+        }
+        mbarrier_init_fence();
+        tma_prefetch(from.a);
+        tma_prefetch(from.b);
+    }
+    __syncthreads();
+    int batch, tile_m, tile_n;
+    order.at(blockIdx.x, &batch, &tile_m, &tile_n);
+    const int m0 = tile_m * BLOCK, n0 = tile_n * BLOCK, k_tiles = static_cast<int>(ceil_div(p.K, BK));
+    const auto load = [&](int tile, int s) {
+        const uint32_t stage = tiles + s * STAGE_BYTES, barrier = full + s * 8;
+        mbarrier_arrive_expect(barrier, STAGE_BYTES);
+        load_operand<ROWS_ALONG_K>(stage, from.a, barrier, m0, tile * BK, batch * p.a_step);
+        load_operand<false>(stage + TILE_BYTES, from.b, barrier, n0, tile * BK, batch * p.b_step);
+    };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < min(STAGES, k_tiles); ++i) load(i, i);
+    }
+
+    const Place<ROWS_ALONG_K> place;
+    const uint32_t m_lane = place.m_lane;
+    const uint32_t a_at = ROWS_ALONG_K ? place.row(0) * SWIZZLE_ROW : place.m_warp * 2 * PANEL;
+    uint32_t b_at[4];  // for each k mod 4, how the swizzle has it
+    for (int k = 0; k < 4; ++k) b_at[k] = TILE_BYTES + place.n_warp * 2 * PANEL + (place.n_lane ^ k) * 16;
+    float sum[8][16] = {};
+    // Of this k and of the next; four k of each row where rows lie along k. All begin as zeros: see below.
+    float a[2][8] = {}, a4[8][4] = {}, b[2][16] = {};
+
+    // One k. Rows that lie along k are read anew from `next` as soon as they have met their fourth.
+    const auto multiply = [&](int k, bool reload, uint32_t next) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float x = ROWS_ALONG_K ? a4[i][k % 4] : a[k % 2][i];
+#pragma unroll
+            for (int step = 0; step < 16; ++step) {
+                const int j = i % 2 == 0 ? step : 15 - step;
+                multiply_add(sum[i][j], x, b[k % 2][j]);
+            }
+            if (ROWS_ALONG_K && reload) load_shared(a4[i], next + i * 8 * SWIZZLE_ROW);
+        }
+    };
+
+    // The last k of eight is multiplied while the first of the next eight is on its way, so that a turn begins with the
+    // previous turn's last: the first turn with zeros, and one k is left at the end.
+    Ring<STAGES> reading, refilled;
+#pragma unroll 1
+    for (int tile = 0; tile < k_tiles; ++tile) {
+        if (tile > 0) {
+            __syncwarp();
+            if (threadIdx.x % WARP == 0) mbarrier_arrive(empty + reading.stage * 8);
+            reading.next();
+        }
+        // The stage that is refilled is the one before the last: other warps may be a tile behind.
+        if (tile > 1 && tile + 1 < k_tiles) {
+            if (threadIdx.x == 0) {
+                mbarrier_wait(empty + refilled.stage * 8, refilled.phase);
+                load(tile + 1, refilled.stage);
+            }
+            refilled.next();
+        }
+        mbarrier_wait(full + reading.stage * 8, reading.phase);
+        const uint32_t stage = tiles + reading.stage * STAGE_BYTES;
+#pragma unroll 1
+        for (int eight = 0; eight < BK / 8; ++eight) {
+            const uint32_t rows = stage + eight * 8 * SWIZZLE_ROW;
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                // Never so: a branch, that the compiler may not mix the multiply-adds of several k. It does so else, at
+                // the price of sums that move from register to register, and operands of one bank.
+                if (k > 0 && p.K == -k) __trap();
+                if constexpr (!ROWS_ALONG_K) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        load_shared(a[k % 2] + 4 * i, rows + a_at + i * PANEL + swizzled(k, m_lane));
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const uint32_t half = (j % 2 ^ k / 4) * 64;  // of the panel's row
+                    load_shared(b[k % 2] + 4 * j, rows + b_at[k % 4] + j / 2 * PANEL + k * SWIZZLE_ROW + half);
+                }
+                multiply((k + 7) % 8, k % 4 == 0, stage + a_at + ((eight * 2 + k / 4) ^ m_lane) * 16);
+            }
+        }
+    }
+    multiply(7, false, 0);
+    store_block<Place<ROWS_ALONG_K>, TRANSPOSED>(c + batch * p.c_batch, sum, place, tiles, p.M, p.N, m0, n0);
+#endif
+}
+
+// ---- both operands along k -----------------------------------------------------------------------------------------
+
+constexpr int SIDE = 32, TURN_THREADS = 256;
+
+// (batches, X, K), along k → (batches, K, X), `to_step` from one k to the next: a square of both a block.
+template <typename T>
+__global__ void __launch_bounds__(TURN_THREADS)
+    matmul_registers_turn_kernel(T* to, const T* from, int X, int K, int64_t x_step, int64_t batch_step,
+                                 int64_t to_step) {
+    __shared__ T square[SIDE][SIDE + 1];
+    const int lane = threadIdx.x % SIDE, first = threadIdx.x / SIDE;
+    const unsigned squares_k = (K - 1) / SIDE + 1, squares = squares_k * ((X - 1) / SIDE + 1);
+    const unsigned batch = blockIdx.x / squares, at = blockIdx.x - batch * squares;
+    const int x0 = at / squares_k * SIDE, k0 = at % squares_k * SIDE;
+    from += batch * batch_step;
+    to += batch * (K * to_step);
+#pragma unroll
+    for (int i = first; i < SIDE; i += TURN_THREADS / SIDE) {
+        if (x0 + i < X && k0 + lane < K) square[i][lane] = from[(x0 + i) * x_step + k0 + lane];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = first; i < SIDE; i += TURN_THREADS / SIDE) {
+        if (k0 + i < K && x0 + lane < X) to[(k0 + i) * to_step + x0 + lane] = square[lane][i];
+    }
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// A copy that takes at most 64 MiB; whose every element is used so often, in so large a product, that it is worth it.
+constexpr int64_t MOST_COPIED = int64_t{1} << 24, OFTEN = 512, LARGE = int64_t{1} << 30;
+
+// One operand: X rows or columns. Whether TMA can read it, along k or along x.
+struct Operand {
+    const void* data;
+    int64_t X, stride_x, stride_k, batch_stride;
+
+    bool describe(bool along_k, int64_t K, int64_t batches, TmaTensor* tensor) const {
+        using namespace registers_tma;
+        *tensor = {ScalarType::Float, 3, data};
+        tensor->exact = true;
+        const int of_k = along_k ? 0 : 1, of_x = 1 - of_k;  // where k and x stand
+        tensor->sizes[of_k] = K, tensor->strides[of_k] = stride_k, tensor->box[of_k] = BK;
+        tensor->sizes[of_x] = X, tensor->strides[of_x] = stride_x, tensor->box[of_x] = along_k ? BLOCK : PANEL_COLUMNS;
+        // TMA has no stride of zero: the kernel stays at batch 0.
+        tensor->sizes[2] = batch_stride == 0 ? 1 : batches, tensor->strides[2] = batch_stride, tensor->box[2] = 1;
+        return tma_can_address(*tensor);
+    }
+
+    int64_t copies(int64_t batches) const { return batch_stride == 0 ? 1 : batches; }
+    int64_t turned_step() const { return ceil_div(X, 4) * 4; }  // rows begin at multiples of 16 bytes
+    int64_t turned_elements(int64_t K, int64_t batches) const { return copies(batches) * K * turned_step(); }
+
+    // The same operand along x, in memory that has room for it.
+    Operand turned(float* to, int64_t K, int64_t batches, const Launch& on) const {
+        const int64_t blocks = copies(batches) * ceil_div(X, SIDE) * ceil_div(K, SIDE);
+        matmul_registers_turn_kernel<float><<<grid_size(blocks), TURN_THREADS, 0, on.stream>>>(
+            to, static_cast<const float*>(data), static_cast<int>(X), static_cast<int>(K), stride_x, batch_stride,
+            turned_step());
+        return {to, X, 1, turned_step(), batch_stride == 0 ? 0 : K * turned_step()};
+    }
+};
+
+template <bool ROWS_ALONG_K, bool TRANSPOSED>
+bool launch(float* c, const TmaTensor& rows, const TmaTensor& columns, const Tiled& p, const Launch& on) {
+    using namespace registers_tma;
+    constexpr auto KERNEL = matmul_registers_tma_kernel<float, ROWS_ALONG_K, TRANSPOSED>;
+    static const bool compiled = compiled_for_hopper(reinterpret_cast<const void*>(KERNEL));
+    if (!compiled) return false;
+    static DeviceSet asked;
+    const TileOrder order = tile_order(p, BLOCK, BLOCK);
+    launch_hopper(KERNEL, "matmul.registers", {tile_count(order, p), 1, BLOCK_THREADS, SHARED}, on, asked, c,
+                  TmaOperands{tensor_map(rows), tensor_map(columns)}, p, order);
+    return true;
+}
+
+}  // namespace
+
+bool matmul_registers_by_tma(float* c, const float* a, const float* b, const Product& p, const Tensor& like,
+                             const Launch& on) {
+    constexpr int64_t FEW = 64;                                            // of which most of a tile would be none
+    constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
+    const int64_t longest = std::max(std::max(p.M, p.N), std::max(p.K, p.batches));
+    if (std::min(p.M, p.N) <= FEW || longest > LIMIT || p.K == 0 || p.batch_dims > 1 || !is_hopper(on.device)) {
+        return false;
+    }
+    const bool batched = p.batch_dims > 0;
+    const Operand A{a, p.M, p.a_m, p.a_k, batched ? p.a_batch[0] : 0};
+    const Operand B{b, p.N, p.b_n, p.b_k, batched ? p.b_batch[0] : 0};
+    const auto tiled = [&](const Operand& rows, const Operand& columns) {
+        return Tiled{static_cast<int>(rows.X),
+                     static_cast<int>(columns.X),
+                     static_cast<int>(p.K),
+                     static_cast<int>(p.batches),
+                     rows.batch_stride != 0,
+                     columns.batch_stride != 0,
+                     p.M * p.N};
+    };
+    TmaTensor rows, columns;
+    if (B.describe(false, p.K, p.batches, &columns)) {
+        if (A.describe(true, p.K, p.batches, &rows)) return launch<true, false>(c, rows, columns, tiled(A, B), on);
+        if (A.describe(false, p.K, p.batches, &rows)) return launch<false, false>(c, rows, columns, tiled(A, B), on);
+    } else if (A.describe(false, p.K, p.batches, &columns) && B.describe(true, p.K, p.batches, &rows)) {
+        return launch<true, true>(c, rows, columns, tiled(B, A), on);
+    }
+    if (!A.describe(true, p.K, p.batches, &rows) || !B.describe(true, p.K, p.batches, &rows)) return false;
+    const bool of_a = A.turned_elements(p.K, p.batches) < B.turned_elements(p.K, p.batches);
+    const Operand &smaller = of_a ? A : B, &larger = of_a ? B : A;
+    const int64_t elements = smaller.turned_elements(p.K, p.batches);
+    if (elements > MOST_COPIED || larger.X < OFTEN || p.M * p.N * p.batches < LARGE / p.K) return false;
+    const Tensor memory = empty(like, ScalarType::Float, {elements});
+    const Operand turned = smaller.turned(static_cast<float*>(memory.data_ptr()), p.K, p.batches, on);
+    KL_CHECK(turned.describe(false, p.K, p.batches, &columns) && larger.describe(true, p.K, p.batches, &rows),
+             "matmul: a copy of an operand cannot be described");
+    return of_a ? launch<true, true>(c, rows, columns, tiled(B, turned), on)
+                : launch<true, false>(c, rows, columns, tiled(A, turned), on);
+}
+
+void matmul_registers_tma_facts(std::vector<KernelFacts>& facts) {
+    using namespace registers_tma;
+    facts.push_back(kernel_facts<matmul_registers_tma_kernel<float, true, false>>("matmul.registers by TMA",
+                                                                                  BLOCK_THREADS, SHARED));
+    facts.push_back(kernel_facts<matmul_registers_turn_kernel<float>>("matmul.registers (copy)", TURN_THREADS));
+}
+
+}  // namespace kl
