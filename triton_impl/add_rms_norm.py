@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 
 from kernel_ladder.norms import eps_or_default, forwards
-from triton_impl import gluon, norms, norms_cluster, register
+from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward, register
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=False, residual=True)
 
 
-def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Callable) -> None:
+def _variant(name: str, normalised: Callable, refused_rows: Callable, gradients: Callable, **more: Callable) -> None:
     def normalise(
         keep: bool, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
@@ -29,7 +29,7 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
         total, w, stats = saved
         grad, grad_sum = map(as_matrix, grads)
         wanted = Needs(needs[0] or needs[1], needs[2], bias=False)
-        of_sum, of_weight, _ = norms.backward(KIND, as_matrix(total), w, stats, grad, grad_sum, wanted)
+        of_sum, of_weight, _ = gradients(KIND, as_matrix(total), w, stats, grad, grad_sum, wanted)
         of_sum = None if of_sum is None else of_sum.view(total.shape)
         return of_sum if needs[0] else None, of_sum if needs[1] else None, of_weight
 
@@ -39,8 +39,11 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
     register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused, **more)
 
 
+# Rows that `fused` has in one block forward are in a cluster's backward, where they may.
 for _name, _kernels in norms.STEPS.items():
-    _variant(f"triton.{_name}", *_kernels)
-_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused, here=gluon.here)
+    _variant(f"triton.{_name}", *_kernels, norms_cluster_backward.backward if _name == "fused" else norms.backward)
+_variant(
+    "triton.cluster", norms_cluster.forward, norms_cluster.refused, norms_cluster_backward.backward, here=gluon.here
+)
 
-AOT = [*norms.ahead_of_time(KIND), *norms_cluster.ahead_of_time(KIND)]
+AOT = [e for module in (norms, norms_cluster, norms_cluster_backward) for e in module.ahead_of_time(KIND)]

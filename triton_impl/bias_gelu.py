@@ -13,6 +13,7 @@ import triton.language as tl
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.columns import SUM_WARPS, row_shares, sum_shares, sum_shares_kernel, sum_tile
+from triton_impl.early import begin_early
 from triton_impl.elementwise import along, offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.gelu import gelu_derivative, gelu_of
 from triton_impl.tuning import Known
@@ -48,8 +49,10 @@ def _gradient(grad_input_ptr, grad_ptr, input_ptr, bias, mask, TANH: tl.constexp
 
 @triton.jit
 def _bias_gelu_kernel(
-    out_ptr, input_ptr, bias_ptr, rows, columns, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    out_ptr, input_ptr, bias_ptr, rows, columns, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
     i = row[:, None] * columns + column
     _bias_gelu(out_ptr + i, input_ptr + i, bias_ptr + column, column, columns, mask, TANH)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 
 from kernel_ladder.norms import forwards
-from triton_impl import gluon, norms, norms_cluster, register
+from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward, register
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=True, residual=False)
 
 
-def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Callable) -> None:
+def _variant(name: str, normalised: Callable, refused_rows: Callable, gradients: Callable, **more: Callable) -> None:
     def normalise(
         keep: bool,
         input: torch.Tensor,
@@ -30,7 +30,7 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
-        of_input, *of_parameters = norms.backward(KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs))
+        of_input, *of_parameters = gradients(KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs))
         of_input = None if of_input is None else of_input.view(shape)
         return of_input, *(None if of is None else of.view(row) for of in of_parameters)
 
@@ -47,8 +47,11 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
     register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused, **more)
 
 
+# Rows that `fused` has in one block forward are in a cluster's backward, where they may.
 for _name, _kernels in norms.STEPS.items():
-    _variant(f"triton.{_name}", *_kernels)
-_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused, here=gluon.here)
+    _variant(f"triton.{_name}", *_kernels, norms_cluster_backward.backward if _name == "fused" else norms.backward)
+_variant(
+    "triton.cluster", norms_cluster.forward, norms_cluster.refused, norms_cluster_backward.backward, here=gluon.here
+)
 
-AOT = [*norms.ahead_of_time(KIND), *norms_cluster.ahead_of_time(KIND)]
+AOT = [e for module in (norms, norms_cluster, norms_cluster_backward) for e in module.ahead_of_time(KIND)]

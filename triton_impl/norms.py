@@ -4,6 +4,7 @@ fused    whole rows in registers, one or several a program: one read, one write.
          many rows and keeps the sums of the weights' gradients over them; a second kernel adds those up.
 online   rows too long for that, a block of them at a time: statistics in one pass, the result in a second one, which
          finds the row in L2. Backward, sums of rows first, then columns: input and gradient are read twice.
+         (`fused` takes long rows to a cluster there, where it may: norms_cluster_backward.py.)
 
 CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of two operands. What is kept of a row is
 ``mean``, ``rstd`` and ``shift`` with x̂ = (x − mean) · rstd + shift: the shift puts right what rounding the mean loses.
@@ -572,11 +573,11 @@ def backward(
             tensors,
         )
     if weights:
-        _sum(x, partials, grad_weight, grad_bias)
+        add_up(x, partials, grad_weight, grad_bias)
     return grad_input, grad_weight, grad_bias
 
 
-def _sum(
+def add_up(
     x: torch.Tensor, partials: torch.Tensor, grad_weight: torch.Tensor | None, grad_bias: torch.Tensor | None
 ) -> None:
     _, groups, length = partials.shape

@@ -1,6 +1,6 @@
 """Normalised rows that outgrow one block, in Gluon: a row stays in the registers of a cluster (cluster.py).
 
-The backward pass is that of :mod:`triton_impl.norms`, for which the same is kept of each row.
+The backward pass is in norms_cluster_backward.py; of each row the same is kept as in :mod:`triton_impl.norms`.
 """
 
 from __future__ import annotations

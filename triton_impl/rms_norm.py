@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 
 from kernel_ladder.norms import eps_or_default, forwards
-from triton_impl import gluon, norms, norms_cluster, register
+from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward, register
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=False, residual=False)
 
 
-def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Callable) -> None:
+def _variant(name: str, normalised: Callable, refused_rows: Callable, gradients: Callable, **more: Callable) -> None:
     def normalise(
         keep: bool, input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
     ) -> tuple[torch.Tensor, tuple]:
@@ -24,7 +24,7 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
-        of_input, of_weight, _ = norms.backward(
+        of_input, of_weight, _ = gradients(
             KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs, bias=False)
         )
         return None if of_input is None else of_input.view(shape), None if of_weight is None else of_weight.view(row)
@@ -35,8 +35,11 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, **more: Ca
     register("rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused, **more)
 
 
+# Rows that `fused` has in one block forward are in a cluster's backward, where they may.
 for _name, _kernels in norms.STEPS.items():
-    _variant(f"triton.{_name}", *_kernels)
-_variant("triton.cluster", norms_cluster.forward, norms_cluster.refused, here=gluon.here)
+    _variant(f"triton.{_name}", *_kernels, norms_cluster_backward.backward if _name == "fused" else norms.backward)
+_variant(
+    "triton.cluster", norms_cluster.forward, norms_cluster.refused, norms_cluster_backward.backward, here=gluon.here
+)
 
-AOT = [*norms.ahead_of_time(KIND), *norms_cluster.ahead_of_time(KIND)]
+AOT = [e for module in (norms, norms_cluster, norms_cluster_backward) for e in module.ahead_of_time(KIND)]

@@ -39,7 +39,7 @@ def to_time(configs: list[triton.Config]) -> list[triton.Config]:
 
     So the first of a list is its best guess, and the last one fits in the shared memory of small GPUs.
     """
-    return configs if TUNING or len(configs) == 1 else [configs[0], configs[-1]]
+    return configs if TUNING or len(configs) <= 1 else [configs[0], configs[-1]]
 
 
 class Launch:

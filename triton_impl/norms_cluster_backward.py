@@ -1,0 +1,339 @@
+"""The backward pass of normalised rows that outgrow one block, in Gluon: blocks of a cluster have a part of each row.
+
+Input and gradient are read once, where :mod:`triton_impl.norms` reads rows of this length twice. A cluster stays and
+goes through many rows. Those to come are copied into shared memory while one is worked on, and every thread keeps the
+sums of its columns in registers; a second kernel adds them up. What the blocks tell each other of a row travels while
+they make the first pass over the next one (letterbox.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from triton_impl import cluster, multiprocessors, norms
+from triton_impl.aot import TYPES, Entry, entry
+from triton_impl.choosing import Chooser
+from triton_impl.cluster import load, row_layout, store, widen
+from triton_impl.gluon import unsupported
+from triton_impl.letterbox import all_have_begun, begin_turns, receive, send
+from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
+from triton_impl.tuning import Launch, Launches, to_time
+
+#: From global to shared memory, in later versions of Triton and in 3.6.
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def _slot_layout(blocks):
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1 << b, 0] for b in range(blocks.bit_length() - 1)])
+
+
+@gluon.jit
+def _row_of(turn):
+    """A cluster's row in a turn. The rows of a turn lie side by side, so that the last turn's are spread evenly."""
+    return (gl.program_id(0) + turn * gl.num_programs(0)).to(gl.int64)
+
+
+@gluon.jit
+def _fetch(xs, grads, turn, input_ptr, grad_ptr, in_stride, grad_stride, i, count, length):
+    """Ask for input and gradient of a turn's row, as one group of copies; zeros past its end, or if there is none.
+
+    Not in a branch, behind which the compiler would put off what the first pass adds to the sums of columns.
+    """
+    row = _row_of(turn)
+    end = gl.where(row < count, length, 0)
+    copy(xs.index(turn % xs.shape[0]), input_ptr + row * in_stride + i, mask=i < end)
+    copy(grads.index(turn % xs.shape[0]), grad_ptr + row * grad_stride + i, mask=i < end)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _stats(stats_ptr, turn, count, CENTRED: gl.constexpr, SHIFTED: gl.constexpr):
+    """Of a turn's row, if there is one: mean, rstd and shift, with x̂ = (x − mean) · rstd + shift; or, not SHIFTED, the
+    last two with x̂ = x · rstd + shift, which of 16 bits rounds far less than their own spacing.
+    """
+    live = _row_of(turn) < count
+    stats_ptr += _row_of(turn)
+    rstd = gl.load(stats_ptr, mask=live, other=0.0)
+    mean = rstd
+    shift = rstd
+    if CENTRED:
+        mean = gl.load(stats_ptr + count, mask=live, other=0.0)
+        shift = gl.load(stats_ptr + 2 * count, mask=live, other=0.0)
+        if not SHIFTED:
+            shift -= mean * rstd
+    return mean, rstd, shift
+
+
+@gluon.jit
+def _first_pass(
+    xs, grads, weights, turn, stats, of_weight, of_bias, i, CENTRED: gl.constexpr, SHIFTED: gl.constexpr,
+    HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr, NEEDS_WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Add a turn's row to the sums of columns, and send the row's."""
+    LAYOUT: gl.constexpr = i.type.layout
+    mean, rstd, shift = stats
+    x_hat = widen(xs.index(turn % xs.shape[0]).load(LAYOUT))
+    grad = widen(grads.index(turn % xs.shape[0]).load(LAYOUT))
+    if SHIFTED:
+        x_hat = (x_hat - mean) * rstd + shift
+    elif CENTRED:
+        x_hat = x_hat * rstd + shift
+    else:
+        x_hat *= rstd
+    if NEEDS_WEIGHTS:
+        of_weight += grad * x_hat
+        if CENTRED:
+            of_bias += grad
+    if NEEDS_INPUT:
+        weighted = grad
+        if HAS_WEIGHT:
+            weighted *= widen(weights.index(0).load(LAYOUT))
+        if CENTRED:
+            send(turn, gl.reduce((weighted, weighted * x_hat), 1, add_both))
+        else:
+            send(turn, (gl.sum(weighted * x_hat, 1),))
+    return of_weight, of_bias
+
+
+@gluon.jit
+def _difference(x, y):
+    """As in norms.py."""
+    text: gl.constexpr = "sub.rn.f32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(text, "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _second_pass(
+    grad_input_ptr, xs, grads, weights, turn, stats, more, i, length, per_element,
+    CENTRED: gl.constexpr, SHIFTED: gl.constexpr, HAS_WEIGHT: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """Receive the sums of a turn's row, and write its gradient; `more` is added to it, where the tuple is not empty."""
+    LAYOUT: gl.constexpr = i.type.layout
+    mean, rstd, shift = stats
+    sums = receive(turn, 2 if CENTRED else 1, gl.SliceLayout(1, LAYOUT))
+    plain = sums[0] * per_element
+    dot = sums[len(sums) - 1] * per_element
+    x = widen(xs.index(turn % xs.shape[0]).load(LAYOUT))
+    value = widen(grads.index(turn % xs.shape[0]).load(LAYOUT))
+    if HAS_WEIGHT:
+        value *= widen(weights.index(0).load(LAYOUT))
+    if SHIFTED:
+        value = (_difference(value, plain[:, None]) - ((x - mean) * rstd + shift) * dot[:, None]) * rstd
+    else:
+        # What x is multiplied by, and what is taken away, are the same for all of the row.
+        by_x = x * (-rstd * rstd * dot)[:, None]
+        if CENTRED:
+            by_x -= (rstd * (plain + shift * dot))[:, None]
+        value = value * rstd + by_x
+    if len(more) > 0:
+        value += widen(more[0])
+    store(grad_input_ptr + _row_of(turn) * length, i, length, value, EVEN)
+
+
+@gluon.jit
+def _more(grad_sum_ptr, turn, stride, i, length, RESIDUAL: gl.constexpr, EVEN: gl.constexpr):
+    """What is to be added to the gradient of a turn's row, in a tuple that is empty if nothing is."""
+    if RESIDUAL:
+        return (load(grad_sum_ptr + _row_of(turn) * stride, i, length, 0.0, EVEN),)
+    else:
+        return ()
+
+
+@gluon.jit
+def _norm_cluster_backward_kernel(
+    grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
+    grad_stride, grad_sum_stride, in_stride, count, length, per_element,
+    CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
+    NEEDS_WEIGHTS: gl.constexpr, VECTOR: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    begin_turns()
+    blocks: gl.constexpr = gl.num_ctas()
+    LAYOUT: gl.constexpr = row_layout(blocks, gl.num_warps(), VECTOR)
+    SLOTS: gl.constexpr = _slot_layout(blocks)
+    DTYPE: gl.constexpr = input_ptr.dtype.element_ty
+    SHIFTED: gl.constexpr = CENTRED and VECTOR == 4  # float32, where what rounding the mean loses shows
+    part = gl.arange(0, blocks, layout=gl.SliceLayout(1, LAYOUT))
+    i = part[:, None] * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    xs = gl.allocate_shared_memory(DTYPE, [STAGES, blocks, BLOCK], SLOTS)
+    grads = gl.allocate_shared_memory(DTYPE, [STAGES, blocks, BLOCK], SLOTS)
+    weights = xs
+    if HAS_WEIGHT:
+        weights = gl.allocate_shared_memory(DTYPE, [1, blocks, BLOCK], SLOTS)
+        copy(weights.index(0), weight_ptr + i, mask=i < length)
+    for turn in gl.static_range(STAGES):
+        _fetch(xs, grads, turn, input_ptr, grad_ptr, in_stride, grad_stride, i, count, length)
+    before = _stats(stats_ptr, 0, count, CENTRED, SHIFTED)
+    stats = _stats(stats_ptr, 1, count, CENTRED, SHIFTED)
+    of_weight = gl.full([blocks, BLOCK], 0.0, gl.float32, LAYOUT)
+    of_bias = gl.zeros_like(of_weight)
+    programs = gl.num_programs(0)
+    turns = (count - gl.program_id(0) + programs - 1) // programs
+    all_have_begun()
+    async_copy.wait_group(STAGES - 1)
+    of_weight, of_bias = _first_pass(
+        xs, grads, weights, 0, before, of_weight, of_bias, i,
+        CENTRED, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
+    )  # fmt: skip
+    for turn in range(1, turns):
+        more = _more(grad_sum_ptr, turn - 1, grad_sum_stride, i, length, RESIDUAL and NEEDS_INPUT, EVEN)
+        async_copy.wait_group(STAGES - 2)
+        of_weight, of_bias = _first_pass(
+            xs, grads, weights, turn, stats, of_weight, of_bias, i,
+            CENTRED, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
+        )  # fmt: skip
+        of_next = _stats(stats_ptr, turn + 1, count, CENTRED, SHIFTED)
+        if NEEDS_INPUT:
+            _second_pass(
+                grad_input_ptr, xs, grads, weights, turn - 1, before, more, i, length, per_element,
+                CENTRED, SHIFTED, HAS_WEIGHT, EVEN,
+            )  # fmt: skip
+        before = stats
+        stats = of_next
+        _fetch(xs, grads, turn - 1 + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, i, count, length)
+    if NEEDS_INPUT:
+        more = _more(grad_sum_ptr, turns - 1, grad_sum_stride, i, length, RESIDUAL, EVEN)
+        _second_pass(
+            grad_input_ptr, xs, grads, weights, turns - 1, before, more, i, length, per_element,
+            CENTRED, SHIFTED, HAS_WEIGHT, EVEN,
+        )  # fmt: skip
+    async_copy.wait_group(0)
+    if NEEDS_WEIGHTS:
+        partials_ptr += gl.program_id(0).to(gl.int64) * length
+        store(partials_ptr, i, length, of_weight, EVEN)
+        if CENTRED:
+            store(partials_ptr + programs.to(gl.int64) * length, i, length, of_bias, EVEN)
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------
+
+#: Warps of a block, bytes of a row that each of its threads has, and rows on the chip, the best guess first. An SM
+#: holds 512 threads of 128 registers, and 64 bytes of 16-bit values are 64 of these for sums of columns. With half of
+#: that, twice as many rows are on their way. In shared memory, where the weight lies too, an SM has room for one block
+#: of 16 warps or for two of 8.
+SHAPES, REGISTERS = ((16, 64, 3), (8, 64, 3), (16, 32, 6)), 128
+#: Length and strides of rows are multiples of this, and so are addresses: Triton copies whole vectors where it knows.
+MULTIPLE = 16
+
+
+def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:
+    """Configurations for rows of a length, best first; none for those that are too long."""
+    found = []
+    for warps, kept, stages in SHAPES:
+        block = warps * 32 * kept // dtype.itemsize
+        blocks = triton.next_power_of_2(triton.cdiv(length, block))
+        if 2 <= blocks <= cluster.MOST_BLOCKS:
+            constants = {"BLOCK": block, "STAGES": stages, "EVEN": length == blocks * block}
+            found.append(triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS))
+    return to_time(found)
+
+
+class _Persistent:
+    """A launch of as many clusters as the GPU holds at once, which is known once the kernel has been compiled."""
+
+    def __init__(self, count: int, arguments: tuple[Any, ...], config: triton.Config) -> None:
+        self.programs = count  # at most
+        self._arguments, self._options = (*arguments, *config.kwargs.values()), cluster.options(config)
+        self._launch: Launch | None = None
+
+    def _of(self, programs: int) -> Launch:
+        return Launch(_norm_cluster_backward_kernel, (programs,), self._arguments, self._options)
+
+    def compile(self, *tensors: torch.Tensor) -> Any:
+        return self._of(self.programs).compile(*tensors)
+
+    def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
+        if self._launch is None:
+            compiled = self.compile(*tensors)
+            compiled._init_handles()
+            # Of what limits how many an SM holds, this asks about shared memory: of our shapes it is that.
+            held = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters(
+                compiled.function, compiled.metadata.shared, self._options["num_ctas"]
+            )
+            self.programs = max(1, min(self.programs, held))
+            self._launch = self._of(self.programs)
+        self._launch(*tensors, values=values)
+
+
+_choose = Chooser(_norm_cluster_backward_kernel)
+_launches = Launches()
+
+
+def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows (count, length), or what else is read with them, are not for this kernel."""
+    count, length = x.shape
+    if count == 0 or length <= MAX_FUSED_BACKWARD or unsupported(x) is not None or not configs(length, x.dtype):
+        return True
+    places = length
+    for rows in (x, grad, grad_sum):
+        places |= rows.stride(0) | rows.data_ptr()
+    return (places | weight.data_ptr()) % MULTIPLE != 0
+
+
+def backward(
+    kind: Kind,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    needs: Needs,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """As :func:`triton_impl.norms.backward`, which takes what is not for this kernel."""
+    s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
+    if _refused(x, grad, s, w):
+        return norms.backward(kind, x, weight, stats, grad, grad_sum, needs)
+    count, length = x.shape
+    grad_input = x.new_empty((count, length)) if needs.input else None
+    grad_weight = x.new_empty((length,)) if needs.weight else None
+    grad_bias = x.new_empty((length,)) if needs.bias else None
+    weights = needs.weight or needs.bias
+    strides = (grad.stride(0), s.stride(0), x.stride(0))
+    key = (kind, count, length, strides, weight is None, needs, x.dtype, x.device)
+    known = _launches.get(key)
+    groups = min(count, multiprocessors(x.device, 1)) if known is None else known.programs
+    kinds = 2 if kind.centred else 1
+    partials = x.new_empty((kinds * groups * length,), dtype=torch.float32) if weights else stats
+    tensors = (x if grad_input is None else grad_input, partials, grad, s, x, stats, w)
+
+    def make() -> _Persistent:
+        flags = (kind.centred, kind.residual, weight is not None, needs.input, weights, cluster.vector_of(x.dtype))
+        arguments = (*strides, count, length, 1.0 / length, *flags)
+        # Whichever gradients are wanted, the choice is one, so that each has the same bits.
+        alike = (length, str(x.dtype), *kind, weight is None, cluster.fills_gpu(count, x.device))
+        return _choose.launch(
+            alike, configs(length, x.dtype), lambda config: _Persistent(groups, arguments, config), *tensors
+        )
+
+    _launches.run(key, make, tensors)
+    if weights:
+        groups = _launches[key].programs
+        norms.add_up(x, partials[: kinds * groups * length].view(kinds, groups, length), grad_weight, grad_bias)
+    return grad_input, grad_weight, grad_bias
+
+
+def ahead_of_time(kind: Kind) -> list[Entry]:
+    constants = {
+        "CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True,
+        "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True,
+    }  # fmt: skip
+    types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
+    # With 32 values of 16 bits a thread, both sums of columns leave a few bytes without a register, 8 in Triton 3.6 and
+    # 32 in 3.9: listed are 16.
+    long = configs(65536, torch.bfloat16)[-1] if kind.centred else configs(131072, torch.bfloat16)[0]
+    return [
+        entry(
+            _norm_cluster_backward_kernel,
+            TYPES[dtype],
+            {**constants, "VECTOR": cluster.vector_of(dtype)},
+            config,
+            types,
+        )
+        for dtype, config in ((torch.bfloat16, long), (torch.float32, configs(50000, torch.float32)[0]))
+    ]
