@@ -9,7 +9,8 @@
 //   registers  the row stays in registers, shared by as many threads as     rows that fill an SM's registers
 //              suit its length: a part of a warp, a warp, a block
 //   cluster    a long row is spread over the SMs of a cluster, which meet   memory bandwidth
-//              in distributed shared memory
+//              in distributed shared memory; one that outgrows their
+//              registers comes from the L2 the second time
 //
 // Any strides: rows start where the other dimensions put them, and step by the dimension's own stride.
 
@@ -402,16 +403,16 @@ __global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
         }
     }
     each_over_lanes(sum, Sum{}, share.lanes);
-    T* const output = p.output + share.row * p.out_step;
+    T* output = share.begin(p.output, p.out_step);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    for (int r = 0; r < ROWS; ++r, output += share.next(p.out_step)) {
         const float scale = 1.0f / sum[r];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             float part[E];
 #pragma unroll
             for (int e = 0; e < E; ++e) part[e] = x[r][v * E + e] * scale;
-            share.store(output, p.out_step, r, v, pack<T>(part));
+            share.store(output + v * share.lanes * E, r, v, pack<T>(part));
         }
     }
 }
@@ -466,6 +467,81 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     store_row<WHOLE>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
 }
 
+// ---- cluster, rows that outgrow its registers ------------------------------------------------------------------------
+
+// Such a row is read twice, by the largest cluster that there is, and an SM has one block of it: eight rows are under way,
+// few enough to come from the L2 the second time. Then they are read backwards, since what was read last is sure to be there.
+constexpr int MORE_THAN_HALF_AN_SM = 120 * 1024;  // of shared memory that nobody uses
+
+// Calls f(share) for each piece of V vectors a thread of this block's part of a row, from its end backwards if so wanted.
+template <int V, bool BACKWARDS, typename F>
+__device__ void each_piece(const RowShare<true>& share, F&& f) {
+    const int step = V * RowShare<true>::step(), begin = share.first - static_cast<int>(threadIdx.x);
+    const int pieces = (share.end - begin + step - 1) / step;
+#pragma unroll 1
+    for (int i = 0; i < pieces; ++i) {
+        RowShare<true> piece = share;
+        piece.first += (BACKWARDS ? pieces - 1 - i : i) * step;
+        f(piece);
+    }
+}
+
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(ROW_THREADS, 1)
+    softmax_registers_long_kernel(T* output, __grid_constant__ const Rows out_rows, const T* input,
+                                  __grid_constant__ const Rows in_rows, int64_t length) {
+    if (!exists_here<true>()) return;
+    __shared__ Mailbox<true, Pair> mailbox;
+    const RowShare<true> share(vectors_of<T>(length));
+    share.open(mailbox);
+    const T* const in = input + in_rows.start(share.row);
+    Vec<T> tile[WIDE_VECTORS];
+    Pair peak{NEG_INF, 0.0f};
+    each_piece<WIDE_VECTORS, false>(share, [&](const RowShare<true>& piece) {
+        load_row<WHOLE>(tile, in, in_rows, piece, true, length, NEG_INF);
+        peak = Peak{}(peak, peak_of(tile));
+    });
+    share.meet();
+    peak = reduce_over_row(peak, Peak{}, mailbox);
+    T* const out = output + out_rows.start(share.row);
+    each_piece<WIDE_VECTORS, true>(share, [&](const RowShare<true>& piece) {
+        load_row<WHOLE>(tile, in, in_rows, piece, true, length, NEG_INF);
+        divide_by(tile, peak,
+                  [&](int v, const Vec<T>& part) { store_part<WHOLE>(out, out_rows, part, v, piece, true, length); });
+    });
+}
+
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(ROW_THREADS, 1)
+    softmax_backward_registers_long_kernel(T* grad_input, __grid_constant__ const Rows gi_rows, const T* grad,
+                                           __grid_constant__ const Rows g_rows, const T* output,
+                                           __grid_constant__ const Rows o_rows, int64_t length) {
+    if (!exists_here<true>()) return;
+    __shared__ Mailbox<true, float> mailbox;
+    const RowShare<true> share(vectors_of<T>(length));
+    share.open(mailbox);
+    const T* const g = grad + g_rows.start(share.row);
+    const T* const o = output + o_rows.start(share.row);
+    T* const gi = grad_input + gi_rows.start(share.row);
+    Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
+    const auto load = [&](const RowShare<true>& piece) {
+        load_row<WHOLE>(g_tile, g, g_rows, piece, true, length, 0.0f);
+        load_row<WHOLE>(o_tile, o, o_rows, piece, true, length, 0.0f);
+    };
+    float dot = 0.0f;
+    each_piece<ROW_VECTORS, false>(share, [&](const RowShare<true>& piece) {
+        load(piece);
+        dot += dot_of(g_tile, o_tile);
+    });
+    share.meet();
+    dot = reduce_over_row(dot, Sum{}, mailbox);
+    each_piece<ROW_VECTORS, true>(share, [&](const RowShare<true>& piece) {
+        load(piece);
+        gradient_of(g_tile, o_tile, dot);
+        store_row<WHOLE>(gi, gi_rows, g_tile, piece, true, length);
+    });
+}
+
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 enum class Step { naive, online, shared, registers, cluster };
@@ -502,6 +578,15 @@ void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
 
 constexpr int NAIVE_THREADS = 128;
 
+template <auto* KERNEL, typename... Arguments>
+void launch_long_rows(const RowLayout& layout, const Launch& launch, Arguments... arguments) {
+    KL_CHECK(layout.length <= 1 << 30, "a row of ", layout.length, " elements is longer than ", 1 << 30);
+    static DeviceSet asked;
+    allow_shared(KERNEL, MORE_THAN_HALF_AN_SM, launch.device, asked);
+    const RowLaunch shape{ROW_THREADS, 1, MAX_CLUSTER};
+    launch_rows(KERNEL, shape, shape.grid(layout.count), MORE_THAN_HALF_AN_SM, launch, arguments..., layout.length);
+}
+
 Tensor softmax(const Tensor& input, int64_t dim, Step step) {
     check_cuda(input, "softmax", "input");
     const Launch launch(input);
@@ -520,11 +605,17 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
                 pointer<T>(output), out, pointer<T>(input), in, layout.length);
         } else if (step == Step::registers || step == Step::cluster) {
             const bool whole = in.vectors<T>(layout.length) && out.vectors<T>(layout.length);
-            if (are_short(layout.length, whole, in, out)) {
+            if (layout.length <= SHORT_LENGTH && are_even(whole, in, out)) {
                 const ShortRows<T> args{pointer<T>(output), pointer<T>(input), out.step(),
                                         in.step(),          layout.count,      static_cast<int>(layout.length)};
                 return with_short_rows<T>(layout.count, layout.length, [&](auto rows, unsigned grid, dim3 block) {
                     launch_early(softmax_registers_short_kernel<T, rows()>, grid, block, launch, args);
+                });
+            }
+            if (step == Step::cluster && layout.chunks<T>() > MAX_CLUSTER_CHUNKS) {
+                return with_constant(whole, [&](auto w) {
+                    launch_long_rows<softmax_registers_long_kernel<T, decltype(w)::value>>(
+                        layout, launch, pointer<T>(output), out, pointer<T>(input), in);
                 });
             }
             const RowLaunch shape =
@@ -565,9 +656,15 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
             softmax_backward_online_kernel<T><<<grid_size(layout.count), ONLINE_THREADS, 0, launch.stream>>>(
                 pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o, layout.length);
         } else if (step == Step::registers || step == Step::cluster) {
-            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);
             const bool whole =
                 g.vectors<T>(layout.length) && o.vectors<T>(layout.length) && gi.vectors<T>(layout.length);
+            if (step == Step::cluster && layout.chunks<T>() > MAX_CLUSTER_CHUNKS) {
+                return with_constant(whole, [&](auto w) {
+                    launch_long_rows<softmax_backward_registers_long_kernel<T, decltype(w)::value>>(
+                        layout, launch, pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o);
+                });
+            }
+            const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);
             with_constant(whole, [&](auto w) {
                 constexpr bool WHOLE = decltype(w)::value;
                 with_constant(shape.cluster > 1, [&](auto c) {
@@ -631,6 +728,8 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             kernel_facts<softmax_registers_short_kernel<T, SHORT_ROWS>>("softmax.registers (short rows)", MIN_BLOCK));
         facts.push_back(
             kernel_facts<softmax_registers_kernel<T, WIDE_VECTORS, true, true>>("softmax.cluster", ROW_THREADS));
+        facts.push_back(kernel_facts<softmax_registers_long_kernel<T, true>>("softmax.cluster (long rows)", ROW_THREADS,
+                                                                             MORE_THAN_HALF_AN_SM));
         facts.push_back(
             kernel_facts<softmax_backward_registers_kernel<T, true, false>>("softmax_backward.registers", MIN_BLOCK));
         facts.push_back(

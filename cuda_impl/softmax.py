@@ -29,9 +29,10 @@ def _fits_on_chip(input: torch.Tensor, *, dim: int) -> str | None:
     return None
 
 
-#: Vectors of 16 bytes in the longest row that a block, and a cluster of them, holds: csrc/rows.cuh.
+#: Vectors of 16 bytes in the longest row that a block holds (csrc/rows.cuh), and elements of the longest that a cluster
+#: goes through (csrc/softmax.cu).
 MAX_BLOCK_CHUNKS = 512 * 4
-MAX_CLUSTER_CHUNKS = 16 * MAX_BLOCK_CHUNKS
+MAX_CLUSTER_LENGTH = 2**30
 
 
 @functools.cache
@@ -39,27 +40,24 @@ def _has_clusters(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _too_long(input: torch.Tensor, dim: int, chunks: int, holder: str) -> str | None:
-    longest = chunks * 16 // input.element_size()
-    length = input.shape[dim] if input.dim() else 1
-    return (
-        f"rows of {length} elements do not fit in the registers of {holder} ({longest})" if length > longest else None
-    )
-
-
 def _fits_in_a_block(input: torch.Tensor, *, dim: int) -> str | None:
-    return unsupported(input) or _too_long(input, dim, MAX_BLOCK_CHUNKS, "a block")
+    if (reason := unsupported(input)) is not None:
+        return reason
+    longest = MAX_BLOCK_CHUNKS * 16 // input.element_size()
+    length = input.shape[dim] if input.dim() else 1
+    return f"rows of {length} elements do not fit in the registers of a block ({longest})" if length > longest else None
 
 
-def _fits_in_a_cluster(input: torch.Tensor, *, dim: int) -> str | None:
+def _needs_clusters(input: torch.Tensor, *, dim: int) -> str | None:
     if (reason := unsupported(input)) is not None:
         return reason
     if not _has_clusters(input.device):
         return "thread-block clusters need compute capability 9.0 or later"
-    return _too_long(input, dim, MAX_CLUSTER_CHUNKS, "a cluster")
+    length = input.shape[dim] if input.dim() else 1
+    return None if length <= MAX_CLUSTER_LENGTH else f"rows of {length} elements are more than {MAX_CLUSTER_LENGTH}"
 
 
-_UNSUPPORTED = {"shared": _fits_on_chip, "registers": _fits_in_a_block, "cluster": _fits_in_a_cluster}
+_UNSUPPORTED = {"shared": _fits_on_chip, "registers": _fits_in_a_block, "cluster": _needs_clusters}
 
 
 def _register(name: str) -> None:
