@@ -76,6 +76,12 @@ __global__ void __launch_bounds__(MIN_BLOCK, SHORT_NORM_BLOCKS<T, CENTRED, RESID
     norm_short<T, CENTRED, RESIDUAL, ROWS>(p);
 }
 
+template <typename T, typename TEAM>
+__global__ void __launch_bounds__(TEAM::THREADS, THREADS_AN_SM / TEAM::THREADS)
+    add_rms_norm_registers_team_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_team<T, CENTRED, RESIDUAL, TEAM>(p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     add_rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -93,6 +99,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 struct AddRmsNorm {
     static constexpr const char *NAME = "add_rms_norm", *BACKWARD_NAME = "add_rms_norm_backward";
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
+    using Teams = std::tuple<Team<1, 4, 1024, 16384>>;
     template <typename T>
     static constexpr auto naive() {
         return add_rms_norm_naive_kernel<T>;
@@ -108,6 +115,10 @@ struct AddRmsNorm {
     template <typename T, int ROWS>
     static constexpr auto short_rows() {
         return add_rms_norm_registers_short_kernel<T, ROWS>;
+    }
+    template <typename T, typename TEAM>
+    static constexpr auto team() {
+        return add_rms_norm_registers_team_kernel<T, TEAM>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

@@ -158,22 +158,20 @@ struct ShortChain {
     const T* bias;
 };
 
-// As above both operands come by way of shared memory. Parameters of the norm come with them where they are a vector each.
-template <typename T, int ROWS>
-__global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
-    bias_dropout_add_layer_norm_registers_short_kernel(__grid_constant__ const ShortChain<T> p,
-                                                       __grid_constant__ const DropoutMask mask) {
+// As above both operands come by way of shared memory. Parameters of the norm come with them where there are registers for
+// them, EARLY. THREADS: see Slots.
+template <typename T, int ROWS, bool TEAM, int V, bool EARLY, int THREADS>
+__device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uint4* input, uint4* residual) {
     begin_early();
-    constexpr int V = SHORT_VECTORS<T, ROWS>, E = Vec<T>::size;
-    __shared__ uint4 input[ROWS * V * MIN_BLOCK], residual[ROWS * V * MIN_BLOCK];
-    const ShortShare<ROWS> share(p.norm.count, p.norm.length);
-    const Slots<T, MIN_BLOCK> inputs(input), residuals(residual);
+    constexpr int E = Vec<T>::size;
+    const ShortShare<ROWS, TEAM> share(p.norm.count, p.norm.length);
+    const Slots<T, THREADS> inputs(input), residuals(residual);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
-        share.fetch(inputs, p.norm.input, p.norm.in_step);
-        share.fetch(residuals, p.norm.residual, p.norm.res_step);
+        share.template fetch<V>(inputs, p.norm.input, p.norm.in_step);
+        share.template fetch<V>(residuals, p.norm.residual, p.norm.res_step);
         cp_async_commit();
         meanwhile();
-        T* const sum = p.norm.sum == nullptr ? nullptr : p.norm.sum + share.row * p.norm.out_step;
+        T* const sums = p.norm.sum;
         Vec<T> next = share.parameter(p.bias, 0, 0.0f);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -182,8 +180,9 @@ __global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
             if (v + 1 < V)
                 next = share.parameter(p.bias, v + 1, 0.0f);  // before the stores, over which no load is moved
             if (v == 0) cp_async_wait<0>();
+            T* to = share.begin(sums, p.norm.out_step, v);
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
+            for (int r = 0; r < ROWS; ++r, to += share.next(p.norm.out_step)) {
                 const uint64_t first = (share.row + r * share.apart) * share.length + share.at(v) * E;
                 const uint4 words = mask.draw<E>(first / E);
                 inputs.read(r * V + v, x);
@@ -192,11 +191,32 @@ __global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
                 for (int e = 0; e < E; ++e) x[e] += bias[e];
                 mask.apply(x, words, more);
                 tile[r][v] = pack<T>(x);
-                if (sum != nullptr) share.store(sum, p.norm.out_step, r, v, tile[r][v]);
+                if (sums != nullptr) share.store(to, r, v, tile[r][v]);
             }
         }
     };
-    norm_short_of<T, true, ROWS, ROWS == SHORT_ROWS>(p.norm, share, gather);
+    norm_short_of<T, true, ROWS, TEAM, V, EARLY>(p.norm, share, gather);
+}
+
+template <typename T, int ROWS>
+__global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
+    bias_dropout_add_layer_norm_registers_short_kernel(__grid_constant__ const ShortChain<T> p,
+                                                       __grid_constant__ const DropoutMask mask) {
+    constexpr int V = SHORT_VECTORS<T, ROWS>;
+    __shared__ uint4 input[ROWS * V * MIN_BLOCK], residual[ROWS * V * MIN_BLOCK];
+    chain_short<T, ROWS, false, V, ROWS == SHORT_ROWS, MIN_BLOCK>(p, mask, input, residual);
+}
+
+using ChainTeam = Team<2, 2, 512, 4096>;
+constexpr int CHAIN_TEAM_SLOTS = ChainTeam::ROWS * ChainTeam::VECTORS;  // of a thread, for each operand
+
+template <typename T>
+__global__ void __launch_bounds__(ChainTeam::THREADS, 3)
+    bias_dropout_add_layer_norm_registers_team_kernel(__grid_constant__ const ShortChain<T> p,
+                                                      __grid_constant__ const DropoutMask mask) {
+    extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
+    chain_short<T, ChainTeam::ROWS, true, ChainTeam::VECTORS, true, 0>(p, mask, in_shared,
+                                                                       in_shared + CHAIN_TEAM_SLOTS * blockDim.x);
 }
 
 constexpr int DROP_THREADS = 256;
@@ -273,6 +293,24 @@ void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunc
     launch_rows(kernel, shape, shape.grid(p.norm.count), bytes, launch, p, mask);
 }
 
+// Of rows that lie evenly. Returns whether it has been launched.
+template <typename T>
+bool launch_even(const Chain<T>& p, const DropoutMask& mask, const Launch& launch) {
+    const int64_t count = p.norm.count, length = p.norm.length;
+    const ShortChain<T> args{short_norm(p.norm), p.bias};
+    const bool by_team = with_team<T>(std::tuple<ChainTeam>{}, count, length, [&](auto, unsigned grid, dim3 block) {
+        const int bytes = 2 * CHAIN_TEAM_SLOTS * 16 * static_cast<int>(block.x);
+        LaunchConfig(dim3(grid), block, bytes, launch)
+            .early(can_be_early(launch.device))
+            .run(bias_dropout_add_layer_norm_registers_team_kernel<T>, args, mask);
+    });
+    if (by_team || length > SHORT_LENGTH) return by_team;
+    with_short_rows<T>(count, length, [&](auto rows, unsigned grid, dim3 block) {
+        launch_early(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch, args, mask);
+    });
+    return true;
+}
+
 }  // namespace
 
 template <NormStep STEP>
@@ -328,13 +366,7 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
             const bool whole = p.norm.in.template vectors<T>(layout.length) &&
                                p.norm.res.template vectors<T>(layout.length) &&
                                p.norm.out.template vectors<T>(layout.length) && p.norm.parameter.whole;
-            if (are_short(layout.length, whole, p.norm.in, p.norm.res, p.norm.out)) {
-                const ShortChain<T> args{short_norm(p.norm), p.bias};
-                return with_short_rows<T>(layout.count, layout.length, [&](auto rows, unsigned grid, dim3 block) {
-                    launch_early(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch,
-                                 args, mask);
-                });
-            }
+            if (are_even(whole, p.norm.in, p.norm.res, p.norm.out) && launch_even(p, mask, launch)) return;
             const RowLaunch shape = row_launch(layout.chunks<T>(), STEP == NormStep::cluster);
             with_constant(whole, [&](auto w) {
                 with_constant(shape.cluster > 1, [&](auto c) {
@@ -419,6 +451,11 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
                                        "", MIN_BLOCK, slot_bytes(least, CHAIN_SLOTS<true, false>)));
         add(forward + "registers (short rows)",
             kernel_facts<bias_dropout_add_layer_norm_registers_short_kernel<T, SHORT_ROWS>>("", MIN_BLOCK));
+        if constexpr (sizeof(T) == 2) {
+            add(forward + "registers (team)",
+                kernel_facts<bias_dropout_add_layer_norm_registers_team_kernel<T>>(
+                    "", ChainTeam::THREADS, 2 * CHAIN_TEAM_SLOTS * 16 * ChainTeam::THREADS));
+        }
         add(forward + "cluster",
             kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>("", ROW_THREADS));
         add(backward + "naive",

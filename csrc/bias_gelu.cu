@@ -19,7 +19,8 @@
 namespace kl {
 namespace {
 
-constexpr int ROWS = 4;  // of a thread, forward: as many loads in flight
+constexpr int ROWS = 4;         // of a thread, forward: as many loads in flight
+constexpr int FEW_BLOCKS = 32;  // an SM: see bias_gelu_vectorized_even_kernel
 constexpr int BACKWARD_THREADS = 512;
 constexpr int ROWS_IN_FLIGHT = 2;  // of a thread, backward, of two operands
 constexpr int BACKWARD_BLOCKS_PER_SM = 2;
@@ -29,6 +30,7 @@ struct Matrix {
     Strided rows;
     int64_t step;
 
+    int64_t step_of_rows() const { return rows.dims > 0 ? rows.strides[0] : 0; }
     // WHOLE: rows lie at one stride, and start on 16 bytes.
     template <bool WHOLE>
     __device__ int64_t at(int64_t row, int64_t column) const {
@@ -100,6 +102,27 @@ __global__ void bias_gelu_backward_naive_kernel(T* grad_input, __grid_constant__
 
 // ---- vectorized: 16 bytes of bias a thread, several rows -----------------------------------------------------------
 
+// Of whole vectors, evenly apart: one a thread, of all rows one after the other. Of 16 bits a thread that takes several rows
+// spends fewer instructions on each, but of its blocks, a quarter as many, the last leave SMs idle where there are few.
+template <typename T, typename Form>
+__global__ void __launch_bounds__(THREADS)
+    bias_gelu_vectorized_even_kernel(T* output, const T* input, const T* bias, int64_t out_step, int64_t in_step,
+                                     uint32_t vectors, __grid_constant__ const Divisor vectors_a_row) {
+    begin_early();
+    constexpr int N = Vec<T>::size;
+    const uint32_t i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= vectors) return;
+    const uint32_t row = vectors_a_row.quotient(i), column = (i - row * vectors_a_row.divisor) * N;
+    const Vec<T> part = load_vec(input + (row * in_step + column)), own = load_vec(bias + column);
+    float x[N], b[N];
+    unpack(part, x);
+    unpack(own, b);
+#pragma unroll
+    for (int e = 0; e < N; ++e) x[e] = Form::forward(x[e] + b[e]);
+    store_vec(output + (row * out_step + column), pack<T>(x));
+}
+
+// Any rows.
 template <typename T, typename Form, bool WHOLE>
 __global__ void __launch_bounds__(THREADS)
     bias_gelu_vectorized_kernel(T* output, __grid_constant__ const Matrix out, const T* input,
@@ -239,6 +262,13 @@ Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& app
         const unsigned int lanes = lanes_for(chunks);
         const dim3 block(lanes, THREADS / lanes);
         const int64_t column_blocks = ceil_div(chunks, lanes), row_blocks = ceil_div(rows, int64_t{block.y} * ROWS);
+        const bool few = column_blocks * row_blocks < int64_t{FEW_BLOCKS} * multiprocessors(launch.device);
+        if (whole && (sizeof(T) == 4 || few) && rows * chunks < int64_t{1} << 31) {
+            launch_early(bias_gelu_vectorized_even_kernel<T, Form>, grid_size(ceil_div(rows * chunks, THREADS)),
+                         THREADS, launch, y, x, b, out.step_of_rows(), in.step_of_rows(),
+                         static_cast<uint32_t>(rows * chunks), Divisor(static_cast<uint32_t>(chunks)));
+            return;
+        }
         const auto kernel =
             whole ? bias_gelu_vectorized_kernel<T, Form, true> : bias_gelu_vectorized_kernel<T, Form, false>;
         launch_early(kernel, grid_size(column_blocks * row_blocks), block, launch, y, out, x, in, b, bias.stride(0),
@@ -320,6 +350,8 @@ void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "bias_gelu", [&](auto zero) {
         using T = decltype(zero);
         facts.push_back(kernel_facts<bias_gelu_naive_kernel<T, Exact>>("bias_gelu.naive", THREADS));
+        facts.push_back(
+            kernel_facts<bias_gelu_vectorized_even_kernel<T, Exact>>("bias_gelu.vectorized (few rows)", THREADS));
         facts.push_back(kernel_facts<bias_gelu_vectorized_kernel<T, Exact, true>>("bias_gelu.vectorized", THREADS));
         facts.push_back(kernel_facts<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
         facts.push_back(kernel_facts<bias_gelu_backward_vectorized_kernel<T, Exact, true>>(

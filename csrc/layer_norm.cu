@@ -79,6 +79,12 @@ __global__ void __launch_bounds__(MIN_BLOCK, SHORT_NORM_BLOCKS<T, CENTRED, RESID
     norm_short<T, CENTRED, RESIDUAL, ROWS>(p);
 }
 
+template <typename T, typename TEAM>
+__global__ void __launch_bounds__(TEAM::THREADS, THREADS_AN_SM / TEAM::THREADS)
+    layer_norm_registers_team_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_team<T, CENTRED, RESIDUAL, TEAM>(p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     layer_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -96,6 +102,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 struct LayerNorm {
     static constexpr const char *NAME = "layer_norm", *BACKWARD_NAME = "layer_norm_backward";
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
+    using Teams = std::tuple<Team<4, 1, 512, 1024>, Team<1, 4, 1024, 4096>>;
     template <typename T>
     static constexpr auto naive() {
         return layer_norm_naive_kernel<T>;
@@ -111,6 +118,10 @@ struct LayerNorm {
     template <typename T, int ROWS>
     static constexpr auto short_rows() {
         return layer_norm_registers_short_kernel<T, ROWS>;
+    }
+    template <typename T, typename TEAM>
+    static constexpr auto team() {
+        return layer_norm_registers_team_kernel<T, TEAM>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

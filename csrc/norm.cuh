@@ -152,14 +152,14 @@ template <bool WHOLE, bool WANTED, typename T, int V, typename Share>
 __device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const Share& share, int64_t length) {
     constexpr int E = Vec<T>::size;
     float x[E];
-    Pair sums{0.0f, 0.0f};
+    Pair sums{-0.0f, -0.0f};
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         unpack(tile[v], x);
         const int first = share.at(v) * E;
         // Past the end stand zeros, which are not to deviate.
         const float inside = share.template has<T>(v, length) ? centre : 0.0f;
-        Pair partial{0.0f, 0.0f};
+        Pair partial{-0.0f, -0.0f};
 #pragma unroll
         for (int e = 0; e < E; ++e) {
             const float deviation = x[e] - (WHOLE || first + e < static_cast<int>(length) ? inside : 0.0f);

@@ -75,7 +75,7 @@ __device__ void store_partials(float* partials, int64_t apart, const float (&own
     __syncthreads();
     // Powers of two all of them: code that runs once is slow to come, and divisions are long.
     const int log_lanes = __ffs(lanes) - 1;
-    for (int at = threadIdx.y * lanes + threadIdx.x; at < SUMS * width; at += ROW_THREADS) {
+    for (int at = threadIdx.y * lanes + threadIdx.x; at < SUMS * width; at += lanes * stripes) {
         const int piece = at >> log_lanes, s = piece / PIECES, i = piece % PIECES, lane = at & (lanes - 1);
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
@@ -128,7 +128,7 @@ struct BackwardRows {
 
     const NormBackward<T>& p;
     const Share& share;
-    const Slots<T, ROW_THREADS> slots;
+    const Slots<T, LONE ? ROW_THREADS : 0> slots;
     const int64_t row;
     const int own;  // turns of this thread
     RowCursor<WHOLE, const T> input, grad, grad_sum;

@@ -43,12 +43,19 @@ constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
 template <typename Op>
 constexpr int64_t NARROW = Op::CENTRED ? 512 : 256;
 
+// Of rows that lie evenly. Returns whether it has been launched.
 template <typename Op, typename T>
-void norm_forward_short(const NormForward<T>& p, const Launch& launch) {
+bool norm_forward_even(const NormForward<T>& p, const Launch& launch) {
     const ShortNorm<T> args = short_norm(p);
+    const bool by_team =
+        with_team<T>(typename Op::Teams{}, p.count, p.length, [&](auto team, unsigned grid, dim3 block) {
+            launch_early(Op::template team<T, decltype(team)>(), grid, block, launch, args);
+        });
+    if (by_team || p.length > SHORT_LENGTH) return by_team;
     with_short_rows<T>(p.count, p.length, [&](auto rows, unsigned grid, dim3 block) {
         launch_early(Op::template short_rows<T, rows()>(), grid, block, launch, args);
     });
+    return true;
 }
 
 // Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows, if
@@ -96,7 +103,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         } else {
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
-            if (are_short(p.length, whole, p.in, p.res, p.out)) return norm_forward_short<Op>(p, launch);
+            if (are_even(whole, p.in, p.res, p.out) && norm_forward_even<Op>(p, launch)) return;
             const RowLaunch shape =
                 row_launch(layout.chunks<T>(), step == NormStep::cluster, whole ? WIDE<Op> : ROW_VECTORS, NARROW<Op>);
             with_row_shape<ROW_VECTORS, WIDE<Op>>(shape, whole, [&](auto v, auto w, auto c) {
@@ -135,6 +142,11 @@ void norm_backward_block(NormWeights<T> w, const NormBackward<T>& p, bool weight
     sum_partials<Op::template backward_block_sum<T>()>(w, p.length, launch);
 }
 
+// Threads of a block of several rows. A block that fills an SM leaves the fewest partials. Of 16 bits two such blocks are
+// faster: while one ends a turn, the other has loads under way.
+template <typename T>
+constexpr int BACKWARD_BLOCK = sizeof(T) == 2 ? ROW_THREADS / 2 : ROW_THREADS;
+
 // A thread that adds another operand to the result holds nothing of a row, nor does one that shares a long one.
 template <typename Op, typename T>
 RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
@@ -142,7 +154,7 @@ RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
     if (whole && !Op::RESIDUAL && chunks <= ROW_THREADS * HELD_VECTORS) {
         shape = RowLaunch{row_threads(chunks, HELD_VECTORS, ROW_THREADS), 1, 1, HELD_VECTORS};
     }
-    shape.rows = ROW_THREADS / shape.threads;  // a block fills an SM, for the sake of few partials
+    shape.rows = std::max<unsigned>(1, BACKWARD_BLOCK<T> / shape.threads);
     return shape;
 }
 
@@ -155,7 +167,9 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         static DeviceSet asked;
         static Resident resident;
         const int bytes = slot_bytes(shape, backward_slots(v(), hopper_or_later(launch.device)));
-        allow_shared(kernel, bytes, launch.device, asked);
+        const RowLaunch largest{ROW_THREADS, 1, 1};
+        allow_shared(kernel, slot_bytes(largest, backward_slots(v(), hopper_or_later(launch.device))), launch.device,
+                     asked);
         const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
         w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
         std::optional<Tensor> partials;
@@ -261,6 +275,10 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         const RowLaunch large{ROW_THREADS, 1, 1};
         add(forward + "registers", kernel_facts<Op::template registers<T, ROW_VECTORS, true, false>()>("", MIN_BLOCK));
         add(forward + "registers (short rows)", kernel_facts<Op::template short_rows<T, SHORT_ROWS>()>("", MIN_BLOCK));
+        if constexpr (sizeof(T) == 2) {
+            using TEAM = std::tuple_element_t<0, typename Op::Teams>;
+            add(forward + "registers (team)", kernel_facts<Op::template team<T, TEAM>()>("", TEAM::THREADS));
+        }
         add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE<Op>, true, true>()>("", ROW_THREADS));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
         add(backward + "naive (weights)",

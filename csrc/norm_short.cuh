@@ -36,22 +36,24 @@ ShortNorm<T> short_norm(const NormForward<T>& p) {
 }
 
 // In two passes over registers, the second about each row's mean.
-template <typename T, int ROWS, int V>
-__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS>& share,
+template <typename T, int ROWS, bool TEAM, int V>
+__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS, TEAM>& share,
                               const ShortNorm<T>& p) {
+    __shared__ TeamSlots<TEAM ? ROWS : 0, float> of_sums, of_squares;
+    __shared__ TeamSlots<TEAM && SHIFTED<T> ? ROWS : 0, Pair> of_deviations;
     float sums[ROWS];
     Pair deviations[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) sums[r] = sum_of(tile[r]);
-    each_over_lanes(sums, Sum{}, share.lanes);
+    each_over_rows(sums, Sum{}, share, of_sums);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         stats[r].mean = sums[r] * p.per_element;
         deviations[r] = deviations_from<true, SHIFTED<T>>(stats[r].mean, tile[r], share, share.length);
         sums[r] = deviations[r].second;
     }
-    if constexpr (SHIFTED<T>) each_over_lanes(deviations, PairSum{}, share.lanes);
-    if constexpr (!SHIFTED<T>) each_over_lanes(sums, Sum{}, share.lanes);
+    if constexpr (SHIFTED<T>) each_over_rows(deviations, PairSum{}, share, of_deviations);
+    if constexpr (!SHIFTED<T>) each_over_rows(sums, Sum{}, share, of_squares);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         if constexpr (!SHIFTED<T>) deviations[r].second = sums[r];
@@ -59,22 +61,23 @@ __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V
     }
 }
 
-template <typename T, int ROWS, int V>
-__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS>& share,
+template <typename T, int ROWS, bool TEAM, int V>
+__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS, TEAM>& share,
                             const ShortNorm<T>& p) {
+    __shared__ TeamSlots<TEAM ? ROWS : 0, float> of_squares;
     float squares[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) squares[r] = sum_over(tile[r], [](float sum, float x) { return fmaf(x, x, sum); });
-    each_over_lanes(squares, Sum{}, share.lanes);
+    each_over_rows(squares, Sum{}, share, of_squares);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) stats[r] = stats_of_squares(squares[r] * p.per_element, p.eps);
 }
 
 // `gather(tile, meanwhile)` makes the thread's rows, zeros past their end, and calls `meanwhile()` when it has asked for all
 // it needs: parameters that are to come EARLY are asked for there.
-template <typename T, bool CENTRED, int ROWS, bool EARLY, typename Gather>
-__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS>& share, Gather&& gather) {
-    constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
+template <typename T, bool CENTRED, int ROWS, bool TEAM, int V, bool EARLY, typename Gather>
+__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS, TEAM>& share, Gather&& gather) {
+    constexpr int E = Vec<T>::size;
     Vec<T> tile[ROWS][V], weight[V], bias[V];
     const auto fetch_parameters = [&](int v) {
         weight[v] = share.parameter(p.weight, v, 1.0f);
@@ -95,7 +98,6 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS>& sha
             if (share.live(r)) store_stats<CENTRED>(p.stats, share.row + r * share.apart, stats[r]);
         }
     }
-    T* const output = p.output + share.row * p.out_step;
     if constexpr (!EARLY) fetch_parameters(0);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -103,44 +105,57 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS>& sha
         unpack(weight[v], scale);
         if constexpr (CENTRED) unpack(bias[v], offset);
         if (!EARLY && v + 1 < V) fetch_parameters(v + 1);  // before the stores, over which no load is moved
+        T* to = share.begin(p.output, p.out_step, v);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
+        for (int r = 0; r < ROWS; ++r, to += share.next(p.out_step)) {
             unpack(tile[r][v], x);
+            Stats here = stats[r];
+            if constexpr (CENTRED) here.mean = share.template has<T>(v, share.length) ? here.mean : 0.0f;
 #pragma unroll
             for (int e = 0; e < E; ++e) {
-                x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], stats[r]);
+                x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], here);
                 x[e] = CENTRED ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
             }
-            share.store(output, p.out_step, r, v, pack<T>(x));
+            share.store(to, r, v, pack<T>(x));
             keep_order();
         }
     }
 }
 
 // Rows as they are, or with a RESIDUAL the sum of two, which is stored.
-template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
-__device__ void norm_short(const ShortNorm<T>& p) {
+template <typename T, bool CENTRED, bool RESIDUAL, int ROWS, bool TEAM, int V, bool EARLY>
+__device__ void norm_short_or_team(const ShortNorm<T>& p) {
     begin_early();
-    constexpr int V = SHORT_VECTORS<T, ROWS>;
-    const ShortShare<ROWS> share(p.count, p.length);
+    const ShortShare<ROWS, TEAM> share(p.count, p.length);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
         share.load(tile, p.input, p.in_step, 0.0f);
         [[maybe_unused]] Vec<T> residual[RESIDUAL ? ROWS : 1][V];
         if constexpr (RESIDUAL) share.load(residual, p.residual, p.res_step, 0.0f);
         meanwhile();
         if constexpr (RESIDUAL) {
-            T* const sum = p.sum + share.row * p.out_step;
+            T* to = share.begin(p.sum, p.out_step);
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
+            for (int r = 0; r < ROWS; ++r, to += share.next(p.out_step)) {
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
                     tile[r][v] = add_vec(tile[r][v], residual[r][v]);
-                    share.store(sum, p.out_step, r, v, tile[r][v]);
+                    share.store(to + v * share.lanes * Vec<T>::size, r, v, tile[r][v]);
                 }
             }
         }
     };
-    norm_short_of<T, CENTRED, ROWS, SHORT_EARLY<T, CENTRED, ROWS>>(p, share, gather);
+    norm_short_of<T, CENTRED, ROWS, TEAM, V, EARLY>(p, share, gather);
+}
+
+template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
+__device__ void norm_short(const ShortNorm<T>& p) {
+    norm_short_or_team<T, CENTRED, RESIDUAL, ROWS, false, SHORT_VECTORS<T, ROWS>, SHORT_EARLY<T, CENTRED, ROWS>>(p);
+}
+
+template <typename T, bool CENTRED, bool RESIDUAL, typename TEAM>
+__device__ void norm_team(const ShortNorm<T>& p) {
+    constexpr bool EARLY = TEAM::VECTORS * (CENTRED ? 8 : 4) <= 16;
+    norm_short_or_team<T, CENTRED, RESIDUAL, TEAM::ROWS, true, TEAM::VECTORS, EARLY>(p);
 }
 
 }  // namespace kl

@@ -15,17 +15,19 @@ void allow_clusters(Kernel* kernel, unsigned blocks) {
     }
 }
 
-// How many clusters of a kernel (or blocks, where a cluster is one) the GPU holds at once. The driver is asked once
-// for each device and size of cluster. Every kernel has its own.
+// How many clusters of a kernel (or blocks, where a cluster is one) the GPU holds at once. The driver is asked once for
+// each device, size of cluster, and size of block; shared memory follows from these. Every kernel has its own.
 struct Resident {
-    static constexpr int DEVICES = 16, SIZES = 5;
-    std::atomic<int> known[DEVICES][SIZES]{};
+    static constexpr int DEVICES = 16, SIZES = 5, BLOCKS = 6;
+    std::atomic<int> known[DEVICES][SIZES][BLOCKS]{};
 
     template <typename Kernel>
     int clusters(Kernel* kernel, dim3 block, unsigned blocks, int shared_bytes, const Launch& launch) {
-        int size = 0, found = 0;
+        const unsigned threads = block.x * block.y;
+        int size = 0, warps = 0, found = 0;
         while (1u << size < blocks) ++size;
-        std::atomic<int>* const slot = launch.device < DEVICES ? &known[launch.device][size] : nullptr;
+        while (WARP << warps < static_cast<int>(threads)) ++warps;
+        std::atomic<int>* const slot = launch.device < DEVICES ? &known[launch.device][size][warps] : nullptr;
         if (slot != nullptr && (found = slot->load(std::memory_order_relaxed)) > 0) return found;
         if (blocks == 1) {
             KL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(

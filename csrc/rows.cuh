@@ -212,11 +212,11 @@ __device__ inline void keep_order() { __syncwarp(); }
 // A sum over what this thread has of a row, vector by vector: f(sum so far, element) takes an element in.
 template <typename T, int VECTORS, typename F>
 __device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
-    float x[Vec<T>::size], sum = 0.0f;
+    float x[Vec<T>::size], sum = -0.0f;  // to which a first value is added for nothing
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         unpack(tile[v], x);
-        float partial = 0.0f;
+        float partial = -0.0f;
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) partial = f(partial, x[e]);
         sum += partial;
@@ -255,6 +255,10 @@ struct PairSum {
 };
 __device__ inline Pair shuffle_xor(Pair x, int lane) {
     return {shuffle_xor(x.first, lane), shuffle_xor(x.second, lane)};
+}
+__device__ inline float shuffle_from(float x, int lane) { return __shfl_sync(FULL_MASK, x, lane); }
+__device__ inline Pair shuffle_from(Pair x, int lane) {
+    return {shuffle_from(x.first, lane), shuffle_from(x.second, lane)};
 }
 
 // Where the warps that share a row leave their values for each other. In shared memory.

@@ -95,16 +95,20 @@ def test_input_and_residual_share_one_gradient(variant):
 
 
 #: More rows than a GPU goes through at once, so that blocks and programs take several turns, of which the last is not
-#: full; rows shared by a part of a warp, by warps, by a block, by a cluster; whole vectors and not.
+#: full; rows shared by a part of a warp, by warps, by a block, by a cluster; whole vectors and not; rows that leave
+#: threads of those who share them idle.
 MANY_ROWS = [
     (140_003, 8),
     (70_001, 24),
     (20_011, 256),
+    (9001, 776),
     (9001, 1024),
     (5003, 2048),
     (5003, 2047),
+    (2503, 3080),
     (2503, 4096),
     (2503, 4090),
+    (701, 12296),
     (701, 16384),
     (701, 16383),
     (203, 65536),
@@ -145,14 +149,15 @@ def test_the_same_bits_every_time(variant, shape):
 
 
 @needs_gpu
+@pytest.mark.parametrize("length", [512, 1024, 3080])
 @pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if "naive" not in v.name], ids=variant_id)
-def test_rows_with_gaps_and_gradients_of_any_stride(variant):
+def test_rows_with_gaps_and_gradients_of_any_stride(variant, length):
     """Rows on 16 bytes with space between them, in a batch of two strides; a gradient that is one value everywhere."""
     spec = kernel_ladder.spec(variant.op)
-    case = case_of(variant.op, 6, 35, 512)
+    case = case_of(variant.op, 6, 35, length)
     inputs = make_inputs(case, torch.bfloat16, DEVICE)
-    wide = torch.randn(6, 40, 520, device=DEVICE).bfloat16()
-    inputs = (wide[:, 5:, :512], *inputs[1:])
+    wide = torch.randn(6, 40, length + 8, device=DEVICE).bfloat16()
+    inputs = (wide[:, 5:, :length], *inputs[1:])
     skip_unless_it_runs(variant, inputs, case.options)
     for grad in (make_grad(spec, inputs, case.options), torch.ones((), device=DEVICE, dtype=torch.bfloat16)):
         if isinstance(grad, torch.Tensor) and grad.dim() == 0:
