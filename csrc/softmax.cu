@@ -734,6 +734,8 @@ void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             kernel_facts<softmax_backward_registers_kernel<T, true, false>>("softmax_backward.registers", MIN_BLOCK));
         facts.push_back(
             kernel_facts<softmax_backward_registers_kernel<T, true, true>>("softmax_backward.cluster", ROW_THREADS));
+        facts.push_back(kernel_facts<softmax_backward_registers_long_kernel<T, true>>(
+            "softmax_backward.cluster (long rows)", ROW_THREADS, MORE_THAN_HALF_AN_SM));
     });
 }
 
