@@ -83,7 +83,7 @@ def _constraints(blocks, values):
 
 
 @gluon.constexpr_function
-def _floats(count):
+def floats(count):
     return (gl.float32,) * count
 
 
@@ -100,7 +100,7 @@ def meet(values):
     blocks: gl.constexpr = gl.num_ctas()
     text: gl.constexpr = _meeting(blocks, len(values))
     constraints: gl.constexpr = _constraints(blocks, len(values))
-    types: gl.constexpr = _floats(blocks * len(values))
+    types: gl.constexpr = floats(blocks * len(values))
     return gl.inline_asm_elementwise(text, constraints, values, dtype=types, is_pure=False, pack=1)
 
 

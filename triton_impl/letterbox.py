@@ -19,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl.cluster import _floats
+from triton_impl.cluster import floats
 
 #: Bytes of a box, two values of eight blocks; of all, where their barriers begin; and of both. The last are whole
 #: lines, or the shared memory that comes after them would lie across lines.
@@ -130,6 +130,6 @@ def receive(turn, VALUES: gl.constexpr, LAYOUT: gl.constexpr):
     """The sums over all blocks of the values sent in a turn: a tuple of (blocks,) in this layout."""
     text: gl.constexpr = _receiving(gl.num_ctas(), VALUES)
     constraints: gl.constexpr = _received(VALUES)
-    types: gl.constexpr = _floats(VALUES)
+    types: gl.constexpr = floats(VALUES)
     turns = gl.full([gl.num_ctas()], 0, gl.int32, LAYOUT) + turn
     return gl.inline_asm_elementwise(text, constraints, [turns], dtype=types, is_pure=False, pack=1)
