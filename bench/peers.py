@@ -30,10 +30,11 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.gate import one_line
+from bench.rows import PEER
 from kernel_ladder.norms import eps_or_default
 from kernel_ladder.table import Variant
 
-LEVEL = "peer"
+LEVEL = PEER
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
 

@@ -22,6 +22,8 @@ from typing import Any
 
 #: The operation of rows that measure what the machine can do at most, and no operation.
 CEILING = "ceiling"
+#: The level of rows of other libraries.
+PEER = "peer"
 
 
 class ResultsError(ValueError):
@@ -300,12 +302,21 @@ def drop_unfinished(path: Path) -> str | None:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each key, in the order in which the keys first appeared."""
+    """The newest row of each key, in the order in which the keys first appeared.
+
+    What is said of a peer that could not run (it is not installed, or cannot be imported) counts only where no run has
+    measured it.
+    """
     newest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        if row.key not in newest or row.when >= newest[row.key].when:
+        other = newest.get(row.key)
+        if other is None or (_is_of_use(row), row.when) >= (_is_of_use(other), other.when):
             newest[row.key] = row
     return list(newest.values())
+
+
+def _is_of_use(row: Row) -> bool:
+    return row.level != PEER or row.unsupported is None
 
 
 @contextmanager

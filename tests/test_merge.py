@@ -91,6 +91,25 @@ def test_newer_rows_win_and_others_stay(tmp_path, capsys):
     assert found["another", "bfloat16"] == dataclasses.replace(stays, of_ceiling=0.5)
 
 
+def test_an_absent_peer_does_not_displace_its_measurement(tmp_path):
+    into, path = tmp_path / "into.jsonl", tmp_path / "rows.jsonl"
+    peer, nothing = {"backend": "peer.quack", "level": "peer"}, dict.fromkeys(("us", "us_q1", "us_q3", "gbs", "tflops"))
+    later = {**nothing, "when": "2026-01-02T00:00:00+00:00"}
+    rows.write(into, [_row(**peer), _row(**peer, shape="wrong"), _row(shape="ours")])
+    absent = _row(**peer, **later, unsupported="not installed; `pip install quack` gets it")
+    disagreed = _row(**peer, **later, shape="wrong", wrong="output: far off")
+    refused = _row(**later, shape="ours", unsupported="takes float32")
+    never = _row(**peer, **later, shape="never", unsupported="not installed")
+    rows.write(path, [absent, disagreed, refused, never])
+    assert main(["merge", str(path), "--into", str(into)]) == 0
+    found = {row.shape: row for row in rows.read(into)}
+    assert found["8x8x8"].us == 1.0
+    assert found["8x8x8"].unsupported is None
+    assert found["wrong"].wrong == "output: far off"
+    assert found["ours"].unsupported == "takes float32"
+    assert found["never"].unsupported == "not installed"
+
+
 def test_shares_are_held_to_the_best_product_of_all(tmp_path):
     paths = [tmp_path / "1.jsonl", tmp_path / "2.jsonl", tmp_path / "other.jsonl"]
     rows.write(paths[0], [_row()])
