@@ -287,28 +287,27 @@ template <typename T, bool WHOLE, bool CLUSTER>
 void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunch& shape, const Launch& launch) {
     constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
     static DeviceSet asked;
-    const RowLaunch largest{ROW_THREADS, 1, 1};
-    allow_shared(kernel, slot_bytes(largest, CHAIN_SLOTS<WHOLE, CLUSTER>), launch.device, asked);
-    const int bytes = slot_bytes(shape, CHAIN_SLOTS<WHOLE, CLUSTER>);
+    constexpr int SLOTS = CHAIN_SLOTS<WHOLE, CLUSTER>;
+    allow_shared(kernel, slot_bytes(ROW_THREADS, SLOTS), launch.device, asked);
+    const int bytes = slot_bytes(shape.threads * shape.rows, SLOTS);
     launch_rows(kernel, shape, shape.grid(p.norm.count), bytes, launch, p, mask);
 }
 
 // Of rows that lie evenly. Returns whether it has been launched.
 template <typename T>
 bool launch_even(const Chain<T>& p, const DropoutMask& mask, const Launch& launch) {
-    const int64_t count = p.norm.count, length = p.norm.length;
     const ShortChain<T> args{short_norm(p.norm), p.bias};
-    const bool by_team = with_team<T>(std::tuple<ChainTeam>{}, count, length, [&](auto, unsigned grid, dim3 block) {
-        const int bytes = 2 * CHAIN_TEAM_SLOTS * 16 * static_cast<int>(block.x);
-        LaunchConfig(dim3(grid), block, bytes, launch)
-            .early(can_be_early(launch.device))
-            .run(bias_dropout_add_layer_norm_registers_team_kernel<T>, args, mask);
-    });
-    if (by_team || length > SHORT_LENGTH) return by_team;
-    with_short_rows<T>(count, length, [&](auto rows, unsigned grid, dim3 block) {
-        launch_early(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch, args, mask);
-    });
-    return true;
+    return with_even_rows<T>(
+        std::tuple<ChainTeam>{}, p.norm.count, p.norm.length,
+        [&](auto, unsigned grid, dim3 block) {
+            LaunchConfig(dim3(grid), block, slot_bytes(block.x, 2 * CHAIN_TEAM_SLOTS), launch)
+                .early(can_be_early(launch.device))
+                .run(bias_dropout_add_layer_norm_registers_team_kernel<T>, args, mask);
+        },
+        [&](auto rows, unsigned grid, dim3 block) {
+            launch_early(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch, args,
+                         mask);
+        });
 }
 
 }  // namespace
@@ -446,15 +445,14 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             facts.push_back(fact);
         };
         add(forward + "naive", kernel_facts<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
-        const RowLaunch least{MIN_BLOCK, 1, 1};
         add(forward + "registers", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, false>>(
-                                       "", MIN_BLOCK, slot_bytes(least, CHAIN_SLOTS<true, false>)));
+                                       "", MIN_BLOCK, slot_bytes(MIN_BLOCK, CHAIN_SLOTS<true, false>)));
         add(forward + "registers (short rows)",
             kernel_facts<bias_dropout_add_layer_norm_registers_short_kernel<T, SHORT_ROWS>>("", MIN_BLOCK));
         if constexpr (sizeof(T) == 2) {
             add(forward + "registers (team)",
                 kernel_facts<bias_dropout_add_layer_norm_registers_team_kernel<T>>(
-                    "", ChainTeam::THREADS, 2 * CHAIN_TEAM_SLOTS * 16 * ChainTeam::THREADS));
+                    "", ChainTeam::THREADS, slot_bytes(ChainTeam::THREADS, 2 * CHAIN_TEAM_SLOTS)));
         }
         add(forward + "cluster",
             kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>("", ROW_THREADS));

@@ -262,8 +262,10 @@ Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& app
         const unsigned int lanes = lanes_for(chunks);
         const dim3 block(lanes, THREADS / lanes);
         const int64_t column_blocks = ceil_div(chunks, lanes), row_blocks = ceil_div(rows, int64_t{block.y} * ROWS);
-        const bool few = column_blocks * row_blocks < int64_t{FEW_BLOCKS} * multiprocessors(launch.device);
-        if (whole && (sizeof(T) == 4 || few) && rows * chunks < int64_t{1} << 31) {
+        const auto few = [&] {
+            return column_blocks * row_blocks < int64_t{FEW_BLOCKS} * multiprocessors(launch.device);
+        };
+        if (whole && rows * chunks < int64_t{1} << 31 && (sizeof(T) == 4 || few())) {
             launch_early(bias_gelu_vectorized_even_kernel<T, Form>, grid_size(ceil_div(rows * chunks, THREADS)),
                          THREADS, launch, y, x, b, out.step_of_rows(), in.step_of_rows(),
                          static_cast<uint32_t>(rows * chunks), Divisor(static_cast<uint32_t>(chunks)));

@@ -47,15 +47,14 @@ constexpr int64_t NARROW = Op::CENTRED ? 512 : 256;
 template <typename Op, typename T>
 bool norm_forward_even(const NormForward<T>& p, const Launch& launch) {
     const ShortNorm<T> args = short_norm(p);
-    const bool by_team =
-        with_team<T>(typename Op::Teams{}, p.count, p.length, [&](auto team, unsigned grid, dim3 block) {
+    return with_even_rows<T>(
+        typename Op::Teams{}, p.count, p.length,
+        [&](auto team, unsigned grid, dim3 block) {
             launch_early(Op::template team<T, decltype(team)>(), grid, block, launch, args);
+        },
+        [&](auto rows, unsigned grid, dim3 block) {
+            launch_early(Op::template short_rows<T, rows()>(), grid, block, launch, args);
         });
-    if (by_team || p.length > SHORT_LENGTH) return by_team;
-    with_short_rows<T>(p.count, p.length, [&](auto rows, unsigned grid, dim3 block) {
-        launch_early(Op::template short_rows<T, rows()>(), grid, block, launch, args);
-    });
-    return true;
 }
 
 // Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows, if
@@ -166,10 +165,9 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
         static DeviceSet asked;
         static Resident resident;
-        const int bytes = slot_bytes(shape, backward_slots(v(), hopper_or_later(launch.device)));
-        const RowLaunch largest{ROW_THREADS, 1, 1};
-        allow_shared(kernel, slot_bytes(largest, backward_slots(v(), hopper_or_later(launch.device))), launch.device,
-                     asked);
+        const int slots = backward_slots(v(), hopper_or_later(launch.device));
+        const int bytes = slot_bytes(shape.threads * shape.rows, slots);
+        allow_shared(kernel, slot_bytes(ROW_THREADS, slots), launch.device, asked);
         const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
         w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
         std::optional<Tensor> partials;
@@ -272,7 +270,6 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         constexpr int COLUMNS = WARP * COLUMN_LANES;
         add(forward + "naive", kernel_facts<Op::template naive<T>()>("", NORM_NAIVE_THREADS));
         add(forward + "block", kernel_facts<Op::template block<T>()>("", NORM_THREADS));
-        const RowLaunch large{ROW_THREADS, 1, 1};
         add(forward + "registers", kernel_facts<Op::template registers<T, ROW_VECTORS, true, false>()>("", MIN_BLOCK));
         add(forward + "registers (short rows)", kernel_facts<Op::template short_rows<T, SHORT_ROWS>()>("", MIN_BLOCK));
         if constexpr (sizeof(T) == 2) {
@@ -288,10 +285,10 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         add(backward + "block (sum)", kernel_facts<Op::template backward_block_sum<T>()>("", SUM_THREADS));
         constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
         add(backward + "registers", kernel_facts<Op::template backward_registers<T, FEW, true, false>()>(
-                                        "", ROW_THREADS, slot_bytes(large, backward_slots(FEW, true))));
+                                        "", ROW_THREADS, slot_bytes(ROW_THREADS, backward_slots(FEW, true))));
         add(backward + "registers (sum)", kernel_facts<Op::template backward_registers_sum<T>()>("", SUM_THREADS));
         add(backward + "cluster", kernel_facts<Op::template backward_registers<T, ROW_VECTORS, true, true>()>(
-                                      "", ROW_THREADS, slot_bytes(large, backward_slots(ROW_VECTORS, true))));
+                                      "", ROW_THREADS, slot_bytes(ROW_THREADS, backward_slots(ROW_VECTORS, true))));
     });
 }
 

@@ -30,8 +30,8 @@ struct Resident {
         std::atomic<int>* const slot = launch.device < DEVICES ? &known[launch.device][size][warps] : nullptr;
         if (slot != nullptr && (found = slot->load(std::memory_order_relaxed)) > 0) return found;
         if (blocks == 1) {
-            KL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                &found, kernel, static_cast<int>(block.x * block.y), shared_bytes));
+            KL_CUDA_CHECK(
+                cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, static_cast<int>(threads), shared_bytes));
             found *= multiprocessors(launch.device);
         } else {
             allow_clusters(kernel, blocks);

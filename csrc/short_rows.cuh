@@ -208,4 +208,14 @@ void with_short_rows(int64_t count, int64_t length, F&& f) {
     run(std::integral_constant<int, 1>{});
 }
 
+// Of rows that lie evenly: calls `by_team` as with_team does, or for short ones that no team takes `by_rows` as
+// with_short_rows does. Returns whether either has been called.
+template <typename T, typename TEAMS, typename F, typename G>
+bool with_even_rows(TEAMS teams, int64_t count, int64_t length, F&& by_team, G&& by_rows) {
+    if (with_team<T>(teams, count, length, by_team)) return true;
+    if (length > SHORT_LENGTH) return false;
+    with_short_rows<T>(count, length, by_rows);
+    return true;
+}
+
 }  // namespace kl

@@ -73,9 +73,7 @@ struct Slots {
     }
 };
 
-// Bytes of shared memory for so many vectors a thread.
-inline int slot_bytes(const RowLaunch& shape, int vectors) {
-    return static_cast<int>(shape.threads * shape.rows) * vectors * 16;
-}
+// Bytes of shared memory for so many vectors of each thread.
+constexpr int slot_bytes(unsigned threads, int vectors) { return static_cast<int>(threads) * vectors * 16; }
 
 }  // namespace kl

@@ -16,14 +16,19 @@ def _shared_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024
 
 
+def _length(input: torch.Tensor, dim: int) -> int:
+    return input.shape[dim] if input.dim() else 1
+
+
 def _fits_on_chip(input: torch.Tensor, *, dim: int) -> str | None:
     if (reason := unsupported(input)) is not None:
         return reason
     # The backward pass keeps two rows: output and gradient.
-    row_bytes = 2 * input.element_size() * (input.shape[dim] if input.dim() else 1)
+    length = _length(input, dim)
+    row_bytes = 2 * input.element_size() * length
     if row_bytes > (limit := _shared_bytes(input.device)):
         return (
-            f"rows of {input.shape[dim]} elements do not fit in shared memory "
+            f"rows of {length} elements do not fit in shared memory "
             f"(output and gradient take {row_bytes} of {limit} bytes)"
         )
     return None
@@ -44,7 +49,7 @@ def _fits_in_a_block(input: torch.Tensor, *, dim: int) -> str | None:
     if (reason := unsupported(input)) is not None:
         return reason
     longest = MAX_BLOCK_CHUNKS * 16 // input.element_size()
-    length = input.shape[dim] if input.dim() else 1
+    length = _length(input, dim)
     return f"rows of {length} elements do not fit in the registers of a block ({longest})" if length > longest else None
 
 
@@ -53,7 +58,7 @@ def _needs_clusters(input: torch.Tensor, *, dim: int) -> str | None:
         return reason
     if not _has_clusters(input.device):
         return "thread-block clusters need compute capability 9.0 or later"
-    length = input.shape[dim] if input.dim() else 1
+    length = _length(input, dim)
     return None if length <= MAX_CLUSTER_LENGTH else f"rows of {length} elements are more than {MAX_CLUSTER_LENGTH}"
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kernel_ladder.norms import eps_or_default, forwards
-from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward, register
+from triton_impl import register
+from triton_impl.norm_steps import STEPS, Step, ahead_of_time
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=False, residual=True)
 
 
-def _variant(name: str, normalised: Callable, refused_rows: Callable, gradients: Callable, **more: Callable) -> None:
+def _variant(name: str, step: Step) -> None:
+    normalised, refused_rows, gradients, here = step
+
     def normalise(
         keep: bool, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
@@ -36,14 +37,10 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, gradients:
     def refused(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps) -> str | None:
         return refused_rows(input, input.shape[-1])
 
-    register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused, **more)
+    register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused, here=here)
 
 
-# Rows that `fused` has in one block forward are in a cluster's backward, where they may.
-for _name, _kernels in norms.STEPS.items():
-    _variant(f"triton.{_name}", *_kernels, norms_cluster_backward.backward if _name == "fused" else norms.backward)
-_variant(
-    "triton.cluster", norms_cluster.forward, norms_cluster.refused, norms_cluster_backward.backward, here=gluon.here
-)
+for _name, _step in STEPS.items():
+    _variant(f"triton.{_name}", _step)
 
-AOT = [e for module in (norms, norms_cluster, norms_cluster_backward) for e in module.ahead_of_time(KIND)]
+AOT = ahead_of_time(KIND)

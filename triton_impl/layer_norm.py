@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from kernel_ladder.norms import forwards
-from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward, register
+from triton_impl import register
+from triton_impl.norm_steps import STEPS, Step, ahead_of_time
 from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=True, residual=False)
 
 
-def _variant(name: str, normalised: Callable, refused_rows: Callable, gradients: Callable, **more: Callable) -> None:
+def _variant(name: str, step: Step) -> None:
+    normalised, refused_rows, gradients, here = step
+
     def normalise(
         keep: bool,
         input: torch.Tensor,
@@ -44,14 +46,10 @@ def _variant(name: str, normalised: Callable, refused_rows: Callable, gradients:
     ) -> str | None:
         return refused_rows(input, math.prod(normalized_shape))
 
-    register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused, **more)
+    register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused, here=here)
 
 
-# Rows that `fused` has in one block forward are in a cluster's backward, where they may.
-for _name, _kernels in norms.STEPS.items():
-    _variant(f"triton.{_name}", *_kernels, norms_cluster_backward.backward if _name == "fused" else norms.backward)
-_variant(
-    "triton.cluster", norms_cluster.forward, norms_cluster.refused, norms_cluster_backward.backward, here=gluon.here
-)
+for _name, _step in STEPS.items():
+    _variant(f"triton.{_name}", _step)
 
-AOT = [e for module in (norms, norms_cluster, norms_cluster_backward) for e in module.ahead_of_time(KIND)]
+AOT = ahead_of_time(KIND)

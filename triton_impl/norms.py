@@ -509,6 +509,15 @@ class Needs(NamedTuple):
     bias: bool
 
 
+def unwritten(x: torch.Tensor, needs: Needs) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Memory for the gradients of rows (count, length), of weight and of bias (length,); None where not wanted."""
+    count, length = x.shape
+    grad_input = x.new_empty((count, length)) if needs.input else None
+    grad_weight = x.new_empty((length,)) if needs.weight else None
+    grad_bias = x.new_empty((length,)) if needs.bias else None
+    return grad_input, grad_weight, grad_bias
+
+
 def backward(
     kind: Kind,
     x: torch.Tensor,
@@ -520,9 +529,7 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the rows (count, length), of weight and of bias (length,); None where not wanted."""
     count, length = x.shape
-    grad_input = x.new_empty((count, length)) if needs.input else None
-    grad_weight = x.new_empty((length,)) if needs.weight else None
-    grad_bias = x.new_empty((length,)) if needs.bias else None
+    grad_input, grad_weight, grad_bias = unwritten(x, needs)
     weights = needs.weight or needs.bias
     if x.numel() == 0:
         for of_parameter in (grad_weight, grad_bias):
@@ -607,8 +614,8 @@ def refused(fused: bool, x: torch.Tensor, length: int) -> str | None:
     return None
 
 
-#: How the steps of the climb normalise rows, and which they refuse.
-STEPS = {
+#: How these steps of the climb normalise rows, and which they refuse (norm_steps.py has the table of all).
+FORWARD = {
     name: (forward_by(partial(_launch, fused)), partial(refused, fused))
     for name, fused in (("online", False), ("fused", True))
 }

@@ -290,9 +290,7 @@ def backward(
     if _refused(x, grad, s, w):
         return norms.backward(kind, x, weight, stats, grad, grad_sum, needs)
     count, length = x.shape
-    grad_input = x.new_empty((count, length)) if needs.input else None
-    grad_weight = x.new_empty((length,)) if needs.weight else None
-    grad_bias = x.new_empty((length,)) if needs.bias else None
+    grad_input, grad_weight, grad_bias = norms.unwritten(x, needs)
     weights = needs.weight or needs.bias
     strides = (grad.stride(0), s.stride(0), x.stride(0))
     key = (kind, count, length, strides, weight is None, needs, x.dtype, x.device)

@@ -24,13 +24,9 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
     using namespace cluster;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, CLUSTER * CONSUMERS * WARPGROUP / WARP);
-        }
+        Ring<STAGES>::init(full, empty, 1, CLUSTER * CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
-        tma_prefetch(from.a);
-        tma_prefetch(from.b);
+        from.prefetch();
     }
     cluster_sync();  // neither block writes into the other before its barriers are there
 

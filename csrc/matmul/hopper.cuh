@@ -31,6 +31,11 @@ struct Tiled {
 // Both operands for TMA: coordinates are (k, x, batch) where memory runs along k, (x, k, batch) where along x.
 struct TmaOperands {
     CUtensorMap a, b;
+
+    __device__ void prefetch() const {
+        tma_prefetch(a);
+        tma_prefetch(b);
+    }
 };
 
 // In which order tiles are made. Those that run together should share rows of A and columns of B in L2: they are
@@ -215,6 +220,15 @@ template <int STAGES>
 struct Ring {
     int stage = 0;
     uint32_t phase = 0;
+
+    // Initialises the barriers of the stages, by one thread: a stage is full once `fills` have arrived and their bytes are
+    // there, and empty once `frees` have. A fence must follow.
+    __device__ static void init(uint32_t full, uint32_t empty, uint32_t fills, uint32_t frees) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(full + s * 8, fills);
+            mbarrier_init(empty + s * 8, frees);
+        }
+    }
     __device__ void next() {
         if (++stage == STAGES) {
             stage = 0;

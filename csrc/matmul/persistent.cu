@@ -54,10 +54,7 @@ struct TmaLoader {
 
     __device__ TmaLoader(const Source& from, const Tiled& p, bool below, int batch, int m0, int n0)
         : from(from), m0(m0), n0(n0), a_batch(batch * p.a_step), b_batch(batch * p.b_step), below(below) {}
-    __device__ static void prefetch(const Source& from) {
-        tma_prefetch(from.a);
-        tma_prefetch(from.b);
-    }
+    __device__ static void prefetch(const Source& from) { from.prefetch(); }
     __device__ static bool takes_part() { return warp_index() == 0 && elect_one(); }
     __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
         mbarrier_arrive_expect(barrier, STAGE_BYTES);
@@ -316,10 +313,7 @@ __device__ inline void multiply_tiles(const Destination<typename Loader::Element
     const uint32_t stages = aligned_shared(), panels = stages + STAGES * STAGE_BYTES;
     const uint32_t full = panels + OUT_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, Loader::ARRIVALS);
-            mbarrier_init(empty + s * 8, Loader::BLOCKS * CONSUMERS * WARPGROUP / WARP);
-        }
+        Ring<STAGES>::init(full, empty, Loader::ARRIVALS, Loader::BLOCKS * CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
         Loader::prefetch(from);
     }

@@ -118,13 +118,9 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
     using namespace registers_tma;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, WARPS);
-        }
+        Ring<STAGES>::init(full, empty, 1, WARPS);
         mbarrier_init_fence();
-        tma_prefetch(from.a);
-        tma_prefetch(from.b);
+        from.prefetch();
     }
     __syncthreads();
     int batch, tile_m, tile_n;

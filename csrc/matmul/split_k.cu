@@ -132,12 +132,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     const uint32_t sums = empty + STAGES * 8;  // the others' are here
     if (threadIdx.x == 0) {
-        tma_prefetch(from.a);
-        tma_prefetch(from.b);
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, OPERANDS);
-            mbarrier_init(empty + s * 8, Tile::BESIDE * CONSUMERS * WARPGROUP / WARP);
-        }
+        from.prefetch();
+        Ring<STAGES>::init(full, empty, OPERANDS, Tile::BESIDE * CONSUMERS * WARPGROUP / WARP);
         mbarrier_init(sums, 1);
         mbarrier_init_fence();
     }

@@ -24,13 +24,9 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
     using namespace warp_specialized;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, 1);
-            mbarrier_init(empty + s * 8, CONSUMERS * WARPGROUP / WARP);
-        }
+        Ring<STAGES>::init(full, empty, 1, CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
-        tma_prefetch(from.a);
-        tma_prefetch(from.b);
+        from.prefetch();
     }
     __syncthreads();
 

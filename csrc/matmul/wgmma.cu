@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(wgmma::BLOCK_THREADS)
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers + s * 8, 1);
         mbarrier_init_fence();
-        tma_prefetch(from.a);
-        tma_prefetch(from.b);
+        from.prefetch();
     }
     __syncthreads();
 

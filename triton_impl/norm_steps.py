@@ -1,0 +1,32 @@
+"""The steps of every normalisation in Triton, in one table: what normalises rows, and what gives their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward
+from triton_impl.aot import Entry
+from triton_impl.norms import Kind
+
+
+class Step(NamedTuple):
+    """A step: its forward and its backward pass, and why it takes no such rows, or does not run here."""
+
+    normalised: Callable
+    refused: Callable[..., str | None]
+    gradients: Callable
+    here: Callable[[], str | None] = lambda: None
+
+
+STEPS = {
+    "online": Step(*norms.FORWARD["online"], norms.backward),
+    # Rows that it has in one block forward are in a cluster's backward, where they may.
+    "fused": Step(*norms.FORWARD["fused"], norms_cluster_backward.backward),
+    "cluster": Step(norms_cluster.forward, norms_cluster.refused, norms_cluster_backward.backward, gluon.here),
+}
+
+
+def ahead_of_time(kind: Kind) -> list[Entry]:
+    """Specialisations that stand for the calls of a normalisation."""
+    return [e for module in (norms, norms_cluster, norms_cluster_backward) for e in module.ahead_of_time(kind)]
