@@ -1,10 +1,10 @@
 """Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves.
 
-Device memory beyond the output: on Hopper, operands that TMA cannot read are copied where the product is worth it, and
-take their own size again, as does in `split_k` an `input` of at most 32 rows that lie along memory, and in `registers`
-the smaller of two float32 operands that both lie along k, if that is at most 64 MiB; where tiles are shared out, by
-`stream_k` (and `split_k` where it does the same) and for operands that are not copied, 128 KiB for each multiprocessor
-(17 MiB on an H200). All give the same bits in every run: what is added up in parts is added in a fixed order.
+Device memory beyond the output: on Hopper, operands that TMA cannot read are copied where the product is worth it, at
+most 64 MiB of them at a time, as are in `split_k` an `input` of at most 32 rows that lie along memory, and in
+`registers` the smaller of two float32 operands that both lie along k; where tiles are shared out, by `stream_k` (and
+`split_k` where it does the same) and for operands that are not copied, 128 KiB for each multiprocessor (17 MiB on an
+H200). All give the same bits in every run: what is added up in parts is added in a fixed order.
 """
 
 from __future__ import annotations

@@ -311,6 +311,28 @@ def test_batches_of_several_strides(name):
 
 @needs_gpu
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
+def test_copies_take_64_mib_at_most(name, layout):
+    """Products are then made in parts of their rows and columns."""
+    for a_batch, b_batch, m, n, k in [
+        ((), (), 5003, 4999, 9001),
+        ((3,), (), 3001, 3011, 9001),
+        ((), (2,), 70, 4999, 9001),
+    ]:
+        a = operand((*a_batch, m, k), torch.bfloat16, transposed=layout[0], pad=(1 - (m if layout[0] else k)) % 2)
+        b = operand((*b_batch, k, n), torch.bfloat16, transposed=layout[1], pad=(1 - (k if layout[1] else n)) % 2)
+        skip_unless_it_runs(step(name), (a, b), {})
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        c = kernel_ladder.matmul(a, b, backend=f"cuda.{name}")
+        beyond = torch.cuda.max_memory_allocated() - before - c.numel() * c.element_size()
+        assert beyond <= (64 + 18) * 2**20  # with a workspace where tiles are shared out
+        assert_product(a, b, c)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", STEPS)
 def test_every_run_gives_the_same_bits(name):
     for m, n, k in [(2048, 2048, 2048), (512, 512, 4096), (16, 8192, 1024), (2304, 2304, 1024)]:
         a, b = operand((m, k), torch.bfloat16), operand((k, n), torch.bfloat16)

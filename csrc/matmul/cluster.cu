@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
         wgmma_wait<0>();
         wgmma_pin(sum);
         cluster_arrive_relaxed();
-        store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
+        store_outputs<T, BN>(sum, c + batch * p.c_batch, p, m0 + half * PANEL_X, n0);
         __syncwarp();
         cluster_wait();  // shared memory stays until the other block writes and arrives no more
     }
@@ -83,8 +83,8 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
             using T = decltype(zero);
             static DeviceSet asked;
             launch_hopper(matmul_cluster_kernel<T, a_major(), b_major()>, "matmul.cluster",
-                          {blocks, CLUSTER, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.output.data_ptr()),
-                          call.operands(), call.tiled, order);
+                          {blocks, CLUSTER, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.c), call.operands(),
+                          call.tiled, order);
         });
     });
 }

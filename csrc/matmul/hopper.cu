@@ -94,7 +94,7 @@ int tile_count(const TileOrder& order, const Tiled& p) {
 
 TmaTensor output_tensor(const HopperCall& call) {
     const Product& p = call.product;
-    return {call.output.scalar_type(), 3, call.output.data_ptr(), {p.N, p.M, p.batches}, {1, p.N, p.M * p.N},
+    return {call.output.scalar_type(), 3, call.c, {p.N, p.M, p.batches}, {1, call.tiled.c_row, call.tiled.c_batch},
             {PANEL_X, PANEL_X, 1}};
 }
 
@@ -107,6 +107,7 @@ HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tenso
     HopperCall call{p, output};
     call.a_data = input.data_ptr();
     call.b_data = other.data_ptr();
+    call.c = output.data_ptr();
     KL_CHECK(is_hopper(input.get_device_index()), op, ": ", step, " needs a GPU of compute capability 9.0");
     if (p.batches * p.M * p.N == 0) return call;
     if (p.K == 0) {
@@ -117,20 +118,22 @@ HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tenso
     }
     constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
     KL_CHECK(std::max({p.M, p.N, p.K, p.batches}) <= LIMIT, op, ": sizes must be below 2^31");
-    const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
-    call.tiled = {static_cast<int>(p.M),
-                  static_cast<int>(p.N),
-                  static_cast<int>(p.K),
-                  static_cast<int>(p.batches),
-                  a_batch != 0,
-                  b_batch != 0,
-                  p.M * p.N};
-    // TMA walks one dimension of batches.
-    call.a_by_tma = p.batch_dims <= 1 &&
-                    readable(dtype, call.a_data, p.M, p.a_m, p.K, p.a_k, p.batches, a_batch, &call.a, &call.a_major);
-    call.b_by_tma = p.batch_dims <= 1 &&
-                    readable(dtype, call.b_data, p.N, p.b_n, p.K, p.b_k, p.batches, b_batch, &call.b, &call.b_major);
+    call.tiled.c_row = p.N;
+    call.tiled.c_batch = p.M * p.N;
+    describe(&call, dtype);
     return call;
+}
+
+void describe(HopperCall* call, ScalarType dtype) {
+    const Product& p = call->product;
+    const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
+    call->tiled = {static_cast<int>(p.M), static_cast<int>(p.N), static_cast<int>(p.K), static_cast<int>(p.batches),
+                   a_batch != 0,          b_batch != 0,          call->tiled.c_batch,   call->tiled.c_row};
+    // TMA walks one dimension of batches.
+    call->a_by_tma = p.batch_dims <= 1 && readable(dtype, call->a_data, p.M, p.a_m, p.K, p.a_k, p.batches, a_batch,
+                                                   &call->a, &call->a_major);
+    call->b_by_tma = p.batch_dims <= 1 && readable(dtype, call->b_data, p.N, p.b_n, p.K, p.b_k, p.batches, b_batch,
+                                                   &call->b, &call->b_major);
 }
 
 }  // namespace kl

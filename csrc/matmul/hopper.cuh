@@ -2,6 +2,7 @@
 // registers. The table of the climb stands in matmul.cuh.
 #pragma once
 
+#include <functional>
 #include <limits>
 #include <optional>
 
@@ -26,6 +27,7 @@ struct Tiled {
     int batches;
     int a_step, b_step;  // 0 where all batches share the operand, else 1
     int64_t c_batch;     // elements between the outputs of two batches
+    int64_t c_row;       // and of two rows: N, or more where this is a part of a product
 };
 
 // Both operands for TMA: coordinates are (k, x, batch) where memory runs along k, (x, k, batch) where along x.
@@ -124,10 +126,14 @@ struct HopperCall {
     TmaTensor a, b;
 
     const void *a_data, *b_data;
+    void* c;
     bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
     bool by_tma() const { return a_by_tma && b_by_tma; }
     TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
 };
+
+// Fills in what follows from a call's product and from where its operands are.
+void describe(HopperCall* call, ScalarType dtype);
 
 // What `prepare` has made of a call of a step, as the Hopper steps see it; the output is zeroed where K is 0.
 HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tensor& other, bool allow_tf32,
@@ -140,6 +146,8 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
 // Where TMA cannot read an operand: if that is worth its while, copies it to where TMA can, and tells the call. The copy
 // lives as long as what is returned.
 Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on);
+// Runs a call in one, or where copies would take more than 64 MiB in parts of its outputs, one after the other.
+void in_parts(const HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
 void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // Where A is few rows that lie along memory, if that is worth its while: copies them to where they lie along k, and tells
@@ -156,8 +164,11 @@ Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, con
     HopperCall call = prepare_hopper(prepare(input, other), input, other, allow_tf32, "matmul", step);
     if (call.done()) return call.output;
     const Launch on(input);
-    const Tensor copies = realign(&call, input.scalar_type(), on);
-    call.by_tma() ? by_tma(call, on) : launch_plain(call, input.scalar_type(), on);
+    const ScalarType dtype = input.scalar_type();
+    in_parts(call, dtype, on, [&](HopperCall& part) {
+        const Tensor copies = realign(&part, dtype, on);
+        part.by_tma() ? by_tma(part, on) : launch_plain(part, dtype, on);
+    });
     return call.output;
 }
 
@@ -313,20 +324,21 @@ __device__ inline uint32_t pack_pair(float first, float second) {
 
 // Four sums: two neighbouring outputs of row m from column n on, and two of row m + 8.
 template <typename T>
-__device__ inline void store_eight_columns(const float* d, T* c, int M, int N, int m, int n) {
+__device__ inline void store_eight_columns(const float* d, T* c, const Tiled& p, int m, int n) {
     struct alignas(2 * sizeof(T)) Pair {
         T first, second;
     };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (m + i * 8 >= M) continue;
-        T* const out = c + int64_t{m + i * 8} * N + n;
+        if (m + i * 8 >= p.M) continue;
+        T* const out = c + (m + i * 8) * p.c_row + n;
         const Pair pair{from_float<T>(d[i * 2]), from_float<T>(d[i * 2 + 1])};
-        if (N % 2 == 0 && n < N) {  // then every pair of columns that begins at an even one is aligned
+        // Every pair of columns that begins at an even one is then aligned.
+        if (p.N % 2 == 0 && p.c_row % 2 == 0 && n < p.N) {
             *reinterpret_cast<Pair*>(out) = pair;
         } else {
-            if (n < N) out[0] = pair.first;
-            if (n + 1 < N) out[1] = pair.second;
+            if (n < p.N) out[0] = pair.first;
+            if (n + 1 < p.N) out[1] = pair.second;
         }
     }
 }
@@ -334,10 +346,10 @@ __device__ inline void store_eight_columns(const float* d, T* c, int M, int N, i
 // A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers. Four lanes hold 16 bytes of a row together;
 // of four such each lane stores one, where rows begin at multiples of 16 bytes: whole sectors, and a quarter of the stores.
 template <typename T, int BN>
-__device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int N, int m0, int n0) {
+__device__ inline void store_outputs(const float (&d)[BN / 2], T* c, const Tiled& p, int m0, int n0) {
     const int lane = threadIdx.x % WARP, m = m0 + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
     if constexpr (sizeof(T) == 2) {
-        if (N % 8 == 0) {
+        if (p.N % 8 == 0 && p.c_row % 8 == 0) {
 #pragma unroll
             for (int j = 0; j < BN / 8; j += 4) {
                 const int n = n0 + (j + lane % 4) * 8;
@@ -349,8 +361,8 @@ __device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int 
                         words[i] = pack_pair<T>(d[(j + i) * 4 + row * 2], d[(j + i) * 4 + row * 2 + 1]);
                     }
                     transpose_quad(words);
-                    if (m + row * 8 < M && n < N) {
-                        *reinterpret_cast<uint4*>(c + int64_t{m + row * 8} * N + n) =
+                    if (m + row * 8 < p.M && n < p.N) {
+                        *reinterpret_cast<uint4*>(c + (m + row * 8) * p.c_row + n) =
                             make_uint4(words[0], words[1], words[2], words[3]);
                     }
                 }
@@ -359,7 +371,7 @@ __device__ inline void store_outputs(const float (&d)[BN / 2], T* c, int M, int 
         }
     }
 #pragma unroll
-    for (int j = 0; j < BN / 8; ++j) store_eight_columns<T>(d + j * 4, c, M, N, m, n0 + j * 8 + lane % 4 * 2);
+    for (int j = 0; j < BN / 8; ++j) store_eight_columns<T>(d + j * 4, c, p, m, n0 + j * 8 + lane % 4 * 2);
 }
 
 }  // namespace kl

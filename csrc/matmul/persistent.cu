@@ -118,7 +118,7 @@ __device__ inline void store_rows(T* c, const Tiled& p, int batch, int m0, int n
     for (int i = 0; i < 16; i += WARP / 8) {
         const int row = warp * 16 + i + lane / 8;
         if (m0 + row >= p.M) continue;
-        T* const to = c + batch * p.c_batch + int64_t{m0 + row} * p.N + n0;
+        T* const to = c + batch * p.c_batch + (m0 + row) * p.c_row + n0;
         const auto before = static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(to) % 16);  // bytes to such a multiple
         uint32_t v[4];
         join<T>(v, load_shared16(panel + swizzled(row, chunk)), load_shared16(panel + swizzled(row, (chunk + 1) % 8)),
@@ -192,7 +192,7 @@ struct Bare {
         __device__ void store(float (&sum)[BN / 2], const Destination<T>& to, const Tiled& p, uint32_t panels,
                               int batch, int m0, int n0) const {
             if constexpr (sizeof(T) == 4) {  // two float32 of four lanes fill a sector: nothing to gain
-                store_outputs<T, BN>(sum, to.c + batch * p.c_batch, p.M, p.N, m0, n0);
+                store_outputs<T, BN>(sum, to.c + batch * p.c_batch, p, m0, n0);
             } else {
 #pragma unroll
                 for (int part = 0; part < PARTS_N; ++part) {
@@ -242,10 +242,10 @@ struct Layer {
             const Destination<T> kept{layer.formula.kept, layer.kept, to.by_tma};
             if constexpr (sizeof(T) == 4) {
                 const int64_t offset = batch * p.c_batch;
-                if (kept.c != nullptr) store_outputs<T, BN>(sum, kept.c + offset, p.M, p.N, m0, n0);
+                if (kept.c != nullptr) store_outputs<T, BN>(sum, kept.c + offset, p, m0, n0);
 #pragma unroll
                 for (int part = 0; part < PARTS_N; ++part) activate(columns_of(sum, part), part);
-                store_outputs<T, BN>(sum, to.c + offset, p.M, p.N, m0, n0);
+                store_outputs<T, BN>(sum, to.c + offset, p, m0, n0);
             } else {
 #pragma unroll
                 for (int part = 0; part < PARTS_N; ++part) {
@@ -435,8 +435,8 @@ void launch(const char* name, const HopperCall& call, const typename Loader::Sou
     const TmaTensor output = output_tensor(call);
     const bool by_tma = sizeof(T) == 2 && tma_can_address(output);
     const HopperGrid grid{blocks, Loader::BLOCKS, (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, SHARED};
-    launch_hopper(KERNEL, name, grid, on, asked, static_cast<T*>(call.output.data_ptr()),
-                  by_tma ? tensor_map(output) : CUtensorMap{}, by_tma, from, p, order, shares, space, epilogue...);
+    launch_hopper(KERNEL, name, grid, on, asked, static_cast<T*>(call.c), by_tma ? tensor_map(output) : CUtensorMap{},
+                  by_tma, from, p, order, shares, space, epilogue...);
 }
 
 template <typename T>

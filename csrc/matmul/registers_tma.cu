@@ -303,7 +303,8 @@ bool matmul_registers_by_tma(float* c, const float* a, const float* b, const Pro
                      static_cast<int>(p.batches),
                      rows.batch_stride != 0,
                      columns.batch_stride != 0,
-                     p.M * p.N};
+                     p.M * p.N,
+                     p.N};
     };
     TmaTensor rows, columns;
     if (B.describe(false, p.K, p.batches, &columns)) {

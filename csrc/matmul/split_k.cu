@@ -117,7 +117,7 @@ __device__ void store_sum_of_parts(const float (&sum)[Tile::BN / 2], T* c, const
                 for (int e = 0; e < 4; ++e) total[j * 4 + e] += part == rank ? own[j * 4 + e] : sent[e];
             }
         }
-        store_outputs<T, UNIT>(total, c, p.M, p.N, m0, n0 + mine * UNIT);
+        store_outputs<T, UNIT>(total, c, p, m0, n0 + mine * UNIT);
     }
 }
 #endif
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
             return store_sum_of_parts<T, Tile>(sum, c, p, m0 + half * PANEL_X, n0, tiles, sums, rank, log_splits);
         }
         if constexpr (Tile::PAIR) cluster_arrive_relaxed();
-        store_outputs<T, BN>(sum, c, p.M, p.N, m0 + half * PANEL_X, n0);
+        store_outputs<T, BN>(sum, c, p, m0 + half * PANEL_X, n0);
         if constexpr (Tile::PAIR) {
             __syncwarp();
             cluster_wait();  // shared memory stays until the other block writes and arrives no more
@@ -288,8 +288,8 @@ void launch_split(const HopperCall& call, int log_splits, bool early, const Laun
     const Places places{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_blocks, a.box[1] * SWIZZLE_ROW,
                         b.box[1] * SWIZZLE_ROW};
     const HopperGrid grid{tile_count(tiles, p) * blocks, blocks, Tile::THREADS, Tile::SHARED, early};
-    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", grid, on, asked,
-                  static_cast<T*>(call.output.data_ptr()), TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
+    launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", grid, on, asked, static_cast<T*>(call.c),
+                  TmaOperands{tensor_map(a), tensor_map(b)}, p, places);
 }
 
 }  // namespace

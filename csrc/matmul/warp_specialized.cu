@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
         }
         wgmma_wait<0>();
         wgmma_pin(sum);
-        store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + half * PANEL_X, n0);
+        store_outputs<T, BN>(sum, c + batch * p.c_batch, p, m0 + half * PANEL_X, n0);
     }
 #endif
 }
@@ -79,8 +79,8 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
             using T = decltype(zero);
             static DeviceSet asked;
             launch_hopper(matmul_warp_specialized_kernel<T, a_major(), b_major()>, "matmul.warp_specialized",
-                          {blocks, 1, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.output.data_ptr()),
-                          call.operands(), p, order);
+                          {blocks, 1, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.c), call.operands(), p,
+                          order);
         });
     });
 }

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(wgmma::BLOCK_THREADS)
         if (threadIdx.x == 0 && i + STAGES < k_tiles) load(i + STAGES);
     }
     wgmma_pin(sum);
-    store_outputs<T, BN>(sum, c + batch * p.c_batch, p.M, p.N, m0 + group * PANEL_X, n0);
+    store_outputs<T, BN>(sum, c + batch * p.c_batch, p, m0 + group * PANEL_X, n0);
 #endif
 }
 
@@ -71,8 +71,8 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
             using T = decltype(zero);
             static DeviceSet asked;
             launch_hopper(matmul_wgmma_kernel<T, a_major(), b_major()>, "matmul.wgmma",
-                          {blocks, 1, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.output.data_ptr()),
-                          call.operands(), p, order);
+                          {blocks, 1, BLOCK_THREADS, SHARED}, on, asked, static_cast<T*>(call.c), call.operands(), p,
+                          order);
         });
     });
 }
