@@ -9,8 +9,8 @@
 //              over all its rows, and the next row is under way
 //   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
 //
-// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh and norm_backward.cuh, which
-// the normalisations share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh and
+// norm_backward.cuh, which the normalisations share.
 
 #include "norm_launch.cuh"
 
@@ -82,6 +82,12 @@ __global__ void __launch_bounds__(TEAM::THREADS, THREADS_AN_SM / TEAM::THREADS)
     norm_team<T, CENTRED, RESIDUAL, TEAM>(p);
 }
 
+template <typename T, typename SHAPE, bool CLUSTER>
+__global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
+    add_rms_norm_registers_slots_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     add_rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -100,6 +106,7 @@ struct AddRmsNorm {
     static constexpr const char *NAME = "add_rms_norm", *BACKWARD_NAME = "add_rms_norm_backward";
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
     using Teams = std::tuple<Team<1, 4, 1024, 16384>>;
+    using Slots = SlotShape<1, 4, 512, 3>;
     template <typename T>
     static constexpr auto naive() {
         return add_rms_norm_naive_kernel<T>;
@@ -119,6 +126,10 @@ struct AddRmsNorm {
     template <typename T, typename TEAM>
     static constexpr auto team() {
         return add_rms_norm_registers_team_kernel<T, TEAM>;
+    }
+    template <typename T, bool CLUSTER>
+    static constexpr auto slots() {
+        return add_rms_norm_registers_slots_kernel<T, Slots, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

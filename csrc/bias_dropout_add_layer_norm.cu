@@ -13,6 +13,7 @@
 // Elements are counted in row-major order whatever the strides, so that a view has the mask of its copy.
 
 #include "norm_launch.cuh"
+#include "norm_slots.cuh"
 #include "philox.cuh"
 #include "slots.cuh"
 
@@ -219,6 +220,49 @@ __global__ void __launch_bounds__(ChainTeam::THREADS, 3)
                                                                        in_shared + CHAIN_TEAM_SLOTS * blockDim.x);
 }
 
+// ---- registers, cluster: rows that wait in shared memory --------------------------------------------------------------
+
+// Rows of at most 4096, 8192 and 16384 elements by a block; longer ones by clusters of the second while those are of portable
+// size, then of the third. Two rows share what they have in common: three parameters, from the L2.
+using ShortChainSlots = SlotShape<2, 2, 256, 5>;
+using ChainSlots = SlotShape<2, 4, 256, 4, 2>;
+using WideChainSlots = SlotShape<2, 4, 512, 2, 2>;
+
+template <typename T, typename SHAPE, bool CLUSTER>
+__global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
+    bias_dropout_add_layer_norm_registers_slots_kernel(__grid_constant__ const ShortChain<T> p,
+                                                       __grid_constant__ const DropoutMask mask) {
+    if (!exists_here<CLUSTER>()) return;
+    constexpr int E = Vec<T>::size;
+    constexpr bool AHEAD = SHAPE::VECTORS <= 2;  // there are registers for the next vector of the bias too
+    const SlotShare<SHAPE, CLUSTER> share(p.norm.length / E);
+    uint4 bias, next;
+    const auto fetch_bias = [&](uint4& to, int v) {
+        to = filled<T>(0.0f);
+        load_if<CLUSTER>(to, p.bias + share.at(v) * E, share.has(v));
+    };
+    norm_slots_of<true, SHAPE, CLUSTER, 2>(p.norm, share, [&](int r, int v, const auto& words, bool live) {
+        if (r == 0) {  // it comes while words are drawn
+            if (AHEAD && v > 0) bias = next;
+            if (!AHEAD || v == 0) fetch_bias(bias, v);
+            if (AHEAD && v + 1 < SHAPE::VECTORS) fetch_bias(next, v + 1);
+        }
+        const uint4 drawn = mask.draw<E>(static_cast<uint64_t>((share.row() + r) * share.vectors + share.at(v)));
+        float x[E], more[E];
+        unpack(reinterpret_cast<const Vec<T>&>(words[0]), x);
+        unpack(reinterpret_cast<const Vec<T>&>(bias), more);
+#pragma unroll
+        for (int e = 0; e < E; ++e) x[e] += more[e];
+        unpack(reinterpret_cast<const Vec<T>&>(words[1]), more);
+        mask.apply(x, drawn, more);
+        const Vec<T> sum = pack<T>(x);
+        if (p.norm.sum != nullptr) {
+            store_if(p.norm.sum + (share.row() + r) * p.norm.out_step + int64_t{share.at(v)} * E, sum, live);
+        }
+        return sum;
+    });
+}
+
 constexpr int DROP_THREADS = 256;
 constexpr int ROWS_IN_FLIGHT = 4;
 constexpr int DROP_BLOCKS_PER_SM = 4;
@@ -293,10 +337,37 @@ void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunc
     launch_rows(kernel, shape, shape.grid(p.norm.count), bytes, launch, p, mask);
 }
 
+template <typename SHAPE, bool CLUSTER, typename T>
+void launch_chain_slots(const ShortChain<T>& args, const DropoutMask& mask, unsigned cluster, const Launch& launch) {
+    static DeviceSet asked;
+    launch_slots<SHAPE, 2>(bias_dropout_add_layer_norm_registers_slots_kernel<T, SHAPE, CLUSTER>, asked,
+                           args.norm.count, cluster, launch, args, mask);
+}
+
 // Of rows that lie evenly. Returns whether it has been launched.
 template <typename T>
-bool launch_even(const Chain<T>& p, const DropoutMask& mask, const Launch& launch) {
+bool launch_even(const Chain<T>& p, const DropoutMask& mask, bool clusters, const Launch& launch) {
     const ShortChain<T> args{short_norm(p.norm), p.bias};
+    if constexpr (sizeof(T) == 2) {
+        const int64_t vectors = p.norm.length / Vec<T>::size;
+        const auto in_block = [&](auto shape) {
+            using SHAPE = decltype(shape);
+            if (vectors > SHAPE::REACH) return false;
+            launch_chain_slots<SHAPE, false>(args, mask, 1, launch);
+            return true;
+        };
+        const auto in_cluster = [&](auto shape, unsigned most) {
+            using SHAPE = decltype(shape);
+            const unsigned cluster = slot_cluster<SHAPE>(vectors);
+            if (!clusters || cluster > most) return false;
+            launch_chain_slots<SHAPE, true>(args, mask, cluster, launch);
+            return true;
+        };
+        if (vectors > ShortChainSlots::REACH / 2) {
+            if (in_block(ShortChainSlots{}) || in_block(ChainSlots{}) || in_block(WideChainSlots{})) return true;
+            if (in_cluster(ChainSlots{}, PORTABLE_CLUSTER) || in_cluster(WideChainSlots{}, MAX_CLUSTER)) return true;
+        }
+    }
     return with_even_rows<T>(
         std::tuple<ChainTeam>{}, p.norm.count, p.norm.length,
         [&](auto, unsigned grid, dim3 block) {
@@ -365,7 +436,10 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
             const bool whole = p.norm.in.template vectors<T>(layout.length) &&
                                p.norm.res.template vectors<T>(layout.length) &&
                                p.norm.out.template vectors<T>(layout.length) && p.norm.parameter.whole;
-            if (are_even(whole, p.norm.in, p.norm.res, p.norm.out) && launch_even(p, mask, launch)) return;
+            if (are_even(whole, p.norm.in, p.norm.res, p.norm.out) &&
+                launch_even(p, mask, STEP == NormStep::cluster, launch)) {
+                return;
+            }
             const RowLaunch shape = row_launch(layout.chunks<T>(), STEP == NormStep::cluster);
             with_constant(whole, [&](auto w) {
                 with_constant(shape.cluster > 1, [&](auto c) {
@@ -453,6 +527,12 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             add(forward + "registers (team)",
                 kernel_facts<bias_dropout_add_layer_norm_registers_team_kernel<T>>(
                     "", ChainTeam::THREADS, slot_bytes(ChainTeam::THREADS, 2 * CHAIN_TEAM_SLOTS)));
+            add(forward + "registers (slots)",
+                kernel_facts<bias_dropout_add_layer_norm_registers_slots_kernel<T, WideChainSlots, false>>(
+                    "", WideChainSlots::THREADS, slot_bytes(WideChainSlots::THREADS, WideChainSlots::slots(2))));
+            add(forward + "cluster (slots)",
+                kernel_facts<bias_dropout_add_layer_norm_registers_slots_kernel<T, ChainSlots, true>>(
+                    "", ChainSlots::THREADS, slot_bytes(ChainSlots::THREADS, ChainSlots::slots(2))));
         }
         add(forward + "cluster",
             kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>("", ROW_THREADS));

@@ -8,6 +8,7 @@
 #include "norm_backward.cuh"
 #include "norm_registers.cuh"
 #include "norm_short.cuh"
+#include "norm_slots.cuh"
 #include "ops.h"
 
 namespace kl {
@@ -43,10 +44,34 @@ constexpr int WIDE = Op::RESIDUAL ? ROW_VECTORS : WIDE_VECTORS;
 template <typename Op>
 constexpr int64_t NARROW = Op::CENTRED ? 512 : 256;
 
+// Of rows too long for teams, which wait in shared memory: those of one block, and with a residual those of `clusters`.
+// Without one, clusters are faster with rows in registers, which leaves the L1 to their parameters. Returns whether it has
+// been launched.
+template <typename Op, typename T>
+bool norm_forward_slots(const ShortNorm<T>& args, bool clusters, const Launch& launch) {
+    using SHAPE = typename Op::Slots;
+    const int64_t vectors = args.length / Vec<T>::size;
+    const unsigned cluster = slot_cluster<SHAPE>(vectors), most = Op::RESIDUAL && clusters ? MAX_CLUSTER : 1;
+    if (sizeof(T) != 2 || vectors <= SHAPE::REACH / 2 || cluster > most) return false;
+    if constexpr (sizeof(T) == 2) {
+        const auto launch_as = [&](auto in_cluster) {
+            static DeviceSet asked;
+            launch_slots<SHAPE, Op::RESIDUAL ? 2 : 1>(Op::template slots<T, in_cluster()>(), asked, args.count, cluster,
+                                                      launch, args);
+        };
+        if (cluster == 1) launch_as(std::false_type{});
+        if constexpr (Op::RESIDUAL) {
+            if (cluster > 1) launch_as(std::true_type{});
+        }
+    }
+    return true;
+}
+
 // Of rows that lie evenly. Returns whether it has been launched.
 template <typename Op, typename T>
-bool norm_forward_even(const NormForward<T>& p, const Launch& launch) {
+bool norm_forward_even(const NormForward<T>& p, bool clusters, const Launch& launch) {
     const ShortNorm<T> args = short_norm(p);
+    if (norm_forward_slots<Op>(args, clusters, launch)) return true;
     return with_even_rows<T>(
         typename Op::Teams{}, p.count, p.length,
         [&](auto team, unsigned grid, dim3 block) {
@@ -102,7 +127,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::
         } else {
             const bool whole = p.in.template vectors<T>(p.length) && p.res.template vectors<T>(p.length) &&
                                p.out.template vectors<T>(p.length) && p.parameter.whole;
-            if (are_even(whole, p.in, p.res, p.out) && norm_forward_even<Op>(p, launch)) return;
+            if (are_even(whole, p.in, p.res, p.out) && norm_forward_even<Op>(p, step == NormStep::cluster, launch)) {
+                return;
+            }
             const RowLaunch shape =
                 row_launch(layout.chunks<T>(), step == NormStep::cluster, whole ? WIDE<Op> : ROW_VECTORS, NARROW<Op>);
             with_row_shape<ROW_VECTORS, WIDE<Op>>(shape, whole, [&](auto v, auto w, auto c) {
@@ -275,6 +302,10 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         if constexpr (sizeof(T) == 2) {
             using TEAM = std::tuple_element_t<0, typename Op::Teams>;
             add(forward + "registers (team)", kernel_facts<Op::template team<T, TEAM>()>("", TEAM::THREADS));
+            using SHAPE = typename Op::Slots;
+            add(forward + "registers (slots)",
+                kernel_facts<Op::template slots<T, false>()>(
+                    "", SHAPE::THREADS, slot_bytes(SHAPE::THREADS, SHAPE::slots(Op::RESIDUAL ? 2 : 1))));
         }
         add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE<Op>, true, true>()>("", ROW_THREADS));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));

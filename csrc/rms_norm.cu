@@ -12,8 +12,8 @@
 //              first pass over the next row hides how long they take to
 //              agree on one
 //
-// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh and norm_backward.cuh, which
-// the normalisations share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh and
+// norm_backward.cuh, which the normalisations share.
 
 #include "norm_launch.cuh"
 
@@ -85,6 +85,12 @@ __global__ void __launch_bounds__(TEAM::THREADS, THREADS_AN_SM / TEAM::THREADS)
     norm_team<T, CENTRED, RESIDUAL, TEAM>(p);
 }
 
+template <typename T, typename SHAPE, bool CLUSTER>
+__global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
+    rms_norm_registers_slots_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -103,6 +109,7 @@ struct RmsNorm {
     static constexpr const char *NAME = "rms_norm", *BACKWARD_NAME = "rms_norm_backward";
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
     using Teams = std::tuple<Team<2, 1, 512, 1024>, Team<1, 4, 4096, 16384>>;
+    using Slots = SlotShape<1, 4, 512, 3>;
     template <typename T>
     static constexpr auto naive() {
         return rms_norm_naive_kernel<T>;
@@ -122,6 +129,10 @@ struct RmsNorm {
     template <typename T, typename TEAM>
     static constexpr auto team() {
         return rms_norm_registers_team_kernel<T, TEAM>;
+    }
+    template <typename T, bool CLUSTER>
+    static constexpr auto slots() {
+        return rms_norm_registers_slots_kernel<T, Slots, CLUSTER>;
     }
     template <typename T>
     static constexpr auto backward_naive() {

@@ -29,6 +29,19 @@ struct Team {
     static constexpr bool takes(int64_t length) { return LONGER_THAN < length && length <= UP_TO; }
 };
 
+// 16 bytes, where `inside`. Made whether they are stored or not, for which no branch is needed; and stored by one instruction,
+// where the compiler takes apart into four what it may leave out.
+template <typename T>
+__device__ void store_if(T* to, const Vec<T>& part, bool inside) {
+    uint4 word = reinterpret_cast<const uint4&>(part);
+    asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
+    if (inside) {
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z),
+                     "r"(word.w)
+                     : "memory");
+    }
+}
+
 // Which rows and vectors are this thread's. blockDim.x threads share a row, a whole warp unless a thread has SHORT_ROWS,
 // and take every blockDim.y-th row of the block's. In a TEAM all threads share all rows.
 template <int ROWS, bool TEAM = false>
@@ -91,10 +104,7 @@ struct ShortShare {
     // The v-th vector of the r-th row, which lies at `to`.
     template <typename T>
     __device__ void store(T* to, int r, int v, const Vec<T>& part) const {
-        uint4 word = reinterpret_cast<const uint4&>(part);
-        // Made whether it is stored or not: no branch.
-        asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
-        if (live(r) && has<T>(v, length)) *reinterpret_cast<uint4*>(to) = word;
+        store_if(to, part, live(r) && has<T>(v, length));
     }
 };
 

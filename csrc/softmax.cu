@@ -334,9 +334,10 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
 
 // ---- cluster, rows that outgrow its registers ------------------------------------------------------------------------
 
-// Such a row is read twice, by the largest cluster that there is, and an SM has one block of it: eight rows are under way,
-// few enough to come from the L2 the second time. Then they are read backwards, since what was read last is sure to be there.
-constexpr int MORE_THAN_HALF_AN_SM = 120 * 1024;  // of shared memory that nobody uses
+// Such a row is read twice, by the largest cluster that there is. An SM has one block, or two where twice as many rows are
+// still few enough to come from the L2 the second time. Then they are read backwards, since what was read last is sure to be
+// there.
+constexpr int MORE_THAN_HALF_AN_SM = 120 * 1024;  // of shared memory that nobody uses: room for one block
 
 // Calls f(share) for each piece of V vectors a thread of this block's part of a row, from its end backwards if so wanted.
 template <int V, bool BACKWARDS, typename F>
@@ -352,7 +353,7 @@ __device__ void each_piece(const RowShare<true>& share, F&& f) {
 }
 
 template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(ROW_THREADS, 1)
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
     softmax_registers_long_kernel(T* output, __grid_constant__ const Rows out_rows, const T* input,
                                   __grid_constant__ const Rows in_rows, int64_t length) {
     if (!exists_here<true>()) return;
@@ -443,13 +444,17 @@ void allow_shared_row(Kernel* kernel, size_t bytes, const char* op) {
 
 constexpr int NAIVE_THREADS = 128;
 
+// Bytes of a row are those that it has to find again.
 template <auto* KERNEL, typename... Arguments>
-void launch_long_rows(const RowLayout& layout, const Launch& launch, Arguments... arguments) {
+void launch_long_rows(const RowLayout& layout, int64_t row_bytes, const Launch& launch, Arguments... arguments) {
     KL_CHECK(layout.length <= 1 << 30, "a row of ", layout.length, " elements is longer than ", 1 << 30);
     static DeviceSet asked;
     allow_shared(KERNEL, MORE_THAN_HALF_AN_SM, launch.device, asked);
     const RowLaunch shape{ROW_THREADS, 1, MAX_CLUSTER};
-    launch_rows(KERNEL, shape, shape.grid(layout.count), MORE_THAN_HALF_AN_SM, launch, arguments..., layout.length);
+    const int64_t rows = 2 * multiprocessors(launch.device) / MAX_CLUSTER;
+    const bool two = rows * row_bytes < int64_t{2} * device_attribute(cudaDevAttrL2CacheSize, launch.device) / 3;
+    launch_rows(KERNEL, shape, shape.grid(layout.count), two ? 0 : MORE_THAN_HALF_AN_SM, launch, arguments...,
+                layout.length);
 }
 
 Tensor softmax(const Tensor& input, int64_t dim, Step step) {
@@ -480,7 +485,7 @@ Tensor softmax(const Tensor& input, int64_t dim, Step step) {
             if (step == Step::cluster && layout.chunks<T>() > MAX_CLUSTER_CHUNKS) {
                 return with_constant(whole, [&](auto w) {
                     launch_long_rows<softmax_registers_long_kernel<T, decltype(w)::value>>(
-                        layout, launch, pointer<T>(output), out, pointer<T>(input), in);
+                        layout, layout.length * sizeof(T), launch, pointer<T>(output), out, pointer<T>(input), in);
                 });
             }
             const RowLaunch shape =
@@ -526,7 +531,8 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, S
             if (step == Step::cluster && layout.chunks<T>() > MAX_CLUSTER_CHUNKS) {
                 return with_constant(whole, [&](auto w) {
                     launch_long_rows<softmax_backward_registers_long_kernel<T, decltype(w)::value>>(
-                        layout, launch, pointer<T>(grad_input), gi, pointer<T>(grad), g, pointer<T>(output), o);
+                        layout, 2 * layout.length * sizeof(T), launch, pointer<T>(grad_input), gi, pointer<T>(grad), g,
+                        pointer<T>(output), o);
                 });
             }
             const RowLaunch shape = row_launch(layout.chunks<T>(), step == Step::cluster);

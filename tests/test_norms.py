@@ -108,12 +108,16 @@ MANY_ROWS = [
     (2503, 3080),
     (2503, 4096),
     (2503, 4090),
+    (1201, 4104),
+    (1201, 8200),
     (701, 12296),
     (701, 16384),
     (701, 16383),
+    (401, 20_008),
     (203, 65536),
     (203, 65529),
     (67, 131072),
+    (45, 200_008),
 ]
 
 
@@ -149,7 +153,22 @@ def test_the_same_bits_every_time(variant, shape):
 
 
 @needs_gpu
-@pytest.mark.parametrize("length", [512, 1024, 3080])
+@pytest.mark.parametrize("length", [4096, 16384, 65536, 131072])
+@pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if v.level == "cuda"], ids=variant_id)
+def test_values_that_a_thread_sees_first_lie_far_from_the_others(variant, length):
+    """Statistics may be taken about a mean of those; what then cancels must not show."""
+    spec, case = kernel_ladder.spec(variant.op), case_of(variant.op, 7, length)
+    inputs = list(make_inputs(case, torch.bfloat16, DEVICE))
+    for at, far in ((0, 300.0), (256, -5000.0), (4096 - 8, 1e4)):
+        inputs[0][:, at : at + 256] += far
+    skip_unless_it_runs(variant, inputs, case.options)
+    grad = make_grad(spec, inputs, case.options)
+    result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
+    assert result.agrees, str(result)
+
+
+@needs_gpu
+@pytest.mark.parametrize("length", [512, 1024, 3080, 4104, 16384, 65544])
 @pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if "naive" not in v.name], ids=variant_id)
 def test_rows_with_gaps_and_gradients_of_any_stride(variant, length):
     """Rows on 16 bytes with space between them, in a batch of two strides; a gradient that is one value everywhere."""

@@ -169,9 +169,10 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
             if (threadIdx.x % WARP == 0) mbarrier_arrive(empty + reading.stage * 8);
             reading.next();
         }
-        // The stage that is refilled is the one before the last: other warps may be a tile behind.
+        // The stage that is refilled is the one before the last: other warps may be a tile behind. Warps take turns at it, one
+        // for each of the SM's four schedulers: if it were always the same, its scheduler would be behind, and all wait.
         if (tile > 1 && tile + 1 < k_tiles) {
-            if (threadIdx.x == 0) {
+            if (threadIdx.x == tile % WARPS * WARP) {
                 mbarrier_wait(empty + refilled.stage * 8, refilled.phase);
                 load(tile + 1, refilled.stage);
             }
