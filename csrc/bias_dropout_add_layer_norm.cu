@@ -527,12 +527,18 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             add(forward + "registers (team)",
                 kernel_facts<bias_dropout_add_layer_norm_registers_team_kernel<T>>(
                     "", ChainTeam::THREADS, slot_bytes(ChainTeam::THREADS, 2 * CHAIN_TEAM_SLOTS)));
-            add(forward + "registers (slots)",
-                kernel_facts<bias_dropout_add_layer_norm_registers_slots_kernel<T, WideChainSlots, false>>(
-                    "", WideChainSlots::THREADS, slot_bytes(WideChainSlots::THREADS, WideChainSlots::slots(2))));
-            add(forward + "cluster (slots)",
-                kernel_facts<bias_dropout_add_layer_norm_registers_slots_kernel<T, ChainSlots, true>>(
-                    "", ChainSlots::THREADS, slot_bytes(ChainSlots::THREADS, ChainSlots::slots(2))));
+            const auto slots = [&](const std::string& name, auto shape, auto cluster) {
+                using SHAPE = decltype(shape);
+                constexpr auto* KERNEL =
+                    bias_dropout_add_layer_norm_registers_slots_kernel<T, SHAPE, decltype(cluster)::value>;
+                add(forward + name,
+                    kernel_facts<KERNEL>("", SHAPE::THREADS, slot_bytes(SHAPE::THREADS, SHAPE::slots(2))));
+            };
+            slots("registers (slots, up to 4096)", ShortChainSlots{}, std::false_type{});
+            slots("registers (slots, up to 8192)", ChainSlots{}, std::false_type{});
+            slots("registers (slots)", WideChainSlots{}, std::false_type{});
+            slots("cluster (slots)", ChainSlots{}, std::true_type{});
+            slots("cluster (slots, longest rows)", WideChainSlots{}, std::true_type{});
         }
         add(forward + "cluster",
             kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true, true>>("", ROW_THREADS));

@@ -303,9 +303,12 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             using TEAM = std::tuple_element_t<0, typename Op::Teams>;
             add(forward + "registers (team)", kernel_facts<Op::template team<T, TEAM>()>("", TEAM::THREADS));
             using SHAPE = typename Op::Slots;
-            add(forward + "registers (slots)",
-                kernel_facts<Op::template slots<T, false>()>(
-                    "", SHAPE::THREADS, slot_bytes(SHAPE::THREADS, SHAPE::slots(Op::RESIDUAL ? 2 : 1))));
+            constexpr int bytes = slot_bytes(SHAPE::THREADS, SHAPE::slots(Op::RESIDUAL ? 2 : 1));
+            add(forward + "registers (slots)", kernel_facts<Op::template slots<T, false>()>("", SHAPE::THREADS, bytes));
+            if constexpr (Op::RESIDUAL) {
+                add(forward + "cluster (slots)",
+                    kernel_facts<Op::template slots<T, true>()>("", SHAPE::THREADS, bytes));
+            }
         }
         add(forward + "cluster", kernel_facts<Op::template registers<T, WIDE<Op>, true, true>()>("", ROW_THREADS));
         add(backward + "naive", kernel_facts<Op::template backward_naive<T>()>("", NORM_NAIVE_THREADS));
