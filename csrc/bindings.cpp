@@ -7,11 +7,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstring>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "matmul/parts.h"
 #include "ops.h"
 #include "torch_tensor.h"
 
@@ -300,4 +302,21 @@ PYBIND11_MODULE(_C, module) {
     module.def("variants", &kl::variants, "Operators with their variants, in the order of the climb.");
     module.def("kernels", &kl::kernels, py::arg("dtype") = "bfloat16",
                "Registers, shared and local memory and occupancy of each kernel, for operands of a dtype.");
+    py::class_<kl::CopiedOperand>(module, "CopiedOperand", "Bytes of an operand's copy: of a batch, and of a tile.")
+        .def(py::init([](int64_t of_batch, int64_t of_tile, bool per_batch) {
+                 return kl::CopiedOperand{of_batch, of_tile, per_batch};
+             }),
+             py::arg("of_batch"), py::arg("of_tile"), py::arg("per_batch"));
+    module.def(
+        "matmul_parts",
+        [](int64_t batches, int64_t M, int64_t N, const kl::CopiedOperand& a, const kl::CopiedOperand& b, int64_t most,
+           int64_t sms) {
+            std::vector<std::array<int64_t, 6>> found;
+            for (const kl::Part& p : kl::parts_of(batches, M, N, a, b, most, sms)) {
+                found.push_back({p.batch, p.batches, p.m, p.M, p.n, p.N});
+            }
+            return found;
+        },
+        py::arg("batches"), py::arg("M"), py::arg("N"), py::arg("a"), py::arg("b"), py::arg("most"), py::arg("sms"),
+        "Parts (batch, batches, m, M, n, N) of a product whose copied operands take at most so many bytes at a time.");
 }

@@ -48,16 +48,16 @@ constexpr int64_t NARROW = Op::CENTRED ? 512 : 256;
 // Without one, clusters are faster with rows in registers, which leaves the L1 to their parameters. Returns whether it has
 // been launched.
 template <typename Op, typename T>
-bool norm_forward_slots(const ShortNorm<T>& args, bool clusters, const Launch& launch) {
+bool norm_forward_slots(const NormForward<T>& p, bool clusters, const Launch& launch) {
     using SHAPE = typename Op::Slots;
-    const int64_t vectors = args.length / Vec<T>::size;
+    const int64_t vectors = p.length / Vec<T>::size;
     const unsigned cluster = slot_cluster<SHAPE>(vectors), most = Op::RESIDUAL && clusters ? MAX_CLUSTER : 1;
     if (sizeof(T) != 2 || vectors <= SHAPE::REACH / 2 || cluster > most) return false;
     if constexpr (sizeof(T) == 2) {
         const auto launch_as = [&](auto in_cluster) {
             static DeviceSet asked;
-            launch_slots<SHAPE, Op::RESIDUAL ? 2 : 1>(Op::template slots<T, in_cluster()>(), asked, args.count, cluster,
-                                                      launch, args);
+            launch_slots<SHAPE, Op::RESIDUAL ? 2 : 1>(Op::template slots<T, in_cluster()>(), asked, p.count, cluster,
+                                                      launch, short_norm(p));
         };
         if (cluster == 1) launch_as(std::false_type{});
         if constexpr (Op::RESIDUAL) {
@@ -70,8 +70,8 @@ bool norm_forward_slots(const ShortNorm<T>& args, bool clusters, const Launch& l
 // Of rows that lie evenly. Returns whether it has been launched.
 template <typename Op, typename T>
 bool norm_forward_even(const NormForward<T>& p, bool clusters, const Launch& launch) {
+    if (norm_forward_slots<Op>(p, clusters, launch)) return true;
     const ShortNorm<T> args = short_norm(p);
-    if (norm_forward_slots<Op>(args, clusters, launch)) return true;
     return with_even_rows<T>(
         typename Op::Teams{}, p.count, p.length,
         [&](auto team, unsigned grid, dim3 block) {

@@ -243,9 +243,9 @@ __device__ Found<CENTRED> found_by_warp(const SlotShare<SHAPE, CLUSTER>& share, 
         Pair own = own_over_lanes(found, PairSum{}, WARP);
         float about = centre[0];
 #pragma unroll
-        for (int r = 1; r < ROWS; ++r) about = lane / LANES == r ? centre[r] : about;
+        for (int r = 1; r < ROWS; ++r) about = chosen(lane / LANES == r, centre[r], about);
         const auto elements = static_cast<float>(share.of_warp(warp, V) * E);
-        own.second -= own.first * own.first * rcp_approx(fmaxf(elements, 1.0f));
+        own.second -= own.first * (own.first * rcp_approx(fmaxf(elements, 1.0f)));  // whose square may be too large
         return {fmaf(elements, about, own.first), own.second};
     } else {
 #pragma unroll

@@ -131,6 +131,20 @@ def test_a_bias_of_any_stride_and_beginning(persistent):
 
 
 @needs_gpu
+@pytest.mark.parametrize("activation", FORMS)
+def test_copies_take_64_mib_at_most(persistent, activation):
+    """Products are then made in parts, each with its columns' bias; what is kept lies as the output does."""
+    x, w, b = operands(3001, 5003, 9001)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = kernel_ladder.linear(x, w, b, activation=activation, backend="cuda.persistent")
+    beyond = torch.cuda.max_memory_allocated() - before - y.numel() * y.element_size()
+    assert beyond <= (64 + 18) * 2**20  # with a workspace where tiles are shared out
+    check(persistent, x, w, b, activation)
+
+
+@needs_gpu
 def test_rows_of_the_output_that_begin_anywhere(persistent):
     for n in (*range(256, 265), 1, 7, 63, 65):
         check(persistent, *operands(391, n, 200), "gelu")

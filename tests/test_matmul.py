@@ -7,7 +7,10 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import cuda_impl
 import kernel_ladder
 from kernel_ladder import autograd
 from kernel_ladder.agreement import agreement
@@ -118,3 +121,44 @@ def test_no_tensor_outlives_its_last_use(variant):
     del inputs, output
     gc.collect()
     assert [x() for x in alive] == [None] * 3
+
+
+@pytest.mark.skipif(cuda_impl.extension() is None, reason="the extension was not built")
+@settings(deadline=None, max_examples=200)
+@given(
+    batches=st.integers(1, 40),
+    m=st.integers(1, 20_000),
+    n=st.integers(1, 20_000),
+    row_bytes=st.tuples(st.sampled_from([0, 256, 4096, 70_000, 1_000_000]), st.sampled_from([256, 8192, 500_000])),
+    per_batch=st.tuples(st.booleans(), st.booleans()),
+)
+def test_parts_make_every_output_once_in_the_memory_they_may_take(batches, m, n, row_bytes, per_batch):
+    """Of products whose operands are copied: each part's copies fit, and no output is left out or made twice."""
+    most, sms, tile_m, tile_n = 64 * 2**20, 132, 128, 256
+    extension = cuda_impl.extension()
+    a, b = (
+        extension.CopiedOperand(of_batch=size * row, of_tile=tile * row, per_batch=own)
+        for size, row, tile, own in zip((m, n), row_bytes, (tile_m, tile_n), per_batch, strict=True)
+    )
+    parts = extension.matmul_parts(batches, m, n, a, b, most=most, sms=sms)
+    fits = m * row_bytes[0] + n * row_bytes[1] <= most
+    assert parts or not fits
+    made = set()
+    for batch, count, m0, rows, n0, columns in parts:
+        copies = [rows * row_bytes[0], columns * row_bytes[1]]
+        assert sum(c * (count if own else 1) for c, own in zip(copies, per_batch, strict=True)) <= most
+        assert (rows, columns) == (m, n) if fits else count == 1
+        if not fits:  # tiles are not split, so that starts tell what a part has
+            assert m0 % tile_m == n0 % tile_n == 0
+            assert m0 + rows == m or rows % tile_m == 0
+            assert n0 + columns == n or columns % tile_n == 0
+        for one in range(batch, batch + count):
+            for i in range(m0 // tile_m, -(-(m0 + rows) // tile_m)):
+                made.update((one, i, j) for j in range(n0 // tile_n, -(-(n0 + columns) // tile_n)))
+    tiles = -(-m // tile_m) * -(-n // tile_n)
+    assert sum(count * rows * columns for _, count, _, rows, _, columns in parts) == (batches * m * n if parts else 0)
+    assert len(made) == (batches * tiles if parts else 0)
+    if parts and not fits:
+        _, _, _, rows, _, columns = parts[0]
+        full = -(-rows // tile_m) * -(-columns // tile_n)
+        assert full / (-(-full // sms) * sms) >= 0.3  # fuller than plain loads are fast

@@ -318,6 +318,7 @@ def test_copies_take_64_mib_at_most(name, layout):
         ((), (), 5003, 4999, 9001),
         ((3,), (), 3001, 3011, 9001),
         ((), (2,), 70, 4999, 9001),
+        ((250,), (250,), 401, 403, 405),  # whose parts are of many batches
     ]:
         a = operand((*a_batch, m, k), torch.bfloat16, transposed=layout[0], pad=(1 - (m if layout[0] else k)) % 2)
         b = operand((*b_batch, k, n), torch.bfloat16, transposed=layout[1], pad=(1 - (k if layout[1] else n)) % 2)

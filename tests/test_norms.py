@@ -168,6 +168,23 @@ def test_values_that_a_thread_sees_first_lie_far_from_the_others(variant, length
 
 
 @needs_gpu
+@pytest.mark.parametrize("length", [4096, 16384, 65536])
+@pytest.mark.parametrize(
+    "variant", [v for v in OWN_BACKWARD if v.op == "layer_norm" and v.level == "cuda"], ids=variant_id
+)
+def test_sums_whose_square_is_no_float(variant, length):
+    """Squares of deviations add up to a float here, the square of their sum does not."""
+    x = torch.zeros(3, length, dtype=torch.bfloat16, device=DEVICE)
+    x[:, length // 4 :] = 5e16
+    weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    case = case_of("layer_norm", 3, length)
+    skip_unless_it_runs(variant, (x, weight, bias), case.options)
+    output = kernel_ladder.layer_norm(x, (length,), weight, bias, backend=variant.name)
+    expected = torch.nn.functional.layer_norm(x.double(), (length,))
+    torch.testing.assert_close(output.double(), expected, rtol=2**-7, atol=0)
+
+
+@needs_gpu
 @pytest.mark.parametrize("length", [512, 1024, 3080, 4104, 16384, 65544])
 @pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if "naive" not in v.name], ids=variant_id)
 def test_rows_with_gaps_and_gradients_of_any_stride(variant, length):

@@ -127,6 +127,9 @@ struct HopperCall {
 
     const void *a_data, *b_data;
     void* c;
+    bool copied = true;     // whether operands may be copied
+    bool part = false;      // of a call that is worth its copies
+    bool a_copied = false;  // A has been
     bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
     bool by_tma() const { return a_by_tma && b_by_tma; }
     TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
@@ -146,7 +149,8 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
 // Where TMA cannot read an operand: if that is worth its while, copies it to where TMA can, and tells the call. The copy
 // lives as long as what is returned.
 Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on);
-// Runs a call in one, or where copies would take more than 64 MiB in parts of its outputs, one after the other.
+// Runs a call in one, or where copies would take more than 64 MiB in parts of its outputs, one after the other; or without
+// copies, where parts would be too small.
 void in_parts(const HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
 void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 

@@ -503,27 +503,35 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
     if (call.done()) return layer.outputs();
     const ScalarType dtype = input.scalar_type();
     const Launch on(input);
-    const Tensor copies = p.a_k == 1 || p.K == 1 ? realign(&call, dtype, on) : Tensor{};
-    TmaTensor kept = output_tensor(call);
-    kept.data = layer.kept.data_ptr();
-    const bool kept_by_tma = keep && dtype != ScalarType::Float && tma_can_address(kept);
-    dispatch(dtype, "linear", [&](auto zero) {
-        using T = decltype(zero);
-        const Layer<T> epilogue{layer.epilogue<T>(), kept_by_tma ? tensor_map(kept) : CUtensorMap{}};
-        const auto by_tma = [&](auto b_major) {
-            using Loader = TmaLoader<T, Major::K, b_major()>;
-            const bool share = worth_sharing(call.tiled, static_cast<int>(ceil_div(p.K, BLOCK_K<T>)),
-                                             multiprocessors(on.device) / Loader::BLOCKS);
-            launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", call, call.operands(),
-                                                             pair_order(call.tiled, BM, BN), on, share, epilogue);
-        };
-        if (call.by_tma() && call.a_major == Major::K) {
-            if (call.b_major == Major::K) return by_tma(MajorOf<Major::K>{});
-            if constexpr (sizeof(T) == 2) return by_tma(MajorOf<Major::MN>{});
-        }
-        using Loader = PlainLoader<T>;
-        launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", call, plain_source<T>(call),
-                                                         plain_order(call.tiled), on, true, epilogue);
+    call.copied = p.a_k == 1 || p.K == 1;
+    const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
+    in_parts(call, dtype, on, [&](HopperCall& part) {
+        const Tensor copies = realign(&part, dtype, on);
+        // Where the part's outputs begin, in the whole.
+        const int64_t offset = (static_cast<char*>(part.c) - static_cast<char*>(call.c)) / item;
+        TmaTensor kept = output_tensor(part);
+        kept.data = keep ? static_cast<char*>(layer.kept.data_ptr()) + offset * item : nullptr;
+        const bool kept_by_tma = keep && dtype != ScalarType::Float && tma_can_address(kept);
+        dispatch(dtype, "linear", [&](auto zero) {
+            using T = decltype(zero);
+            Layer<T> epilogue{layer.epilogue<T>(), kept_by_tma ? tensor_map(kept) : CUtensorMap{}};
+            if (keep) epilogue.formula.kept += offset;
+            if (bias) epilogue.formula.bias += offset % call.tiled.c_row * epilogue.formula.bias_step;
+            const auto by_tma = [&](auto b_major) {
+                using Loader = TmaLoader<T, Major::K, b_major()>;
+                const bool share = worth_sharing(part.tiled, static_cast<int>(ceil_div(p.K, BLOCK_K<T>)),
+                                                 multiprocessors(on.device) / Loader::BLOCKS);
+                launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", part, part.operands(),
+                                                                 pair_order(part.tiled, BM, BN), on, share, epilogue);
+            };
+            if (part.by_tma() && part.a_major == Major::K) {
+                if (part.b_major == Major::K) return by_tma(MajorOf<Major::K>{});
+                if constexpr (sizeof(T) == 2) return by_tma(MajorOf<Major::MN>{});
+            }
+            using Loader = PlainLoader<T>;
+            launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", part, plain_source<T>(part),
+                                                             plain_order(part.tiled), on, true, epilogue);
+        });
     });
     return layer.outputs();
 }

@@ -12,6 +12,7 @@
 
 #include "../dependent.cuh"
 #include "hopper.cuh"
+#include "parts.h"
 #include "unaligned.cuh"
 
 namespace kl {
@@ -116,24 +117,24 @@ struct Copies {
         const int64_t copied = (call.a_by_tma ? 0 : a.elements()) + (call.b_by_tma ? 0 : b.elements());
         const double products = static_cast<double>(p.M) * p.N * p.K * p.batches;
         const bool worth = products >= static_cast<double>(std::max(copied * WORTH_PER_ELEMENT, WORTH_ALTOGETHER));
-        return can && worth ? std::optional<Copies>{{a, b}} : std::nullopt;
+        return can && (worth || call.part) ? std::optional<Copies>{{a, b}} : std::nullopt;
     }
     int64_t bytes(const HopperCall& call, int64_t item) const {
         return ((call.a_by_tma ? 0 : a.room(item)) + (call.b_by_tma ? 0 : b.room(item))) * item;
     }
 };
 
-// The part of a call's outputs from (batch, m, n) on.
-HopperCall part_of(const HopperCall& whole, ScalarType dtype, int64_t batch, int64_t batches, int64_t m, int64_t M,
-                   int64_t n, int64_t N) {
+// A part of a call, which is worth its copies if the whole is.
+HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of) {
     const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
     HopperCall part = whole;
+    part.part = true;
     Product& p = part.product;
     const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
-    part.a_data = static_cast<const char*>(whole.a_data) + (batch * a_batch + m * p.a_m) * item;
-    part.b_data = static_cast<const char*>(whole.b_data) + (batch * b_batch + n * p.b_n) * item;
-    part.c = static_cast<char*>(whole.c) + (batch * whole.tiled.c_batch + m * whole.tiled.c_row + n) * item;
-    p.M = M, p.N = N, p.batches = batches, p.batch_sizes[0] = batches;
+    part.a_data = static_cast<const char*>(whole.a_data) + (of.batch * a_batch + of.m * p.a_m) * item;
+    part.b_data = static_cast<const char*>(whole.b_data) + (of.batch * b_batch + of.n * p.b_n) * item;
+    part.c = static_cast<char*>(whole.c) + (of.batch * whole.tiled.c_batch + of.m * whole.tiled.c_row + of.n) * item;
+    p.M = of.M, p.N = of.N, p.batches = of.batches, p.batch_sizes[0] = of.batches;
     describe(&part, dtype);
     return part;
 }
@@ -141,50 +142,35 @@ HopperCall part_of(const HopperCall& whole, ScalarType dtype, int64_t batch, int
 }  // namespace
 
 void in_parts(const HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run) {
-    constexpr int64_t TILE_M = 128, TILE_N = 256;
     const Product& p = call.product;
     const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
     HopperCall whole = call;
-    const std::optional<Copies> copies = Copies::of(call, dtype);
+    const std::optional<Copies> copies = call.copied ? Copies::of(call, dtype) : std::nullopt;
     if (!copies.has_value() || copies->bytes(call, item) <= MOST_BYTES) return run(whole);
-    if (p.batches > 1) {
-        // Each batch by itself, as it may need parts too.
-        for (int64_t batch = 0; batch < p.batches; ++batch) {
-            in_parts(part_of(call, dtype, batch, 1, 0, p.M, 0, p.N), dtype, on, run);
-        }
-        return;
-    }
-    // Bytes that a tile's rows, or columns, take where they are copied.
-    const auto bytes_of_tile = [&](const Operand& operand, bool by_tma, int64_t tile) {
-        return by_tma ? 0 : ceil_div(operand.room(item) * item, operand.X) * tile;
+    const auto copied = [&](const Operand& operand, bool by_tma, int64_t tile) -> CopiedOperand {
+        if (by_tma) return {};
+        Operand of_tile = operand;
+        of_tile.X = tile;
+        of_tile.batches = 1;
+        return {operand.room(item) * item / operand.batches, of_tile.room(item) * item, operand.batches > 1};
     };
-    const int64_t a_tile = bytes_of_tile(copies->a, call.a_by_tma, TILE_M);
-    const int64_t b_tile = bytes_of_tile(copies->b, call.b_by_tma, TILE_N);
-    // As many tiles a part as fill the GPU's last turn best; of such the most.
-    const int64_t most_m = ceil_div(p.M, TILE_M), most_n = ceil_div(p.N, TILE_N), sms = multiprocessors(on.device);
-    int64_t best_m = 0, best_n = 0;
-    double best = 0.0;
-    for (int64_t tiles_n = 1; tiles_n <= most_n; ++tiles_n) {
-        const int64_t left = MOST_BYTES - tiles_n * b_tile;
-        const int64_t tiles_m = a_tile == 0 ? most_m : std::min(most_m, left / a_tile);
-        if (left < 0 || tiles_m <= 0) break;
-        const int64_t tiles = tiles_m * tiles_n;
-        const double score = static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, sms) * sms);
-        if (score >= best) best = score, best_m = tiles_m, best_n = tiles_n;
+    const std::vector<Part> parts =
+        parts_of(p.batches, p.M, p.N, copied(copies->a, call.a_by_tma, PART_TILE_M),
+                 copied(copies->b, call.b_by_tma, PART_TILE_N), MOST_BYTES, multiprocessors(on.device));
+    if (parts.empty()) {
+        whole.copied = false;
+        return run(whole);
     }
-    if (best_m == 0) return launch_plain(call, dtype, on);
-    for (int64_t n = 0; n < p.N; n += best_n * TILE_N) {
-        for (int64_t m = 0; m < p.M; m += best_m * TILE_M) {
-            HopperCall part = part_of(call, dtype, 0, 1, m, std::min(best_m * TILE_M, p.M - m), n,
-                                      std::min(best_n * TILE_N, p.N - n));
-            run(part);
-        }
+    for (const Part& of : parts) {
+        HopperCall part = part_of(call, dtype, of);
+        run(part);
     }
 }
 
 Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
-    const std::optional<Copies> copies = Copies::of(*call, dtype);
+    const std::optional<Copies> copies = call->copied ? Copies::of(*call, dtype) : std::nullopt;
     if (!copies.has_value()) return {};
+    call->a_copied = !call->a_by_tma;
     const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
     const auto& [a, b] = *copies;
 
@@ -218,7 +204,7 @@ std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const La
     const Product& p = call->product;
     const bool few =
         p.M <= FEW_ROWS && p.batches == 1 && p.K >= LONG_K && p.K * p.N >= LARGE && p.K * p.M <= MOST_COPIED;
-    if (!few || call->a_major == Major::K) return std::nullopt;
+    if (!few || call->a_major == Major::K || call->a_copied) return std::nullopt;
     const int64_t step = Operand{call->a_data, p.M, p.a_m, p.K, p.a_k, 1, 0, Major::K}.to_step(sizeof(half));
     const Tensor memory = empty(call->output, dtype, {p.M, step});
     dispatch(dtype, "matmul", [&](auto zero) {
