@@ -161,4 +161,4 @@ def test_parts_make_every_output_once_in_the_memory_they_may_take(batches, m, n,
     if parts and not fits:
         _, _, _, rows, _, columns = parts[0]
         full = -(-rows // tile_m) * -(-columns // tile_n)
-        assert full / (-(-full // sms) * sms) >= 0.3  # fuller than plain loads are fast
+        assert full / (-(-full // sms) * sms) >= 0.2  # fuller than plain loads are fast
