@@ -358,7 +358,7 @@ bool launch_even(const Chain<T>& p, const DropoutMask& mask, bool clusters, cons
         };
         const auto in_cluster = [&](auto shape, unsigned most) {
             using SHAPE = decltype(shape);
-            const unsigned cluster = slot_cluster<SHAPE>(vectors);
+            const unsigned cluster = cluster_blocks(vectors, SHAPE::REACH);
             if (!clusters || cluster > most) return false;
             launch_chain_slots<SHAPE, true>(args, mask, cluster, launch);
             return true;

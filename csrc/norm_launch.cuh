@@ -51,7 +51,7 @@ template <typename Op, typename T>
 bool norm_forward_slots(const NormForward<T>& p, bool clusters, const Launch& launch) {
     using SHAPE = typename Op::Slots;
     const int64_t vectors = p.length / Vec<T>::size;
-    const unsigned cluster = slot_cluster<SHAPE>(vectors), most = Op::RESIDUAL && clusters ? MAX_CLUSTER : 1;
+    const unsigned cluster = cluster_blocks(vectors, SHAPE::REACH), most = Op::RESIDUAL && clusters ? MAX_CLUSTER : 1;
     if (sizeof(T) != 2 || vectors <= SHAPE::REACH / 2 || cluster > most) return false;
     if constexpr (sizeof(T) == 2) {
         const auto launch_as = [&](auto in_cluster) {

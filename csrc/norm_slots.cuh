@@ -340,14 +340,6 @@ __device__ void norm_slots(const ShortNorm<T>& p) {
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// Blocks that share a row of so many vectors.
-template <typename SHAPE>
-unsigned slot_cluster(int64_t vectors) {
-    unsigned blocks = 1;
-    while (int64_t{blocks} * SHAPE::REACH < vectors) blocks *= 2;
-    return blocks;
-}
-
 // Launches kernel(arguments…) for so many rows.
 template <typename SHAPE, int OPERANDS, typename... Parameters, typename... Arguments>
 void launch_slots(void (*kernel)(Parameters...), DeviceSet& asked, int64_t count, unsigned cluster,

@@ -394,6 +394,13 @@ inline unsigned row_threads(int64_t chunks, int vectors, int64_t most) {
     return threads;
 }
 
+// Blocks that share such a row, of which each can hold so many of its vectors.
+inline unsigned cluster_blocks(int64_t chunks, int64_t of_block) {
+    unsigned blocks = 1;
+    while (int64_t{blocks} * of_block < chunks) blocks *= 2;
+    return blocks;
+}
+
 // Of rows of more vectors than `narrow` a thread takes `wide`, of others ROW_VECTORS.
 inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS, int64_t narrow = 512) {
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
@@ -403,9 +410,7 @@ inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTOR
         const unsigned threads = row_threads(chunks, vectors, ROW_THREADS);
         return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1, vectors};
     }
-    unsigned cluster = 2;
-    while (int64_t{cluster} * ROW_THREADS * wide < chunks) cluster *= 2;
-    return {ROW_THREADS, 1, cluster, wide};
+    return {ROW_THREADS, 1, cluster_blocks(chunks, int64_t{ROW_THREADS} * wide), wide};
 }
 
 // Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks. Early (dependent.cuh),

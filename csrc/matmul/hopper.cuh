@@ -149,9 +149,9 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
 // Where TMA cannot read an operand: if that is worth its while, copies it to where TMA can, and tells the call. The copy
 // lives as long as what is returned.
 Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on);
-// Runs a call in one, or where copies would take more than 64 MiB in parts of its outputs, one after the other; or without
-// copies, where parts would be too small.
-void in_parts(const HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
+// Runs a call that TMA cannot read in one, or where copies would take more than 64 MiB in parts of its outputs, one after
+// the other; or without copies, where parts would be too small.
+void in_parts(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
 void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // Where A is few rows that lie along memory, if that is worth its while: copies them to where they lie along k, and tells
@@ -169,6 +169,10 @@ Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, con
     if (call.done()) return call.output;
     const Launch on(input);
     const ScalarType dtype = input.scalar_type();
+    if (call.by_tma()) {
+        by_tma(call, on);
+        return call.output;
+    }
     in_parts(call, dtype, on, [&](HopperCall& part) {
         const Tensor copies = realign(&part, dtype, on);
         part.by_tma() ? by_tma(part, on) : launch_plain(part, dtype, on);

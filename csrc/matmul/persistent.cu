@@ -505,7 +505,7 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
     const Launch on(input);
     call.copied = p.a_k == 1 || p.K == 1;
     const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
-    in_parts(call, dtype, on, [&](HopperCall& part) {
+    const auto run = [&](HopperCall& part) {
         const Tensor copies = realign(&part, dtype, on);
         // Where the part's outputs begin, in the whole.
         const int64_t offset = (static_cast<char*>(part.c) - static_cast<char*>(call.c)) / item;
@@ -532,7 +532,8 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
             launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", part, plain_source<T>(part),
                                                              plain_order(part.tiled), on, true, epilogue);
         });
-    });
+    };
+    call.by_tma() ? run(call) : in_parts(call, dtype, on, run);
     return layer.outputs();
 }
 

@@ -141,12 +141,11 @@ HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of) {
 
 }  // namespace
 
-void in_parts(const HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run) {
+void in_parts(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run) {
     const Product& p = call.product;
     const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
-    HopperCall whole = call;
     const std::optional<Copies> copies = call.copied ? Copies::of(call, dtype) : std::nullopt;
-    if (!copies.has_value() || copies->bytes(call, item) <= MOST_BYTES) return run(whole);
+    if (!copies.has_value() || copies->bytes(call, item) <= MOST_BYTES) return run(call);
     const auto copied = [&](const Operand& operand, bool by_tma, int64_t tile) -> CopiedOperand {
         if (by_tma) return {};
         Operand of_tile = operand;
@@ -158,8 +157,8 @@ void in_parts(const HopperCall& call, ScalarType dtype, const Launch& on, const 
         parts_of(p.batches, p.M, p.N, copied(copies->a, call.a_by_tma, PART_TILE_M),
                  copied(copies->b, call.b_by_tma, PART_TILE_N), MOST_BYTES, multiprocessors(on.device));
     if (parts.empty()) {
-        whole.copied = false;
-        return run(whole);
+        call.copied = false;
+        return run(call);
     }
     for (const Part& of : parts) {
         HopperCall part = part_of(call, dtype, of);
