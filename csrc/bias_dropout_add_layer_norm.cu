@@ -234,9 +234,11 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
                                                        __grid_constant__ const DropoutMask mask) {
     if (!exists_here<CLUSTER>()) return;
     constexpr int E = Vec<T>::size;
-    constexpr bool AHEAD = SHAPE::VECTORS <= 2;  // there are registers for the next vector of the bias too
+    // There are registers for the next vector of the bias too; or for the words of all rows, which are drawn at once.
+    constexpr bool AHEAD = SHAPE::VECTORS <= 2;
+    constexpr int DRAWS = AHEAD ? 1 : SHAPE::ROWS;
     const SlotShare<SHAPE, CLUSTER> share(p.norm.length / E);
-    uint4 bias, next;
+    uint4 bias, next, drawn[DRAWS];
     const auto fetch_bias = [&](uint4& to, int v) {
         to = filled<T>(0.0f);
         load_if<CLUSTER>(to, p.bias + share.at(v) * E, share.has(v));
@@ -247,14 +249,19 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
             if (!AHEAD || v == 0) fetch_bias(bias, v);
             if (AHEAD && v + 1 < SHAPE::VECTORS) fetch_bias(next, v + 1);
         }
-        const uint4 drawn = mask.draw<E>(static_cast<uint64_t>((share.row() + r) * share.vectors + share.at(v)));
+        if (r % DRAWS == 0) {
+            uint64_t numbers[DRAWS];
+#pragma unroll
+            for (int i = 0; i < DRAWS; ++i) numbers[i] = (share.row() + r + i) * share.vectors + share.at(v);
+            mask.draw(drawn, numbers);
+        }
         float x[E], more[E];
         unpack(reinterpret_cast<const Vec<T>&>(words[0]), x);
         unpack(reinterpret_cast<const Vec<T>&>(bias), more);
 #pragma unroll
         for (int e = 0; e < E; ++e) x[e] += more[e];
         unpack(reinterpret_cast<const Vec<T>&>(words[1]), more);
-        mask.apply(x, drawn, more);
+        mask.apply(x, drawn[r % DRAWS], more);
         const Vec<T> sum = pack<T>(x);
         if (p.norm.sum != nullptr) {
             store_if(p.norm.sum + (share.row() + r) * p.norm.out_step + int64_t{share.at(v)} * E, sum, live);

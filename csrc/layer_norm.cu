@@ -12,8 +12,8 @@
 //              first pass over the next row hides how long they take to
 //              agree on one
 //
-// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh and
-// norm_backward.cuh, which the normalisations share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh,
+// norm_backward.cuh and norm_backward_staying.cuh, which the normalisations share.
 
 #include "norm_launch.cuh"
 
@@ -91,6 +91,12 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
 }
 
+template <typename T, typename STAY>
+__global__ void __launch_bounds__(STAY::THREADS, 1)
+    layer_norm_backward_registers_staying_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
+    norm_backward_staying<T, CENTRED, STAY>(w, p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     layer_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -110,6 +116,7 @@ struct LayerNorm {
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
     using Teams = std::tuple<Team<4, 1, 512, 1024>, Team<1, 4, 1024, 4096>>;
     using Slots = SlotShape<1, 4, 512, 3>;
+    using Staying = Stay<2, 3, 1024>;
     template <typename T>
     static constexpr auto naive() {
         return layer_norm_naive_kernel<T>;
@@ -157,6 +164,10 @@ struct LayerNorm {
     template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto backward_registers() {
         return layer_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
+    }
+    template <typename T>
+    static constexpr auto backward_staying() {
+        return layer_norm_backward_registers_staying_kernel<T, Staying>;
     }
     template <typename T>
     static constexpr auto backward_registers_sum() {

@@ -148,7 +148,7 @@ struct BackwardRows {
           grad_sum(p.grad_sum, p.even_gs, row),
           grad_input(p.grad_input, p.even_gi, row) {
         if constexpr (!HELD<V>)
-            slots.template fetch_parameter<WHOLE>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
+            slots.template fetch_parameter<WHOLE, V>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
     }
 
     // Once rows are on their way: it waits for memory.

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "norm_backward.cuh"
+#include "norm_backward_staying.cuh"
 #include "norm_registers.cuh"
 #include "norm_short.cuh"
 #include "norm_slots.cuh"
@@ -180,15 +181,67 @@ RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
     if (whole && !Op::RESIDUAL && chunks <= ROW_THREADS * HELD_VECTORS) {
         shape = RowLaunch{row_threads(chunks, HELD_VECTORS, ROW_THREADS), 1, 1, HELD_VECTORS};
     }
+    // A vector less a thread, if that is enough: it would be worked on where there is none.
+    if (whole && shape.cluster == 1 && shape.vectors == ROW_VECTORS && shape.threads == ROW_THREADS &&
+        chunks <= ROW_THREADS * (ROW_VECTORS - 1)) {
+        --shape.vectors;
+    }
     shape.rows = std::max<unsigned>(1, BACKWARD_BLOCK<T> / shape.threads);
     return shape;
+}
+
+// Shares the rows out to blocks or clusters, `rows` to each at a time, of which the GPU holds `most` at once. Returns the
+// memory of their partial sums, if those are wanted.
+template <bool CENTRED, typename T>
+std::optional<Tensor> share_out(NormWeights<T>& w, NormBackward<T>& p, int64_t rows, int64_t most, bool weights,
+                                const Tensor& like) {
+    w.groups = static_cast<int>(std::min(ceil_div(p.count, rows), most));
+    p.apart = w.groups * rows;
+    const auto even = [&](const Rows& operand) { return EvenRows{operand.step(), operand.step() * p.apart}; };
+    p.even_gi = even(p.gi);
+    p.even_g = even(p.g);
+    p.even_gs = even(p.gs);
+    p.even_in = even(p.in);
+    p.turns = static_cast<int>(p.count / p.apart);
+    p.rest = p.count % p.apart;
+    if (!weights) return std::nullopt;
+    Tensor partials = empty(like, ScalarType::Float, {CENTRED ? 2 : 1, w.groups, p.length});
+    w.partials = pointer<float>(partials);
+    return partials;
+}
+
+// Of rows that keep nearly all threads of such clusters busy; shorter ones are faster by a block, fewer vectors a thread.
+// Returns whether it has been launched.
+template <typename Op, typename T>
+bool norm_backward_staying(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const Tensor& like,
+                           const Launch& launch) {
+    if constexpr (sizeof(T) == 2 && !Op::RESIDUAL) {
+        using STAY = typename Op::Staying;
+        const int64_t vectors = p.length / Vec<T>::size, most = ROW_THREADS * ROW_VECTORS;
+        if (!whole || vectors > most || vectors <= most / 8 * 7 || !can_be_early(launch.device)) return false;
+        constexpr auto kernel = Op::template backward_staying<T>();
+        static DeviceSet asked;
+        static Resident resident;
+        constexpr int bytes = slot_bytes(STAY::THREADS, STAY::SLOTS);
+        allow_shared(kernel, bytes, launch.device, asked);
+        const unsigned cluster = cluster_blocks(vectors, STAY::THREADS);
+        const int64_t fit = resident.clusters(kernel, dim3(STAY::THREADS), cluster, bytes, launch);
+        const auto partials = share_out<Op::CENTRED>(w, p, STAY::ROWS, fit, weights, like);
+        LaunchConfig(dim3(w.groups * cluster), dim3(STAY::THREADS), bytes, launch)
+            .clusters_of(cluster)
+            .run(kernel, w, p);
+        if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
+        return true;
+    }
+    return false;
 }
 
 template <typename Op, typename T>
 void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const RowLaunch& shape,
                              const Tensor& like, const Launch& launch) {
+    if (norm_backward_staying<Op>(w, p, weights, whole, like, launch)) return;
     constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
-    with_row_shape<FEW, ROW_VECTORS>(shape, whole, [&](auto v, auto a, auto b) {
+    const auto launch_as = [&](auto v, auto a, auto b) {
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
         static DeviceSet asked;
         static Resident resident;
@@ -196,23 +249,14 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         const int bytes = slot_bytes(shape.threads * shape.rows, slots);
         allow_shared(kernel, slot_bytes(ROW_THREADS, slots), launch.device, asked);
         const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
-        w.groups = static_cast<int>(std::min(ceil_div(p.count, shape.rows), most));
-        std::optional<Tensor> partials;
-        if (weights) {
-            partials = empty(like, ScalarType::Float, {Op::CENTRED ? 2 : 1, w.groups, p.length});
-            w.partials = pointer<float>(*partials);
-        }
-        p.apart = int64_t{w.groups} * shape.rows;
-        const auto even = [&](const Rows& rows) { return EvenRows{rows.step(), rows.step() * p.apart}; };
-        p.even_gi = even(p.gi);
-        p.even_g = even(p.g);
-        p.even_gs = even(p.gs);
-        p.even_in = even(p.in);
-        p.turns = static_cast<int>(p.count / p.apart);
-        p.rest = p.count % p.apart;
+        const auto partials = share_out<Op::CENTRED>(w, p, shape.rows, most, weights, like);
         launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
         if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
-    });
+    };
+    if (shape.vectors == ROW_VECTORS - 1) {
+        return launch_as(std::integral_constant<int, ROW_VECTORS - 1>{}, std::true_type{}, std::false_type{});
+    }
+    with_row_shape<FEW, ROW_VECTORS>(shape, whole, launch_as);
 }
 
 // Gradients of input, weight and bias; what is not wanted comes back empty.
@@ -304,6 +348,11 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             add(forward + "registers (team)", kernel_facts<Op::template team<T, TEAM>()>("", TEAM::THREADS));
             using SHAPE = typename Op::Slots;
             constexpr int bytes = slot_bytes(SHAPE::THREADS, SHAPE::slots(Op::RESIDUAL ? 2 : 1));
+            if constexpr (!Op::RESIDUAL) {
+                using STAY = typename Op::Staying;
+                add(backward + "registers (staying)", kernel_facts<Op::template backward_staying<T>()>(
+                                                          "", STAY::THREADS, slot_bytes(STAY::THREADS, STAY::SLOTS)));
+            }
             add(forward + "registers (slots)", kernel_facts<Op::template slots<T, false>()>("", SHAPE::THREADS, bytes));
             if constexpr (Op::RESIDUAL) {
                 add(forward + "cluster (slots)",

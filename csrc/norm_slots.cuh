@@ -69,32 +69,42 @@ struct SlotRows {
     const ShortNorm<T>& p;
     const SlotShare<SHAPE, CLUSTER>& share;
     uint4* const own;
-    const int left;  // rows from this block's first on
+    const T* const residual;  // where this thread's first vector lies
+    const int left;           // rows from this block's first on
 
     __device__ SlotRows(const ShortNorm<T>& p_in, const SlotShare<SHAPE, CLUSTER>& share_in, uint4* shared)
         : p(p_in),
           share(share_in),
           own(shared + threadIdx.x),
+          residual(OPERANDS > 1 ? at(p.residual, p.res_step) : nullptr),
           left(static_cast<int>(min(p.count - share.row(), int64_t{ROWS}))) {}
 
+    // Where this thread's first vector of the first row lies. As one value, from which later ones are a constant apart: ptxas
+    // would keep its parts in registers, and add them up anew for each.
+    template <typename P>
+    __device__ P* at(P* operand, int64_t step) const {
+        P* first = operand + share.row() * step + int64_t{share.at(0)} * Vec<T>::size;
+        asm volatile("" : "+l"(first));
+        return first;
+    }
     __device__ bool live(int r, int v) const { return r < left && share.has(v); }
     __device__ uint4& slot(int operand, int r, int v) const {
         return own[(operand == 0 ? r * V + v : ROWS * V + r * RING + v % RING) * SHAPE::THREADS];
     }
-    __device__ void fetch(int operand, int v) const {
-        const int64_t step = operand == 0 ? p.in_step : p.res_step;
-        const T* from =
-            (operand == 0 ? p.input : p.residual) + share.row() * step + int64_t{share.at(v)} * Vec<T>::size;
+    // The v-th vectors of all rows; `first` is where this thread's first one of the first row lies.
+    __device__ void fetch(int operand, const T* first, int v) const {
+        const T* from = first + v * SHAPE::THREADS * Vec<T>::size;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r, from += step) {
+        for (int r = 0; r < ROWS; ++r, from += operand == 0 ? p.in_step : p.res_step) {
             cp_async16_if(shared_address(&slot(operand, r, v)), from, live(r, v));
         }
     }
     __device__ void fetch_first() const {
+        const T* const input = at(p.input, p.in_step);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            fetch(0, v);
-            if (OPERANDS > 1 && v < RING) fetch(1, v);
+            fetch(0, input, v);
+            if (OPERANDS > 1 && v < RING) fetch(1, residual, v);
             cp_async_commit();
         }
     }
@@ -104,7 +114,7 @@ struct SlotRows {
     }
     __device__ void done(int v) const {
         if (OPERANDS == 1 || RING == V) return;
-        if (v + RING < V) fetch(1, v + RING);
+        if (v + RING < V) fetch(1, residual, v + RING);
         cp_async_commit();
     }
     // Vector v of row r, as it was made.
@@ -299,7 +309,7 @@ __device__ void norm_slots_of(const ShortNorm<T>& p, const SlotShare<SHAPE, CLUS
         }
         if (share.at(0) == 0 && r < rows.left) store_stats<CENTRED>(p.stats, share.row() + r, stats[r]);
     }
-    T* const to = p.output + share.row() * p.out_step + int64_t{share.at(0)} * E;
+    T* const to = rows.at(p.output, p.out_step);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         float x[E], scale[E], offset[E];

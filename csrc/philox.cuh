@@ -80,16 +80,30 @@ struct DropoutMask {
     template <int SIZE>
     __device__ uint4 draw(uint32_t lower, uint32_t upper) const {
         static_assert(SIZE == PHILOX_HALVES || SIZE == PHILOX_HALVES / 2);
+        uint4 words[1];
         if constexpr (SIZE == PHILOX_HALVES) {
-            return deciding(lower, upper);
+            decide(words, {{lower, upper}});
+            return words[0];
         } else {  // two vectors a call
-            return shifted(deciding(__funnelshift_r(lower, upper, 1), upper / 2), lower % 2 * 16);
+            decide(words, {{__funnelshift_r(lower, upper, 1), upper / 2}});
+            return shifted(words[0], lower % 2 * 16);
         }
     }
 
     template <int SIZE>
     __device__ uint4 draw(uint64_t number) const {
         return draw<SIZE>(static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32));
+    }
+
+    // The same for PHILOX_HALVES elements of each of N numbers, whose calls need not wait for each other.
+    template <int N>
+    __device__ void draw(uint4 (&words)[N], const uint64_t (&numbers)[N]) const {
+        uint2 halves[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            halves[i] = make_uint2(static_cast<uint32_t>(numbers[i]), static_cast<uint32_t>(numbers[i] >> 32));
+        }
+        decide(words, halves);
     }
 
     // Multiplies the elements that words were drawn for.
@@ -129,21 +143,32 @@ struct DropoutMask {
         }
     }
 
-    // Words each half of which decides for an element.
-    __device__ uint4 deciding(uint32_t lower, uint32_t upper) const {
-        uint4 w = philox<0>(lower, upper, keys);
-        if (any_tie(w)) {
-            const uint4 more = philox<1>(lower, upper, keys);
+    // Words each half of which decides for an element, of N calls: their numbers' lower and upper halves.
+    template <int N>
+    __device__ void decide(uint4 (&words)[N], const uint2 (&numbers)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) words[i] = philox<0>(numbers[i].x, numbers[i].y, keys);
+        if (!any_tie(words)) return;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const uint4 more = philox<1>(numbers[i].x, numbers[i].y, keys);
+            uint4& w = words[i];
             w = make_uint4(settled(w.x, more.x), settled(w.y, more.y), settled(w.z, more.z), settled(w.w, more.w));
         }
-        return w;
     }
 
     // Whether any half is the threshold's, and as often again where none is. Differences are taken for floating-point
     // numbers, two an instruction: zero alone, of either sign, has no magnitude, and a minimum passes over NaN.
-    __device__ bool any_tie(const uint4& w) const {
-        const __half2 least =
-            __hmin2(__hmin2(difference(w.x), difference(w.y)), __hmin2(difference(w.z), difference(w.w)));
+    template <int N>
+    __device__ bool any_tie(const uint4 (&words)[N]) const {
+        __half2 least;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const uint4& w = words[i];
+            const __half2 here =
+                __hmin2(__hmin2(difference(w.x), difference(w.y)), __hmin2(difference(w.z), difference(w.w)));
+            least = i == 0 ? here : __hmin2(least, here);
+        }
         return !__hbneu2(least, __float2half2_rn(0.0f));
     }
 

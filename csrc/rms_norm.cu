@@ -91,6 +91,12 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
 }
 
+template <typename T, typename STAY>
+__global__ void __launch_bounds__(STAY::THREADS, 1)
+    rms_norm_backward_registers_staying_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
+    norm_backward_staying<T, CENTRED, STAY>(w, p);
+}
+
 template <typename T, int V, bool WHOLE, bool CLUSTER>
 __global__ void __launch_bounds__(ROW_THREADS, 1)
     rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -110,6 +116,7 @@ struct RmsNorm {
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
     using Teams = std::tuple<Team<2, 1, 512, 1024>, Team<1, 4, 4096, 16384>>;
     using Slots = SlotShape<1, 4, 512, 3>;
+    using Staying = Stay<1, 4, 1024>;
     template <typename T>
     static constexpr auto naive() {
         return rms_norm_naive_kernel<T>;
@@ -157,6 +164,10 @@ struct RmsNorm {
     template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto backward_registers() {
         return rms_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
+    }
+    template <typename T>
+    static constexpr auto backward_staying() {
+        return rms_norm_backward_registers_staying_kernel<T, Staying>;
     }
     template <typename T>
     static constexpr auto backward_registers_sum() {

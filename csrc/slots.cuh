@@ -53,11 +53,11 @@ struct Slots {
 
     // The same of an operand that all rows share, and so by way of the L1 of the SM, whose other blocks want it too.
     // Where there is none (null), `absent` stands for it.
-    template <bool WHOLE, typename Share>
+    template <bool WHOLE, int V, typename Share>
     __device__ void fetch_parameter(int begin, const T* parameter, const Rows& rows, const Share& share, int64_t length,
                                     float absent) const {
-#pragma unroll(WHOLE ? ROW_VECTORS : 1)
-        for (int v = 0; v < ROW_VECTORS; ++v) {
+#pragma unroll(WHOLE ? V : 1)
+        for (int v = 0; v < V; ++v) {
             const int first = share.at(v) * Vec<T>::size;
             if (WHOLE && parameter != nullptr && share.template has<T>(v, length)) {
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(slot(begin + v))),

@@ -56,10 +56,12 @@ def test_a_list_of_dimensions_is_as_good_as_a_tuple():
 
 
 @pytest.mark.parametrize("variant", OWN_BACKWARD, ids=variant_id)
-@pytest.mark.parametrize("length", [24, 1100])
-def test_only_what_is_wanted_is_made_and_it_is_the_same(variant, length):
+@pytest.mark.parametrize(
+    ("length", "dtype"), [(24, torch.float32), (1100, torch.float32), (16384, torch.bfloat16)], ids=str
+)
+def test_only_what_is_wanted_is_made_and_it_is_the_same(variant, length, dtype):
     case = case_of(variant.op, 21, length)
-    inputs = make_inputs(case, torch.float32, DEVICE)
+    inputs = make_inputs(case, dtype, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
     with torch.no_grad():
         output, saved = variant.forward(*inputs, **case.options)
@@ -95,8 +97,8 @@ def test_input_and_residual_share_one_gradient(variant):
 
 
 #: More rows than a GPU goes through at once, so that blocks and programs take several turns, of which the last is not
-#: full; rows shared by a part of a warp, by warps, by a block, by a cluster; whole vectors and not; rows that leave
-#: threads of those who share them idle.
+#: full, and fewer; rows shared by a part of a warp, by warps, by a block, by a cluster; whole vectors and not; rows
+#: that leave threads of those who share them idle.
 MANY_ROWS = [
     (140_003, 8),
     (70_001, 24),
@@ -110,8 +112,11 @@ MANY_ROWS = [
     (2503, 4090),
     (1201, 4104),
     (1201, 8200),
+    (1201, 10240),
     (701, 12296),
+    (701, 14344),
     (701, 16384),
+    (3, 16376),
     (701, 16383),
     (401, 20_008),
     (203, 65536),
@@ -135,7 +140,7 @@ def test_many_rows(variant, dtype, shape):
 
 
 @needs_gpu
-@pytest.mark.parametrize("shape", [(20_011, 256), (2503, 4096), (203, 65536)], ids=str)
+@pytest.mark.parametrize("shape", [(20_011, 256), (2503, 4096), (701, 16384), (203, 65536)], ids=str)
 @pytest.mark.parametrize("variant", OWN_BACKWARD, ids=variant_id)
 def test_the_same_bits_every_time(variant, shape):
     spec, case = kernel_ladder.spec(variant.op), case_of(variant.op, *shape)

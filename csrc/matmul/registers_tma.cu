@@ -61,6 +61,22 @@ __device__ __forceinline__ void multiply_add(float& sum, float a, float b) {
     asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
 }
 
+// Not a sum of constants, which the compiler would make anew, from fewer registers and more instructions.
+__device__ __forceinline__ void advance(uint32_t& address, int by) {
+    asm volatile("add.s32 %0, %0, %1;" : "+r"(address) : "r"(by));
+}
+
+// A branch over what is never run, since no product is of fewer k than none: the compiler may not mix the multiply-adds of
+// several k, which it would at the price of operands of one bank, and registers. One that did not come back would be left
+// out from the second on; a single instruction would be put under a condition, with no branch.
+__device__ __forceinline__ void keep_apart(int K) {
+    asm volatile(
+        "{\n.reg .pred usual, early;\n.reg .u32 now;\n"
+        "setp.ge.s32 usual, %0, 0;\n@usual bra ON;\n"
+        "WAIT: nanosleep.u32 20;\nmov.u32 now, %%clock;\nsetp.lt.u32 early, now, 5;\n@early bra WAIT;\n"
+        "ON:\n}" ::"r"(K));
+}
+
 template <bool ALONG_K>
 __device__ inline void load_operand(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k,
                                     int batch) {
@@ -138,9 +154,10 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
 
     const Place<ROWS_ALONG_K> place;
     const uint32_t m_lane = place.m_lane;
-    const uint32_t a_at = ROWS_ALONG_K ? place.row(0) * SWIZZLE_ROW : place.m_warp * 2 * PANEL;
-    uint32_t b_at[4];  // for each k mod 4, how the swizzle has it
-    for (int k = 0; k < 4; ++k) b_at[k] = TILE_BYTES + place.n_warp * 2 * PANEL + (place.n_lane ^ k) * 16;
+    // Where a thread's values lie for each k of eight, or of four, how the swizzle has it. Worked out once, and added to.
+    uint32_t a_at[8], b_at[4];
+    for (int k = 0; k < 8; ++k) a_at[k] = tiles + place.m_warp * 2 * PANEL + swizzled(k, m_lane);
+    for (int k = 0; k < 4; ++k) b_at[k] = tiles + TILE_BYTES + place.n_warp * 2 * PANEL + (place.n_lane ^ k) * 16;
     float sum[8][16] = {};
     // Of this k and of the next; four k of each row where rows lie along k. All begin as zeros: see below.
     float a[2][8] = {}, a4[8][4] = {}, b[2][16] = {};
@@ -179,27 +196,29 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
             refilled.next();
         }
         mbarrier_wait(full + reading.stage * 8, reading.phase);
-        const uint32_t stage = tiles + reading.stage * STAGE_BYTES;
+        const uint32_t rows = tiles + reading.stage * STAGE_BYTES + place.row(0) * SWIZZLE_ROW;
+        if (tile > 0) {  // from the end of one stage's tiles to where the next one's begin
+            const int by = (reading.stage == 0 ? 1 - STAGES : 1) * STAGE_BYTES - BK * SWIZZLE_ROW;
+            for (uint32_t& at : b_at) at += by;
+            for (uint32_t& at : a_at) at += by;
+        }
 #pragma unroll 1
         for (int eight = 0; eight < BK / 8; ++eight) {
-            const uint32_t rows = stage + eight * 8 * SWIZZLE_ROW;
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
-                // Never so: a branch, that the compiler may not mix the multiply-adds of several k. It does so else, at
-                // the price of sums that move from register to register, and operands of one bank.
-                if (k > 0 && p.K == -k) __trap();
+                if (ROWS_ALONG_K && k > 0) keep_apart(p.K);
                 if constexpr (!ROWS_ALONG_K) {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        load_shared(a[k % 2] + 4 * i, rows + a_at + i * PANEL + swizzled(k, m_lane));
-                    }
+                    load_shared(a[k % 2], a_at[k]);
+                    load_shared(a[k % 2] + 4, a_at[k] + PANEL);
+                    advance(a_at[k], 8 * SWIZZLE_ROW);
                 }
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const uint32_t half = (j % 2 ^ k / 4) * 64;  // of the panel's row
-                    load_shared(b[k % 2] + 4 * j, rows + b_at[k % 4] + j / 2 * PANEL + k * SWIZZLE_ROW + half);
+                    load_shared(b[k % 2] + 4 * j, b_at[k % 4] + j / 2 * PANEL + k * SWIZZLE_ROW + half);
                 }
-                multiply((k + 7) % 8, k % 4 == 0, stage + a_at + ((eight * 2 + k / 4) ^ m_lane) * 16);
+                if (k >= 4) advance(b_at[k % 4], 8 * SWIZZLE_ROW);
+                multiply((k + 7) % 8, k % 4 == 0, rows + ((eight * 2 + k / 4) ^ m_lane) * 16);
             }
         }
     }
