@@ -2,7 +2,7 @@
 // others, and the table of the climb stands in matmul.cuh.
 //
 // As there, a thread makes 8×16 outputs, a block of 128 threads 128×128, and two blocks share an SM. But no thread
-// copies: one asks TMA for tiles of 32 k, and of 100 instructions 91 multiply. Then registers are the limit. Each is in
+// copies: one asks TMA for tiles of 32 k, and of 100 instructions 94 multiply. Then registers are the limit. Each is in
 // one of two banks, by its parity, and operands of one bank hold up the next instruction. So rows are walked there and
 // back, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h): each multiply-add has one operand
 // in common with the one before, which is kept at hand, and two others, a column's value and its sum. The compiler
