@@ -12,8 +12,8 @@
 //              first pass over the next row hides how long they take to
 //              agree on one
 //
-// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh and
-// norm_backward.cuh, which the normalisations share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh,
+// norm_backward.cuh and norm_backward_staying.cuh, which the normalisations share.
 
 #include "norm_launch.cuh"
 

@@ -57,7 +57,9 @@ def test_a_list_of_dimensions_is_as_good_as_a_tuple():
 
 @pytest.mark.parametrize("variant", OWN_BACKWARD, ids=variant_id)
 @pytest.mark.parametrize(
-    ("length", "dtype"), [(24, torch.float32), (1100, torch.float32), (16384, torch.bfloat16)], ids=str
+    ("length", "dtype"),
+    [(24, torch.float32), (1100, torch.float32), pytest.param(16384, torch.bfloat16, marks=needs_gpu)],
+    ids=str,
 )
 def test_only_what_is_wanted_is_made_and_it_is_the_same(variant, length, dtype):
     case = case_of(variant.op, 21, length)
