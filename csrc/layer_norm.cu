@@ -14,6 +14,7 @@
 //
 // Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh,
 // norm_backward.cuh and norm_backward_staying.cuh, which the normalisations share.
+// Backward, Hopper shares the longest 16-bit rows of `registers` between two blocks, which stay.
 
 #include "norm_launch.cuh"
 

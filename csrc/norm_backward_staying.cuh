@@ -80,7 +80,8 @@ struct StayRows {
     const NormBackward<T>& p;
     const int at, count, apart, first;
     const bool inside;  // of a row
-    uint4 *const own, weight;
+    uint4* const own;   // slots
+    uint4 weight;
     const T *input, *grad;  // of the next turn that is fetched
     float x_hat[E], g[E], weighted[E];
 
