@@ -13,6 +13,9 @@ __device__ inline uint32_t blocks() {
     return count;
 }
 
+// Of their number, which is a power of two.
+__device__ inline int log2_blocks() { return __popc(blocks() - 1); }
+
 __device__ inline uint32_t rank() {
     uint32_t rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // anew each time, in place of a register

@@ -48,6 +48,12 @@ __device__ void store_columns(float* partials, int64_t column, const float4& sum
     }
 }
 
+// What is subtracted from a row's gradient: means, from the sums of w·dy and w·dy·x̂, the former only of what was centred.
+__device__ inline Pair means_of(const Pair& sums, float per_element) {
+    return {sums.first * per_element, sums.second * per_element};
+}
+__device__ inline Pair means_of(float sum, float per_element) { return {0.0f, sum * per_element}; }
+
 // A thread's sums over the rows that it went through, as stage one of the weights' gradients; one sum's partials lie
 // `apart` from the other's. Where rows share a block their sums are added up in shared memory first, so that the
 // partials stay few.
@@ -217,9 +223,7 @@ struct BackwardRows {
     // The second pass.
     __device__ void store_gradient(int turn, const Sums& sums, const Stats& stats) {
         const bool live = LONE || turn < own;
-        Pair means{0.0f, 0.0f};
-        if constexpr (CENTRED) means = {sums.first * p.per_element, sums.second * p.per_element};
-        if constexpr (!CENTRED) means.second = sums * p.per_element;
+        const Pair means = means_of(sums, p.per_element);
         T* const to = grad_input.next(p.gi, p.even_gi, p.apart, live);
         const T* const added = RESIDUAL && !WHOLE ? grad_sum.next(p.gs, p.even_gs, p.apart, live) : nullptr;
 #pragma unroll(WHOLE ? V : 1)

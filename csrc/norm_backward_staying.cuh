@@ -75,7 +75,7 @@ struct StayMail {
 // This thread's vectors of its cluster's rows, which come in turns: every `apart`-th from row `first` on.
 template <typename T, bool CENTRED, typename STAY>
 struct StayRows {
-    static constexpr int E = Vec<T>::size, ROWS = STAY::ROWS, STAGES = STAY::STAGES, THREADS = STAY::THREADS;
+    static constexpr int E = Vec<T>::size, ROWS = STAY::ROWS, THREADS = STAY::THREADS;
 
     const NormBackward<T>& p;
     const int at, count, apart, first;
@@ -146,8 +146,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
     launch_dependents();
     mail.open();
     wait_for_previous();
-    const int blocks = static_cast<int>(cluster::blocks()),
-              group = static_cast<int>(blockIdx.x) >> (__popc(blocks - 1));
+    const int group = static_cast<int>(blockIdx.x) >> cluster::log2_blocks();
     StayRows<T, CENTRED, STAY> rows(p, group, static_cast<int>(cluster::rank()), in_shared);
 #pragma unroll 1
     for (int turn = 0; turn < STAGES; ++turn) rows.fetch(rows.first + turn * rows.apart, turn);
@@ -190,10 +189,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
             T* out = to;
 #pragma unroll
             for (int r = 0; r < ROWS; ++r, out += p.even_gi.step) {
-                const Value of_row = mail.sum(turn - 1, r, add);
-                Pair means{0.0f, 0.0f};
-                if constexpr (CENTRED) means = {of_row.first * p.per_element, of_row.second * p.per_element};
-                if constexpr (!CENTRED) means.second = of_row * p.per_element;
+                const Pair means = means_of(mail.sum(turn - 1, r, add), p.per_element);
                 rows.work_out(stage_before, r, before[r]);
                 float x[E];
 #pragma unroll
@@ -220,7 +216,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
 #pragma unroll
         for (int e = 0; e < E; e += 4) {
             const float* const four = of_columns[s] + e;
-            *reinterpret_cast<float4*>(sums + e) = make_float4(four[0], four[1], four[2], four[3]);
+            store_columns<true>(sums, e, make_float4(four[0], four[1], four[2], four[3]), E);
         }
     }
 #endif

@@ -182,7 +182,7 @@ RowLaunch backward_shape(int64_t chunks, bool whole, bool clusters) {
         shape = RowLaunch{row_threads(chunks, HELD_VECTORS, ROW_THREADS), 1, 1, HELD_VECTORS};
     }
     // A vector less a thread, if that is enough: it would be worked on where there is none.
-    if (whole && shape.cluster == 1 && shape.vectors == ROW_VECTORS && shape.threads == ROW_THREADS &&
+    if (whole && shape.vectors == ROW_VECTORS && shape.threads == ROW_THREADS &&
         chunks <= ROW_THREADS * (ROW_VECTORS - 1)) {
         --shape.vectors;
     }
@@ -217,8 +217,9 @@ bool norm_backward_staying(NormWeights<T> w, NormBackward<T> p, bool weights, bo
                            const Launch& launch) {
     if constexpr (sizeof(T) == 2 && !Op::RESIDUAL) {
         using STAY = typename Op::Staying;
-        const int64_t vectors = p.length / Vec<T>::size, most = ROW_THREADS * ROW_VECTORS;
-        if (!whole || vectors > most || vectors <= most / 8 * 7 || !can_be_early(launch.device)) return false;
+        const int64_t vectors = p.length / Vec<T>::size;
+        if (!whole || vectors > MAX_BLOCK_CHUNKS || vectors <= MAX_BLOCK_CHUNKS / 8 * 7 || !can_be_early(launch.device))
+            return false;
         constexpr auto kernel = Op::template backward_staying<T>();
         static DeviceSet asked;
         static Resident resident;
@@ -240,8 +241,8 @@ template <typename Op, typename T>
 void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const RowLaunch& shape,
                              const Tensor& like, const Launch& launch) {
     if (norm_backward_staying<Op>(w, p, weights, whole, like, launch)) return;
-    constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS : HELD_VECTORS;
-    const auto launch_as = [&](auto v, auto a, auto b) {
+    constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS - 1 : HELD_VECTORS;
+    with_row_shape<FEW, ROW_VECTORS - 1, ROW_VECTORS>(shape, whole, [&](auto v, auto a, auto b) {
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
         static DeviceSet asked;
         static Resident resident;
@@ -252,11 +253,7 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         const auto partials = share_out<Op::CENTRED>(w, p, shape.rows, most, weights, like);
         launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);
         if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
-    };
-    if (shape.vectors == ROW_VECTORS - 1) {
-        return launch_as(std::integral_constant<int, ROW_VECTORS - 1>{}, std::true_type{}, std::false_type{});
-    }
-    with_row_shape<FEW, ROW_VECTORS>(shape, whole, launch_as);
+    });
 }
 
 // Gradients of input, weight and bias; what is not wanted comes back empty.

@@ -27,7 +27,7 @@ struct SlotShare {
     __device__ explicit SlotShare(int of_row) : vectors(of_row), part(of_row) {
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
-            const int log2 = __popc(static_cast<int>(cluster::blocks()) - 1);
+            const int log2 = cluster::log2_blocks();
             part = (((vectors - 1) >> log2) / LINE_VECTORS + 1) * LINE_VECTORS;
             begin = static_cast<int>(cluster::rank()) * part;
             group >>= log2;

@@ -97,7 +97,7 @@ struct RowShare {
         end = vectors;
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
-            const int blocks = cluster::blocks(), log2 = __popc(blocks - 1);  // a power of two
+            const int log2 = cluster::log2_blocks();
             const int part = (((vectors - 1) >> log2) / LINE_VECTORS + 1) * LINE_VECTORS;
             const int begin = static_cast<int>(cluster::rank()) * part;
             row = blockIdx.x >> log2;
@@ -426,18 +426,20 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
 }
 
 // Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for: whole
-// vectors FEW or MANY a thread, MANY in clusters. Rows element by element take ROW_VECTORS.
-template <int FEW, int MANY, typename F>
+// vectors FEW a thread or the next of MORE that is enough, in clusters the last. Rows element by element take ROW_VECTORS.
+template <int FEW, int... MORE, typename F>
 void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
     using Few = std::integral_constant<int, FEW>;
-    using Many = std::integral_constant<int, MANY>;
     using Single = std::integral_constant<int, ROW_VECTORS>;
     using Yes = std::true_type;
     using No = std::false_type;
     if (!whole) return shape.cluster > 1 ? f(Single{}, No{}, Yes{}) : f(Single{}, No{}, No{});
-    if (shape.cluster > 1) return f(Many{}, Yes{}, Yes{});
-    if (shape.vectors > FEW) return f(Many{}, Yes{}, No{});
-    f(Few{}, Yes{}, No{});
+    if constexpr (sizeof...(MORE) == 0) {
+        shape.cluster > 1 ? f(Few{}, Yes{}, Yes{}) : f(Few{}, Yes{}, No{});
+    } else {
+        if (shape.cluster > 1 || shape.vectors > FEW) return with_row_shape<MORE...>(shape, whole, f);
+        f(Few{}, Yes{}, No{});
+    }
 }
 
 }  // namespace kl

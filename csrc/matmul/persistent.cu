@@ -504,7 +504,7 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
     const ScalarType dtype = input.scalar_type();
     const Launch on(input);
     call.copied = p.a_k == 1 || p.K == 1;
-    const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
+    const int64_t item = input.element_size();
     const auto run = [&](HopperCall& part) {
         const Tensor copies = realign(&part, dtype, on);
         // Where the part's outputs begin, in the whole.

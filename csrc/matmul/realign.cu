@@ -126,7 +126,7 @@ struct Copies {
 
 // A part of a call, which is worth its copies if the whole is.
 HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of) {
-    const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
+    const int64_t item = whole.output.element_size();
     HopperCall part = whole;
     part.part = true;
     Product& p = part.product;
@@ -143,7 +143,7 @@ HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of) {
 
 void in_parts(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run) {
     const Product& p = call.product;
-    const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
+    const int64_t item = call.output.element_size();
     const std::optional<Copies> copies = call.copied ? Copies::of(call, dtype) : std::nullopt;
     if (!copies.has_value() || copies->bytes(call, item) <= MOST_BYTES) return run(call);
     const auto copied = [&](const Operand& operand, bool by_tma, int64_t tile) -> CopiedOperand {
@@ -170,7 +170,7 @@ Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
     const std::optional<Copies> copies = call->copied ? Copies::of(*call, dtype) : std::nullopt;
     if (!copies.has_value()) return {};
     call->a_copied = !call->a_by_tma;
-    const int64_t item = dtype == ScalarType::Float ? sizeof(float) : sizeof(half);
+    const int64_t item = call->output.element_size();
     const auto& [a, b] = *copies;
 
     const int64_t a_room = call->a_by_tma ? 0 : a.room(item), b_room = call->b_by_tma ? 0 : b.room(item);
