@@ -105,6 +105,9 @@ __global__ void __launch_bounds__(SUM_THREADS)
 struct AddRmsNorm {
     static constexpr const char *NAME = "add_rms_norm", *BACKWARD_NAME = "add_rms_norm_backward";
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
+    // Few vectors a thread, where nearly all threads have theirs: idle ones cost more than that gains.
+    using FullTeams =
+        std::tuple<Team<1, 1, 896, 1024>, Team<1, 1, 1792, 2048>, Team<1, 1, 3584, 4096>, Team<1, 2, 14336, 16384>>;
     using Teams = std::tuple<Team<1, 4, 1024, 16384>>;
     using Slots = SlotShape<1, 4, 512, 3>;
     template <typename T>

@@ -159,12 +159,16 @@ struct ShortChain {
     const T* bias;
 };
 
+// Of so many rows, those whose words are drawn at once.
+template <typename T, int ROWS>
+constexpr int AT_ONCE = sizeof(T) == 2 && ROWS > 1 ? 2 : 1;
+
 // As above both operands come by way of shared memory. Parameters of the norm come with them where there are registers for
 // them, EARLY. THREADS: see Slots.
 template <typename T, int ROWS, bool TEAM, int V, bool EARLY, int THREADS>
 __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uint4* input, uint4* residual) {
     begin_early();
-    constexpr int E = Vec<T>::size;
+    constexpr int E = Vec<T>::size, DRAWS = AT_ONCE<T, ROWS>;
     const ShortShare<ROWS, TEAM> share(p.norm.count, p.norm.length);
     const Slots<T, THREADS> inputs(input), residuals(residual);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
@@ -177,6 +181,7 @@ __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uin
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             float x[E], more[E], bias[E];
+            uint4 drawn[DRAWS];
             unpack(next, bias);
             if (v + 1 < V)
                 next = share.parameter(p.bias, v + 1, 0.0f);  // before the stores, over which no load is moved
@@ -184,13 +189,19 @@ __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uin
             T* to = share.begin(sums, p.norm.out_step, v);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r, to += share.next(p.norm.out_step)) {
-                const uint64_t first = (share.row + r * share.apart) * share.length + share.at(v) * E;
-                const uint4 words = mask.draw<E>(first / E);
+                if (r % DRAWS == 0) {
+                    uint64_t numbers[DRAWS];
+#pragma unroll
+                    for (int i = 0; i < DRAWS; ++i) {
+                        numbers[i] = ((share.row + (r + i) * share.apart) * share.length + share.at(v) * E) / E;
+                    }
+                    mask.template draw<E>(drawn, numbers);
+                }
                 inputs.read(r * V + v, x);
                 residuals.read(r * V + v, more);
 #pragma unroll
                 for (int e = 0; e < E; ++e) x[e] += bias[e];
-                mask.apply(x, words, more);
+                mask.apply(x, drawn[r % DRAWS], more);
                 tile[r][v] = pack<T>(x);
                 if (sums != nullptr) share.store(to, r, v, tile[r][v]);
             }
@@ -253,7 +264,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
             uint64_t numbers[DRAWS];
 #pragma unroll
             for (int i = 0; i < DRAWS; ++i) numbers[i] = (share.row() + r + i) * share.vectors + share.at(v);
-            mask.draw(drawn, numbers);
+            mask.template draw<E>(drawn, numbers);
         }
         float x[E], more[E];
         unpack(reinterpret_cast<const Vec<T>&>(words[0]), x);
@@ -284,7 +295,7 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
                                                           __grid_constant__ const DropoutMask mask, int64_t count,
                                                           int64_t length, int64_t rows_a_share) {
     begin_early();
-    constexpr int E = WHOLE ? Vec<T>::size : 1;
+    constexpr int E = WHOLE ? Vec<T>::size : 1, DRAWS = AT_ONCE<T, ROWS_IN_FLIGHT>;
     __shared__ float sums[DROP_THREADS * E];
     const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * E, share = blockIdx.y;
     const int64_t end = min(count, (share + 1) * rows_a_share);
@@ -292,7 +303,7 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
     for (int64_t first = share * rows_a_share + threadIdx.y; first < end && column < length;
          first += blockDim.y * ROWS_IN_FLIGHT) {
         float x[ROWS_IN_FLIGHT][E];
-        uint4 words[ROWS_IN_FLIGHT];
+        uint4 words[ROWS_IN_FLIGHT], drawn[DRAWS];
         if constexpr (WHOLE) {
 #pragma unroll
             for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
@@ -306,9 +317,14 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
             if (row >= end) break;
             const uint64_t index = row * length + column;
             if constexpr (WHOLE) {
-                const uint4 drawn = mask.draw<E>(index / E);
+                if (r % DRAWS == 0) {
+                    uint64_t numbers[DRAWS];
+#pragma unroll
+                    for (int i = 0; i < DRAWS; ++i) numbers[i] = (index + i * blockDim.y * length) / E;
+                    mask.template draw<E>(drawn, numbers);
+                }
                 unpack(reinterpret_cast<const Vec<T>&>(words[r]), x[r]);
-                mask.apply(x[r], drawn);
+                mask.apply(x[r], drawn[r % DRAWS]);
                 store_vec(grad_input + gi.start(row) + column, pack<T>(x[r]));
             } else {
                 x[r][0] = to_float(grad[g.start(row) + column * g.stride]) * mask.of(index);

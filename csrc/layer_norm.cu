@@ -115,7 +115,8 @@ __global__ void __launch_bounds__(SUM_THREADS)
 struct LayerNorm {
     static constexpr const char *NAME = "layer_norm", *BACKWARD_NAME = "layer_norm_backward";
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
-    using Teams = std::tuple<Team<4, 1, 512, 1024>, Team<1, 4, 1024, 4096>>;
+    using FullTeams = std::tuple<>;
+    using Teams = std::tuple<Team<4, 1, 512, 1024>, Team<2, 2, 1024, 4096>>;
     using Slots = SlotShape<1, 4, 512, 3>;
     using Staying = Stay<2, 3, 1024>;
     template <typename T>

@@ -140,6 +140,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
 #if __CUDA_ARCH__ >= 900
     using Value = std::conditional_t<CENTRED, Pair, float>;
     constexpr int E = Vec<T>::size, ROWS = STAY::ROWS, STAGES = STAY::STAGES, SUMS = CENTRED ? 2 : 1;
+    constexpr bool REFILL_FIRST = ROWS == 1;  // of a turn's slots, which then are all read; else once it is stored
     const std::conditional_t<CENTRED, PairSum, Sum> add;
     extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
     __shared__ StayMail<Value, STAY> mail;
@@ -164,7 +165,6 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
         for (int r = 0; r < ROWS; ++r) {
             before[r] = stats[r];
             stats[r] = next[r];
-            next[r] = rows.stats(row + rows.apart + r);
         }
         if (another) {
             cp_async_wait<STAGES - 2>();
@@ -191,6 +191,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
             for (int r = 0; r < ROWS; ++r, out += p.even_gi.step) {
                 const Pair means = means_of(mail.sum(turn - 1, r, add), p.per_element);
                 rows.work_out(stage_before, r, before[r]);
+                if (REFILL_FIRST) rows.fetch(row + (STAGES - 1) * rows.apart, stage_before);
                 float x[E];
 #pragma unroll
                 for (int e = 0; e < E; ++e) {
@@ -201,9 +202,11 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
                 }
             }
             to += p.even_gi.apart;
-            rows.fetch(row + (STAGES - 1) * rows.apart, stage_before);
+            if (!REFILL_FIRST) rows.fetch(row + (STAGES - 1) * rows.apart, stage_before);
         }
         if (!another) break;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) next[r] = rows.stats(row + rows.apart + r);
         stage_before = stage;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         row += rows.apart;

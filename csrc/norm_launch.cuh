@@ -71,16 +71,16 @@ bool norm_forward_slots(const NormForward<T>& p, bool clusters, const Launch& la
 // Of rows that lie evenly. Returns whether it has been launched.
 template <typename Op, typename T>
 bool norm_forward_even(const NormForward<T>& p, bool clusters, const Launch& launch) {
-    if (norm_forward_slots<Op>(p, clusters, launch)) return true;
     const ShortNorm<T> args = short_norm(p);
-    return with_even_rows<T>(
-        typename Op::Teams{}, p.count, p.length,
-        [&](auto team, unsigned grid, dim3 block) {
-            launch_early(Op::template team<T, decltype(team)>(), grid, block, launch, args);
-        },
-        [&](auto rows, unsigned grid, dim3 block) {
-            launch_early(Op::template short_rows<T, rows()>(), grid, block, launch, args);
-        });
+    const auto by_team = [&](auto team, unsigned grid, dim3 block) {
+        launch_early(Op::template team<T, decltype(team)>(), grid, block, launch, args);
+    };
+    if (with_team<T>(typename Op::FullTeams{}, p.count, p.length, by_team)) return true;
+    if (norm_forward_slots<Op>(p, clusters, launch)) return true;
+    return with_even_rows<T>(typename Op::Teams{}, p.count, p.length, by_team,
+                             [&](auto rows, unsigned grid, dim3 block) {
+                                 launch_early(Op::template short_rows<T, rows()>(), grid, block, launch, args);
+                             });
 }
 
 // Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows, if
@@ -218,7 +218,7 @@ bool norm_backward_staying(NormWeights<T> w, NormBackward<T> p, bool weights, bo
     if constexpr (sizeof(T) == 2 && !Op::RESIDUAL) {
         using STAY = typename Op::Staying;
         const int64_t vectors = p.length / Vec<T>::size;
-        if (!whole || vectors > MAX_BLOCK_CHUNKS || vectors <= MAX_BLOCK_CHUNKS / 8 * 7 || !can_be_early(launch.device))
+        if (!whole || vectors > MAX_BLOCK_CHUNKS || vectors <= MAX_BLOCK_CHUNKS / 4 * 3 || !can_be_early(launch.device))
             return false;
         constexpr auto kernel = Op::template backward_staying<T>();
         static DeviceSet asked;

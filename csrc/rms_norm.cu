@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 struct RmsNorm {
     static constexpr const char *NAME = "rms_norm", *BACKWARD_NAME = "rms_norm_backward";
     static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
+    using FullTeams = std::tuple<>;
     using Teams = std::tuple<Team<2, 1, 512, 1024>, Team<1, 4, 4096, 16384>>;
     using Slots = SlotShape<1, 4, 512, 3>;
     using Staying = Stay<1, 4, 1024>;

@@ -155,7 +155,7 @@ __device__ void each_over_lanes(V (&values)[ROWS], Op op, int lanes) {
 // The same over all threads of a team. Every reduction has slots of its own in shared memory.
 template <int ROWS, typename V>
 struct TeamSlots {
-    V slots[ROWS * (ROW_THREADS / WARP)];
+    V slots[ROWS * WARP];  // of as many warps as a block can have
 };
 template <typename V>
 struct TeamSlots<0, V> {};

@@ -6,6 +6,7 @@ gradient on the way; a third one, small, adds up the shares of that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import forwards
-from triton_impl import layer_norm, norms, register
+from triton_impl import chain_cluster, gluon, layer_norm, norms, norms_cluster_backward, register
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
 from triton_impl.early import begin_early
@@ -160,7 +161,7 @@ _launches = Launches()
 
 
 def _sum_and_norm(
-    fused: bool, keep: bool, mask: tuple[int, int, int, float], eps: float, *inputs: torch.Tensor | None
+    step: str, keep: bool, mask: tuple[int, int, int, float], eps: float, *inputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, sum (where it is not kept, something else) and what is kept of rows, as LayerNorm keeps it.
 
@@ -172,7 +173,7 @@ def _sum_and_norm(
     count, length = x.shape
     output = x.new_empty(input.shape)
     # torch.compile takes one memory that a kernel writes under two names for two.
-    apart = keep or (not fused and torch.compiler.is_compiling())
+    apart = keep or (step == "online" and torch.compiler.is_compiling())
     total = x.new_empty((count, length)) if apart else output
     stats = x.new_empty((3, count if keep else 0), dtype=torch.float32)
     if x.numel() == 0:
@@ -180,14 +181,17 @@ def _sum_and_norm(
     # What is absent is stood for by what is there: its pointer is not looked at.
     tensors = (output, total, stats, x, b, r, b if w is None else w, b if n is None else n)
     strides, absent = (x.stride(0), r.stride(0)), (w is None, n is None)
-    key = ("bias_dropout_add_layer_norm", fused, keep, count, length, strides, absent, x.dtype, x.device, eps)
+    if step == "cluster":
+        chain_cluster.run(tensors, strides, absent, eps, keep, mask)
+        return output, total, stats
+    key = ("bias_dropout_add_layer_norm", step, keep, count, length, strides, absent, x.dtype, x.device, eps)
 
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
         constants: dict[str, Any] = {
             "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "EIGHTS": length % 8 == 0
         }  # fmt: skip
-        if not fused:
+        if step == "online":
             constants["HEAD"] = head_of(x.dtype)
             return _online(lambda meta: (count,), tensors, arguments, constants, mask)
         constants["BLOCK"] = triton.next_power_of_2(length)
@@ -214,19 +218,19 @@ def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[tor
     return grad_input, grad_bias
 
 
-def _variant(name: str, fused: bool) -> None:
+def _variant(step: str, gradients: Callable, here: Callable[[], str | None] = lambda: None) -> None:
     def normalise(
         keep: bool, *inputs: torch.Tensor | None, p: float, seed: int, eps: float
     ) -> tuple[torch.Tensor, tuple]:
         mask = arguments(p, seed)
-        output, total, stats = _sum_and_norm(fused, keep, mask, float(eps), *inputs)
+        output, total, stats = _sum_and_norm(step, keep, mask, float(eps), *inputs)
         return output, (total, as_parameter(inputs[3]), stats, mask, tuple(output.shape))
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         total, weight, stats, mask, shape = saved
         of_branch, of_residual = needs[0] or needs[1], needs[2]
         wanted = Needs(of_branch or of_residual, *needs[3:])
-        of_sum, *of_norm = norms.backward(layer_norm.KIND, total, weight, stats, as_matrix(grad), None, wanted)
+        of_sum, *of_norm = gradients(layer_norm.KIND, total, weight, stats, as_matrix(grad), None, wanted)
         of_input, of_bias = _dropped(of_sum, mask) if of_branch else (None, None)
         return (
             of_input.view(shape) if needs[0] else None,
@@ -236,19 +240,23 @@ def _variant(name: str, fused: bool) -> None:
         )
 
     def refused(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
-        return norms.refused(fused, input, input.shape[-1])
+        if step == "cluster":
+            return chain_cluster.refused(input, *others)
+        return norms.refused(step == "fused", input, input.shape[-1])
 
     register(
         "bias_dropout_add_layer_norm",
-        name,
+        f"triton.{step}",
         **forwards(normalise),
         backward=backward,
         unsupported=refused,
+        here=here,
     )
 
 
-_variant("triton.online", fused=False)
-_variant("triton.fused", fused=True)
+_variant("online", norms.backward)
+_variant("fused", norms_cluster_backward.backward)
+_variant("cluster", norms_cluster_backward.backward, gluon.here)
 
 _FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "EIGHTS": True}
 _FLOATS = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
@@ -267,5 +275,6 @@ def _fused_entry(block: int, keep: bool) -> Entry:
 AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
     _entry(_online_kernel, 8, {**_FLAGS, "KEEP": True, "HEAD": HEAD}, BLOCK=4096),
+    *chain_cluster.ahead_of_time(),
     _entry(_backward_kernel, WARPS, {"EIGHTS": True}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

@@ -70,14 +70,19 @@ class Chooser:
         configs: Sequence[triton.Config],
         make: Callable[[triton.Config], Any],
         *tensors: torch.Tensor,
+        values: tuple[Any, ...] = (),
     ) -> Any:
-        """Choose one of `configs`, run the launch that `make` gives for it on `tensors`, and return that launch."""
+        """Choose one of `configs`, run the launch that `make` gives for it on `tensors`, and return that launch.
+
+        `values` are as for :class:`triton_impl.tuning.Launch`.
+        """
         made: dict[triton.Config, Any] = {}
 
         def run(config: triton.Config, only_compile: bool) -> Any:
             if config not in made:
                 made[config] = make(config)
-            return made[config].compile(*tensors) if only_compile else made[config](*tensors)
+            of = made[config].compile if only_compile else made[config]
+            return of(*tensors, values=values)
 
         return made[self(key, tuning.to_time(list(configs)), run)]
 

@@ -14,6 +14,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from triton_impl import multiprocessors
 from triton_impl.tuning import to_time
@@ -27,12 +28,21 @@ KEPT = (32, 16)
 #: Bytes of the longest row: of two operands a thread has half as many.
 MAX_BYTES = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT) // 2 * 4
 
+#: From global to shared memory, in later versions of Triton and in 3.6.
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 
 @gluon.constexpr_function
 def row_layout(blocks, warps, vector):
     """Of a row as a matrix (blocks, part), each block of the cluster with its part; `vector` values a load."""
     bases = [[1 << bit, 0] for bit in range(blocks.bit_length() - 1)]
     return gl.BlockedLayout([1, vector], [1, 32], [1, warps], [1, 0], cga_layout=bases)
+
+
+@gluon.constexpr_function
+def slot_layout(blocks):
+    """Of vectors of rows (blocks, elements) in shared memory, each block's in its own."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1 << b, 0] for b in range(blocks.bit_length() - 1)])
 
 
 @gluon.constexpr_function
@@ -90,18 +100,22 @@ def floats(count):
 @gluon.jit
 def begin(VALUES: gl.constexpr):
     """To be called before all else, with how many values the blocks will exchange. Loads that follow do not wait."""
-    text: gl.constexpr = _beginning(gl.num_ctas(), VALUES)
-    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    if gl.num_ctas() > 1:
+        text: gl.constexpr = _beginning(gl.num_ctas(), VALUES)
+        gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def meet(values):
     """The values of all blocks, first those of the first block, from a tuple of a block's values (blocks,). Once."""
     blocks: gl.constexpr = gl.num_ctas()
-    text: gl.constexpr = _meeting(blocks, len(values))
-    constraints: gl.constexpr = _constraints(blocks, len(values))
-    types: gl.constexpr = floats(blocks * len(values))
-    return gl.inline_asm_elementwise(text, constraints, values, dtype=types, is_pure=False, pack=1)
+    if blocks == 1:
+        return values
+    else:
+        text: gl.constexpr = _meeting(blocks, len(values))
+        constraints: gl.constexpr = _constraints(blocks, len(values))
+        types: gl.constexpr = floats(blocks * len(values))
+        return gl.inline_asm_elementwise(text, constraints, values, dtype=types, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -163,6 +177,13 @@ def widen_again(x):
         return gl.inline_asm_elementwise(text, "=f,=f,r", [x], dtype=gl.float32, is_pure=False, pack=2)
     else:
         return x
+
+
+@gluon.jit
+def write_once(ptr, value, live):
+    """Write a value (blocks,) that all blocks have, if it is live: the first of them does."""
+    block = gl.arange(0, gl.num_ctas(), layout=value.type.layout)
+    gl.store(ptr + gl.zeros_like(block), value, mask=(block == 0) & live)
 
 
 @gluon.jit

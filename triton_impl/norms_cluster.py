@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton_impl import cluster, unsupported
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, load, meet, store, widen, widen_again
+from triton_impl.cluster import begin, columns, load, meet, store, widen, widen_again, write_once
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.norms import MAX_FUSED, Kind, add_both, forward_by
 from triton_impl.tuning import Launch, Launches
@@ -27,7 +27,7 @@ def _part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, E
     if CENTRED:
         mean = gl.sum(widen(x[0]), 1)
         block = gl.arange(0, gl.num_ctas(), layout=mean.type.layout)
-        mean /= gl.maximum(_held(block * BLOCK, i.shape[1], length), 1.0)
+        mean /= gl.maximum(held(block * BLOCK, i.shape[1], length), 1.0)
         sums = gl.zeros_like(squares)
         for k in gl.static_range(len(x)):
             deviation = widen(x[k]) - mean[:, None]
@@ -45,7 +45,7 @@ def _part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, E
 
 
 @gluon.jit
-def _row_statistics(parts, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr):
+def row_statistics(parts, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr):
     """Of a row, (blocks,) each: a mean, by how much the row's differs from it, and the variance or mean square, from
     the statistics of its parts (Chan, Golub and LeVeque 1983).
     """
@@ -54,11 +54,11 @@ def _row_statistics(parts, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr):
     square = gl.zeros_like(mean)
     if CENTRED:
         for b in gl.static_range(gl.num_ctas()):
-            lost += (parts[3 * b] - mean) * _held(b * BLOCK, BLOCK, length) + parts[3 * b + 1]
+            lost += (parts[3 * b] - mean) * held(b * BLOCK, BLOCK, length) + parts[3 * b + 1]
         lost /= length
         for b in gl.static_range(gl.num_ctas()):
             off = parts[3 * b] - mean - lost
-            square += parts[3 * b + 2] + off * (off * _held(b * BLOCK, BLOCK, length) + 2 * parts[3 * b + 1])
+            square += parts[3 * b + 2] + off * (off * held(b * BLOCK, BLOCK, length) + 2 * parts[3 * b + 1])
     else:
         for b in gl.static_range(gl.num_ctas()):
             square += parts[b]
@@ -66,7 +66,7 @@ def _row_statistics(parts, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr):
 
 
 @gluon.jit
-def _held(start, COUNT: gl.constexpr, length):
+def held(start, COUNT: gl.constexpr, length):
     """How many of COUNT elements from `start` on a row has."""
     return gl.minimum(gl.maximum(length - start, 0), COUNT).to(gl.float32)
 
@@ -80,16 +80,9 @@ def _with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _rstd(variance, eps):
+def rstd_of(variance, eps):
     # Rounding may leave a variance a little below zero; NaN stays what it is.
     return gl.rsqrt(gl.where(variance < 0, 0.0, variance) + eps)
-
-
-@gluon.jit
-def _write_once(ptr, value):
-    """Write a value (blocks,) that all blocks have: the first of them does."""
-    block = gl.arange(0, gl.num_ctas(), layout=value.type.layout)
-    gl.store(ptr + gl.zeros_like(block), value, mask=block == 0)
 
 
 @gluon.jit
@@ -114,15 +107,15 @@ def _norm_cluster_kernel(
     parts = _part_statistics(x, i, length, BLOCK, CENTRED, EVEN)
     # Weights are asked for a vector ahead, the first before the blocks meet; with biases too, registers would not do.
     weight = _with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
-    mean, lost, variance = _row_statistics(meet(parts), length, BLOCK, CENTRED)
-    rstd = _rstd(variance, eps)
+    mean, lost, variance = row_statistics(meet(parts), length, BLOCK, CENTRED)
+    rstd = rstd_of(variance, eps)
     shift = -lost * rstd
     bias = _with_next((), bias_ptr, i, length, HAS_BIAS, EVEN)
     if KEEP:
-        _write_once(stats_ptr + row, rstd)
+        write_once(stats_ptr + row, rstd, True)
         if CENTRED:
-            _write_once(stats_ptr + count + row, mean)
-            _write_once(stats_ptr + 2 * count + row, shift)
+            write_once(stats_ptr + count + row, mean, True)
+            write_once(stats_ptr + 2 * count + row, shift, True)
     for k in gl.static_range(len(x)):
         weight = _with_next(weight, weight_ptr, i, length, HAS_WEIGHT and k + 1 < len(x), EVEN)
         bias = _with_next(bias, bias_ptr, i, length, HAS_BIAS and k + 1 < len(x), EVEN)

@@ -19,19 +19,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton_impl import cluster, multiprocessors, norms
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import load, row_layout, store, widen
+from triton_impl.cluster import copy, load, row_layout, slot_layout, store, widen
 from triton_impl.gluon import unsupported
 from triton_impl.letterbox import all_have_begun, begin_turns, receive, send
 from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
 from triton_impl.tuning import Launch, Launches, to_time
-
-#: From global to shared memory, in later versions of Triton and in 3.6.
-copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-
-@gluon.constexpr_function
-def _slot_layout(blocks):
-    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1 << b, 0] for b in range(blocks.bit_length() - 1)])
 
 
 @gluon.jit
@@ -156,7 +148,7 @@ def _norm_cluster_backward_kernel(
     begin_turns()
     blocks: gl.constexpr = gl.num_ctas()
     LAYOUT: gl.constexpr = row_layout(blocks, gl.num_warps(), VECTOR)
-    SLOTS: gl.constexpr = _slot_layout(blocks)
+    SLOTS: gl.constexpr = slot_layout(blocks)
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
     SHIFTED: gl.constexpr = CENTRED and VECTOR == 4  # float32, where what rounding the mean loses shows
     part = gl.arange(0, blocks, layout=gl.SliceLayout(1, LAYOUT))
@@ -245,12 +237,12 @@ class _Persistent:
     def _of(self, programs: int) -> Launch:
         return Launch(_norm_cluster_backward_kernel, (programs,), self._arguments, self._options)
 
-    def compile(self, *tensors: torch.Tensor) -> Any:
-        return self._of(self.programs).compile(*tensors)
+    def compile(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> Any:
+        return self._of(self.programs).compile(*tensors, values=values)
 
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
         if self._launch is None:
-            compiled = self.compile(*tensors)
+            compiled = self.compile(*tensors, values=values)
             compiled._init_handles()
             # Of what limits how many an SM holds, this asks about shared memory: of our shapes it is that.
             held = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters(

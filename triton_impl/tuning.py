@@ -77,9 +77,9 @@ class Launch:
             # Of a tensor Triton would ask the address again, and the driver whether it is one.
             run(*addresses, *values, *self._arguments)
 
-    def compile(self, *tensors: torch.Tensor) -> Any:
+    def compile(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> Any:
         """Compile the kernel for these tensors, as a launch would."""
-        return self._kernel.warmup(*tensors, *self._arguments, grid=self._grid, **self._options)
+        return self._kernel.warmup(*tensors, *values, *self._arguments, grid=self._grid, **self._options)
 
 
 class Step(NamedTuple):
