@@ -148,6 +148,13 @@ __device__ inline void store_vec(T* pointer, const Vec<T>& value) {
     *reinterpret_cast<Vec<T>*>(pointer) = value;
 }
 
+// The same, of what leaves the L2 before what is read. Faster where clusters stay and go from row to row, by up to 6 %;
+// elsewhere 1 to 2 % slower, or no faster.
+template <typename T>
+__device__ inline void store_streamed(T* pointer, const Vec<T>& value) {
+    __stcs(reinterpret_cast<uint4*>(pointer), reinterpret_cast<const uint4&>(value));
+}
+
 // A vector as floats and back, two 16-bit elements an instruction.
 template <typename T>
 __device__ inline void unpack(const Vec<T>& v, float (&x)[Vec<T>::size]) {

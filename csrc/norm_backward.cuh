@@ -244,7 +244,7 @@ struct BackwardRows {
 #pragma unroll
                 for (int e = 0; e < E; ++e) x[e] += g[e];
             }
-            store_part<WHOLE>(to, p.gi, pack<T>(x), v, share, live, p.length);
+            store_part<WHOLE, CLUSTER>(to, p.gi, pack<T>(x), v, share, live, p.length);
         }
     }
 };

@@ -198,7 +198,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
                     x[e] = gradient<CENTRED>(rows.x_hat[e], rows.weighted[e], means, before[r].rstd);
                 }
                 if (rows.inside && row - rows.apart + r < rows.count && p.grad_input != nullptr) {
-                    store_vec(out, pack<T>(x));
+                    store_streamed(out, pack<T>(x));
                 }
             }
             to += p.even_gi.apart;

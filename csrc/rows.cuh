@@ -224,13 +224,15 @@ __device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
     return sum;
 }
 
-// One of this thread's vectors, the v-th.
-template <bool WHOLE, typename T, typename Share>
+// One of this thread's vectors, the v-th. STREAMED: see there.
+template <bool WHOLE, bool STREAMED = false, typename T, typename Share>
 __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
                            int64_t length) {
     if (!live || !share.template has<T>(v, length)) return;
     const int first = share.at(v) * Vec<T>::size;
-    if constexpr (WHOLE) {
+    if constexpr (WHOLE && STREAMED) {
+        store_streamed(row + first, part);
+    } else if constexpr (WHOLE) {
         store_vec(row + first, part);
     } else {
         store_chunk(row, rows, part, first, length);
