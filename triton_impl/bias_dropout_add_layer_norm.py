@@ -1,5 +1,6 @@
 """Bias, dropout, residual sum and LayerNorm in Triton: the sum is made where :mod:`triton_impl.norms` normalises it.
 
+`fused` and `online` are as there; of rows that `cluster` takes the kernel is in :mod:`triton_impl.chain_cluster`.
 Backward, the gradient of the sum is LayerNorm's, of which a second kernel draws the mask again and adds up bias's
 gradient on the way; a third one, small, adds up the shares of that.
 """

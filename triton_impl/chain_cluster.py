@@ -60,6 +60,34 @@ def _of_calls(x):
     return x.reshape([x.shape[0], x.shape[1] // EIGHT, EIGHT])
 
 
+@gluon.jit
+def _plus(found, here):
+    """Four sums, to which others are added; the first time there are none yet."""
+    if len(found) == 0:
+        return here
+    else:
+        return found[0] + here[0], found[1] + here[1], found[2] + here[2], found[3] + here[3]
+
+
+@gluon.jit
+def _parts(means, sums, LAYOUT: gl.constexpr):
+    """What a block says of its part of two rows: a mean, and the sums of deviations from it and of their squares."""
+    parts = ()
+    for r in gl.static_range(2):
+        parts += (gl.convert_layout(means[r], LAYOUT),)
+        parts += (gl.convert_layout(sums[2 * r], LAYOUT), gl.convert_layout(sums[2 * r + 1], LAYOUT))
+    return parts
+
+
+@gluon.jit
+def _of_row(parts, r: gl.constexpr):
+    """Of what all blocks said, that of the r-th row."""
+    found = ()
+    for b in gl.static_range(len(parts) // 6):
+        found += (parts[6 * b + 3 * r], parts[6 * b + 3 * r + 1], parts[6 * b + 3 * r + 2])
+    return found
+
+
 @gluon.jit(do_not_specialize=ARGUMENTS)
 def _chain_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
@@ -114,24 +142,12 @@ def _chain_cluster_kernel(
             if not EVEN:
                 deviation = gl.where(i + v * STEP < length, deviation, 0.0)
             here += (gl.sum(_of_calls(deviation), 2), gl.sum(_of_calls(deviation * deviation), 2))
-        if v == 0:  # noqa: SIM108 - a choice at compile time
-            found = here
-        else:
-            found = (found[0] + here[0], found[1] + here[1], found[2] + here[2], found[3] + here[3])
-    sums = gl.reduce(found, 1, _add_four)
-    parts = ()
-    for r in gl.static_range(2):
-        parts += (gl.convert_layout(means[r], gl.SliceLayout(1, LAYOUT)),)
-        parts += (gl.convert_layout(sums[2 * r], gl.SliceLayout(1, LAYOUT)),)
-        parts += (gl.convert_layout(sums[2 * r + 1], gl.SliceLayout(1, LAYOUT)),)
-    everyone = meet(parts)
+        found = _plus(found, here)
+    parts = meet(_parts(means, gl.reduce(found, 1, _add_four), gl.SliceLayout(1, LAYOUT)))
     rstds = ()
     shifts = ()
     for r in gl.static_range(2):
-        of_row = ()
-        for b in gl.static_range(blocks):
-            of_row += (everyone[6 * b + 3 * r], everyone[6 * b + 3 * r + 1], everyone[6 * b + 3 * r + 2])
-        mean, lost, variance = row_statistics(of_row, length, BLOCK, True)
+        mean, lost, variance = row_statistics(_of_row(parts, r), length, BLOCK, True)
         rstd = rstd_of(variance, eps)
         if KEEP:
             live = first + r < count
