@@ -77,12 +77,13 @@ class Chooser:
         `values` are as for :class:`triton_impl.tuning.Launch`.
         """
         made: dict[triton.Config, Any] = {}
+        more = {"values": values} if values else {}  # of which not every launch knows
 
         def run(config: triton.Config, only_compile: bool) -> Any:
             if config not in made:
                 made[config] = make(config)
             of = made[config].compile if only_compile else made[config]
-            return of(*tensors, values=values)
+            return of(*tensors, **more)
 
         return made[self(key, tuning.to_time(list(configs)), run)]
 

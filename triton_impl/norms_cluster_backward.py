@@ -237,12 +237,12 @@ class _Persistent:
     def _of(self, programs: int) -> Launch:
         return Launch(_norm_cluster_backward_kernel, (programs,), self._arguments, self._options)
 
-    def compile(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> Any:
-        return self._of(self.programs).compile(*tensors, values=values)
+    def compile(self, *tensors: torch.Tensor) -> Any:
+        return self._of(self.programs).compile(*tensors)
 
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
         if self._launch is None:
-            compiled = self.compile(*tensors, values=values)
+            compiled = self.compile(*tensors)
             compiled._init_handles()
             # Of what limits how many an SM holds, this asks about shared memory: of our shapes it is that.
             held = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters(
