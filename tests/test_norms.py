@@ -7,12 +7,14 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
 from kernel_ladder import autograd
 from kernel_ladder.agreement import agreement
 from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, as_tuple
+from triton_impl import chain_cluster
 
 from .conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
 
@@ -143,6 +145,31 @@ def test_many_rows(variant, dtype, shape):
     grad = make_grad(spec, inputs, case.options)
     result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
     assert result.agrees, str(result)
+
+
+#: Shape and strides of the chain's input, and why Triton's clusters leave it to others, or None.
+CLUSTERED_CHAINS = [
+    ((6, 4096), (4096, 1), None),
+    ((3, 2, 65536), (131072, 65536, 1), None),
+    ((1, 4096), (4097, 1), None),
+    ((6, 1, 4096), (4112, 4097, 1), None),
+    ((6, 1, 4096), (4104, 4096, 1), "multiples of 16"),
+    ((6, 4104), (4104, 1), "multiples of 16"),
+    ((6, 2048), (2048, 1), "rows of 2049 to 131072 elements"),
+    ((2, 262144), (262144, 1), "rows of 2049 to 131072 elements"),
+]
+
+
+@pytest.mark.parametrize(("shape", "strides", "reason"), CLUSTERED_CHAINS, ids=str)
+def test_what_the_chain_on_clusters_takes(monkeypatch, shape, strides, reason):
+    """Rows that are copied in whole vectors; of one row, and of dimensions of one, no stride matters."""
+    monkeypatch.setattr(chain_cluster, "unsupported", lambda x: None)  # there need be no GPU
+    monkeypatch.setattr(chain_cluster, "unsupported_by_gluon", lambda x: None)
+    with FakeTensorMode():
+        x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="cuda")
+        dense, row = torch.empty(shape, dtype=x.dtype, device="cuda"), x.new_empty(shape[-1])
+        found = chain_cluster.refused(x, row, dense, row, None)
+    assert found is None if reason is None else reason in found
 
 
 @needs_gpu

@@ -17,7 +17,6 @@ from triton_impl.aot import Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import begin, columns, copy, load, meet, slot_layout, store, widen, write_once
 from triton_impl.gluon import unsupported as unsupported_by_gluon
-from triton_impl.norms import as_matrix
 from triton_impl.norms_cluster import held, row_statistics, rstd_of
 from triton_impl.philox import ARGUMENTS
 from triton_impl.philox_words import factors
@@ -209,6 +208,8 @@ def run(
     """Launch on what the kernel takes. `absent` are weight and bias of the norm."""
     x = tensors[3]
     count, length = x.shape
+    if count == 1:
+        strides = (length, length)  # the only row's is any number
     constants = (keep, *(not of for of in absent))
 
     def make() -> Launch:
@@ -235,7 +236,8 @@ def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     for tensor in (input, *others):
         if tensor is not None:
             places |= tensor.data_ptr()
-            places |= as_matrix(tensor).stride(0) if tensor.dim() > 1 else 0
+            for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+                places |= stride if size > 1 else 0
     if places % MULTIPLE != 0:
         return f"takes rows whose length, strides and addresses are multiples of {MULTIPLE}"
     return None
