@@ -190,12 +190,9 @@ __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uin
 #pragma unroll
             for (int r = 0; r < ROWS; ++r, to += share.next(p.norm.out_step)) {
                 if (r % DRAWS == 0) {
-                    uint64_t numbers[DRAWS];
-#pragma unroll
-                    for (int i = 0; i < DRAWS; ++i) {
-                        numbers[i] = ((share.row + (r + i) * share.apart) * share.length + share.at(v) * E) / E;
-                    }
-                    mask.template draw<E>(drawn, numbers);
+                    mask.template draw<E>(drawn, [&](int i) -> uint64_t {
+                        return ((share.row + (r + i) * share.apart) * share.length + share.at(v) * E) / E;
+                    });
                 }
                 inputs.read(r * V + v, x);
                 residuals.read(r * V + v, more);
@@ -261,10 +258,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
             if (AHEAD && v + 1 < SHAPE::VECTORS) fetch_bias(next, v + 1);
         }
         if (r % DRAWS == 0) {
-            uint64_t numbers[DRAWS];
-#pragma unroll
-            for (int i = 0; i < DRAWS; ++i) numbers[i] = (share.row() + r + i) * share.vectors + share.at(v);
-            mask.template draw<E>(drawn, numbers);
+            mask.template draw<E>(
+                drawn, [&](int i) -> uint64_t { return (share.row() + r + i) * share.vectors + share.at(v); });
         }
         float x[E], more[E];
         unpack(reinterpret_cast<const Vec<T>&>(words[0]), x);
@@ -318,10 +313,8 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
             const uint64_t index = row * length + column;
             if constexpr (WHOLE) {
                 if (r % DRAWS == 0) {
-                    uint64_t numbers[DRAWS];
-#pragma unroll
-                    for (int i = 0; i < DRAWS; ++i) numbers[i] = (index + i * blockDim.y * length) / E;
-                    mask.template draw<E>(drawn, numbers);
+                    mask.template draw<E>(drawn,
+                                          [&](int i) -> uint64_t { return (index + i * blockDim.y * length) / E; });
                 }
                 unpack(reinterpret_cast<const Vec<T>&>(words[r]), x[r]);
                 mask.apply(x[r], drawn[r % DRAWS]);

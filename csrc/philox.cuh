@@ -95,19 +95,20 @@ struct DropoutMask {
         return draw<SIZE>(static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32));
     }
 
-    // The same of each of N numbers. Calls for PHILOX_HALVES elements need not wait for each other.
-    template <int SIZE, int N>
-    __device__ void draw(uint4 (&words)[N], const uint64_t (&numbers)[N]) const {
+    // The same of each of N numbers, `number(i)`. Calls for PHILOX_HALVES elements need not wait for each other.
+    template <int SIZE, int N, typename F>
+    __device__ void draw(uint4 (&words)[N], F&& number) const {
         if constexpr (SIZE == PHILOX_HALVES) {
             uint2 halves[N];
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                halves[i] = make_uint2(static_cast<uint32_t>(numbers[i]), static_cast<uint32_t>(numbers[i] >> 32));
+                const uint64_t here = number(i);
+                halves[i] = make_uint2(static_cast<uint32_t>(here), static_cast<uint32_t>(here >> 32));
             }
             decide(words, halves);
         } else {
 #pragma unroll
-            for (int i = 0; i < N; ++i) words[i] = draw<SIZE>(numbers[i]);
+            for (int i = 0; i < N; ++i) words[i] = draw<SIZE>(static_cast<uint64_t>(number(i)));
         }
     }
 

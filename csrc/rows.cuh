@@ -224,7 +224,7 @@ __device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
     return sum;
 }
 
-// One of this thread's vectors, the v-th. STREAMED: see there.
+// One of this thread's vectors, the v-th. STREAMED: by store_streamed, if whole.
 template <bool WHOLE, bool STREAMED = false, typename T, typename Share>
 __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
                            int64_t length) {
