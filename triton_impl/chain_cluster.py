@@ -15,9 +15,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton_impl import cluster, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, copy, load, meet, slot_layout, store, widen, write_once
+from triton_impl.cluster import MULTIPLE, begin, columns, copy, load, meet, slot_layout, store, widen, write_once
 from triton_impl.gluon import unsupported as unsupported_by_gluon
-from triton_impl.norms_cluster import held, row_statistics, rstd_of
+from triton_impl.norms import add_both, rstd_of
+from triton_impl.norms_cluster import held, row_statistics
 from triton_impl.philox import ARGUMENTS
 from triton_impl.philox_words import factors
 from triton_impl.tuning import Launch, Launches, to_time
@@ -29,11 +30,6 @@ EIGHT = gl.constexpr(8)
 @gluon.jit
 def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@gluon.jit
-def _add_two(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
 
 
 @gluon.jit
@@ -131,7 +127,7 @@ def _chain_cluster_kernel(
             _fetch(residuals, 2 * (v % RING), residual_ptr, j, first, count, residual_stride, length, EVEN)
         async_copy.commit_group()
         if v == 0:
-            means = gl.reduce(made, 1, _add_two)
+            means = gl.reduce(made, 1, add_both)
             block = gl.arange(0, blocks, layout=means[0].type.layout)
             of_first = gl.maximum(held(block * BLOCK, STEP, length), 1.0)
             means = (means[0] / of_first, means[1] / of_first)
@@ -176,20 +172,26 @@ def _chain_cluster_kernel(
 SHAPES, REGISTERS = ((8, 4), (16, 4), (8, 2)), 64
 #: Vectors of the residual, of each row, that a thread has on the chip at a time.
 RING = 2
-#: Rows of at least so many elements; length, strides and addresses are multiples of so many: Triton copies whole
-#: vectors where it knows.
-SHORTEST, MULTIPLE = 2049, 16
+
+
+def _block(warps: int, vectors: int) -> int:
+    """Elements of a row that a block of such a shape has."""
+    return warps * 32 * vectors * 8
+
+
+#: The rows that are taken, in elements.
+SHORTEST, LONGEST = 2049, cluster.MOST_BLOCKS * max(_block(*shape) for shape in SHAPES)
 
 
 def configs(length: int, even: bool) -> list[triton.Config]:
-    """Configurations for rows of a length, best first; none if it is too long. `even`: an even number of rows."""
+    """Configurations for rows of a length, best first. `even`: an even number of rows."""
     found = []
-    for warps, vectors in SHAPES:
-        block = warps * 32 * vectors * 8
+    for shape in SHAPES:
+        block = _block(*shape)
         blocks = triton.next_power_of_2(triton.cdiv(length, block))
         if blocks <= cluster.MOST_BLOCKS and length > block // 2:
             constants = {"BLOCK": block, "RING": RING, "EVEN": even and length == blocks * block}
-            found.append(triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS))
+            found.append(triton.Config(constants, num_warps=shape[0], num_stages=1, num_ctas=blocks, maxnreg=REGISTERS))
     return to_time(found)
 
 
@@ -230,8 +232,8 @@ def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     if input.dtype.itemsize != 2:
         return f"takes elements of 16 bits alone, got {str(input.dtype).removeprefix('torch.')}"
     length = input.shape[-1]
-    if length < SHORTEST or not configs(length, True):
-        return f"takes rows of {SHORTEST} to {_longest()} elements, got {length}"
+    if not SHORTEST <= length <= LONGEST:
+        return f"takes rows of {SHORTEST} to {LONGEST} elements, got {length}"
     places = length
     for tensor in (input, *others):
         if tensor is not None:
@@ -241,10 +243,6 @@ def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     if places % MULTIPLE != 0:
         return f"takes rows whose length, strides and addresses are multiples of {MULTIPLE}"
     return None
-
-
-def _longest() -> int:
-    return cluster.MOST_BLOCKS * max(warps * 32 * vectors * 8 for warps, vectors in SHAPES)
 
 
 def ahead_of_time() -> list[Entry]:

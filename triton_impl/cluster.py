@@ -30,6 +30,9 @@ MAX_BYTES = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT) // 2 * 4
 
 #: From global to shared memory, in later versions of Triton and in 3.6.
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+#: Length and strides of rows that it copies are multiples of this, and so are addresses: Triton copies whole vectors
+#: where it knows.
+MULTIPLE = 16
 
 
 @gluon.constexpr_function

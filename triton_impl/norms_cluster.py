@@ -14,7 +14,7 @@ from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import begin, columns, load, meet, store, widen, widen_again, write_once
 from triton_impl.gluon import unsupported as unsupported_by_gluon
-from triton_impl.norms import MAX_FUSED, Kind, add_both, forward_by
+from triton_impl.norms import MAX_FUSED, Kind, add_both, forward_by, rstd_of
 from triton_impl.tuning import Launch, Launches
 
 
@@ -77,12 +77,6 @@ def _with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
     if WANTED:
         found += (load(ptr, i + len(found) * i.shape[1], length, 0.0, EVEN),)
     return found
-
-
-@gluon.jit
-def rstd_of(variance, eps):
-    # Rounding may leave a variance a little below zero; NaN stays what it is.
-    return gl.rsqrt(gl.where(variance < 0, 0.0, variance) + eps)
 
 
 @gluon.jit

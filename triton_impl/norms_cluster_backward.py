@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton_impl import cluster, multiprocessors, norms
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import copy, load, row_layout, slot_layout, store, widen
+from triton_impl.cluster import MULTIPLE, copy, load, row_layout, slot_layout, store, widen
 from triton_impl.gluon import unsupported
 from triton_impl.letterbox import all_have_begun, begin_turns, receive, send
 from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
@@ -210,8 +210,6 @@ def _norm_cluster_backward_kernel(
 #: that, twice as many rows are on their way. In shared memory, where the weight lies too, an SM has room for one block
 #: of 16 warps or for two of 8.
 SHAPES, REGISTERS = ((16, 64, 3), (8, 64, 3), (16, 32, 6)), 128
-#: Length and strides of rows are multiples of this, and so are addresses: Triton copies whole vectors where it knows.
-MULTIPLE = 16
 
 
 def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:

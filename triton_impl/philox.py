@@ -82,7 +82,7 @@ def deciding_words_of(lower, upper, key_low, key_high, threshold):
 
 
 @triton.jit
-def _factors_of_deciding(words, threshold, scale):
+def factors_of_deciding(words, threshold, scale):
     # Not below 2^16, so that a half of zeros is below it.
     floor = tl.maximum(_word(threshold) & 0xFFFF0000, 0x10000)
     return tl.where(words >= floor, tl.cast(scale, tl.float32), 0.0)
@@ -95,7 +95,7 @@ def _in_order(w0, w1, w2, w3):
 
 
 @triton.jit
-def _eight_in_order(w0, w1, w2, w3):
+def eight_in_order(w0, w1, w2, w3):
     # Both halves of each, in the upper half of a word, along three new dimensions: upper halves are the first four.
     return _in_order(tl.join(w0, w0 << 16), tl.join(w1, w1 << 16), tl.join(w2, w2 << 16), tl.join(w3, w3 << 16))
 
@@ -114,11 +114,11 @@ def factors_in_order(start, key_low, key_high, threshold, scale, BLOCK: tl.const
     upper = (first_call >> 32).to(tl.uint32)
     w0, w1, w2, w3 = deciding_words_of(lower, upper, key_low, key_high, threshold)
     if VECTOR == 8:
-        words = _eight_in_order(w0, w1, w2, w3)
+        words = eight_in_order(w0, w1, w2, w3)
     else:
         shift = (vector % 2) * 16
         words = _in_order(w0 << shift, w1 << shift, w2 << shift, w3 << shift)
-    return _factors_of_deciding(words.reshape([BLOCK]), threshold, scale)
+    return factors_of_deciding(words.reshape([BLOCK]), threshold, scale)
 
 
 @triton.jit
@@ -152,5 +152,5 @@ def factors_of_rows(first_call, key_low, key_high, threshold, scale, BLOCK: tl.c
     call = first_call[:, None] + tl.arange(0, BLOCK // 8)[None, :]
     lower, upper = call.to(tl.uint32), (call >> 32).to(tl.uint32)
     w0, w1, w2, w3 = deciding_words_of(lower, upper, key_low, key_high, threshold)
-    words = _eight_in_order(w0, w1, w2, w3).reshape([first_call.shape[0], BLOCK])
-    return _factors_of_deciding(words, threshold, scale)
+    words = eight_in_order(w0, w1, w2, w3).reshape([first_call.shape[0], BLOCK])
+    return factors_of_deciding(words, threshold, scale)

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernel_ladder import philox
+from triton_impl.philox import eight_in_order, factors_of_deciding
 
 _ROUNDS, _M0, _M1, _W0, _W1 = philox.ROUNDS, philox.M0, philox.M1, philox.W0, philox.W1
 
@@ -79,10 +80,5 @@ def factors(call, key_low, key_high, threshold, scale, LAYOUT: gl.constexpr):
         dtype=types, is_pure=True, pack=1,
     )  # fmt: skip
     w0, w1, w2, w3 = words
-    # Along three new dimensions, upper halves the first four.
-    even = gl.join(gl.join(w0, w0 << 16), gl.join(w2, w2 << 16))
-    odd = gl.join(gl.join(w1, w1 << 16), gl.join(w3, w3 << 16))
-    halves = gl.join(even, odd).reshape([call.shape[0], 8 * call.shape[1]])
-    # Not below 2^16, so that a half of zeros is below it.
-    floor = gl.maximum(threshold.to(gl.uint32, bitcast=True) & 0xFFFF0000, 0x10000)
-    return gl.convert_layout(gl.where(halves >= floor, scale, 0.0), LAYOUT, assert_trivial=True)
+    halves = eight_in_order(w0, w1, w2, w3).reshape([call.shape[0], 8 * call.shape[1]])
+    return gl.convert_layout(factors_of_deciding(halves, threshold, scale), LAYOUT, assert_trivial=True)
