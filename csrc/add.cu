@@ -33,7 +33,7 @@ enum class Lies { along, in_turns, anyhow };
 template <Lies LIES, typename T>
 __device__ Vec<T> operand_vec(const T* operand, const Strided& walk, int64_t first, int64_t numel) {
     if constexpr (LIES == Lies::in_turns) return load_vec(operand + first % walk.sizes[1]);
-    if (LIES == Lies::along && first + Vec<T>::size <= numel) return load_vec(operand + first);
+    if (LIES == Lies::along && first + Vec<T>::size <= numel) return load_vec(once(operand + first));
     Vec<T> v;
 #pragma unroll
     for (int e = 0; e < Vec<T>::size; ++e) {

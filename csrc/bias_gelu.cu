@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(THREADS)
     const uint32_t i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= vectors) return;
     const uint32_t row = vectors_a_row.quotient(i), column = (i - row * vectors_a_row.divisor) * N;
-    const Vec<T> part = load_vec(input + (row * in_step + column)), own = load_vec(bias + column);
+    const Vec<T> part = load_vec(once(input + (row * in_step + column))), own = load_vec(bias + column);
     float x[N], b[N];
     unpack(part, x);
     unpack(own, b);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int64_t row = first + r * blockDim.y;
-        if (row < rows) chunks[r].load(input + in.at<WHOLE>(row, column));
+        if (row < rows) chunks[r].load(once(input + in.at<WHOLE>(row, column)));
     }
     float b[N], x[N];
     load_bias<T, WHOLE>(b, bias, bias_step, column);
@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
             const int64_t row = first + r * blockDim.y;
-            if (row < end) grads[r].load(grad + gr.at<WHOLE>(row, column));
-            if (row < end) inputs[r].load(input + in.at<WHOLE>(row, column));
+            if (row < end) grads[r].load(once(grad + gr.at<WHOLE>(row, column)));
+            if (row < end) inputs[r].load(once(input + in.at<WHOLE>(row, column)));
         }
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {

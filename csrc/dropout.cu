@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int64_t i = first; i < first + SIZE && i < numel; ++i) dropout_element(output, input, at, mask, i);
         return;
     }
-    const Vec<T> v = load_vec(input + vector_offset<ACCESS, T>(at, IN, first));
+    const Vec<T> v = load_vec(once(input + vector_offset<ACCESS, T>(at, IN, first)));
     // A block's vectors are a power of two, so that none carries into the upper word: it is the block's.
     const uint64_t vector = uint64_t{blockIdx.x} * THREADS;
     float x[SIZE];

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(THREADS)
     begin_early();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (WHOLE && first + Vec<T>::size <= numel) {
-        store_vec(output + first, gelu_of<T, Form>(load_vec(input + first)));
+        store_vec(output + first, gelu_of<T, Form>(load_vec(once(input + first))));
     } else if (first < numel) {
         scatter_vec(output, gelu_of<T, Form>(gather_vec<WHOLE>(input, walk, first, numel)), first, numel);
     }
@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(THREADS)
     begin_early();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (WHOLE && first + Vec<T>::size <= numel) {
-        store_vec(grad_input + first, gelu_gradient_of<T, Form>(load_vec(grad + first), load_vec(input + first)));
+        store_vec(grad_input + first,
+                  gelu_gradient_of<T, Form>(load_vec(once(grad + first)), load_vec(once(input + first))));
     } else if (first < numel) {
         const Vec<T> x = gather_vec<WHOLE>(input, input_walk, first, numel),
                      g = gather_vec<WHOLE>(grad, grad_walk, first, numel);

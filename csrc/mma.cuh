@@ -18,13 +18,23 @@ __device__ inline void cp_async16(uint32_t shared, const void* global, int bytes
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// The same of all 16 bytes, or of none: cheaper, because a number of bytes travels in the low bits of the address.
+// The same of all 16 bytes, or of none: cheaper, because a number of bytes travels in the low bits of the address. ONCE: of
+// what is read but once, as once() has it.
+template <bool ONCE = false>
 __device__ inline void cp_async16_if(uint32_t shared, const void* global, bool inside) {
-    asm volatile(
-        "{\n.reg .pred outside;\nsetp.eq.b32 outside, %2, 0;\n"
-        "cp.async.cg.shared.global [%0], [%1], 16, outside;\n}" ::"r"(shared),
-        "l"(global), "r"(static_cast<int>(inside))
-        : "memory");
+    if constexpr (ONCE) {
+        asm volatile(
+            "{\n.reg .pred outside;\nsetp.eq.b32 outside, %2, 0;\n"
+            "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, outside, %3;\n}" ::"r"(shared),
+            "l"(global), "r"(static_cast<int>(inside)), "l"(static_cast<uint64_t>(cuda::access_property(Persisting{})))
+            : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred outside;\nsetp.eq.b32 outside, %2, 0;\n"
+            "cp.async.cg.shared.global [%0], [%1], 16, outside;\n}" ::"r"(shared),
+            "l"(global), "r"(static_cast<int>(inside))
+            : "memory");
+    }
 }
 
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

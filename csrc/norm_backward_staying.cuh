@@ -104,8 +104,8 @@ struct StayRows {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const bool wanted = inside && row + r < count;
-            cp_async16_if(shared_address(slots(stage) + r * THREADS), input + r * p.even_in.step, wanted);
-            cp_async16_if(shared_address(slots(stage) + (ROWS + r) * THREADS), grad + r * p.even_g.step, wanted);
+            cp_async16_if<true>(shared_address(slots(stage) + r * THREADS), input + r * p.even_in.step, wanted);
+            cp_async16_if<true>(shared_address(slots(stage) + (ROWS + r) * THREADS), grad + r * p.even_g.step, wanted);
         }
         cp_async_commit();
         input += p.even_in.apart;

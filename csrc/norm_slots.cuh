@@ -61,8 +61,8 @@ __device__ void cp_async_wait_most(int pending) {
 }
 
 // A thread's vectors on their way into shared memory, v by v; of the second operand a slot is free for a later vector when
-// its own has been read. Rows past the last count as zeros.
-template <typename T, typename SHAPE, bool CLUSTER, int OPERANDS>
+// its own has been read. Rows past the last count as zeros. ONCE: as in Slots.
+template <typename T, typename SHAPE, bool CLUSTER, int OPERANDS, bool ONCE>
 struct SlotRows {
     static constexpr int ROWS = SHAPE::ROWS, V = SHAPE::VECTORS, RING = SHAPE::RING;
 
@@ -96,7 +96,7 @@ struct SlotRows {
         const T* from = first + v * SHAPE::THREADS * Vec<T>::size;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r, from += operand == 0 ? p.in_step : p.res_step) {
-            cp_async16_if(shared_address(&slot(operand, r, v)), from, live(r, v));
+            cp_async16_if<ONCE>(shared_address(&slot(operand, r, v)), from, live(r, v));
         }
     }
     __device__ void fetch_first() const {
@@ -265,14 +265,14 @@ __device__ Found<CENTRED> found_by_warp(const SlotShare<SHAPE, CLUSTER>& share, 
 }
 
 // `make(r, v, words, live)` makes a vector of those of the operands, all rows' v-th before the next.
-template <bool CENTRED, typename SHAPE, bool CLUSTER, int OPERANDS, typename T, typename Make>
+template <bool CENTRED, typename SHAPE, bool CLUSTER, int OPERANDS, bool ONCE, typename T, typename Make>
 __device__ void norm_slots_of(const ShortNorm<T>& p, const SlotShare<SHAPE, CLUSTER>& share, Make&& make) {
     constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, V = SHAPE::VECTORS;
     extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
     __shared__ SlotMail<CENTRED, SHAPE, CLUSTER> mail;
     mail.open();
     if constexpr (!CLUSTER) begin_early();
-    const SlotRows<T, SHAPE, CLUSTER, OPERANDS> rows(p, share, in_shared);
+    const SlotRows<T, SHAPE, CLUSTER, OPERANDS, ONCE> rows(p, share, in_shared);
     rows.fetch_first();
     const auto make_and_keep = [&](int r, int v) {
         if (r == 0) rows.wait(v);
@@ -336,16 +336,17 @@ template <typename T, bool CENTRED, bool RESIDUAL, typename SHAPE, bool CLUSTER>
 __device__ void norm_slots(const ShortNorm<T>& p) {
     if (!exists_here<CLUSTER>()) return;
     const SlotShare<SHAPE, CLUSTER> share(p.length / Vec<T>::size);
-    norm_slots_of<CENTRED, SHAPE, CLUSTER, RESIDUAL ? 2 : 1>(p, share, [&](int r, int v, const auto& words, bool live) {
-        const auto& x = reinterpret_cast<const Vec<T>&>(words[0]);
-        if constexpr (!RESIDUAL) {
-            return x;
-        } else {
-            const Vec<T> sum = add_vec(x, reinterpret_cast<const Vec<T>&>(words[1]));
-            store_if(p.sum + (share.row() + r) * p.out_step + int64_t{share.at(v)} * Vec<T>::size, sum, live);
-            return sum;
-        }
-    });
+    norm_slots_of<CENTRED, SHAPE, CLUSTER, RESIDUAL ? 2 : 1, true>(
+        p, share, [&](int r, int v, const auto& words, bool live) {
+            const auto& x = reinterpret_cast<const Vec<T>&>(words[0]);
+            if constexpr (!RESIDUAL) {
+                return x;
+            } else {
+                const Vec<T> sum = add_vec(x, reinterpret_cast<const Vec<T>&>(words[1]));
+                store_if(p.sum + (share.row() + r) * p.out_step + int64_t{share.at(v)} * Vec<T>::size, sum, live);
+                return sum;
+            }
+        });
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
             // As one word of 16 bytes, whose loads ptxas issues one after the other: of a vector's elements it makes
             // choices one by one, and waits for each load in between.
             uint4 word = filled<T>(fill);
-            if (inside) word = *reinterpret_cast<const uint4*>(row + first);
+            if (inside) word = *once(reinterpret_cast<const uint4*>(row + first));
             reinterpret_cast<uint4&>(tile[v]) = word;
         } else {
             tile[v] = load_chunk(row, rows, first, inside ? length : 0, fill);

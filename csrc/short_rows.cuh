@@ -78,16 +78,17 @@ struct ShortShare {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 uint4 word = filled<T>(fill);
-                if (live(r) && has<T>(v, length)) {
-                    word = *reinterpret_cast<const uint4*>(from + v * lanes * Vec<T>::size);
+                // Without a branch (&&), on the other side of which ptxas uses what was loaded before it loads the rest.
+                if (live(r) & has<T>(v, length)) {
+                    word = *once(reinterpret_cast<const uint4*>(from + v * lanes * Vec<T>::size));
                 }
                 reinterpret_cast<uint4&>(tile[r][v]) = word;
             }
         }
     }
     // The same on their way into shared memory, vector v of row r to slot r · V + v, with zeros past the end.
-    template <int V, typename T, int THREADS>
-    __device__ void fetch(const Slots<T, THREADS>& slots, const T* rows, int64_t step) const {
+    template <int V, typename T, int THREADS, bool ONCE>
+    __device__ void fetch(const Slots<T, THREADS, ONCE>& slots, const T* rows, int64_t step) const {
         rows += row * step;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r, rows += apart * step) {

@@ -12,8 +12,8 @@ constexpr int SLOT_ALIGNMENT = 128;
 
 // A thread's own vectors in shared memory, 16 bytes of each operand's row that it shares. Each thread fetches, and later
 // reads, its own ones only, so that no barrier is needed; and cp.async needs no register until they have come.
-// THREADS: of the block, where that is known; so far apart are a thread's slots.
-template <typename T, int THREADS = 0>
+// THREADS: of the block, where that is known; so far apart are a thread's slots. ONCE: what comes here comes once().
+template <typename T, int THREADS = 0, bool ONCE = true>
 struct Slots {
     uint4* own;
 
@@ -43,7 +43,7 @@ struct Slots {
             const int first = share.at(v) * Vec<T>::size;
             const bool inside = live && share.template has<T>(v, length);
             if (WHOLE || (rows.whole && inside && first + Vec<T>::size <= static_cast<int>(length))) {
-                cp_async16_if(shared_address(slot(begin + v)), row + first, inside);
+                cp_async16_if<ONCE>(shared_address(slot(begin + v)), row + first, inside);
             } else {
                 const Vec<T> loaded = load_chunk(row, rows, first, inside ? length : 0, 0.0f);
                 *slot(begin + v) = reinterpret_cast<const uint4&>(loaded);

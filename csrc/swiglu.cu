@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(THREADS)
         for (int64_t i = first; i < first + SIZE && i < numel; ++i) swiglu_element(output, gate, up, at, i);
         return;
     }
-    const Vec<T> gate_vec = load_vec(gate + vector_offset<ACCESS, T>(at, GATE, first));
-    const Vec<T> up_vec = load_vec(up + vector_offset<ACCESS, T>(at, UP, first));
+    const Vec<T> gate_vec = load_vec(once(gate + vector_offset<ACCESS, T>(at, GATE, first)));
+    const Vec<T> up_vec = load_vec(once(up + vector_offset<ACCESS, T>(at, UP, first)));
     float x[SIZE], u[SIZE];
     unpack(gate_vec, x);
     unpack(up_vec, u);
@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(THREADS)
         }
         return;
     }
-    const Vec<T> gate_vec = load_vec(gate + vector_offset<ACCESS, T>(at, GATE_AGAIN, first));
-    const Vec<T> up_vec = load_vec(up + vector_offset<ACCESS, T>(at, UP_AGAIN, first));
-    const Vec<T> grad_vec = load_vec(grad + vector_offset<ACCESS, T>(at, GRAD, first));
+    const Vec<T> gate_vec = load_vec(once(gate + vector_offset<ACCESS, T>(at, GATE_AGAIN, first)));
+    const Vec<T> up_vec = load_vec(once(up + vector_offset<ACCESS, T>(at, UP_AGAIN, first)));
+    const Vec<T> grad_vec = load_vec(once(grad + vector_offset<ACCESS, T>(at, GRAD, first)));
     float x[SIZE], u[SIZE], g[SIZE];
     unpack(gate_vec, x);
     unpack(up_vec, u);

@@ -14,6 +14,7 @@ from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.early import begin_early
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
+from triton_impl.once import ONCE
 from triton_impl.sum import summed_gradient
 from triton_impl.tuning import Launches, Step
 
@@ -32,8 +33,8 @@ def _sum_of(x, y):
 def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel)
-    y = tl.load(other_ptr + i, mask=i < numel)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE)
+    y = tl.load(other_ptr + i, mask=i < numel, eviction_policy=ONCE)
     tl.store(out_ptr + i, _sum_of(x, y).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
@@ -47,7 +48,7 @@ def _add_row_kernel(
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     i = row[:, None] * columns + column[None, :]
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(input_ptr + i, mask=mask)
+    x = tl.load(input_ptr + i, mask=mask, eviction_policy=ONCE)
     y = tl.load(other_ptr + column, mask=column < columns)
     tl.store(out_ptr + i, _sum_of(x, y[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 

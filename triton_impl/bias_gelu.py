@@ -16,6 +16,7 @@ from triton_impl.columns import SUM_WARPS, row_shares, sum_shares, sum_shares_ke
 from triton_impl.early import begin_early
 from triton_impl.elementwise import along, offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.gelu import gelu_derivative, gelu_of
+from triton_impl.once import ONCE
 from triton_impl.tuning import Known
 
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
@@ -34,14 +35,14 @@ BACKWARD_PROGRAMS, BACKWARD_REGISTERS = 4, 64
 @triton.jit
 def _bias_gelu(out_ptr, input_ptr, bias_ptr, column, columns, mask, TANH: tl.constexpr):
     bias = tl.load(bias_ptr, mask=column < columns).to(tl.float32)
-    x = tl.load(input_ptr, mask=mask).to(tl.float32) + bias
+    x = tl.load(input_ptr, mask=mask, eviction_policy=ONCE).to(tl.float32) + bias
     tl.store(out_ptr, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gradient(grad_input_ptr, grad_ptr, input_ptr, bias, mask, TANH: tl.constexpr):
-    x = tl.load(input_ptr, mask=mask, other=0.0).to(tl.float32) + bias
-    grad = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(input_ptr, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32) + bias
+    grad = tl.load(grad_ptr, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
     grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr, grad_input.to(grad_input_ptr.dtype.element_ty), mask=mask)
     return grad_input

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from triton_impl import multiprocessors
+from triton_impl.once import ONCE
 from triton_impl.tuning import to_time
 
 #: Blocks of a cluster at most; more would have to be asked for.
@@ -134,8 +135,8 @@ def columns(BLOCK: gl.constexpr, VECTOR: gl.constexpr):
 def load(ptr, i, length, other, EVEN: gl.constexpr):
     """A vector at columns `i`. EVEN: no columns are past the row's end."""
     if EVEN:
-        return gl.load(ptr + i)
-    return gl.load(ptr + i, mask=i < length, other=other)
+        return gl.load(ptr + i, eviction_policy=ONCE)
+    return gl.load(ptr + i, mask=i < length, other=other, eviction_policy=ONCE)
 
 
 @gluon.jit

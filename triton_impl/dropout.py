@@ -9,6 +9,7 @@ import triton.language as tl
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.elementwise import indexing, offset_of, too_many_dims
+from triton_impl.once import ONCE
 from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_in_order
 from triton_impl.tuning import Known
 
@@ -22,7 +23,7 @@ def _dropout_kernel(
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = start + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel).to(tl.float32)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
     y = x * factors_in_order(start, key_low, key_high, threshold, scale, BLOCK, VECTOR)
     tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < numel)
 
@@ -36,7 +37,7 @@ def _dropout_strided_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     out_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
-    x = tl.load(input_ptr, mask=i < numel).to(tl.float32)
+    x = tl.load(input_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
     y = x * factors_at(i, key_low, key_high, threshold, scale)
     tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=i < numel)
 

@@ -11,6 +11,7 @@ from triton_impl.aot import entry
 from triton_impl.early import begin_early
 from triton_impl.elementwise import along, indexing, is_dense, offset_of, too_many_dims
 from triton_impl.fast_math import exp2, rcp
+from triton_impl.once import ONCE
 from triton_impl.tuning import Known
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -69,7 +70,7 @@ def gelu_derivative(x, TANH: tl.constexpr):
 @triton.jit
 def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel).to(tl.float32)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE if TANH else "").to(tl.float32)
     tl.store(out_ptr + i, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
@@ -79,8 +80,8 @@ def _gelu_backward_kernel(
 ):
     begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel).to(tl.float32)
-    grad = tl.load(grad_ptr + i, mask=i < numel).to(tl.float32)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
+    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
     grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr + i, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 
@@ -96,7 +97,7 @@ def _gelu_strided_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     out_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
-    x = tl.load(input_ptr, mask=i < numel).to(tl.float32)
+    x = tl.load(input_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
     tl.store(out_ptr, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
@@ -111,8 +112,8 @@ def _gelu_backward_strided_kernel(
     grad_input_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     grad_ptr += offset_of(i, size1, size2, size3, g0, g1, g2, g3)
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
-    x = tl.load(input_ptr, mask=i < numel).to(tl.float32)
-    grad = tl.load(grad_ptr, mask=i < numel).to(tl.float32)
+    x = tl.load(input_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
+    grad = tl.load(grad_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
     grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 

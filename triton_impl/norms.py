@@ -27,6 +27,7 @@ from triton_impl.aot import Entry, entry
 from triton_impl.columns import SUM_WARPS, sum_tile
 from triton_impl.dot import INTERPRETED
 from triton_impl.early import begin_early
+from triton_impl.once import ONCE
 from triton_impl.rows import (
     backward_shapes,
     blocks_of,
@@ -138,9 +139,10 @@ def _norm_kernel(
     inside = column < length
     mask = live[:, None] & inside[None, :]
     dense = row[:, None] * length + column[None, :]
-    x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0)
+    x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0, eviction_policy=ONCE)
     if RESIDUAL:
-        residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0)
+        at = residual_ptr + row[:, None] * residual_stride + column[None, :]
+        residual = tl.load(at, mask=mask, other=0.0, eviction_policy=ONCE)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + dense, x, mask=mask)
     normalize_rows(
@@ -196,7 +198,7 @@ def _norm_online_kernel(
         inside = tl.full([BLOCK], True, tl.int1) if EVEN else i < length
         x = tl.load(input_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last")
         if RESIDUAL:
-            residual = tl.load(residual_ptr + i, mask=inside, other=0.0)
+            residual = tl.load(residual_ptr + i, mask=inside, other=0.0, eviction_policy=ONCE)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
             tl.store(sum_ptr + i, x, mask=inside)
         deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
@@ -257,8 +259,10 @@ def _norm_backward_kernel(
         row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
         live = row < count
         mask = live[:, None] & inside[None, :]
-        x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        x_at = input_ptr + row[:, None] * in_stride + column[None, :]
+        x = tl.load(x_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+        grad_at = grad_ptr + row[:, None] * grad_stride + column[None, :]
+        grad = tl.load(grad_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
         mean, rstd, shift = _load_stats(stats_ptr, row, count, live, CENTRED)
         x_hat = _normalized(x, mean[:, None], rstd[:, None], shift[:, None], CENTRED)
         if NEEDS_WEIGHTS:
@@ -278,7 +282,7 @@ def _norm_backward_kernel(
             value = (value - x_hat * dot[:, None]) * rstd[:, None]
             if RESIDUAL:
                 at = row[:, None] * grad_sum_stride + column[None, :]
-                value += tl.load(grad_sum_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                value += tl.load(grad_sum_ptr + at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
             dense = row[:, None] * length + column[None, :]
             tl.store(grad_input_ptr + dense, value.to(grad_input_ptr.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHTS:

@@ -20,6 +20,7 @@ from triton_impl import gluon, register, softmax_cluster, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.early import begin_early
 from triton_impl.elementwise import MAX_DIMS, along, offset_of, pad
+from triton_impl.once import ONCE
 from triton_impl.rows import (
     backward_shapes,
     blocks_of,
@@ -45,7 +46,8 @@ def _fused_rows(out_ptr, input_ptr, live, length, out_step, in_step, BLOCK: tl.c
     """Rows that begin at these pointers, a block of them."""
     i = tl.arange(0, BLOCK)
     mask = live[:, None] & (i < length)[None, :]
-    x = tl.load(input_ptr[:, None] + (i.to(tl.int64) * in_step)[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+    at = input_ptr[:, None] + (i.to(tl.int64) * in_step)[None, :]
+    x = tl.load(at, mask=mask, other=-float("inf"), eviction_policy=ONCE).to(tl.float32)
     e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * LOG2E)
     y = e * (1 / tl.sum(tl.where(mask, e, 0.0), axis=1))[:, None]
     tl.store(out_ptr[:, None] + (i.to(tl.int64) * out_step)[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -58,8 +60,8 @@ def _backward_fused_rows(
     i = tl.arange(0, BLOCK)
     mask = live[:, None] & (i < length)[None, :]
     i = i.to(tl.int64)
-    grad = tl.load(grad_ptr[:, None] + (i * g_step)[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(output_ptr[:, None] + (i * o_step)[None, :], mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr[:, None] + (i * g_step)[None, :], mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+    y = tl.load(output_ptr[:, None] + (i * o_step)[None, :], mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
     value = (y * (grad - tl.sum(grad * y, axis=1)[:, None])).to(grad_input_ptr.dtype.element_ty)
     tl.store(grad_input_ptr[:, None] + (i * gi_step)[None, :], value, mask=mask)
 

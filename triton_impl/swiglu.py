@@ -11,6 +11,7 @@ from triton_impl.aot import entry
 from triton_impl.early import begin_early
 from triton_impl.elementwise import along, is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.fast_math import exp2, rcp
+from triton_impl.once import ONCE
 from triton_impl.tuning import Known
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -39,8 +40,8 @@ def _swiglu_gradients(grad, gate, up):
 def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + i, mask=i < numel)
-    up = tl.load(up_ptr + i, mask=i < numel)
+    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=ONCE)
+    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=ONCE)
     tl.store(out_ptr + i, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
@@ -50,9 +51,9 @@ def _swiglu_backward_kernel(
 ):
     begin_early(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + i, mask=i < numel)
-    up = tl.load(up_ptr + i, mask=i < numel)
-    grad = tl.load(grad_ptr + i, mask=i < numel)
+    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=ONCE)
+    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=ONCE)
+    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=ONCE)
     grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
     tl.store(grad_gate_ptr + i, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=i < numel)
     tl.store(grad_up_ptr + i, grad_up.to(grad_up_ptr.dtype.element_ty), mask=i < numel)
@@ -73,8 +74,8 @@ def _swiglu_rows_kernel(
     out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None] + column * o_step
     gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
     up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
-    gate = tl.load(gate_ptr, mask=mask)
-    up = tl.load(up_ptr, mask=mask)
+    gate = tl.load(gate_ptr, mask=mask, eviction_policy=ONCE)
+    up = tl.load(up_ptr, mask=mask, eviction_policy=ONCE)
     tl.store(out_ptr, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -92,9 +93,9 @@ def _swiglu_backward_rows_kernel(
     grad_ptr += offset_of(row, size1, size2, size3, gr0, gr1, gr2, gr3)[:, None] + column * gr_step
     gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
     up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
-    gate = tl.load(gate_ptr, mask=mask)
-    up = tl.load(up_ptr, mask=mask)
-    grad = tl.load(grad_ptr, mask=mask)
+    gate = tl.load(gate_ptr, mask=mask, eviction_policy=ONCE)
+    up = tl.load(up_ptr, mask=mask, eviction_policy=ONCE)
+    grad = tl.load(grad_ptr, mask=mask, eviction_policy=ONCE)
     grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
     tl.store(grad_gate_ptr, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
     tl.store(grad_up_ptr, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
