@@ -1,5 +1,6 @@
 """Rows over the blocks of a thread-block cluster, in Gluon: each block has a part of a row in registers, and the blocks
-agree on a maximum or a sum through each other's shared memory (distributed shared memory, PTX ISA, ``mapa``).
+agree on a maximum or a sum through each other's shared memory (distributed shared memory, PTX ISA, ``mapa``). A row
+that one block has room for may be that block's alone.
 
 A part is worked on a vector a thread at a time, from a tuple of its vectors. Between loading and storing it keeps the
 type of memory: of 16 bits, two values a register, so that twice as much of the rows is under way.
@@ -9,6 +10,8 @@ memory does not compile, so that here it is written out, for all versions.
 """
 
 from __future__ import annotations
+
+from itertools import product
 
 import torch
 import triton
@@ -24,7 +27,9 @@ from triton_impl.tuning import to_time
 MOST_BLOCKS = 8
 #: Warps of a block, the best guess first, and registers of a thread: with these two such blocks fit a multiprocessor.
 WARPS, REGISTERS = (16, 8, 32), 64
-#: Registers that a thread's part of a row takes, likewise.
+#: Warps of a block that has a row alone; it has the fewer registers first.
+ALONE = (16, 8, 4)
+#: Registers that a thread's part of a row takes, the best guess first.
 KEPT = (32, 16)
 #: Bytes of the longest row: of two operands a thread has half as many.
 MAX_BYTES = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT) // 2 * 4
@@ -132,6 +137,18 @@ def columns(BLOCK: gl.constexpr, VECTOR: gl.constexpr):
 
 
 @gluon.jit
+def by_warp(x):
+    """A vector (blocks, elements) as (blocks, warps, elements of a warp)."""
+    return x.reshape([x.shape[0], gl.num_warps(), x.shape[1] // gl.num_warps()])
+
+
+@gluon.jit
+def of_rows(value, i):
+    """A value (blocks,), found by way of :func:`by_warp`, in the layout of sums over columns `i`: nothing moves."""
+    return gl.convert_layout(value, gl.SliceLayout(1, i.type.layout))
+
+
+@gluon.jit
 def load(ptr, i, length, other, EVEN: gl.constexpr):
     """A vector at columns `i`. EVEN: no columns are past the row's end."""
     if EVEN:
@@ -210,11 +227,11 @@ def vector_of(dtype: torch.dtype) -> int:
 def configs(length: int, dtype: torch.dtype, operands: int = 1) -> list[triton.Config]:
     """Configurations for rows of a length of which so many operands are kept, best first."""
     found = []
-    for kept in KEPT:
-        for warps in WARPS:
+    for most, shapes in ((1, product(reversed(KEPT), ALONE)), (MOST_BLOCKS, product(KEPT, WARPS))):
+        for kept, warps in shapes:
             block = warps * 32 * kept // operands * 4 // dtype.itemsize
             blocks = triton.next_power_of_2(triton.cdiv(length, block))
-            if 2 <= blocks <= MOST_BLOCKS:
+            if blocks <= most and (blocks > 1 or (most == 1 and block < 2 * length)):
                 constants = {"BLOCK": block, "EVEN": length == blocks * block}
                 found.append(
                     triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS)
@@ -237,6 +254,6 @@ def too_short_or_long(length: int, shortest: int, dtype: torch.dtype) -> str | N
     if shortest <= length <= longest:
         return None
     return (
-        f"rows of {length} elements are not spread over a cluster; of {str(dtype).removeprefix('torch.')} "
+        f"rows of {length} elements are not for a cluster; of {str(dtype).removeprefix('torch.')} "
         f"those of {shortest} to {longest} are"
     )

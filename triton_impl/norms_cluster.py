@@ -1,4 +1,4 @@
-"""Normalised rows that outgrow one block, in Gluon: a row stays in the registers of a cluster (cluster.py).
+"""Normalised rows in Gluon: a row stays in the registers of a block, or, if it outgrows one, of a cluster (cluster.py).
 
 The backward pass is in norms_cluster_backward.py; of each row the same is kept as in :mod:`triton_impl.norms`.
 """
@@ -12,32 +12,79 @@ from triton.experimental.gluon import language as gl
 from triton_impl import cluster, unsupported
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, load, meet, store, widen, widen_again, write_once
+from triton_impl.cluster import begin, by_warp, columns, load, meet, of_rows, store, widen, widen_again, write_once
 from triton_impl.gluon import unsupported as unsupported_by_gluon
-from triton_impl.norms import MAX_FUSED, Kind, add_both, forward_by, rstd_of
+from triton_impl.norms import Kind, add_both, forward_by, rstd_of
 from triton_impl.tuning import Launch, Launches
 
 
 @gluon.jit
-def _part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, EVEN: gl.constexpr):
-    """Of a block's part x of a row, (blocks,) each: a mean, and the sums of deviations from it and of their squares;
-    or, not CENTRED, the sum of squares alone. The mean is that of its first vectors.
+def _about_one_mean(count, mean, lost, square, other_count, other_mean, other_lost, other_square):
+    """Of two parts of a row, how many elements, a mean, and the sums of deviations from it and of their squares: those
+    of both, about the first one's mean, or if that is empty the other's.
     """
-    squares = gl.zeros_like(widen(x[0]))
-    if CENTRED:
-        mean = gl.sum(widen(x[0]), 1)
-        block = gl.arange(0, gl.num_ctas(), layout=mean.type.layout)
-        mean /= gl.maximum(held(block * BLOCK, i.shape[1], length), 1.0)
-        sums = gl.zeros_like(squares)
-        for k in gl.static_range(len(x)):
-            deviation = widen(x[k]) - mean[:, None]
-            if not EVEN:
-                deviation = gl.where(i + k * i.shape[1] < length, deviation, 0.0)
-            sums += deviation
-            squares += deviation * deviation
-        lost, square = gl.reduce((sums, squares), 1, add_both)
-        return (mean, lost, square)
+    about = gl.where(count > 0, mean, other_mean)
+    off, other_off = mean - about, other_mean - about
+    square += off * (count * off + 2 * lost) + other_square + other_off * (other_count * other_off + 2 * other_lost)
+    lost += count * off + other_lost + other_count * other_off
+    return count + other_count, about, lost, square
+
+
+@gluon.jit
+def _about_a_block_mean(x, i, length, BLOCK: gl.constexpr, EVEN: gl.constexpr):
+    """Of a block's part x of a row, (blocks,) each: a mean, and the sums of deviations from it and of their squares.
+    The mean is that of its first vectors.
+    """
+    sums = gl.zeros_like(widen(x[0]))
+    squares = sums
+    mean = gl.sum(widen(x[0]), 1)
+    block = gl.arange(0, gl.num_ctas(), layout=mean.type.layout)
+    mean /= gl.maximum(held(block * BLOCK, i.shape[1], length), 1.0)
+    for k in gl.static_range(len(x)):
+        deviation = widen(x[k]) - mean[:, None]
+        if not EVEN:
+            deviation = gl.where(i + k * i.shape[1] < length, deviation, 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    lost, square = gl.reduce((sums, squares), 1, add_both)
+    return (mean, lost, square)
+
+
+@gluon.jit
+def _about_warp_means(x, i, length, EVEN: gl.constexpr):
+    """The same of a row that one block has, each warp's deviations from the mean of its own first vectors: so its warps
+    wait for each other but once. In a cluster, whose blocks wait anyway, that is no faster.
+    """
+    sums = by_warp(gl.zeros_like(widen(x[0])))
+    squares = sums
+    mean = gl.sum(by_warp(widen(x[0])), 2)
+    of_warp: gl.constexpr = i.shape[1] // gl.num_warps()
+    start = gl.arange(0, gl.num_warps(), layout=gl.SliceLayout(0, mean.type.layout))[None, :] * of_warp
+    mean /= gl.maximum(held(start, of_warp, length), 1.0)
+    count = gl.zeros_like(mean)
+    for k in gl.static_range(len(x)):
+        count += held(start + k * i.shape[1], of_warp, length)
+        deviation = by_warp(widen(x[k])) - mean[:, :, None]
+        if not EVEN:
+            deviation = gl.where(by_warp(i + k * i.shape[1]) < length, deviation, 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    lost, square = gl.reduce((sums, squares), 2, add_both)
+    found = gl.reduce((count, mean, lost, square), 1, _about_one_mean)
+    return (of_rows(found[1], i), of_rows(found[2], i), of_rows(found[3], i))
+
+
+@gluon.jit
+def _part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, EVEN: gl.constexpr):
+    """Of a block's part x of a row: a mean, and the sums of deviations from it and of their squares; or, not CENTRED,
+    the sum of squares alone.
+    """
+    if CENTRED and gl.num_ctas() == 1:
+        return _about_warp_means(x, i, length, EVEN)
+    elif CENTRED:
+        return _about_a_block_mean(x, i, length, BLOCK, EVEN)
     else:
+        squares = gl.zeros_like(widen(x[0]))
         for k in gl.static_range(len(x)):
             value = widen(x[k])
             squares += value * value
@@ -133,6 +180,9 @@ def _norm_cluster_kernel(
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
+#: Rows that are left to `fused`. Past these, layer_norm is the faster here; the others are from 8192 on.
+LEFT_TO_FUSED = 2048
+
 _choose = Chooser(_norm_cluster_kernel)
 _launches = Launches()
 
@@ -165,7 +215,7 @@ forward = forward_by(_launch)
 
 def refused(x: torch.Tensor, length: int) -> str | None:
     """Why rows of so many elements of `x` cannot be taken, or None."""
-    return unsupported(x) or unsupported_by_gluon(x) or cluster.too_short_or_long(length, MAX_FUSED + 1, x.dtype)
+    return unsupported(x) or unsupported_by_gluon(x) or cluster.too_short_or_long(length, LEFT_TO_FUSED + 1, x.dtype)
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
@@ -181,5 +231,5 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
             cluster.configs(length, dtype, 1 + kind.residual)[0],
             types,
         )
-        for dtype, length in ((torch.bfloat16, 131072), (torch.float32, 50000))
+        for dtype, length in ((torch.bfloat16, 131072), (torch.float32, 50000), (torch.bfloat16, 4096))
     ]

@@ -1,14 +1,13 @@
 """Softmax in Triton.
 
 fused    whole rows in registers, one or several a program: one read, one write
-cluster  rows that outgrow one block, in the registers of several (softmax_cluster.py)
+cluster  in Gluon, in the registers of a block or, what outgrows one, of several (softmax_cluster.py)
 online   rows too long for that: maximum and sum in one pass (Milakov and Gimelshein, arXiv:1805.02867), then the
          quotient in a second read
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -299,7 +298,7 @@ register(
     "triton.cluster",
     forward=softmax_cluster.forward,
     backward=softmax_cluster.backward,
-    unsupported=partial(softmax_cluster.unsupported, shortest=MAX_FUSED + 1),
+    unsupported=softmax_cluster.unsupported,
     here=gluon.here,
 )
 

@@ -1,4 +1,4 @@
-"""Softmax of rows that outgrow one block, in Gluon: a row stays in the registers of a cluster (cluster.py)."""
+"""Softmax in Gluon: a row stays in the registers of a block, or, if it outgrows one, of a cluster (cluster.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton_impl import cluster
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import begin, columns, load_part, meet, store, widen, widen_again
+from triton_impl.cluster import begin, by_warp, columns, load_part, meet, of_rows, store, widen, widen_again
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.tuning import Launch, Launches
 
@@ -18,10 +18,25 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def _finite(highest):
+    """A maximum to subtract: of what is −inf throughout, as past a row's end, the sum is then 0, not NaN."""
+    return gl.where(highest == -float("inf"), 0.0, highest)
+
+
+@gluon.jit
+def _sum_over_both(highest, total, other_highest, other_total):
+    """Of two parts of a row the maximum and the sum over it, from those of each."""
+    both = gl.maximum(highest, other_highest)
+    over = _finite(both)
+    total = total * gl.exp2((highest - over) * LOG2E) + other_total * gl.exp2((other_highest - over) * LOG2E)
+    return both, total
+
+
+@gluon.jit
 def _softmax_cluster_kernel(
     out_ptr, input_ptr, length, VECTOR: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
 ):  # fmt: skip
-    """Each block sums over a maximum of its own, so that maximum and sum travel together."""
+    """Each warp sums over a maximum of its own, so that maximum and sum travel together."""
     begin(2)
     start = gl.program_id(0).to(gl.int64) * length
     i = columns(BLOCK, VECTOR)
@@ -29,19 +44,17 @@ def _softmax_cluster_kernel(
     highest = x[0].to(gl.float32)
     for k in gl.static_range(1, len(x)):
         highest = gl.maximum(highest, x[k].to(gl.float32))
-    of_part = gl.max(highest, 1)
-    # Of a part that is −inf throughout, as past the row's end, the sum is 0, not NaN.
-    over = gl.where(of_part == -float("inf"), 0.0, of_part)
-    sums = gl.zeros_like(highest)
+    of_warp = gl.max(by_warp(highest), 2)
+    over = _finite(of_warp)
+    sums = gl.zeros_like(by_warp(highest))
     for k in gl.static_range(len(x)):
-        sums += gl.exp2((widen_again(x[k]) - over[:, None]) * LOG2E)
-    of_all = meet((of_part, gl.sum(sums, 1)))
+        sums += gl.exp2((by_warp(widen_again(x[k])) - over[:, :, None]) * LOG2E)
+    found = gl.reduce((of_warp, gl.sum(sums, 2)), 1, _sum_over_both)
+    of_all = meet((of_rows(found[0], i), of_rows(found[1], i)))
     row_max = of_all[0]
+    total = of_all[1]
     for block in gl.static_range(1, gl.num_ctas()):
-        row_max = gl.maximum(row_max, of_all[2 * block])
-    total = gl.zeros_like(row_max)
-    for block in gl.static_range(gl.num_ctas()):
-        total += of_all[2 * block + 1] * gl.exp2((of_all[2 * block] - row_max) * LOG2E)
+        row_max, total = _sum_over_both(row_max, total, of_all[2 * block], of_all[2 * block + 1])
     scale = 1 / total
     for k in gl.static_range(len(x)):
         y = gl.exp2((widen_again(x[k]) - row_max[:, None]) * LOG2E) * scale[:, None]
@@ -70,6 +83,9 @@ def _softmax_cluster_backward_kernel(
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
+
+#: Rows that are left to `fused`, which has them as fast.
+LEFT_TO_FUSED = 8192
 
 _choosers = {kernel: Chooser(kernel) for kernel in (_softmax_cluster_kernel, _softmax_cluster_backward_kernel)}
 _launches = Launches()
@@ -108,22 +124,23 @@ def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple
     return (grad_input,)
 
 
-def unsupported(input: torch.Tensor, *, dim: int, shortest: int) -> str | None:
-    """Rows along the last dimension of a dense tensor, from `shortest` elements on."""
+def unsupported(input: torch.Tensor, *, dim: int) -> str | None:
+    """Rows along the last dimension of a dense tensor, but those that are left to `fused`."""
     if (reason := unsupported_by_triton(input) or unsupported_by_gluon(input)) is not None:
         return reason
     if input.dim() == 0 or dim % input.dim() != input.dim() - 1 or not input.is_contiguous():
         return "a cluster takes the rows of a contiguous tensor, along its last dimension"
-    return cluster.too_short_or_long(input.shape[-1], shortest, input.dtype)
+    return cluster.too_short_or_long(input.shape[-1], LEFT_TO_FUSED + 1, input.dtype)
 
 
-def _entry(kernel, dtype: torch.dtype, operands: int) -> Entry:
-    config = cluster.configs(65536, dtype, operands)[0]
+def _entry(kernel, dtype: torch.dtype, operands: int, length: int = 65536) -> Entry:
+    config = cluster.configs(length, dtype, operands)[0]
     return entry(kernel, TYPES[dtype], {"VECTOR": cluster.vector_of(dtype)}, config)
 
 
 AOT = [
     _entry(_softmax_cluster_kernel, torch.bfloat16, 1),
+    _entry(_softmax_cluster_kernel, torch.bfloat16, 1, 16384),
     _entry(_softmax_cluster_kernel, torch.float32, 1),
     _entry(_softmax_cluster_backward_kernel, torch.bfloat16, 2),
 ]
