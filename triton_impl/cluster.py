@@ -27,9 +27,9 @@ from triton_impl.tuning import to_time
 MOST_BLOCKS = 8
 #: Warps of a block, the best guess first, and registers of a thread: with these two such blocks fit a multiprocessor.
 WARPS, REGISTERS = (16, 8, 32), 64
-#: Warps of a block that has a row alone; it has the fewer registers first.
+#: Warps of a block that has a row alone, likewise.
 ALONE = (16, 8, 4)
-#: Registers that a thread's part of a row takes, the best guess first.
+#: Registers that a thread's part of a row takes: in a cluster the more are the better guess, alone the fewer.
 KEPT = (32, 16)
 #: Bytes of the longest row: of two operands a thread has half as many.
 MAX_BYTES = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT) // 2 * 4
