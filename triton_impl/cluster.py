@@ -150,7 +150,9 @@ def of_rows(value, i):
 
 @gluon.jit
 def load(ptr, i, length, other, EVEN: gl.constexpr):
-    """A vector at columns `i`. EVEN: no columns are past the row's end."""
+    """A vector at columns `i`, of a row that is read but once, or of a parameter, which the L2 should keep. EVEN: no
+    columns are past the row's end.
+    """
     if EVEN:
         return gl.load(ptr + i, eviction_policy=ONCE)
     return gl.load(ptr + i, mask=i < length, other=other, eviction_policy=ONCE)
@@ -227,11 +229,11 @@ def vector_of(dtype: torch.dtype) -> int:
 def configs(length: int, dtype: torch.dtype, operands: int = 1) -> list[triton.Config]:
     """Configurations for rows of a length of which so many operands are kept, best first."""
     found = []
-    for most, shapes in ((1, product(reversed(KEPT), ALONE)), (MOST_BLOCKS, product(KEPT, WARPS))):
+    for least, most, shapes in ((1, 1, product(reversed(KEPT), ALONE)), (2, MOST_BLOCKS, product(KEPT, WARPS))):
         for kept, warps in shapes:
             block = warps * 32 * kept // operands * 4 // dtype.itemsize
             blocks = triton.next_power_of_2(triton.cdiv(length, block))
-            if blocks <= most and (blocks > 1 or (most == 1 and block < 2 * length)):
+            if least <= blocks <= most and block < 2 * length:
                 constants = {"BLOCK": block, "EVEN": length == blocks * block}
                 found.append(
                     triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS)

@@ -70,6 +70,7 @@ def gelu_derivative(x, TANH: tl.constexpr):
 @triton.jit
 def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Of the exact form arithmetic is the limit.
     x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE if TANH else "").to(tl.float32)
     tl.store(out_ptr + i, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 

@@ -31,6 +31,15 @@ def _about_one_mean(count, mean, lost, square, other_count, other_mean, other_lo
 
 
 @gluon.jit
+def _with_deviations(sums, squares, x, mean, i, length, EVEN: gl.constexpr):
+    """`sums`, and with them the deviations from `mean` of a vector at columns `i`; and of their squares the same."""
+    deviation = x - mean
+    if not EVEN:
+        deviation = gl.where(i < length, deviation, 0.0)
+    return sums + deviation, squares + deviation * deviation
+
+
+@gluon.jit
 def _about_a_block_mean(x, i, length, BLOCK: gl.constexpr, EVEN: gl.constexpr):
     """Of a block's part x of a row, (blocks,) each: a mean, and the sums of deviations from it and of their squares.
     The mean is that of its first vectors.
@@ -41,11 +50,8 @@ def _about_a_block_mean(x, i, length, BLOCK: gl.constexpr, EVEN: gl.constexpr):
     block = gl.arange(0, gl.num_ctas(), layout=mean.type.layout)
     mean /= gl.maximum(held(block * BLOCK, i.shape[1], length), 1.0)
     for k in gl.static_range(len(x)):
-        deviation = widen(x[k]) - mean[:, None]
-        if not EVEN:
-            deviation = gl.where(i + k * i.shape[1] < length, deviation, 0.0)
-        sums += deviation
-        squares += deviation * deviation
+        j = i + k * i.shape[1]
+        sums, squares = _with_deviations(sums, squares, widen(x[k]), mean[:, None], j, length, EVEN)
     lost, square = gl.reduce((sums, squares), 1, add_both)
     return (mean, lost, square)
 
@@ -64,11 +70,8 @@ def _about_warp_means(x, i, length, EVEN: gl.constexpr):
     count = gl.zeros_like(mean)
     for k in gl.static_range(len(x)):
         count += held(start + k * i.shape[1], of_warp, length)
-        deviation = by_warp(widen(x[k])) - mean[:, :, None]
-        if not EVEN:
-            deviation = gl.where(by_warp(i + k * i.shape[1]) < length, deviation, 0.0)
-        sums += deviation
-        squares += deviation * deviation
+        j = by_warp(i + k * i.shape[1])
+        sums, squares = _with_deviations(sums, squares, by_warp(widen(x[k])), mean[:, :, None], j, length, EVEN)
     lost, square = gl.reduce((sums, squares), 2, add_both)
     found = gl.reduce((count, mean, lost, square), 1, _about_one_mean)
     return (of_rows(found[1], i), of_rows(found[2], i), of_rows(found[3], i))
