@@ -177,6 +177,17 @@ def widen(x):
         return x.to(gl.float32)
 
 
+@gluon.jit
+def narrow(x, DTYPE: gl.constexpr):
+    """A vector of float32 as 16 bits a value, two in a register: left to LLVM, each may take one of its own."""
+    if gl.bfloat16 == DTYPE:
+        text: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(text, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        half: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(half, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+
+
 @gluon.constexpr_function
 def _widening(dtype):
     """PTX that makes float32 of two values of 16 bits, and depends on a register that holds nought."""

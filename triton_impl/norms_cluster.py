@@ -78,7 +78,7 @@ def _about_warp_means(x, i, length, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, EVEN: gl.constexpr):
+def part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, EVEN: gl.constexpr):
     """Of a block's part x of a row: a mean, and the sums of deviations from it and of their squares; or, not CENTRED,
     the sum of squares alone.
     """
@@ -122,7 +122,7 @@ def held(start, COUNT: gl.constexpr, length):
 
 
 @gluon.jit
-def _with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
+def with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
     """The tuple `found` of a parameter's vectors, and the next of them if it is wanted."""
     if WANTED:
         found += (load(ptr, i + len(found) * i.shape[1], length, 0.0, EVEN),)
@@ -148,21 +148,21 @@ def _norm_cluster_kernel(
             residual = load(residual_ptr, i + k, length, 0.0, EVEN)
             part = (widen(part) + widen(residual)).to(part.dtype)
         x += (part,)
-    parts = _part_statistics(x, i, length, BLOCK, CENTRED, EVEN)
+    parts = part_statistics(x, i, length, BLOCK, CENTRED, EVEN)
     # Weights are asked for a vector ahead, the first before the blocks meet; with biases too, registers would not do.
-    weight = _with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
+    weight = with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
     mean, lost, variance = row_statistics(meet(parts), length, BLOCK, CENTRED)
     rstd = rstd_of(variance, eps)
     shift = -lost * rstd
-    bias = _with_next((), bias_ptr, i, length, HAS_BIAS, EVEN)
+    bias = with_next((), bias_ptr, i, length, HAS_BIAS, EVEN)
     if KEEP:
         write_once(stats_ptr + row, rstd, True)
         if CENTRED:
             write_once(stats_ptr + count + row, mean, True)
             write_once(stats_ptr + 2 * count + row, shift, True)
     for k in gl.static_range(len(x)):
-        weight = _with_next(weight, weight_ptr, i, length, HAS_WEIGHT and k + 1 < len(x), EVEN)
-        bias = _with_next(bias, bias_ptr, i, length, HAS_BIAS and k + 1 < len(x), EVEN)
+        weight = with_next(weight, weight_ptr, i, length, HAS_WEIGHT and k + 1 < len(x), EVEN)
+        bias = with_next(bias, bias_ptr, i, length, HAS_BIAS and k + 1 < len(x), EVEN)
         j = i + k * i.shape[1]
         if RESIDUAL:
             store(sum_ptr + row * length, j, length, x[k], EVEN)
