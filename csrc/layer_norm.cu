@@ -13,7 +13,7 @@
 //              agree on one
 //
 // Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh,
-// norm_backward.cuh and norm_backward_staying.cuh, which the normalisations share.
+// norm_backward.cuh, norm_backward_short.cuh and norm_backward_staying.cuh, which the normalisations share.
 // Backward, Hopper shares the longest 16-bit rows of `registers` between two blocks, which stay.
 
 #include "norm_launch.cuh"
@@ -92,6 +92,12 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
 }
 
+template <typename T, typename ROW>
+__global__ void __launch_bounds__(ROW::THREADS, ROW::BLOCKS)
+    layer_norm_backward_registers_short_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
+    norm_backward_short<T, CENTRED, ROW>(w, p);
+}
+
 template <typename T, typename STAY>
 __global__ void __launch_bounds__(STAY::THREADS, 1)
     layer_norm_backward_registers_staying_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
@@ -166,6 +172,10 @@ struct LayerNorm {
     template <typename T, int V, bool WHOLE, bool CLUSTER>
     static constexpr auto backward_registers() {
         return layer_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
+    }
+    template <typename T, typename ROW>
+    static constexpr auto backward_short() {
+        return layer_norm_backward_registers_short_kernel<T, ROW>;
     }
     template <typename T>
     static constexpr auto backward_staying() {

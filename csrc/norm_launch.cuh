@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "norm_backward.cuh"
+#include "norm_backward_short.cuh"
 #include "norm_backward_staying.cuh"
 #include "norm_registers.cuh"
 #include "norm_short.cuh"
@@ -210,6 +211,28 @@ std::optional<Tensor> share_out(NormWeights<T>& w, NormBackward<T>& p, int64_t r
     return partials;
 }
 
+// Of rows that lie evenly, and keep more than three quarters of a warp's lanes busy. Returns whether it has been launched.
+template <typename Op, typename T>
+bool norm_backward_short(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const Tensor& like,
+                         const Launch& launch) {
+    if constexpr (sizeof(T) == 2 && !Op::RESIDUAL) {
+        const int64_t vectors = p.length / Vec<T>::size;
+        const auto run = [&](auto row) {
+            using ROW = decltype(row);
+            if (!whole || vectors > ROW::REACH || vectors <= ROW::REACH / 4 * 3) return false;
+            constexpr auto kernel = Op::template backward_short<T, ROW>();
+            static Resident resident;
+            const int64_t most = resident.clusters(kernel, dim3(ROW::THREADS), 1, 0, launch);
+            const auto partials = share_out<Op::CENTRED>(w, p, ROW::WARPS, most, weights, like);
+            launch_early(kernel, dim3(w.groups), dim3(ROW::THREADS), launch, w, p);
+            if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
+            return true;
+        };
+        return std::apply([&](auto... each) { return (run(each) || ...); }, WarpRows{});
+    }
+    return false;
+}
+
 // Of rows that keep nearly all threads of such clusters busy; shorter ones are faster by a block, fewer vectors a thread.
 // Returns whether it has been launched.
 template <typename Op, typename T>
@@ -240,6 +263,7 @@ bool norm_backward_staying(NormWeights<T> w, NormBackward<T> p, bool weights, bo
 template <typename Op, typename T>
 void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const RowLaunch& shape,
                              const Tensor& like, const Launch& launch) {
+    if (norm_backward_short<Op>(w, p, weights, whole, like, launch)) return;
     if (norm_backward_staying<Op>(w, p, weights, whole, like, launch)) return;
     constexpr int FEW = Op::RESIDUAL ? ROW_VECTORS - 1 : HELD_VECTORS;
     with_row_shape<FEW, ROW_VECTORS - 1, ROW_VECTORS>(shape, whole, [&](auto v, auto a, auto b) {
@@ -346,6 +370,9 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             using SHAPE = typename Op::Slots;
             constexpr int bytes = slot_bytes(SHAPE::THREADS, SHAPE::slots(Op::RESIDUAL ? 2 : 1));
             if constexpr (!Op::RESIDUAL) {
+                using ROW = std::tuple_element_t<0, WarpRows>;
+                add(backward + "registers (short rows)",
+                    kernel_facts<Op::template backward_short<T, ROW>()>("", ROW::THREADS));
                 using STAY = typename Op::Staying;
                 add(backward + "registers (staying)", kernel_facts<Op::template backward_staying<T>()>(
                                                           "", STAY::THREADS, slot_bytes(STAY::THREADS, STAY::SLOTS)));

@@ -106,7 +106,10 @@ def test_input_and_residual_share_one_gradient(variant):
 MANY_ROWS = [
     (140_003, 8),
     (70_001, 24),
+    (20_011, 208),
     (20_011, 256),
+    (9001, 440),
+    (9001, 512),
     (9001, 776),
     (9001, 904),
     (9001, 1024),
@@ -225,7 +228,7 @@ def test_sums_whose_square_is_no_float(variant, length):
 
 
 @needs_gpu
-@pytest.mark.parametrize("length", [512, 1024, 3080, 4104, 16384, 65544])
+@pytest.mark.parametrize("length", [248, 512, 1024, 3080, 4104, 16384, 65544])
 @pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if "naive" not in v.name], ids=variant_id)
 def test_rows_with_gaps_and_gradients_of_any_stride(variant, length):
     """Rows on 16 bytes with space between them, in a batch of two strides; a gradient that is one value everywhere."""
