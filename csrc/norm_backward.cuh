@@ -54,6 +54,24 @@ __device__ inline Pair means_of(const Pair& sums, float per_element) {
 }
 __device__ inline Pair means_of(float sum, float per_element) { return {0.0f, sum * per_element}; }
 
+// A vector of a row, as numbers: x̂, the gradient, and the gradient times the weight.
+template <typename T, bool CENTRED>
+struct Worked {
+    static constexpr int E = Vec<T>::size;
+    float x_hat[E], g[E], weighted[E];
+
+    __device__ void work_out(const Vec<T>& x, const Vec<T>& grad, const uint4& weight, const Stats& stats) {
+        unpack(x, x_hat);
+        unpack(grad, g);
+        unpack(reinterpret_cast<const Vec<T>&>(weight), weighted);
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            x_hat[e] = normalized<CENTRED, SHIFTED<T>>(x_hat[e], stats);
+            weighted[e] *= g[e];
+        }
+    }
+};
+
 // A thread's sums over the rows that it went through, as stage one of the weights' gradients; one sum's partials lie
 // `apart` from the other's. Where rows share a block their sums are added up in shared memory first, so that the
 // partials stay few.

@@ -16,7 +16,7 @@ struct WarpRow {
 };
 using WarpRows = std::tuple<WarpRow<1, 512, 2>, WarpRow<2, 256, 2>>;
 
-// This lane's vectors of the warp's rows, which are every `apart`-th, and the place of their gradients.
+// This lane's vectors of the warp's rows, which are every `apart`-th.
 template <typename T, bool CENTRED, int V>
 struct NextRow {
     static constexpr int E = Vec<T>::size;
@@ -53,24 +53,6 @@ struct NextRow {
         if (live) stats = load_stats<CENTRED>(p.stats, row);
         input += p.even_in.apart;
         grad += p.even_g.apart;
-    }
-};
-
-// What was fetched of a row, as numbers: x̂, the gradient, and the gradient times the weight.
-template <typename T, bool CENTRED>
-struct Worked {
-    static constexpr int E = Vec<T>::size;
-    float x_hat[E], g[E], weighted[E];
-
-    __device__ Worked(const Vec<T>& x, const Vec<T>& grad, const uint4& weight, const Stats& stats) {
-        unpack(x, x_hat);
-        unpack(grad, g);
-        unpack(reinterpret_cast<const Vec<T>&>(weight), weighted);
-#pragma unroll
-        for (int e = 0; e < E; ++e) {
-            x_hat[e] = normalized<CENTRED, SHIFTED<T>>(x_hat[e], stats);
-            weighted[e] *= g[e];
-        }
     }
 };
 
@@ -133,7 +115,8 @@ __device__ void norm_backward_short(const NormWeights<T>& w, const NormBackward<
         float sums[SUMS] = {};  // of w·dy, if centred, and of w·dy·x̂
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            const Worked<T, CENTRED> part(x[v], g[v], weight[v], stats);
+            Worked<T, CENTRED> part;
+            part.work_out(x[v], g[v], weight[v], stats);
 #pragma unroll
             for (int e = 0; e < E; ++e) {
                 of_columns[0][v][e] = fmaf(part.g[e], part.x_hat[e], of_columns[0][v][e]);
@@ -148,10 +131,11 @@ __device__ void norm_backward_short(const NormWeights<T>& w, const NormBackward<
         stay_packed(x);
         stay_packed(g);
         each_over_lanes(sums, Sum{}, WARP);
-        const Pair means{CENTRED ? sums[0] * p.per_element : 0.0f, sums[SUMS - 1] * p.per_element};
+        const Pair means = means_of({CENTRED ? sums[0] : 0.0f, sums[SUMS - 1]}, p.per_element);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            const Worked<T, CENTRED> part(x[v], g[v], weight[v], stats);
+            Worked<T, CENTRED> part;
+            part.work_out(x[v], g[v], weight[v], stats);
             float out[E];
 #pragma unroll
             for (int e = 0; e < E; ++e) {

@@ -83,7 +83,7 @@ struct StayRows {
     uint4* const own;   // slots
     uint4 weight;
     const T *input, *grad;  // of the next turn that is fetched
-    float x_hat[E], g[E], weighted[E];
+    Worked<T, CENTRED> part;
 
     __device__ StayRows(const NormBackward<T>& p_in, int group, int rank, uint4* shared)
         : p(p_in),
@@ -119,17 +119,10 @@ struct StayRows {
         return row < count ? load_stats<CENTRED>(p.stats, row) : Stats{0.0f, 0.0f, 0.0f};
     }
 
-    // x̂, the gradient and the weighted gradient of the turn's r-th row.
+    // This thread's part of the turn's r-th row.
     __device__ void work_out(int stage, int r, const Stats& stats) {
         const uint4 x = slots(stage)[r * THREADS], y = slots(stage)[(ROWS + r) * THREADS];
-        unpack(reinterpret_cast<const Vec<T>&>(x), x_hat);
-        unpack(reinterpret_cast<const Vec<T>&>(y), g);
-        unpack(reinterpret_cast<const Vec<T>&>(weight), weighted);
-#pragma unroll
-        for (int e = 0; e < E; ++e) {
-            x_hat[e] = normalized<CENTRED, SHIFTED<T>>(x_hat[e], stats);
-            weighted[e] *= g[e];
-        }
+        part.work_out(reinterpret_cast<const Vec<T>&>(x), reinterpret_cast<const Vec<T>&>(y), weight, stats);
     }
 };
 
@@ -175,9 +168,10 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
                 Pair partial{-0.0f, -0.0f};  // to which a first value is added for nothing
 #pragma unroll
                 for (int e = 0; e < E; ++e) {
-                    of_columns[0][e] = fmaf(rows.g[e], rows.x_hat[e], of_columns[0][e]);
-                    if constexpr (CENTRED) of_columns[1][e] += rows.g[e];
-                    partial = {partial.first + rows.weighted[e], fmaf(rows.weighted[e], rows.x_hat[e], partial.second)};
+                    of_columns[0][e] = fmaf(rows.part.g[e], rows.part.x_hat[e], of_columns[0][e]);
+                    if constexpr (CENTRED) of_columns[1][e] += rows.part.g[e];
+                    partial = {partial.first + rows.part.weighted[e],
+                               fmaf(rows.part.weighted[e], rows.part.x_hat[e], partial.second)};
                 }
                 if constexpr (CENTRED) sums[r] = partial;
                 if constexpr (!CENTRED) sums[r] = partial.second;
@@ -195,7 +189,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
                 float x[E];
 #pragma unroll
                 for (int e = 0; e < E; ++e) {
-                    x[e] = gradient<CENTRED>(rows.x_hat[e], rows.weighted[e], means, before[r].rstd);
+                    x[e] = gradient<CENTRED>(rows.part.x_hat[e], rows.part.weighted[e], means, before[r].rstd);
                 }
                 if (rows.inside && row - rows.apart + r < rows.count && p.grad_input != nullptr) {
                     store_streamed(out, pack<T>(x));
