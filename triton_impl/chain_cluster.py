@@ -93,7 +93,7 @@ def _block(warps: int, vectors: int) -> int:
     return warps * 32 * vectors * 8
 
 
-#: The rows that are taken, in elements.
+#: The rows that are taken, in elements: up to those of the best guess, though the widest shape could have longer ones.
 SHORTEST, LONGEST = 2049, cluster.MOST_BLOCKS * _block(*SHAPES[0])
 
 

@@ -123,7 +123,7 @@ def held(start, COUNT: gl.constexpr, length):
 
 @gluon.jit
 def with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
-    """The tuple `found` of a parameter's vectors, and the next of them if it is wanted."""
+    """The tuple `found` of the first vectors of a row or a parameter, and the next of them if it is wanted."""
     if WANTED:
         found += (load(ptr, i + len(found) * i.shape[1], length, 0.0, EVEN),)
     return found
