@@ -8,6 +8,7 @@
 // Any strides: the output keeps the memory order of a dense operand of its shape, and both are walked in that order.
 
 #include "dependent.cuh"
+#include "divisor.cuh"
 #include "ops.h"
 
 namespace kl {
@@ -29,10 +30,20 @@ __global__ void add_naive_kernel(T* output, const T* input, __grid_constant__ co
 // in any other way.
 enum class Lies { along, in_turns, anyhow };
 
+// Where element `first` stands in a row that starts over and over.
+template <typename T>
+__device__ int64_t in_row(int64_t first, const Divisor& vectors_a_row, int64_t length) {
+    const int64_t vector = first / Vec<T>::size;
+    if (vector >= int64_t{1} << 31) return first % length;
+    const auto small = static_cast<uint32_t>(vector);
+    return int64_t{small - vectors_a_row.quotient(small) * vectors_a_row.divisor} * Vec<T>::size;
+}
+
 // 16 bytes of an operand, from element `first` of the walk on.
 template <Lies LIES, typename T>
-__device__ Vec<T> operand_vec(const T* operand, const Strided& walk, int64_t first, int64_t numel) {
-    if constexpr (LIES == Lies::in_turns) return load_vec(operand + first % walk.sizes[1]);
+__device__ Vec<T> operand_vec(const T* operand, const Strided& walk, const Divisor& vectors_a_row, int64_t first,
+                              int64_t numel) {
+    if constexpr (LIES == Lies::in_turns) return load_vec(operand + in_row<T>(first, vectors_a_row, walk.sizes[1]));
     if (LIES == Lies::along && first + Vec<T>::size <= numel) return load_vec(once(operand + first));
     Vec<T> v;
 #pragma unroll
@@ -46,13 +57,13 @@ __device__ Vec<T> operand_vec(const T* operand, const Strided& walk, int64_t fir
 template <typename T, Lies INPUT, Lies OTHER>
 __global__ void __launch_bounds__(THREADS)
     add_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided input_walk, const T* other,
-                          __grid_constant__ const Strided other_walk, int64_t numel) {
+                          __grid_constant__ const Strided other_walk, const Divisor vectors_a_row, int64_t numel) {
     begin_early();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (first >= numel) return;
     float a[Vec<T>::size], b[Vec<T>::size];
-    const Vec<T> input_vec = operand_vec<INPUT>(input, input_walk, first, numel);
-    const Vec<T> other_vec = operand_vec<OTHER>(other, other_walk, first, numel);
+    const Vec<T> input_vec = operand_vec<INPUT>(input, input_walk, vectors_a_row, first, numel);
+    const Vec<T> other_vec = operand_vec<OTHER>(other, other_walk, vectors_a_row, first, numel);
     unpack(input_vec, a);
     unpack(other_vec, b);
 #pragma unroll
@@ -130,8 +141,13 @@ Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
         const auto* const b = static_cast<const T*>(other.data_ptr());
         if (vectorized) {
             const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
-            const auto kernel = vectorized_kernel<T>(lies(input_walk, a, numel), lies(other_walk, b, numel));
-            launch_early(kernel, grid, THREADS, launch, out, a, input_walk, b, other_walk, numel);
+            const Lies of_other = lies(other_walk, b, numel);
+            const auto kernel = vectorized_kernel<T>(lies(input_walk, a, numel), of_other);
+            // Of such a row and longer ones, vectors that are counted in 32 bits lie in the first.
+            constexpr int64_t LONGEST = int64_t{1} << 31;
+            const int64_t vectors = of_other == Lies::in_turns ? other_walk.sizes[1] / Vec<T>::size : 1;
+            const Divisor vectors_a_row(static_cast<uint32_t>(std::min(vectors, LONGEST)));
+            launch_early(kernel, grid, THREADS, launch, out, a, input_walk, b, other_walk, vectors_a_row, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             add_naive_kernel<<<grid, THREADS, 0, launch.stream>>>(out, a, input_walk, b, other_walk, numel);

@@ -8,7 +8,7 @@ namespace kl {
 
 constexpr int SUM_LANES = 32;  // columns of a block, of the second stage, and threads that share one at most
 constexpr int SUM_THREADS = SUM_LANES * SUM_LANES;
-constexpr int SUM_AT_ONCE = 10;  // loads of a thread: of two shares a multiprocessor, which are usual, it waits once
+constexpr int SUM_AT_ONCE = 4;         // loads of a thread: more would be more instructions, for which 32 warps queue
 constexpr int64_t SUM_WAVE = 1 << 17;  // threads that surely run at once
 
 // output[c] = Σ partials[s, c] over shares s, by a grid of blocks_of_columns(columns) blocks of sum_block(columns). Each
@@ -19,16 +19,19 @@ __device__ void sum_shares(T* output, const float* partials, int64_t shares, int
     const int64_t column = int64_t{blockIdx.x} * SUM_LANES + threadIdx.x;
     float sum = 0.0f;
     if (column < columns) {
-        for (int64_t s = threadIdx.y; s < shares; s += int64_t{SUM_AT_ONCE} * blockDim.y) {
-            float share[SUM_AT_ONCE];
+        const int lanes = static_cast<int>(blockDim.y);
+        const int64_t step = lanes * columns;
+        int left = static_cast<int>(shares) - static_cast<int>(threadIdx.y);  // from this one on
+        const float* share = partials + threadIdx.y * columns + column;
+        for (; left > (SUM_AT_ONCE - 1) * lanes; left -= SUM_AT_ONCE * lanes) {
+            float some[SUM_AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < SUM_AT_ONCE; ++i) {
-                const int64_t at = s + int64_t{i} * blockDim.y;
-                share[i] = at < shares ? partials[at * columns + column] : 0.0f;
-            }
+            for (int i = 0; i < SUM_AT_ONCE; ++i, share += step) some[i] = *share;
 #pragma unroll
-            for (int i = 0; i < SUM_AT_ONCE; ++i) sum += share[i];
+            for (int i = 0; i < SUM_AT_ONCE; ++i) sum += some[i];
         }
+#pragma unroll 1
+        for (; left > 0; left -= lanes, share += step) sum += *share;
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();

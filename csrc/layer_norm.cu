@@ -8,12 +8,12 @@
 //              mean and deviations in two passes there; backward, a block
 //              keeps the sums of its columns over all its rows, and the
 //              next rows are under way while one is worked on
-//   cluster    long rows spread over the SMs of a cluster; backward, the    memory bandwidth
-//              first pass over the next row hides how long they take to
-//              agree on one
+//   cluster    long rows spread over the SMs of a cluster, which stays      memory bandwidth
+//              for the longest; there, and backward, the first pass over
+//              the next row hides how long they take to agree on one
 //
 // Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh,
-// norm_backward.cuh, norm_backward_short.cuh and norm_backward_staying.cuh, which the normalisations share.
+// norm_staying.cuh, norm_backward.cuh, norm_backward_short.cuh and norm_backward_staying.cuh, which the normalisations share.
 // Backward, Hopper shares the longest 16-bit rows of `registers` between two blocks, which stay.
 
 #include "norm_launch.cuh"
@@ -92,10 +92,16 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
 }
 
-template <typename T, typename ROW>
-__global__ void __launch_bounds__(ROW::THREADS, ROW::BLOCKS)
+template <typename T, typename STAY>
+__global__ void __launch_bounds__(STAY::THREADS, 1)
+    layer_norm_cluster_staying_kernel(__grid_constant__ const ShortNorm<T> p) {
+    norm_staying<T, STAY>(p);
+}
+
+template <typename T, typename CREW>
+__global__ void __launch_bounds__(CREW::THREADS, CREW::BLOCKS)
     layer_norm_backward_registers_short_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_short<T, CENTRED, ROW>(w, p);
+    norm_backward_short<T, CENTRED, CREW>(w, p);
 }
 
 template <typename T, typename STAY>
@@ -124,6 +130,8 @@ struct LayerNorm {
     using FullTeams = std::tuple<>;
     using Teams = std::tuple<Team<4, 1, 512, 1024>, Team<2, 2, 1024, 4096>>;
     using Slots = SlotShape<1, 4, 512, 3>;
+    using StayingForward = std::tuple<StayForward<8, 256, 8, 2, true>, StayForward<4, 512, 8, 3, false>>;
+    using Crews = std::tuple<Crew<1, 1, 512, 2>, Crew<2, 1, 256, 2>, Crew<2, 2, 256, 2>>;
     using Staying = Stay<2, 3, 1024>;
     template <typename T>
     static constexpr auto naive() {
@@ -173,9 +181,13 @@ struct LayerNorm {
     static constexpr auto backward_registers() {
         return layer_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
     }
-    template <typename T, typename ROW>
+    template <typename T, typename STAY>
+    static constexpr auto staying() {
+        return layer_norm_cluster_staying_kernel<T, STAY>;
+    }
+    template <typename T, typename CREW>
     static constexpr auto backward_short() {
-        return layer_norm_backward_registers_short_kernel<T, ROW>;
+        return layer_norm_backward_registers_short_kernel<T, CREW>;
     }
     template <typename T>
     static constexpr auto backward_staying() {

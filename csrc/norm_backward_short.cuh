@@ -1,6 +1,6 @@
-// The backward pass of short 16-bit rows. A warp has a row, and the next one waits in its registers: what comes by way of
-// shared memory is written and read there once more, and a barrier would hold up warps that have nothing to do with each
-// other.
+// The backward pass of short 16-bit rows. A few warps share a row, one at a time, and the next one waits in their registers:
+// what comes by way of shared memory is written and read there once more, and a barrier of a block holds up warps that have
+// nothing to do with each other.
 #pragma once
 
 #include "norm_backward.cuh"
@@ -8,46 +8,72 @@
 
 namespace kl {
 
-// A lane has VECTORS_ of its row. BLOCKS_ of THREADS_ fill an SM.
-template <int VECTORS_, int THREADS_, int BLOCKS_>
-struct WarpRow {
-    static constexpr int VECTORS = VECTORS_, THREADS = THREADS_, BLOCKS = BLOCKS_;
-    static constexpr int WARPS = THREADS / WARP, REACH = VECTORS * WARP;  // vectors of the longest row
+// WARPS share a row, VECTORS of it a thread. BLOCKS of THREADS fill an SM.
+template <int VECTORS_, int WARPS_, int THREADS_, int BLOCKS_>
+struct Crew {
+    static constexpr int VECTORS = VECTORS_, WARPS = WARPS_, THREADS = THREADS_, BLOCKS = BLOCKS_;
+    static constexpr int LANES = WARPS * WARP, CREWS = THREADS / LANES;
+    static constexpr int REACH = VECTORS * LANES;  // vectors of the longest row
 };
-using WarpRows = std::tuple<WarpRow<1, 512, 2>, WarpRow<2, 256, 2>>;
 
-// This lane's vectors of the warp's rows, which are every `apart`-th.
-template <typename T, bool CENTRED, int V>
-struct NextRow {
-    static constexpr int E = Vec<T>::size;
+// The sum over the crew of each of several values, by a barrier of the crew alone. Lane l of a warp finishes value
+// l / (WARP / N), so that N values cost about as much as one.
+template <typename CREW, int N>
+struct CrewSums {
+    float of_warps[2][CREW::CREWS][CREW::WARPS][N];
+
+    __device__ void sum(float (&values)[N], int turn, int crew, int warp) {
+        if constexpr (CREW::WARPS == 1) {
+            each_over_lanes(values, Sum{}, WARP);
+        } else {
+            // A warp that leaves its sums of turn t + 2 has passed the barrier of t + 1, and so has every warp read those of t.
+            auto& slots = of_warps[turn % 2][crew];
+            const float own = own_over_lanes(values, Sum{}, WARP);
+            const int lane = threadIdx.x % WARP;
+            if (lane % (WARP / N) == 0) slots[warp][lane / (WARP / N)] = own;
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + crew), "n"(CREW::LANES) : "memory");
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                values[n] = slots[0][n];
+#pragma unroll
+                for (int w = 1; w < CREW::WARPS; ++w) values[n] += slots[w][n];
+            }
+        }
+    }
+};
+
+// This thread's vectors of its crew's rows, which are every `apart`-th. They are called by their turn.
+template <typename T, bool CENTRED, typename CREW>
+struct CrewRows {
+    static constexpr int E = Vec<T>::size, V = CREW::VECTORS;
 
     const NormBackward<T>& p;
-    const int lane;
+    const int at;  // this thread's first vector of a row
     const T *input, *grad;
     Vec<T> x[V], g[V];  // of the row that was fetched last
     Stats stats;
 
-    __device__ NextRow(const NormBackward<T>& p_in, int row)
+    __device__ CrewRows(const NormBackward<T>& p_in, int at_in, int row)
         : p(p_in),
-          lane(threadIdx.x % WARP),
-          input(p.input + row * p.even_in.step + lane * E),
-          grad(p.grad + row * p.even_g.step + lane * E) {
+          at(at_in),
+          input(p.input + row * p.even_in.step + at * E),
+          grad(p.grad + row * p.even_g.step + at * E) {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             reinterpret_cast<uint4&>(x[v]) = reinterpret_cast<uint4&>(g[v]) = filled<T>(0.0f);
         }
     }
 
-    __device__ bool has(int v) const { return (lane + v * WARP) * E < static_cast<int>(p.length); }
+    __device__ bool has(int v) const { return (at + v * CREW::LANES) * E < static_cast<int>(p.length); }
 
-    // To be called for every row, in order. Past a row's end zeros stay; where there is no row, the one before.
+    // To be called for every turn, in order. Past a row's end zeros stay; where there is no row, the one before.
     __device__ void fetch(int row) {
         const bool live = row < static_cast<int>(p.count);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             if (live & has(v)) {
-                reinterpret_cast<uint4&>(x[v]) = *once(reinterpret_cast<const uint4*>(input + v * WARP * E));
-                reinterpret_cast<uint4&>(g[v]) = *once(reinterpret_cast<const uint4*>(grad + v * WARP * E));
+                reinterpret_cast<uint4&>(x[v]) = *once(reinterpret_cast<const uint4*>(input + v * CREW::LANES * E));
+                reinterpret_cast<uint4&>(g[v]) = *once(reinterpret_cast<const uint4*>(grad + v * CREW::LANES * E));
             }
         }
         if (live) stats = load_stats<CENTRED>(p.stats, row);
@@ -56,30 +82,29 @@ struct NextRow {
     }
 };
 
-// The sums of a block's columns: those of its warps, in their order.
-template <typename T, typename ROW, int SUMS>
-__device__ void store_warps_partials(const NormWeights<T>& w, float4* of_warps, int length,
-                                     const float (&of_columns)[SUMS][ROW::VECTORS][Vec<T>::size]) {
-    constexpr int E = Vec<T>::size, FOURS = ROW::REACH * E / 4;  // of one sum of one warp
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+// The columns' sums of a block: those of its crews, in their order.
+template <typename T, typename CREW, int SUMS>
+__device__ void store_crew_partials(const NormWeights<T>& w, float4* of_crews, int length,
+                                    const float (&of_columns)[SUMS][CREW::VECTORS][Vec<T>::size], int crew, int at) {
+    constexpr int E = Vec<T>::size, FOURS = CREW::REACH * E / 4;  // of one sum of one crew
 #pragma unroll
     for (int s = 0; s < SUMS; ++s) {
 #pragma unroll
-        for (int v = 0; v < ROW::VECTORS; ++v) {
+        for (int v = 0; v < CREW::VECTORS; ++v) {
 #pragma unroll
             for (int e = 0; e < E; e += 4) {
                 const float* const four = of_columns[s][v] + e;
-                of_warps[(warp * SUMS + s) * FOURS + (lane + v * WARP) * (E / 4) + e / 4] =
+                of_crews[(crew * SUMS + s) * FOURS + (at + v * CREW::LANES) * (E / 4) + e / 4] =
                     make_float4(four[0], four[1], four[2], four[3]);
             }
         }
     }
     __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < SUMS * FOURS; i += ROW::THREADS) {
-        float4 sum = of_warps[i];
+    for (int i = static_cast<int>(threadIdx.x); i < SUMS * FOURS; i += CREW::THREADS) {
+        float4 sum = of_crews[i];
 #pragma unroll 4
-        for (int other = 1; other < ROW::WARPS; ++other) {
-            const float4 more = of_warps[other * SUMS * FOURS + i];
+        for (int c = 1; c < CREW::CREWS; ++c) {
+            const float4 more = of_crews[c * SUMS * FOURS + i];
             sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
         }
         float* const partials = w.partials + (int64_t{i / FOURS} * w.groups + blockIdx.x) * length;
@@ -87,26 +112,29 @@ __device__ void store_warps_partials(const NormWeights<T>& w, float4* of_warps, 
     }
 }
 
-template <typename T, bool CENTRED, typename ROW>
+template <typename T, bool CENTRED, typename CREW>
 __device__ void norm_backward_short(const NormWeights<T>& w, const NormBackward<T>& p) {
-    constexpr int E = Vec<T>::size, V = ROW::VECTORS, SUMS = CENTRED ? 2 : 1;
+    constexpr int E = Vec<T>::size, V = CREW::VECTORS, SUMS = CENTRED ? 2 : 1;
     launch_dependents();
-    __shared__ float4 of_warps[ROW::WARPS * SUMS * ROW::REACH * E / 4];
+    __shared__ CrewSums<CREW, SUMS> crew_sums;
+    __shared__ float4 of_crews[CREW::CREWS * SUMS * CREW::REACH * E / 4];
+    const int warp = threadIdx.x / WARP, crew = warp / CREW::WARPS, in_crew = warp % CREW::WARPS;
     // The rows of a turn lie a grid apart, so that those of the last one are spread over all SMs.
-    const int warp = threadIdx.x / WARP, first = static_cast<int>(blockIdx.x + warp * gridDim.x);
-    const int count = static_cast<int>(p.count), apart = static_cast<int>(p.apart);
+    const int first = static_cast<int>(blockIdx.x + crew * gridDim.x), count = static_cast<int>(p.count);
+    const int apart = static_cast<int>(p.apart);
     wait_for_previous();
-    NextRow<T, CENTRED, V> next(p, first);
+    CrewRows<T, CENTRED, CREW> next(p, in_crew * WARP + threadIdx.x % WARP, first);
     next.fetch(first);
     uint4 weight[V];
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         weight[v] = filled<T>(1.0f);
-        load_if<false>(weight[v], p.weight + (next.lane + v * WARP) * E, p.weight != nullptr && next.has(v));
+        load_if<false>(weight[v], p.weight + (next.at + v * CREW::LANES) * E, p.weight != nullptr && next.has(v));
     }
-    T* to = p.grad_input + first * p.even_gi.step + next.lane * E;
+    T* to = p.grad_input + first * p.even_gi.step + next.at * E;
     float of_columns[SUMS][V][E] = {};
-    for (int row = first; row < count; row += apart) {
+    int turn = 0;
+    for (int row = first; row < count; row += apart, ++turn) {
         Vec<T> x[V], g[V];
         const Stats stats = next.stats;
 #pragma unroll
@@ -130,7 +158,7 @@ __device__ void norm_backward_short(const NormWeights<T>& w, const NormBackward<
         if (p.grad_input == nullptr) continue;
         stay_packed(x);
         stay_packed(g);
-        each_over_lanes(sums, Sum{}, WARP);
+        crew_sums.sum(sums, turn, crew, in_crew);
         const Pair means = means_of({CENTRED ? sums[0] : 0.0f, sums[SUMS - 1]}, p.per_element);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
@@ -138,14 +166,13 @@ __device__ void norm_backward_short(const NormWeights<T>& w, const NormBackward<
             part.work_out(x[v], g[v], weight[v], stats);
             float out[E];
 #pragma unroll
-            for (int e = 0; e < E; ++e) {
-                out[e] = gradient<CENTRED>(part.x_hat[e], part.weighted[e], means, stats.rstd);
-            }
-            store_if(to + v * WARP * E, pack<T>(out), next.has(v));
+            for (int e = 0; e < E; ++e) out[e] = gradient<CENTRED>(part.x_hat[e], part.weighted[e], means, stats.rstd);
+            if (next.has(v)) store_streamed(to + v * CREW::LANES * E, pack<T>(out));
         }
         to += p.even_gi.apart;
     }
-    if (w.partials != nullptr) store_warps_partials<T, ROW>(w, of_warps, static_cast<int>(p.length), of_columns);
+    if (w.partials == nullptr) return;
+    store_crew_partials<T, CREW>(w, of_crews, static_cast<int>(p.length), of_columns, crew, next.at);
 }
 
 }  // namespace kl

@@ -11,6 +11,7 @@
 #include "norm_registers.cuh"
 #include "norm_short.cuh"
 #include "norm_slots.cuh"
+#include "norm_staying.cuh"
 #include "ops.h"
 
 namespace kl {
@@ -69,6 +70,28 @@ bool norm_forward_slots(const NormForward<T>& p, bool clusters, const Launch& la
     return true;
 }
 
+// Of centred rows that are the longest for a cluster. Returns whether it has been launched.
+template <typename Op, typename T>
+bool norm_forward_staying(const NormForward<T>& p, const Launch& launch) {
+    if constexpr (sizeof(T) == 2 && Op::CENTRED && !Op::RESIDUAL) {
+        const auto run = [&](auto shape) {
+            using STAY = decltype(shape);
+            if (!STAY::takes(p.length / Vec<T>::size) || !can_be_early(launch.device)) return false;
+            constexpr auto kernel = Op::template staying<T, STAY>();
+            static DeviceSet asked;
+            static Resident resident;
+            allow_shared(kernel, STAY::BYTES, launch.device, asked);
+            const int64_t most = resident.clusters(kernel, dim3(STAY::THREADS), STAY::BLOCKS, STAY::BYTES, launch);
+            LaunchConfig(dim3(std::min(p.count, most) * STAY::BLOCKS), dim3(STAY::THREADS), STAY::BYTES, launch)
+                .clusters_of(STAY::BLOCKS)
+                .run(kernel, short_norm(p));
+            return true;
+        };
+        return std::apply([&](auto... shape) { return (run(shape) || ...); }, typename Op::StayingForward{});
+    }
+    return false;
+}
+
 // Of rows that lie evenly. Returns whether it has been launched.
 template <typename Op, typename T>
 bool norm_forward_even(const NormForward<T>& p, bool clusters, const Launch& launch) {
@@ -77,6 +100,7 @@ bool norm_forward_even(const NormForward<T>& p, bool clusters, const Launch& lau
         launch_early(Op::template team<T, decltype(team)>(), grid, block, launch, args);
     };
     if (with_team<T>(typename Op::FullTeams{}, p.count, p.length, by_team)) return true;
+    if (clusters && norm_forward_staying<Op>(p, launch)) return true;
     if (norm_forward_slots<Op>(p, clusters, launch)) return true;
     return with_even_rows<T>(typename Op::Teams{}, p.count, p.length, by_team,
                              [&](auto rows, unsigned grid, dim3 block) {
@@ -211,24 +235,25 @@ std::optional<Tensor> share_out(NormWeights<T>& w, NormBackward<T>& p, int64_t r
     return partials;
 }
 
-// Of rows that lie evenly, and keep more than three quarters of a warp's lanes busy. Returns whether it has been launched.
+// Of rows that lie evenly, of a length that keeps more than three quarters of a crew's threads busy. Returns whether it has been
+// launched.
 template <typename Op, typename T>
 bool norm_backward_short(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const Tensor& like,
                          const Launch& launch) {
     if constexpr (sizeof(T) == 2 && !Op::RESIDUAL) {
         const int64_t vectors = p.length / Vec<T>::size;
-        const auto run = [&](auto row) {
-            using ROW = decltype(row);
-            if (!whole || vectors > ROW::REACH || vectors <= ROW::REACH / 4 * 3) return false;
-            constexpr auto kernel = Op::template backward_short<T, ROW>();
+        const auto run = [&](auto crew) {
+            using CREW = decltype(crew);
+            if (!whole || vectors > CREW::REACH || vectors <= CREW::REACH / 4 * 3) return false;
+            constexpr auto kernel = Op::template backward_short<T, CREW>();
             static Resident resident;
-            const int64_t most = resident.clusters(kernel, dim3(ROW::THREADS), 1, 0, launch);
-            const auto partials = share_out<Op::CENTRED>(w, p, ROW::WARPS, most, weights, like);
-            launch_early(kernel, dim3(w.groups), dim3(ROW::THREADS), launch, w, p);
+            const int64_t most = resident.clusters(kernel, dim3(CREW::THREADS), 1, 0, launch);
+            const auto partials = share_out<Op::CENTRED>(w, p, CREW::CREWS, most, weights, like);
+            launch_early(kernel, dim3(w.groups), dim3(CREW::THREADS), launch, w, p);
             if (weights) sum_partials<Op::template backward_registers_sum<T>()>(w, p.length, launch);
             return true;
         };
-        return std::apply([&](auto... each) { return (run(each) || ...); }, WarpRows{});
+        return std::apply([&](auto... crew) { return (run(crew) || ...); }, typename Op::Crews{});
     }
     return false;
 }
@@ -369,10 +394,15 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             add(forward + "registers (team)", kernel_facts<Op::template team<T, TEAM>()>("", TEAM::THREADS));
             using SHAPE = typename Op::Slots;
             constexpr int bytes = slot_bytes(SHAPE::THREADS, SHAPE::slots(Op::RESIDUAL ? 2 : 1));
+            if constexpr (Op::CENTRED && !Op::RESIDUAL) {
+                using STAY = std::tuple_element_t<0, typename Op::StayingForward>;
+                add(forward + "cluster (staying)",
+                    kernel_facts<Op::template staying<T, STAY>()>("", STAY::THREADS, STAY::BYTES));
+            }
             if constexpr (!Op::RESIDUAL) {
-                using ROW = std::tuple_element_t<0, WarpRows>;
+                using CREW = std::tuple_element_t<0, typename Op::Crews>;
                 add(backward + "registers (short rows)",
-                    kernel_facts<Op::template backward_short<T, ROW>()>("", ROW::THREADS));
+                    kernel_facts<Op::template backward_short<T, CREW>()>("", CREW::THREADS));
                 using STAY = typename Op::Staying;
                 add(backward + "registers (staying)", kernel_facts<Op::template backward_staying<T>()>(
                                                           "", STAY::THREADS, slot_bytes(STAY::THREADS, STAY::SLOTS)));

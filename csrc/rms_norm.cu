@@ -92,10 +92,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
 }
 
-template <typename T, typename ROW>
-__global__ void __launch_bounds__(ROW::THREADS, ROW::BLOCKS)
+template <typename T, typename CREW>
+__global__ void __launch_bounds__(CREW::THREADS, CREW::BLOCKS)
     rms_norm_backward_registers_short_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_short<T, CENTRED, ROW>(w, p);
+    norm_backward_short<T, CENTRED, CREW>(w, p);
 }
 
 template <typename T, typename STAY>
@@ -124,6 +124,7 @@ struct RmsNorm {
     using FullTeams = std::tuple<>;
     using Teams = std::tuple<Team<2, 1, 512, 1024>, Team<1, 4, 4096, 16384>>;
     using Slots = SlotShape<1, 4, 512, 3>;
+    using Crews = std::tuple<Crew<1, 1, 512, 2>, Crew<2, 1, 256, 2>>;
     using Staying = Stay<1, 4, 1024>;
     template <typename T>
     static constexpr auto naive() {
@@ -173,9 +174,9 @@ struct RmsNorm {
     static constexpr auto backward_registers() {
         return rms_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
     }
-    template <typename T, typename ROW>
+    template <typename T, typename CREW>
     static constexpr auto backward_short() {
-        return rms_norm_backward_registers_short_kernel<T, ROW>;
+        return rms_norm_backward_registers_short_kernel<T, CREW>;
     }
     template <typename T>
     static constexpr auto backward_staying() {

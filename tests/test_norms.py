@@ -132,6 +132,7 @@ MANY_ROWS = [
     (401, 20_008),
     (203, 65536),
     (203, 65529),
+    (61, 98_312),
     (67, 131072),
     (45, 200_008),
 ]
@@ -211,7 +212,7 @@ def test_values_that_a_thread_sees_first_lie_far_from_the_others(variant, length
 
 
 @needs_gpu
-@pytest.mark.parametrize("length", [4096, 16384, 65536])
+@pytest.mark.parametrize("length", [4096, 16384, 65536, 98304, 131072])
 @pytest.mark.parametrize(
     "variant", [v for v in OWN_BACKWARD if v.op == "layer_norm" and v.level == "cuda"], ids=variant_id
 )
