@@ -29,12 +29,13 @@ from triton_impl.dot import INTERPRETED
 from triton_impl.early import begin_early
 from triton_impl.once import ONCE
 from triton_impl.rows import (
-    backward_shapes,
     blocks_of,
     forward_shapes,
     row_configs,
-    suitable_backward,
+    staying_programs,
+    staying_shapes,
     suitable_forward,
+    suitable_staying,
 )
 from triton_impl.tuned import Tuned
 from triton_impl.tuning import Launch, Launches
@@ -394,7 +395,7 @@ _online = Tuned(
     KEY,
 )
 _fused_backward = Tuned(
-    _norm_backward_kernel, row_configs((3, 2)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), suitable_backward
+    _norm_backward_kernel, row_configs((3, 2)), ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"), suitable_staying
 )
 _backward_rows = Tuned(_norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
 _backward_columns = Tuned(
@@ -543,9 +544,8 @@ def backward(
     fused = length <= MAX_FUSED_BACKWARD
     block = triton.next_power_of_2(length)
     sms = multiprocessors(x.device, MULTIPROCESSORS_INTERPRETED)
-    # Groups of rows, each with its own sums: as many programs as run at once, for one that begins later would wait for
-    # memory once more; or, a block of columns, as many as the GPU is busy with.
-    groups = min(count, sms * min(4, max(1, 8192 // block)) if fused else max(1, 4 * sms // triton.cdiv(length, 2048)))
+    # Groups of rows, each with its own sums; a block of columns, as many as the GPU is busy with.
+    groups = staying_programs(block, count, sms) if fused else min(count, max(1, 4 * sms // triton.cdiv(length, 2048)))
     partials = x.new_empty((2 if kind.centred else 1, groups, length), dtype=torch.float32) if weights else stats
     given = x if grad_input is None else grad_input
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
@@ -637,7 +637,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         config = triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_kernel, "bf16", {**forward_flags, "BLOCK": block}, config))
     for block in (256, 4096, MAX_FUSED_BACKWARD):
-        rows, warps = backward_shapes(block)[0]
+        rows, warps = staying_shapes(block)[0]
         config = triton.Config({"ROWS": rows, "STAGES": 3}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_backward_kernel, "bf16", {**backward_flags, "BLOCK": block}, config))
     for kernel, constants, block, warps in (

@@ -37,6 +37,23 @@ def backward_shapes(block: int) -> list[tuple[int, int]]:
     return _shapes(block, (8, 16), (2048, 4096), 16)
 
 
+#: Rows of up to so many elements are a warp's alone where programs stay and go through many of them, LEAST at least:
+#: then no warp waits for another. So many warps of a multiprocessor have loads enough under way.
+ALONE, LEAST, STAYING_WARPS = 512, 8, 16
+
+
+def staying_shapes(block: int) -> list[tuple[int, int]]:
+    """The same of a program that stays, and adds up columns over its rows."""
+    return _shapes(block, (16,), (512, 256), 1) if block <= ALONE else backward_shapes(block)
+
+
+def staying_programs(block: int, count: int, multiprocessors: int) -> int:
+    """How many such programs share rows: as many as run at once, since later ones would wait for memory once more."""
+    if block <= ALONE:
+        return min(triton.cdiv(count, LEAST), multiprocessors * STAYING_WARPS)
+    return min(count, multiprocessors * min(4, max(1, 8192 // block)))
+
+
 def row_configs(stages: tuple[int, ...]) -> list[triton.Config]:
     """Every choice that may suit some row; the interpreter, to which all are the same, gets one."""
     rows = [2**i for i in range(MAX_ROWS.bit_length())]
@@ -63,6 +80,10 @@ def suitable_forward(configs: list[triton.Config], named_args: dict, **constants
 
 def suitable_backward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
     return _chosen(configs, backward_shapes(constants["BLOCK"]))
+
+
+def suitable_staying(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, staying_shapes(constants["BLOCK"]))
 
 
 def blocks_of(*choices: tuple[int, int], stages: tuple[int, ...] = (0,)) -> list[triton.Config]:
