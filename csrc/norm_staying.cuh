@@ -217,6 +217,7 @@ struct StayingPart {
                     reinterpret_cast<uint4&>(tile[v]) = rows[stage.at * STAY::SLOTS + v * SHAPE::THREADS + threadIdx.x];
                 }
                 const Pair found = found_in(tile, elements, per_element);
+                __syncwarp();  // all lanes have read their vectors: others may come in their place
                 if (lane == 0) {
                     mail.of_warps[notice.at][warp] = found;
                     mbarrier_arrive(shared_address(&mail.noticed[notice.at]));
