@@ -22,19 +22,6 @@ struct StayForward {
     }
 };
 
-// Where it is in a ring of so many mbarriers, and the parity of the phase there.
-template <int SIZE>
-struct Turns {
-    int at = 0;
-    uint32_t parity = 0;
-    __device__ void next() {
-        if (++at == SIZE) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 // Sums, and sums of the squares of the deviations from their own mean, of warps and of blocks. A warp that gives notice of
 // turn t + 2 has received turn t, of which all warps had given notice. A block sends turn t + 4 when all of its warps have
 // received turn t + 2, which every block sent when all of its warps had read turn t.
@@ -183,17 +170,17 @@ struct StayingPart {
     __device__ void serve() const {
         const int elements = share.of_warp(lane % SHAPE::WARPS, V) * E, rank = static_cast<int>(cluster::rank());
         const float per_element = 1.0f / static_cast<float>(mine * E);
-        Turns<STAY::STAGES> stage;
-        Turns<Mail::NOTICES> notice;
-        Turns<Mail::BOXES> box;
-        for (int turn = 0; turn < turns; ++turn, stage.next(), notice.next(), box.next()) {
-            mbarrier_wait(shared_address(&mail.noticed[notice.at]), notice.parity);
-            const Pair of_warp = mail.of_warps[notice.at][lane % SHAPE::WARPS];
-            uint64_t* const arrived = &mail.arrived[box.at];
+        Ring<STAY::STAGES> row;
+        Ring<Mail::NOTICES> notice;
+        Ring<Mail::BOXES> box;
+        for (int turn = 0; turn < turns; ++turn, row.next(), notice.next(), box.next()) {
+            mbarrier_wait(shared_address(&mail.noticed[notice.stage]), notice.phase);
+            const Pair of_warp = mail.of_warps[notice.stage][lane % SHAPE::WARPS];
+            uint64_t* const arrived = &mail.arrived[box.stage];
             if (lane == 0) mbarrier_arrive_expect(shared_address(arrived), STAY::BLOCKS * sizeof(Pair));
             const Pair of_block = found_together<true>(of_warp, elements, per_element, SHAPE::WARPS);
-            if (lane < STAY::BLOCKS) cluster::send(&mail.of_blocks[box.at][rank], of_block, arrived, lane);
-            if (lane == 0) fetch(turn + STAY::STAGES, stage.at);
+            if (lane < STAY::BLOCKS) cluster::send(&mail.of_blocks[box.stage][rank], of_block, arrived, lane);
+            if (lane == 0) fetch(turn + STAY::STAGES, row.stage);
             __syncwarp();
         }
     }
@@ -203,31 +190,32 @@ struct StayingPart {
         const BlocksTogether together(share.part * E, share.of_block(STAY::BLOCKS - 1) * E);
         const auto elements = static_cast<float>(share.of_warp(warp, V) * E);
         const float per_element = 1.0f / fmaxf(elements, 1.0f);
-        Turns<STAY::STAGES> stage;
-        Turns<Mail::NOTICES> notice;
-        Turns<Mail::BOXES> box;
+        Ring<STAY::STAGES> row;
+        Ring<Mail::NOTICES> notice;
+        Ring<Mail::BOXES> box;
         Vec<T> tile[V], before[V];
         T* to = at(p.output, p.out_step, 0);
         mbarrier_wait(shared_address(&mail.parameters), 0);
         for (int turn = 0; turn <= turns; ++turn) {
             if (turn < turns) {
-                mbarrier_wait(shared_address(&mail.full[stage.at]), stage.parity);
+                mbarrier_wait(shared_address(&mail.full[row.stage]), row.phase);
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
-                    reinterpret_cast<uint4&>(tile[v]) = rows[stage.at * STAY::SLOTS + v * SHAPE::THREADS + threadIdx.x];
+                    reinterpret_cast<uint4&>(tile[v]) =
+                        rows[row.stage * STAY::SLOTS + v * SHAPE::THREADS + threadIdx.x];
                 }
                 const Pair found = found_in(tile, elements, per_element);
                 __syncwarp();  // all lanes have read their vectors: others may come in their place
                 if (lane == 0) {
-                    mail.of_warps[notice.at][warp] = found;
-                    mbarrier_arrive(shared_address(&mail.noticed[notice.at]));
+                    mail.of_warps[notice.stage][warp] = found;
+                    mbarrier_arrive(shared_address(&mail.noticed[notice.stage]));
                 }
-                stage.next();
+                row.next();
                 notice.next();
             }
             if (turn > 0) {
-                mbarrier_wait(shared_address(&mail.arrived[box.at]), box.parity);
-                const Stats stats = together.stats(mail.of_blocks[box.at], p.per_element, p.eps);
+                mbarrier_wait(shared_address(&mail.arrived[box.stage]), box.phase);
+                const Stats stats = together.stats(mail.of_blocks[box.stage], p.per_element, p.eps);
                 if (share.at(0) == 0) store_stats<true>(p.stats, first + int64_t{turn - 1} * apart, stats);
                 store(to, before, stats);
                 to += apart * p.out_step;

@@ -110,6 +110,28 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     }
 }
 
+// Where one stands in a ring of stages, each with barriers, and the parity of the phase that it completes there in this turn.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    // Initialises the barriers of the stages, by one thread: a stage is full once `fills` have arrived and their bytes are
+    // there, and empty once `frees` have. A fence must follow.
+    __device__ static void init(uint32_t full, uint32_t empty, uint32_t fills, uint32_t frees) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(full + s * 8, fills);
+            mbarrier_init(empty + s * 8, frees);
+        }
+    }
+    __device__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
 // Shared memory written by ordinary stores becomes visible to wgmma and TMA: in each writing thread, before a barrier.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -234,28 +234,6 @@ __device__ inline uint32_t aligned_shared() {
     return (shared_address(shared_bytes) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
 }
 
-// Where one stands in a ring of stages, and the parity of the phase that it completes there in this turn.
-template <int STAGES>
-struct Ring {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    // Initialises the barriers of the stages, by one thread: a stage is full once `fills` have arrived and their bytes are
-    // there, and empty once `frees` have. A fence must follow.
-    __device__ static void init(uint32_t full, uint32_t empty, uint32_t fills, uint32_t frees) {
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + s * 8, fills);
-            mbarrier_init(empty + s * 8, frees);
-        }
-    }
-    __device__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 // WIDTH of x, from x on, by 128 bytes of k; no more than `panels` panels.
 template <Major MAJOR, int WIDTH>
 __device__ inline void load_tile(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int k, int batch,
