@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
 
 template <typename T, typename STAY>
 __global__ void __launch_bounds__(STAY::THREADS, 1)
-    layer_norm_cluster_staying_kernel(__grid_constant__ const ShortNorm<T> p) {
+    layer_norm_registers_staying_kernel(__grid_constant__ const ShortNorm<T> p) {
     norm_staying<T, STAY>(p);
 }
 
@@ -183,7 +183,7 @@ struct LayerNorm {
     }
     template <typename T, typename STAY>
     static constexpr auto staying() {
-        return layer_norm_cluster_staying_kernel<T, STAY>;
+        return layer_norm_registers_staying_kernel<T, STAY>;
     }
     template <typename T, typename CREW>
     static constexpr auto backward_short() {
