@@ -10,7 +10,7 @@ namespace kl {
 
 // WARPS share a row, VECTORS of it a thread. BLOCKS of THREADS fill an SM.
 template <int VECTORS_, int WARPS_, int THREADS_, int BLOCKS_>
-struct Crew {
+struct CrewShape {
     static constexpr int VECTORS = VECTORS_, WARPS = WARPS_, THREADS = THREADS_, BLOCKS = BLOCKS_;
     static constexpr int LANES = WARPS * WARP, CREWS = THREADS / LANES;
     static constexpr int REACH = VECTORS * LANES;  // vectors of the longest row

@@ -394,15 +394,23 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
             add(forward + "registers (team)", kernel_facts<Op::template team<T, TEAM>()>("", TEAM::THREADS));
             using SHAPE = typename Op::Slots;
             constexpr int bytes = slot_bytes(SHAPE::THREADS, SHAPE::slots(Op::RESIDUAL ? 2 : 1));
+            const auto up_to = [](int vectors) { return std::to_string(vectors * Vec<T>::size); };
             if constexpr (Op::CENTRED && !Op::RESIDUAL) {
-                using STAY = std::tuple_element_t<0, typename Op::StayingForward>;
-                add(forward + "cluster (staying)",
-                    kernel_facts<Op::template staying<T, STAY>()>("", STAY::THREADS, STAY::BYTES));
+                const auto staying = [&](auto shape) {
+                    using STAY = decltype(shape);
+                    const std::string rows = STAY::FULL ? "rows of " : "rows below ";
+                    add(forward + "cluster (staying, " + rows + up_to(STAY::BLOCKS * STAY::SLOTS) + ")",
+                        kernel_facts<Op::template staying<T, STAY>()>("", STAY::THREADS, STAY::BYTES));
+                };
+                std::apply([&](auto... shape) { (staying(shape), ...); }, typename Op::StayingForward{});
             }
             if constexpr (!Op::RESIDUAL) {
-                using CREW = std::tuple_element_t<0, typename Op::Crews>;
-                add(backward + "registers (short rows)",
-                    kernel_facts<Op::template backward_short<T, CREW>()>("", CREW::THREADS));
+                const auto short_rows = [&](auto crew) {
+                    using CREW = decltype(crew);
+                    add(backward + "registers (rows of up to " + up_to(CREW::REACH) + ")",
+                        kernel_facts<Op::template backward_short<T, CREW>()>("", CREW::THREADS));
+                };
+                std::apply([&](auto... crew) { (short_rows(crew), ...); }, typename Op::Crews{});
                 using STAY = typename Op::Staying;
                 add(backward + "registers (staying)", kernel_facts<Op::template backward_staying<T>()>(
                                                           "", STAY::THREADS, slot_bytes(STAY::THREADS, STAY::SLOTS)));

@@ -11,7 +11,7 @@ namespace kl {
 // BLOCKS of a cluster have THREADS each: those of the warp that serves, and others, which have VECTORS of a row each. STAGES
 // rows are on the chip: of the longest, more at once make memory slower. FULL: rows are as long as they can be.
 template <int VECTORS_, int THREADS_, int BLOCKS_, int STAGES_, bool FULL_>
-struct StayForward {
+struct StayingShape {
     static constexpr int VECTORS = VECTORS_, THREADS = THREADS_ + WARP, BLOCKS = BLOCKS_, STAGES = STAGES_;
     static constexpr bool FULL = FULL_;
     using SHAPE = SlotShape<1, VECTORS, THREADS_, 1>;

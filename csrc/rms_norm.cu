@@ -124,7 +124,7 @@ struct RmsNorm {
     using FullTeams = std::tuple<>;
     using Teams = std::tuple<Team<2, 1, 512, 1024>, Team<1, 4, 4096, 16384>>;
     using Slots = SlotShape<1, 4, 512, 3>;
-    using Crews = std::tuple<Crew<1, 1, 512, 2>, Crew<2, 1, 256, 2>>;
+    using Crews = std::tuple<CrewShape<1, 1, 512, 2>, CrewShape<2, 1, 256, 2>>;
     using Staying = Stay<1, 4, 1024>;
     template <typename T>
     static constexpr auto naive() {
