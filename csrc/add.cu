@@ -36,7 +36,7 @@ __device__ int64_t in_row(int64_t first, const Divisor& vectors_a_row, int64_t l
     const int64_t vector = first / Vec<T>::size;
     if (vector >= int64_t{1} << 31) return first % length;
     const auto small = static_cast<uint32_t>(vector);
-    return int64_t{small - vectors_a_row.quotient(small) * vectors_a_row.divisor} * Vec<T>::size;
+    return int64_t{vectors_a_row.remainder(small)} * Vec<T>::size;
 }
 
 // 16 bytes of an operand, from element `first` of the walk on.

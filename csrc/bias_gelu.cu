@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(THREADS)
     constexpr int N = Vec<T>::size;
     const uint32_t i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= vectors) return;
-    const uint32_t row = vectors_a_row.quotient(i), column = (i - row * vectors_a_row.divisor) * N;
+    const uint32_t row = vectors_a_row.quotient(i), column = vectors_a_row.remainder(i) * N;
     const Vec<T> part = load_vec(once(input + (row * in_step + column))), own = load_vec(bias + column);
     float x[N], b[N];
     unpack(part, x);
@@ -130,8 +130,7 @@ __global__ void __launch_bounds__(THREADS)
                                 int64_t columns, __grid_constant__ const Divisor column_blocks) {
     begin_early();
     constexpr int N = WIDTH<T, WHOLE>;
-    const uint32_t row_block = column_blocks.quotient(blockIdx.x);
-    const uint32_t column_block = blockIdx.x - row_block * column_blocks.divisor;
+    const uint32_t row_block = column_blocks.quotient(blockIdx.x), column_block = column_blocks.remainder(blockIdx.x);
     const int64_t column = (int64_t{column_block} * blockDim.x + threadIdx.x) * N;
     if (column >= columns) return;
     const int64_t first = int64_t{row_block} * (blockDim.y * ROWS) + threadIdx.y;

@@ -71,8 +71,7 @@ template <Access ACCESS, typename T, int N>
 __device__ inline int64_t vector_offset(const Operands<N>& all, int k, int64_t first) {
     if constexpr (ACCESS == Access::dense) return first;
     const uint32_t vector = static_cast<uint32_t>(first / Vec<T>::size);
-    const uint32_t row = all.vectors_a_row.quotient(vector);
-    const uint32_t column = vector - row * all.vectors_a_row.divisor;
+    const uint32_t row = all.vectors_a_row.quotient(vector), column = all.vectors_a_row.remainder(vector);
     return row * all.strides[k][0] + int64_t{column} * Vec<T>::size;
 }
 

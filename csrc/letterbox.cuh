@@ -24,7 +24,7 @@ __device__ void row_barrier() {
     if constexpr (ALONE) {
         __syncthreads();
     } else {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
+        named_barrier_sync(1 + threadIdx.y, blockDim.x);
     }
 }
 

@@ -31,7 +31,7 @@ struct CrewSums {
             const float own = own_over_lanes(values, Sum{}, WARP);
             const int lane = threadIdx.x % WARP;
             if (lane % (WARP / N) == 0) slots[warp][lane / (WARP / N)] = own;
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + crew), "n"(CREW::LANES) : "memory");
+            named_barrier_sync(1 + crew, CREW::LANES);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 values[n] = slots[0][n];
@@ -42,7 +42,7 @@ struct CrewSums {
     }
 };
 
-// This thread's vectors of its crew's rows, which are every `apart`-th. They are called by their turn.
+// This thread's vectors of its crew's rows, which are every `apart`-th.
 template <typename T, bool CENTRED, typename CREW>
 struct CrewRows {
     static constexpr int E = Vec<T>::size, V = CREW::VECTORS;
@@ -66,7 +66,7 @@ struct CrewRows {
 
     __device__ bool has(int v) const { return (at + v * CREW::LANES) * E < static_cast<int>(p.length); }
 
-    // To be called for every turn, in order. Past a row's end zeros stay; where there is no row, the one before.
+    // To be called for every row, in order. Past a row's end zeros stay; where there is no row, the one before.
     __device__ void fetch(int row) {
         const bool live = row < static_cast<int>(p.count);
 #pragma unroll

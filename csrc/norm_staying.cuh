@@ -69,19 +69,6 @@ struct BlocksTogether {
 
 #if __CUDA_ARCH__ >= 900
 
-// Memory → shared memory, in multiples of 16 bytes, counted at `barrier`. ONCE: of what is read once(), as that has it.
-template <bool ONCE>
-__device__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-    uint64_t policy;
-    if (ONCE) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    if (!ONCE) asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(shared_address(shared)),
-        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-        : "memory");
-}
-
 // A block's part of its cluster's rows, of which there is one each turn.
 template <typename T, typename STAY>
 struct StayingPart {
@@ -129,8 +116,8 @@ struct StayingPart {
         for (int stage = 0; stage < STAY::STAGES; ++stage) fetch(stage, stage);
         const uint32_t bytes = mine * sizeof(uint4), wanted = (p.weight != nullptr) + (p.bias != nullptr);
         mbarrier_arrive_expect(shared_address(&mail.parameters), wanted * bytes);
-        if (p.weight != nullptr) bulk_load<false>(weight, p.weight + int64_t{share.begin} * E, bytes, &mail.parameters);
-        if (p.bias != nullptr) bulk_load<false>(bias, p.bias + int64_t{share.begin} * E, bytes, &mail.parameters);
+        if (p.weight != nullptr) bulk_load<false>(weight, at(p.weight, 0, 0), bytes, &mail.parameters);
+        if (p.bias != nullptr) bulk_load<false>(bias, at(p.bias, 0, 0), bytes, &mail.parameters);
     }
     // What no copy writes: parameters that are absent, and zeros past the end.
     __device__ void fill() const {

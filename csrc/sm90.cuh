@@ -198,6 +198,25 @@ __device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// A run of memory → shared memory, in multiples of 16 bytes, by one thread; counted at `barrier`. ONCE: of what is read but
+// once, as once() has it.
+template <bool ONCE>
+__device__ inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+    if constexpr (ONCE) {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+            "%4;" ::"r"(shared_address(shared)),
+            "l"(global), "r"(bytes), "r"(shared_address(barrier)),
+            "l"(static_cast<uint64_t>(cuda::access_property(Persisting{})))
+            : "memory");
+    } else {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(shared)),
+                     "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                     : "memory");
+    }
+}
+
 // ---- warps, warpgroups, clusters -----------------------------------------------------------------------------------
 
 // True in one thread of the (whole) warp.

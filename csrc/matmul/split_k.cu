@@ -71,7 +71,7 @@ struct Places {
     __device__ int part() const { return blockIdx.x & ((1 << log_blocks) - 1); }
     __device__ void at(int* batch, int* m, int* n) const {
         const uint32_t tile = blockIdx.x >> log_blocks, column = tiles_m.quotient(tile), b = tiles_n.quotient(column);
-        *batch = b, *m = tile - column * tiles_m.divisor, *n = column - b * tiles_n.divisor;
+        *batch = b, *m = tiles_m.remainder(tile), *n = tiles_n.remainder(column);
     }
 };
 
