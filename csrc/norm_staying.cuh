@@ -166,6 +166,7 @@ struct StayingPart {
             uint64_t* const arrived = &mail.arrived[box.stage];
             if (lane == 0) mbarrier_arrive_expect(shared_address(arrived), STAY::BLOCKS * sizeof(Pair));
             const Pair of_block = found_together<true>(of_warp, elements, per_element, SHAPE::WARPS);
+            __syncwarp();  // all lanes have read what the warps found: once this has arrived, more comes in its place
             if (lane < STAY::BLOCKS) cluster::send(&mail.of_blocks[box.stage][rank], of_block, arrived, lane);
             if (lane == 0) fetch(turn + STAY::STAGES, row.stage);
             __syncwarp();

@@ -16,7 +16,7 @@ from triton_impl.tuning import Known
 
 #: Elements of a tile of :func:`sum_shares_kernel`, shares of it at most, and warps. Of few columns there are few
 #: programs, which wait for memory once a tile: so tiles are tall.
-SUM_TILE, MOST_SHARES, SUM_WARPS = 4096, 256, 16
+SUM_TILE, MOST_SHARES, SUM_WARPS = 4096, 512, 16
 #: What a turn of programs costs more than one, about, as a part of the time; and turns at most.
 TURN, MOST_TURNS = 0.03, 4
 

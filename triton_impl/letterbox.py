@@ -1,14 +1,16 @@
 """How the blocks of a cluster add up values turn after turn, in Gluon; cluster.py has a single meeting.
 
-Every block has four boxes, which take turns, each with a barrier that opens when all blocks' values are in it. In a
-turn a block calls, in this order: a reduction over its warps, :func:`send`, and :func:`receive` for the turn before. So
-the values of a turn have another turn's work to travel. Nothing is written over that is yet to be read, and no byte is
-counted for another turn:
+In a turn every warp calls, in this order: :func:`send`, with sums over its own elements, and :func:`receive` for the
+turn before. So the values of a turn have another turn's work to travel, and no warp waits for the others of its block
+but the first one, which adds up what they leave for it and sends that to all blocks. There are two slots for each
+warp's values, and four boxes for the blocks', each with a barrier that opens when all is there. Nothing is written over
+that is yet to be read, and no byte is counted for another turn:
 
-- What comes for turn t lies where what came for t − 4 did. A peer sends it once it has received turn t − 2, and so
-  after this block sent turn t − 2, which its first warp did behind the barrier in that turn's reduction. Before that
-  barrier all warps had received turn t − 4. (Of turn t − 3 some may not have: three boxes would be too few.)
-- So the box had opened for turn t − 4 by then. It does not open again before its own block, as it sends turn t, says
+- A warp that leaves values for turn t + 2 has received turn t. So its block had sent that, and its first warp had read
+  what all warps left.
+- What comes for turn t + 4 lies where what came for t did. A peer sends it once all of its warps have received turn
+  t + 2, which this block sent once all of its own had received turn t.
+- So the box had opened for turn t by then. It does not open again before its own block, as it sends turn t + 4, says
   how many bytes are to come, though some may have come before.
 - A block that has received the last turn may leave: all that was sent to it has arrived, and whoever it sent to stays
   until that has.
@@ -21,22 +23,24 @@ from triton.experimental.gluon import language as gl
 
 from triton_impl.cluster import floats
 
-#: Bytes of a box, two values of eight blocks; of all, where their barriers begin; and of both. The last are whole
-#: lines, or the shared memory that comes after them would lie across lines.
-_BOX, _BARRIERS, _BYTES = gl.constexpr(64), gl.constexpr(256), gl.constexpr(384)
+#: Bytes of a box, two values of eight blocks, and of a slot, two values of 32 warps. Where the slots begin, the
+#: barriers of boxes and those of slots; and bytes of all. The last are whole lines, or the shared memory that comes
+#: after them would lie across lines.
+_BOX, _SLOT = gl.constexpr(64), gl.constexpr(256)
+_SLOTS, _BARRIERS, _NOTICES, _BYTES = (gl.constexpr(n) for n in (256, 768, 800, 896))
 
 
 @gluon.constexpr_function
-def _beginning_turns():
-    """PTX that makes the boxes and their barriers."""
-    barriers = range(_BARRIERS.value, _BARRIERS.value + 32, 8)
-    inits = " ".join(f"@first mbarrier.init.shared.b64 [boxes+{barrier}], 1;" for barrier in barriers)
+def _beginning_turns(warps):
+    """PTX that makes the boxes, the slots and their barriers."""
+    boxes = (f"@first mbarrier.init.shared.b64 [boxes+{_BARRIERS.value + 8 * box}], 1;" for box in range(4))
+    slots = (f"@first mbarrier.init.shared.b64 [boxes+{_NOTICES.value + 8 * slot}], {warps};" for slot in range(2))
     return f"""
         .shared .align 128 .b8 boxes[{_BYTES.value}];
         {{
             .reg .pred first; .reg .b32 thread;
             mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
-            {inits}
+            {" ".join([*boxes, *slots])}
             @first fence.mbarrier_init.release.cluster;
             barrier.cluster.arrive.relaxed.aligned;
             mov.u32 $0, 0;
@@ -53,28 +57,54 @@ def _finding(turn):
 
 
 @gluon.constexpr_function
-def _sending(blocks, values):
-    """PTX that puts a block's values into the turn's box of every block, its own among them."""
-    kind, value = ("f32", "$2") if values == 1 else ("v2.f32", "{$2, $3}")
+def _sending(blocks, warps, values):
+    """PTX that leaves a warp's values in its slot; and by the first warp puts those of all into the turn's box of every
+    block, its own among them.
+
+    It waits some milliseconds at a time: without a limit the hardware's own is short, and asking again takes slots.
+    """
+    kind = "f32" if values == 1 else "v2.f32"
+    own, mine = ("$2", "v0") if values == 1 else ("{$2, $3}", "{v0, v1}")
+    zeros = " ".join(f"mov.f32 v{v}, 0f00000000;" for v in range(values))
+    lanes = max(warps, blocks)  # that are to know the sums
+    steps = [lanes // 2 >> bit for bit in range(lanes.bit_length() - 1)]
+    sums = " ".join(
+        f"shfl.sync.bfly.b32 other, v{v}, {step}, 31, 0xffffffff; add.f32 v{v}, v{v}, other;"
+        for step in steps
+        for v in range(values)
+    )
     return f"""{{
         {_finding("$1")}
-        .reg .pred sends, first; .reg .b32 thread, rank; .reg .b64 state;
-        mov.u32 thread, %tid.x; setp.lt.u32 sends, thread, {blocks}; setp.eq.u32 first, thread, 0;
-        @first mbarrier.arrive.expect_tx.shared.b64 state, [full], {4 * blocks * values};
+        .reg .pred leaves, reads, sends, first, open; .reg .b32 lane, warp, slot, notice, rank, parity; .reg .b64 state;
+        .reg .f32 v0, v1, other;
+        mov.u32 lane, %tid.x; shr.u32 warp, lane, 5; and.b32 lane, lane, 31;
+        setp.eq.u32 leaves, lane, 0; setp.ne.u32 open, warp, 0;
+        and.b32 number, $1, 1; mov.u32 notice, boxes; mad.lo.u32 slot, number, {_SLOT.value}, notice;
+        mad.lo.u32 notice, number, 8, notice;
+        mad.lo.u32 number, warp, {4 * values}, slot;
+        @leaves st.shared.{kind} [number+{_SLOTS.value}], {own};
+        @leaves mbarrier.arrive.shared.b64 state, [notice+{_NOTICES.value}];
+        @open bra.uni sent;
+        shr.u32 parity, $1, 1; and.b32 parity, parity, 1;
+        not_yet: mbarrier.try_wait.parity.shared.b64 open, [notice+{_NOTICES.value}], parity, 10000000;
+        @!open bra not_yet;
+        setp.lt.u32 reads, lane, {warps}; mad.lo.u32 slot, lane, {4 * values}, slot;
+        {zeros}
+        @reads ld.shared.{kind} {mine}, [slot+{_SLOTS.value}];
+        {sums}
+        setp.lt.u32 sends, lane, {blocks};
+        @leaves mbarrier.arrive.expect_tx.shared.b64 state, [full], {4 * blocks * values};
         mov.u32 rank, %cluster_ctarank; mad.lo.u32 box, rank, {4 * values}, box;
-        @sends mapa.shared::cluster.u32 box, box, thread;
-        @sends mapa.shared::cluster.u32 full, full, thread;
-        @sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind} [box], {value}, [full];
-        mov.u32 $0, 0;
+        @sends mapa.shared::cluster.u32 box, box, lane;
+        @sends mapa.shared::cluster.u32 full, full, lane;
+        @sends st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind} [box], {mine}, [full];
+        sent: mov.u32 $0, 0;
     }}"""
 
 
 @gluon.constexpr_function
 def _receiving(blocks, values):
-    """PTX that waits for the turn's box to be full, and adds up what lies there, in the order of the blocks.
-
-    It waits some milliseconds at a time: without a limit the hardware's own is short, and asking again takes slots.
-    """
+    """PTX that waits for the turn's box to be full, and adds up what lies there, in the order of the blocks."""
     found = range(0, blocks * values, 2)
     loads = " ".join(f"ld.shared.v2.f32 {{v{i}, v{i + 1}}}, [box+{4 * i}];" for i in found)
     sums = " ".join(f"mov.f32 ${v}, v{v};" for v in range(values))
@@ -104,7 +134,7 @@ def _received(values):
 @gluon.jit
 def begin_turns():
     """To be called before all else. Loads that follow do not wait."""
-    text: gl.constexpr = _beginning_turns()
+    text: gl.constexpr = _beginning_turns(gl.num_warps())
     gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -117,8 +147,8 @@ def all_have_begun():
 
 @gluon.jit
 def send(turn, values):
-    """Send a block's values, a tuple of one or two (blocks,) that a reduction over its warps has just made."""
-    text: gl.constexpr = _sending(gl.num_ctas(), len(values))
+    """Send a tuple of one or two sums (blocks, warps), each warp's own."""
+    text: gl.constexpr = _sending(gl.num_ctas(), gl.num_warps(), len(values))
     constraints: gl.constexpr = _sent(len(values))
     operands = (gl.zeros_like(values[0]).to(gl.int32) + turn,)
     operands += values

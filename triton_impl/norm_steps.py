@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward
+from triton_impl import gluon, norms, norms_cluster, norms_cluster_backward, norms_staying
 from triton_impl.aot import Entry
 from triton_impl.norms import Kind
 
@@ -29,4 +29,7 @@ STEPS = {
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for the calls of a normalisation."""
-    return [e for module in (norms, norms_cluster, norms_cluster_backward) for e in module.ahead_of_time(kind)]
+    modules = (norms, norms_cluster, norms_cluster_backward)
+    return [e for module in modules for e in module.ahead_of_time(kind)] + (
+        norms_staying.ahead_of_time() if kind == (True, False) else []
+    )

@@ -246,8 +246,9 @@ def _norm_backward_kernel(
     grad_stride, grad_sum_stride, in_stride, count, length,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     column = tl.arange(0, BLOCK)
     inside = column < length
     programs = tl.num_programs(0)

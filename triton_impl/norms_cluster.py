@@ -1,6 +1,7 @@
 """Normalised rows in Gluon: a row stays in the registers of a block, or, if it outgrows one, of a cluster (cluster.py).
 
-The backward pass is in norms_cluster_backward.py; of each row the same is kept as in :mod:`triton_impl.norms`.
+LayerNorm's longest rows are in norms_staying.py, and the backward pass in norms_cluster_backward.py; of each row the
+same is kept as in :mod:`triton_impl.norms`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl import cluster, unsupported
+from triton_impl import cluster, norms_staying, unsupported
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import begin, by_warp, columns, load, meet, of_rows, store, widen, widen_again, write_once
@@ -200,6 +201,9 @@ def _launch(
 ) -> None:
     x = tensors[3]
     count, length = x.shape
+    if kind == (True, False) and norms_staying.takes(x, *tensors[5:]):
+        norms_staying.launch((*tensors[:1], *tensors[2:4], *tensors[5:]), strides[0], present, eps, keep)
+        return
     constants = (*kind, keep, *present, cluster.vector_of(x.dtype))
 
     def make() -> Launch:

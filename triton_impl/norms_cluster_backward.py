@@ -1,29 +1,28 @@
 """The backward pass of normalised rows that outgrow one block, in Gluon: blocks of a cluster have a part of each row.
 
 Input and gradient are read once, where :mod:`triton_impl.norms` reads rows of this length twice. A cluster stays and
-goes through many rows. Those to come are copied into shared memory while one is worked on, and every thread keeps the
-sums of its columns in registers; a second kernel adds them up. What the blocks tell each other of a row travels while
-they make the first pass over the next one (letterbox.py).
+goes through many rows. Those to come are copied into shared memory while one is worked on (own_slots.py), and each
+thread keeps the sums of its columns in registers; a second kernel adds them up. What the blocks tell each other of a
+row travels while they make the first pass over the next one (letterbox.py): no warp waits for another of its block.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from triton_impl import cluster, multiprocessors, norms
 from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
-from triton_impl.cluster import MULTIPLE, copy, load, row_layout, slot_layout, store, widen
+from triton_impl.cluster import MULTIPLE, by_warp, load, store, widen
 from triton_impl.gluon import unsupported
 from triton_impl.letterbox import all_have_begun, begin_turns, receive, send
 from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
-from triton_impl.tuning import Launch, Launches, to_time
+from triton_impl.own_slots import begin_slots, fetch, own_layout, slots, wait
+from triton_impl.staying import Staying
+from triton_impl.tuning import Launches, to_time
 
 
 @gluon.jit
@@ -33,50 +32,79 @@ def _row_of(turn):
 
 
 @gluon.jit
-def _fetch(xs, grads, turn, input_ptr, grad_ptr, in_stride, grad_stride, i, count, length):
-    """Ask for input and gradient of a turn's row, as one group of copies; zeros past its end, or if there is none.
-
-    Not in a branch, behind which the compiler would put off what the first pass adds to the sums of columns.
-    """
+def _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    """Ask for input and gradient of a turn's row, if there is one."""
     row = _row_of(turn)
     end = gl.where(row < count, length, 0)
-    copy(xs.index(turn % xs.shape[0]), input_ptr + row * in_stride + i, mask=i < end)
-    copy(grads.index(turn % xs.shape[0]), grad_ptr + row * grad_stride + i, mask=i < end)
-    async_copy.commit_group()
+    stage = turn % STAGES
+    fetch(stage, 2 * stage, (input_ptr + row * in_stride, grad_ptr + row * grad_stride), end, BLOCK, True)
 
 
 @gluon.jit
-def _stats(stats_ptr, turn, count, CENTRED: gl.constexpr, SHIFTED: gl.constexpr):
-    """Of a turn's row, if there is one: mean, rstd and shift, with x̂ = (x − mean) · rstd + shift; or, not SHIFTED, the
-    last two with x̂ = x · rstd + shift, which of 16 bits rounds far less than their own spacing.
+def _read(rows, turn, LAYOUT: gl.constexpr):
+    """Input and gradient of a turn's row. Behind the rows lies the weight."""
+    slot = turn % (rows.shape[0] // 2) * 2
+    return widen(rows.index(slot).load(LAYOUT)), widen(rows.index(slot + 1).load(LAYOUT))
+
+
+@gluon.jit
+def _ask_for_stats(stats_ptr, turn, count, CENTRED: gl.constexpr):
+    """Ask for what is kept of a turn's row, if there is one: each lane of a warp for another value.
+
+    What all of a block share, ptxas would move to uniform registers and wait for it right behind the load.
     """
-    live = _row_of(turn) < count
-    stats_ptr += _row_of(turn)
-    rstd = gl.load(stats_ptr, mask=live, other=0.0)
-    mean = rstd
-    shift = rstd
+    text: gl.constexpr = """{
+        .reg .b32 lane; .reg .pred asks; .reg .b64 at;
+        mov.u32 lane, %laneid; setp.lt.s32 asks, lane, $3;
+        cvt.u64.u32 at, lane; mad.lo.u64 at, at, $2, $1; mov.f32 $0, 0f00000000;
+        @asks ld.global.f32 $0, [at];
+    }"""
+    row = _row_of(turn)
+    kinds = gl.where(row < count, 3 if CENTRED else 1, 0)
+    operands = (stats_ptr + row, count.to(gl.int64) * 4, kinds)
+    return gl.inline_asm_elementwise(text, "=f,l,l,r", operands, dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _of_lane(asked, LANE: gl.constexpr):
+    text: gl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return gl.inline_asm_elementwise(text, "=f,f,r", [asked, LANE], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _stats(asked, CENTRED: gl.constexpr):
+    """Of a row: mean, rstd and shift, with x̂ = (x − mean) · rstd + shift."""
+    rstd = _of_lane(asked, 0)
     if CENTRED:
-        mean = gl.load(stats_ptr + count, mask=live, other=0.0)
-        shift = gl.load(stats_ptr + 2 * count, mask=live, other=0.0)
-        if not SHIFTED:
-            shift -= mean * rstd
-    return mean, rstd, shift
+        return _of_lane(asked, 1), rstd, _of_lane(asked, 2)
+    else:
+        return rstd, rstd, rstd
+
+
+@gluon.jit
+def _offset(stats, CENTRED: gl.constexpr):
+    """What x · rstd is to be shifted by, which of 16 bits rounds far less than their own spacing."""
+    mean, rstd, shift = stats
+    if CENTRED:
+        shift -= mean * rstd
+    return shift
 
 
 @gluon.jit
 def _first_pass(
-    xs, grads, weights, turn, stats, of_weight, of_bias, i, CENTRED: gl.constexpr, SHIFTED: gl.constexpr,
+    rows, turn, stats, of_weight, of_bias, i, CENTRED: gl.constexpr, SHIFTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr, NEEDS_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Add a turn's row to the sums of columns, and send the row's."""
     LAYOUT: gl.constexpr = i.type.layout
+    STAGES: gl.constexpr = rows.shape[0] // 2
     mean, rstd, shift = stats
-    x_hat = widen(xs.index(turn % xs.shape[0]).load(LAYOUT))
-    grad = widen(grads.index(turn % xs.shape[0]).load(LAYOUT))
+    wait(turn % STAGES, turn // STAGES & 1)
+    x_hat, grad = _read(rows, turn, LAYOUT)
     if SHIFTED:
         x_hat = (x_hat - mean) * rstd + shift
     elif CENTRED:
-        x_hat = x_hat * rstd + shift
+        x_hat = x_hat * rstd + _offset(stats, CENTRED)
     else:
         x_hat *= rstd
     if NEEDS_WEIGHTS:
@@ -86,11 +114,12 @@ def _first_pass(
     if NEEDS_INPUT:
         weighted = grad
         if HAS_WEIGHT:
-            weighted *= widen(weights.index(0).load(LAYOUT))
+            weighted *= widen(rows.index(rows.shape[0] - 1).load(LAYOUT))
+        dot = by_warp(weighted * x_hat)
         if CENTRED:
-            send(turn, gl.reduce((weighted, weighted * x_hat), 1, add_both))
+            send(turn, gl.reduce((by_warp(weighted), dot), 2, add_both))
         else:
-            send(turn, (gl.sum(weighted * x_hat, 1),))
+            send(turn, (gl.sum(dot, 2),))
     return of_weight, of_bias
 
 
@@ -103,7 +132,7 @@ def _difference(x, y):
 
 @gluon.jit
 def _second_pass(
-    grad_input_ptr, xs, grads, weights, turn, stats, more, i, length, per_element,
+    grad_input_ptr, rows, turn, stats, more, i, length, per_element,
     CENTRED: gl.constexpr, SHIFTED: gl.constexpr, HAS_WEIGHT: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Receive the sums of a turn's row, and write its gradient; `more` is added to it, where the tuple is not empty."""
@@ -112,17 +141,16 @@ def _second_pass(
     sums = receive(turn, 2 if CENTRED else 1, gl.SliceLayout(1, LAYOUT))
     plain = sums[0] * per_element
     dot = sums[len(sums) - 1] * per_element
-    x = widen(xs.index(turn % xs.shape[0]).load(LAYOUT))
-    value = widen(grads.index(turn % xs.shape[0]).load(LAYOUT))
+    x, value = _read(rows, turn, LAYOUT)
     if HAS_WEIGHT:
-        value *= widen(weights.index(0).load(LAYOUT))
+        value *= widen(rows.index(rows.shape[0] - 1).load(LAYOUT))
     if SHIFTED:
         value = (_difference(value, plain[:, None]) - ((x - mean) * rstd + shift) * dot[:, None]) * rstd
     else:
         # What x is multiplied by, and what is taken away, are the same for all of the row.
         by_x = x * (-rstd * rstd * dot)[:, None]
         if CENTRED:
-            by_x -= (rstd * (plain + shift * dot))[:, None]
+            by_x -= (rstd * (plain + _offset(stats, CENTRED) * dot))[:, None]
         value = value * rstd + by_x
     if len(more) > 0:
         value += widen(more[0])
@@ -145,57 +173,53 @@ def _norm_cluster_backward_kernel(
     CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
     NEEDS_WEIGHTS: gl.constexpr, VECTOR: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    begin_turns()
     blocks: gl.constexpr = gl.num_ctas()
-    LAYOUT: gl.constexpr = row_layout(blocks, gl.num_warps(), VECTOR)
-    SLOTS: gl.constexpr = slot_layout(blocks)
+    LAYOUT: gl.constexpr = own_layout(blocks, gl.num_warps(), VECTOR, BLOCK)
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
     SHIFTED: gl.constexpr = CENTRED and VECTOR == 4  # float32, where what rounding the mean loses shows
     part = gl.arange(0, blocks, layout=gl.SliceLayout(1, LAYOUT))
     i = part[:, None] * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    xs = gl.allocate_shared_memory(DTYPE, [STAGES, blocks, BLOCK], SLOTS)
-    grads = gl.allocate_shared_memory(DTYPE, [STAGES, blocks, BLOCK], SLOTS)
-    weights = xs
+    rows = slots(2 * STAGES + 1, BLOCK, DTYPE)
+    begin_slots(2 * STAGES + 1, STAGES + 1, length, BLOCK, DTYPE)
+    begin_turns()
+    all_have_begun()
     if HAS_WEIGHT:
-        weights = gl.allocate_shared_memory(DTYPE, [1, blocks, BLOCK], SLOTS)
-        copy(weights.index(0), weight_ptr + i, mask=i < length)
+        fetch(STAGES, 2 * STAGES, (weight_ptr,), length, BLOCK, False)
     for turn in gl.static_range(STAGES):
-        _fetch(xs, grads, turn, input_ptr, grad_ptr, in_stride, grad_stride, i, count, length)
-    before = _stats(stats_ptr, 0, count, CENTRED, SHIFTED)
-    stats = _stats(stats_ptr, 1, count, CENTRED, SHIFTED)
+        _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
+    before = _stats(_ask_for_stats(stats_ptr, 0, count, CENTRED), CENTRED)
+    stats = _stats(_ask_for_stats(stats_ptr, 1, count, CENTRED), CENTRED)
     of_weight = gl.full([blocks, BLOCK], 0.0, gl.float32, LAYOUT)
     of_bias = gl.zeros_like(of_weight)
     programs = gl.num_programs(0)
     turns = (count - gl.program_id(0) + programs - 1) // programs
-    all_have_begun()
-    async_copy.wait_group(STAGES - 1)
+    if HAS_WEIGHT:
+        wait(STAGES, 0)
     of_weight, of_bias = _first_pass(
-        xs, grads, weights, 0, before, of_weight, of_bias, i,
+        rows, 0, before, of_weight, of_bias, i,
         CENTRED, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
     )  # fmt: skip
     for turn in range(1, turns):
+        of_next = _ask_for_stats(stats_ptr, turn + 1, count, CENTRED)
         more = _more(grad_sum_ptr, turn - 1, grad_sum_stride, i, length, RESIDUAL and NEEDS_INPUT, EVEN)
-        async_copy.wait_group(STAGES - 2)
         of_weight, of_bias = _first_pass(
-            xs, grads, weights, turn, stats, of_weight, of_bias, i,
+            rows, turn, stats, of_weight, of_bias, i,
             CENTRED, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
         )  # fmt: skip
-        of_next = _stats(stats_ptr, turn + 1, count, CENTRED, SHIFTED)
         if NEEDS_INPUT:
             _second_pass(
-                grad_input_ptr, xs, grads, weights, turn - 1, before, more, i, length, per_element,
+                grad_input_ptr, rows, turn - 1, before, more, i, length, per_element,
                 CENTRED, SHIFTED, HAS_WEIGHT, EVEN,
             )  # fmt: skip
         before = stats
-        stats = of_next
-        _fetch(xs, grads, turn - 1 + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, i, count, length)
+        stats = _stats(of_next, CENTRED)
+        _fetch(turn - 1 + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
     if NEEDS_INPUT:
         more = _more(grad_sum_ptr, turns - 1, grad_sum_stride, i, length, RESIDUAL, EVEN)
         _second_pass(
-            grad_input_ptr, xs, grads, weights, turns - 1, before, more, i, length, per_element,
+            grad_input_ptr, rows, turns - 1, before, more, i, length, per_element,
             CENTRED, SHIFTED, HAS_WEIGHT, EVEN,
         )  # fmt: skip
-    async_copy.wait_group(0)
     if NEEDS_WEIGHTS:
         partials_ptr += gl.program_id(0).to(gl.int64) * length
         store(partials_ptr, i, length, of_weight, EVEN)
@@ -209,7 +233,7 @@ def _norm_cluster_backward_kernel(
 #: holds 512 threads of 128 registers, and 64 bytes of 16-bit values are 64 of these for sums of columns. With half of
 #: that, twice as many rows are on their way. In shared memory, where the weight lies too, an SM has room for one block
 #: of 16 warps or for two of 8.
-SHAPES, REGISTERS = ((16, 64, 3), (8, 64, 3), (16, 32, 6)), 128
+SHAPES, REGISTERS = ((16, 64, 3), (8, 64, 3), (16, 32, 6), (4, 64, 3), (8, 32, 6)), 128
 
 
 def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:
@@ -222,33 +246,6 @@ def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:
             constants = {"BLOCK": block, "STAGES": stages, "EVEN": length == blocks * block}
             found.append(triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS))
     return to_time(found)
-
-
-class _Persistent:
-    """A launch of as many clusters as the GPU holds at once, which is known once the kernel has been compiled."""
-
-    def __init__(self, count: int, arguments: tuple[Any, ...], config: triton.Config) -> None:
-        self.programs = count  # at most
-        self._arguments, self._options = (*arguments, *config.kwargs.values()), cluster.options(config)
-        self._launch: Launch | None = None
-
-    def _of(self, programs: int) -> Launch:
-        return Launch(_norm_cluster_backward_kernel, (programs,), self._arguments, self._options)
-
-    def compile(self, *tensors: torch.Tensor) -> Any:
-        return self._of(self.programs).compile(*tensors)
-
-    def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
-        if self._launch is None:
-            compiled = self.compile(*tensors)
-            compiled._init_handles()
-            # Of what limits how many an SM holds, this asks about shared memory: of our shapes it is that.
-            held = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters(
-                compiled.function, compiled.metadata.shared, self._options["num_ctas"]
-            )
-            self.programs = max(1, min(self.programs, held))
-            self._launch = self._of(self.programs)
-        self._launch(*tensors, values=values)
 
 
 _choose = Chooser(_norm_cluster_backward_kernel)
@@ -290,14 +287,17 @@ def backward(
     partials = x.new_empty((kinds * groups * length,), dtype=torch.float32) if weights else stats
     tensors = (x if grad_input is None else grad_input, partials, grad, s, x, stats, w)
 
-    def make() -> _Persistent:
+    def make() -> Staying:
         flags = (kind.centred, kind.residual, weight is not None, needs.input, weights, cluster.vector_of(x.dtype))
         arguments = (*strides, count, length, 1.0 / length, *flags)
         # Whichever gradients are wanted, the choice is one, so that each has the same bits.
         alike = (length, str(x.dtype), *kind, weight is None, cluster.fills_gpu(count, x.device))
-        return _choose.launch(
-            alike, configs(length, x.dtype), lambda config: _Persistent(groups, arguments, config), *tensors
-        )
+
+        def launch(config: triton.Config) -> Staying:
+            slots = (2 * config.kwargs["STAGES"] + 1) * config.kwargs["BLOCK"] * x.dtype.itemsize
+            return Staying(_norm_cluster_backward_kernel, groups, arguments, config, slots)
+
+        return _choose.launch(alike, configs(length, x.dtype), launch, *tensors)
 
     _launches.run(key, make, tensors)
     if weights:
@@ -312,9 +312,9 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
-    # With 32 values of 16 bits a thread, both sums of columns leave a few bytes without a register, 8 in Triton 3.6 and
-    # 32 in 3.9: listed are 16.
-    long = configs(65536, torch.bfloat16)[-1] if kind.centred else configs(131072, torch.bfloat16)[0]
+    # With 32 values of 16 bits a thread, the sums of columns leave a few bytes without a register, up to 8 in Triton 3.6
+    # and 40 in 3.9: listed are 16.
+    long = configs(65536, torch.bfloat16)[-1]
     return [
         entry(
             _norm_cluster_backward_kernel,

@@ -39,7 +39,7 @@ def backward_shapes(block: int) -> list[tuple[int, int]]:
 
 #: Rows of up to so many elements are a warp's alone where programs stay and go through many of them, LEAST at least:
 #: then no warp waits for another. So many warps of a multiprocessor have loads enough under way.
-ALONE, LEAST, STAYING_WARPS = 512, 8, 16
+ALONE, LEAST, STAYING_WARPS = 512, 8, 12
 
 
 def staying_shapes(block: int) -> list[tuple[int, int]]:

@@ -1,0 +1,140 @@
+"""Slots in shared memory for rows that come, of which every warp has its own part, in Gluon: what a warp copies there
+it alone reads, and so waits for no other.
+
+Triton would have all warps of a block wait between its own copies and loads, and in 3.6 its copies have no cache
+policy: without one, memory moves some 4 % less. So they are written out here, as bulk copies (PTX ISA,
+``cp.async.bulk``) of a warp's stretch of a row each. They need an address, which Triton does not tell. But where a
+kernel has no other shared memory it is known: at the beginning (staying.py looks at that).
+
+Copies a thread each, ``cp.async``, would need no layout of their own. But of those with a policy ptxas 12.8 makes
+invalid instructions where registers are short.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from triton_impl.cluster import slot_layout
+
+#: The policy of lines that leave the L2 after all others (once.py), as ``createpolicy`` makes it.
+_ONCE = gl.constexpr(0x14F0000000000000)
+
+
+@gluon.constexpr_function
+def own_layout(blocks, warps, vector, block):
+    """Of a row as a matrix (blocks, part), every warp with a stretch of its block's part; `vector` values a load."""
+
+    def bases(step, count, dim=1):
+        return [[0, step << bit] if dim else [step << bit, 0] for bit in range(count.bit_length() - 1)]
+
+    of_warp = block // warps
+    return gl.DistributedLinearLayout(
+        [*bases(1, vector), *bases(32 * vector, of_warp // (32 * vector))],
+        bases(vector, 32),
+        bases(of_warp, warps),
+        bases(1, blocks, 0),
+        [blocks, block],
+    )
+
+
+@gluon.jit
+def slots(COUNT: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr):
+    """So many slots for a block's part of rows, BLOCK elements: all that a kernel has of shared memory."""
+    return gl.allocate_shared_memory(DTYPE, [COUNT, gl.num_ctas(), BLOCK], slot_layout(gl.num_ctas()))
+
+
+@gluon.constexpr_function
+def _beginning(barriers, warps, slots, block):
+    return f"""
+        .shared .align 8 .b8 own_arrived[{8 * barriers * warps}];
+        {{
+            .reg .pred inits, zeroes, more; .reg .b32 thread, at, to, start, column, barrier, nought;
+            mov.u32 thread, %tid.x; setp.lt.u32 inits, thread, {barriers * warps};
+            mov.u32 barrier, own_arrived; mad.lo.u32 barrier, thread, 8, barrier;
+            @inits mbarrier.init.shared.b64 [barrier], 1;
+            @inits fence.mbarrier_init.release.cluster;
+            mov.u32 start, %cluster_ctarank; mul.lo.u32 start, start, {block};
+            mov.u32 to, global_smem; mov.u32 nought, 0; shl.b32 at, thread, 4;
+            next:
+            and.b32 column, at, {block - 1}; add.u32 column, column, start; setp.ge.u32 zeroes, column, $1;
+            add.u32 column, to, at;
+            @zeroes st.shared.v4.b32 [column], {{nought, nought, nought, nought}};
+            add.u32 at, at, {512 * warps}; setp.lt.u32 more, at, {slots * block};
+            @more bra next;
+            mov.u32 $0, 0;
+        }}"""
+
+
+@gluon.jit
+def begin_slots(COUNT: gl.constexpr, BARRIERS: gl.constexpr, length, BLOCK: gl.constexpr, DTYPE: gl.constexpr):
+    """Make so many barriers for every warp, and zeros of all slots past the ends of rows. All must meet before they are
+    used.
+    """
+    SIZE: gl.constexpr = DTYPE.primitive_bitwidth // 8
+    text: gl.constexpr = _beginning(BARRIERS, gl.num_warps(), COUNT, BLOCK * SIZE)
+    operands = (length * SIZE,)
+    gl.inline_asm_elementwise(text, "=r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _fetching(rows, once, warps, block):
+    hint, policy = (".L2::cache_hint", f", {_ONCE.value:#x}") if once else ("", "")
+    copy = f"@asks cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
+    copies = " ".join(
+        f"add.u64 from, ${4 + r}, far; {copy} [to], [from], bytes, [full]{policy}; add.u32 to, to, {block};"
+        for r in range(rows)
+    )
+    return f"""{{
+        .reg .pred asks; .reg .b32 lane, warp, start, bytes, all, to, full; .reg .b64 from, far, state;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid; setp.ne.u32 asks, lane, 0;
+        @asks bra asked;
+        mov.u32 warp, %tid.x; shr.u32 warp, warp, 5;
+        mov.u32 to, global_smem; mad.lo.u32 to, $2, {block}, to; mad.lo.u32 to, warp, {block // warps}, to;
+        mov.u32 start, %cluster_ctarank; mul.lo.u32 start, start, {block};
+        mad.lo.u32 start, warp, {block // warps}, start;
+        sub.s32 bytes, $3, start; max.s32 bytes, bytes, 0; min.s32 bytes, bytes, {block // warps};
+        setp.gt.s32 asks, bytes, 0; cvt.u64.u32 far, start; mul.lo.u32 all, bytes, {rows};
+        mov.u32 full, own_arrived; mad.lo.u32 warp, $1, {warps}, warp; mad.lo.u32 full, warp, 8, full;
+        mbarrier.arrive.expect_tx.shared.b64 state, [full], all;
+        {copies}
+        asked: mov.u32 $0, 0;
+    }}"""
+
+
+@gluon.constexpr_function
+def _fetched(rows):
+    return ",".join(["=r,r,r,r", *["l"] * rows])
+
+
+@gluon.jit
+def fetch(barrier, slot, pointers, length, BLOCK: gl.constexpr, READ_ONCE: gl.constexpr):
+    """Ask for the warp's part of one row or two, which come into as many slots from this one on. Addresses and length
+    are multiples of 16 bytes. What lay there its lanes have read. A row of no elements arrives at once.
+    """
+    SIZE: gl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth // 8
+    text: gl.constexpr = _fetching(len(pointers), READ_ONCE, gl.num_warps(), BLOCK * SIZE)
+    constraints: gl.constexpr = _fetched(len(pointers))
+    operands = (barrier, slot, length * SIZE)
+    operands += pointers
+    gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _waiting(warps):
+    return f"""{{
+        .reg .pred open; .reg .b32 warp, full;
+        mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; mad.lo.u32 warp, $1, {warps}, warp;
+        mov.u32 full, own_arrived; mad.lo.u32 full, warp, 8, full;
+        not_yet: mbarrier.try_wait.parity.shared.b64 open, [full], $2, 10000000;
+        @!open bra not_yet;
+        mov.u32 $0, 0;
+    }}"""
+
+
+@gluon.jit
+def wait(barrier, parity):
+    """Wait for what was asked for at this barrier: the first time with parity 0, then with 1, and so on."""
+    text: gl.constexpr = _waiting(gl.num_warps())
+    gl.inline_asm_elementwise(text, "=r,r,r", [barrier, parity], dtype=gl.int32, is_pure=False, pack=1)

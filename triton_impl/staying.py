@@ -1,0 +1,69 @@
+"""Launches of clusters that stay: as many as the GPU holds at once, each of which goes through many rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from triton_impl import cluster
+from triton_impl.tuning import Launch
+
+#: Registers of a multiprocessor, and bytes of its shared memory.
+REGISTERS, SHARED = 65536, 233472
+
+
+class Staying:
+    """A launch of as many clusters as the GPU holds, which is known once the kernel has been compiled.
+
+    Parameters
+    ----------
+    kernel, arguments, config
+        What is launched, as :class:`triton_impl.tuning.Launch` and the chooser take them.
+    most : int
+        More clusters than this have nothing to do, or run nowhere.
+    slots : int
+        Bytes of shared memory, all of which are its slots (own_slots.py).
+
+    Raises
+    ------
+    RuntimeError
+        When it is to run, if Triton gave it other shared memory: where its slots lie would not be known.
+    """
+
+    def __init__(self, kernel: Any, most: int, arguments: tuple[Any, ...], config: triton.Config, slots: int) -> None:
+        self.programs = most
+        self._slots = slots
+        self._kernel, self._arguments = kernel, (*arguments, *config.kwargs.values())
+        self._options = cluster.options(config)
+        self._launch: Launch | None = None
+
+    def _of(self, programs: int) -> Launch:
+        return Launch(self._kernel, (programs,), self._arguments, self._options)
+
+    def _of_registers(self, compiled: Any) -> int:
+        """How many blocks a multiprocessor has registers for."""
+        return REGISTERS // (self._options["num_warps"] * 32 * triton.cdiv(compiled.n_regs, 8) * 8)
+
+    def compile(self, *tensors: torch.Tensor) -> Any:
+        return self._of(self.programs).compile(*tensors)
+
+    def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
+        if self._launch is None:
+            compiled = self.compile(*tensors)
+            if (shared := compiled.metadata.shared) != self._slots:
+                raise RuntimeError(
+                    f"Triton {triton.__version__} gave {compiled.metadata.name} {shared} bytes of shared memory, "
+                    f"expected {self._slots}; where its slots lie is not known"
+                )
+            compiled._init_handles()
+            # This asks about shared memory, of blocks of few threads: where registers limit how many an SM holds, as if
+            # they took what lets it hold no more.
+            shared = max(shared, SHARED // (self._of_registers(compiled) + 1))
+            held = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters(
+                compiled.function, shared, self._options["num_ctas"]
+            )
+            self.programs = max(1, min(self.programs, held))
+            self._launch = self._of(self.programs)
+        self._launch(*tensors, values=values)
