@@ -277,6 +277,8 @@ def backward(
     if _refused(x, grad, s, w):
         return norms.backward(kind, x, weight, stats, grad, grad_sum, needs)
     count, length = x.shape
+    if not any(needs):
+        return None, None, None
     grad_input, grad_weight, grad_bias = norms.unwritten(x, needs)
     weights = needs.weight or needs.bias
     strides = (grad.stride(0), s.stride(0), x.stride(0))
