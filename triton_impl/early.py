@@ -44,11 +44,11 @@ def never(kernel: Any) -> dict[str, bool]:
     return {NAME: False} if kernel.arg_names[-1] == NAME else {}
 
 
-def where_possible(kernel: Any) -> dict[str, bool]:
-    """The last argument of a kernel that is to begin early if the GPU lets it."""
-    return {name: _possible() for name in never(kernel)}
+def decided(kernel: Any, late: bool = False) -> dict[str, bool]:
+    """The last argument of a kernel that is to begin early if the GPU lets it, and if it is not to be late."""
+    return {name: _possible() and not late for name in never(kernel)}
 
 
-def options(kernel: Any) -> dict[str, bool]:
+def options(kernel: Any, late: bool = False) -> dict[str, bool]:
     """What is to be said at the launch of such a kernel, beside its arguments."""
-    return {"launch_pdl": True} if any(where_possible(kernel).values()) else {}
+    return {"launch_pdl": True} if any(decided(kernel, late).values()) else {}

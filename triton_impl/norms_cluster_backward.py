@@ -314,8 +314,8 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
-    # With 32 values of 16 bits a thread, the sums of columns leave a few bytes without a register, up to 8 in Triton 3.6
-    # and 40 in 3.9: listed are 16.
+    # With 32 values of 16 bits a thread, the sums of columns leave a few bytes without a register, up to 8 in Triton
+    # 3.6 and 40 in 3.9: listed are 16.
     long = configs(65536, torch.bfloat16)[-1]
     return [
         entry(

@@ -14,12 +14,20 @@ from triton_impl.tuning import Launch, to_time
 
 
 class Tuned:
-    """A kernel and its configurations. `key` and `prune` are as for :func:`triton.autotune`."""
+    """A kernel and its configurations. `key` and `prune` are as for :func:`triton.autotune`.
+
+    `late` tells by a call's constants whether the kernel, which may begin early (early.py), is faster if it does not.
+    """
 
     def __init__(
-        self, kernel: Any, configs: list[triton.Config], key: Sequence[str], prune: Callable[..., Any] | None = None
+        self,
+        kernel: Any,
+        configs: list[triton.Config],
+        key: Sequence[str],
+        prune: Callable[..., Any] | None = None,
+        late: Callable[[dict[str, Any]], bool] = lambda constants: False,
     ) -> None:
-        self.kernel = kernel
+        self.kernel, self._late = kernel, late
         # For torch.compile, which traces no other kind of choice, and makes its own.
         self.autotuner = triton.autotune(
             # Where configurations are pruned, `prune` ends with to_time.
@@ -52,7 +60,7 @@ class Tuned:
         # By position, because every keyword costs host time in each launch.
         positional = (*arguments, *(decided[name] for name in names if name != early.NAME))
         options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
-        return Launch(self.kernel, grid(decided), positional, options)
+        return Launch(self.kernel, grid(decided), positional, options, self._late(constants))
 
     def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
@@ -61,11 +69,12 @@ class Tuned:
             configs = prune(configs, named, **constants)
         of_key = {**named, **constants}
         dtypes = (str(a.dtype) for a in arguments if isinstance(a, torch.Tensor))
+        late = self._late(constants)
         key = (*(of_key[name] for name in self.autotuner.keys if name in of_key), *dtypes)
 
         def run(config: triton.Config, only_compile: bool) -> Any:
-            decided = {**constants, **config.all_kwargs(), **early.where_possible(self.kernel)}
-            decided |= early.options(self.kernel)
+            decided = {**constants, **config.all_kwargs(), **early.decided(self.kernel, late)}
+            decided |= early.options(self.kernel, late)
             if only_compile:
                 return self.kernel.warmup(*arguments, grid=grid, **decided)
             return self.kernel[grid](*arguments, **decided)

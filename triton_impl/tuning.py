@@ -43,17 +43,24 @@ def to_time(configs: list[triton.Config]) -> list[triton.Config]:
 
 
 class Launch:
-    """A kernel with all but its tensors decided; whether it begins early is decided here.
+    """A kernel with all but its tensors decided; whether it begins early, unless it is to be late, is decided here.
 
     What Triton compiles depends on tensors by their dtypes, and by whether each starts at a multiple of 16 bytes. Where
     all do, as is usual, the kernel compiled before is launched as it is, which saves Triton's look at every argument.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, int]) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        options: dict[str, int],
+        late: bool = False,
+    ) -> None:
         self._kernel, self._run = kernel, kernel[grid]
         self._grid = (*grid, 1, 1)[:3]
-        self._arguments = (*arguments, *early.where_possible(kernel).values())
-        self._options = {**options, **early.options(kernel)}
+        self._arguments = (*arguments, *early.decided(kernel, late).values())
+        self._options = {**options, **early.options(kernel, late)}
         self._aligned: dict[int, Callable[..., None]] = {}  # by device: a compiled kernel is loaded on one
 
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
