@@ -82,12 +82,10 @@ def _stats(asked, CENTRED: gl.constexpr):
 
 
 @gluon.jit
-def _offset(stats, CENTRED: gl.constexpr):
-    """What x · rstd is to be shifted by, which of 16 bits rounds far less than their own spacing."""
+def _offset(stats):
+    """What x · rstd is to be shifted by for x̂, which of 16 bits rounds far less than their own spacing."""
     mean, rstd, shift = stats
-    if CENTRED:
-        shift -= mean * rstd
-    return shift
+    return shift - mean * rstd
 
 
 @gluon.jit
@@ -104,7 +102,7 @@ def _first_pass(
     if SHIFTED:
         x_hat = (x_hat - mean) * rstd + shift
     elif CENTRED:
-        x_hat = x_hat * rstd + _offset(stats, CENTRED)
+        x_hat = x_hat * rstd + _offset(stats)
     else:
         x_hat *= rstd
     if NEEDS_WEIGHTS:
@@ -150,7 +148,7 @@ def _second_pass(
         # What x is multiplied by, and what is taken away, are the same for all of the row.
         by_x = x * (-rstd * rstd * dot)[:, None]
         if CENTRED:
-            by_x -= (rstd * (plain + _offset(stats, CENTRED) * dot))[:, None]
+            by_x -= (rstd * (plain + _offset(stats) * dot))[:, None]
         value = value * rstd + by_x
     if len(more) > 0:
         value += widen(more[0])
