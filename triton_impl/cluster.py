@@ -17,7 +17,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from triton_impl import multiprocessors
 from triton_impl.once import ONCE
@@ -34,10 +33,7 @@ KEPT = (32, 16)
 #: Bytes of the longest row: of two operands a thread has half as many.
 MAX_BYTES = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT) // 2 * 4
 
-#: From global to shared memory, in later versions of Triton and in 3.6.
-copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-#: Length and strides of rows that it copies are multiples of this, and so are addresses: Triton copies whole vectors
-#: where it knows.
+#: What length and strides of rows, and addresses in bytes, are multiples of where a kernel takes whole vectors alone.
 MULTIPLE = 16
 
 
@@ -46,12 +42,6 @@ def row_layout(blocks, warps, vector):
     """Of a row as a matrix (blocks, part), each block of the cluster with its part; `vector` values a load."""
     bases = [[1 << bit, 0] for bit in range(blocks.bit_length() - 1)]
     return gl.BlockedLayout([1, vector], [1, 32], [1, warps], [1, 0], cga_layout=bases)
-
-
-@gluon.constexpr_function
-def slot_layout(blocks):
-    """Of vectors of rows (blocks, elements) in shared memory, each block's in its own."""
-    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1 << b, 0] for b in range(blocks.bit_length() - 1)])
 
 
 @gluon.constexpr_function

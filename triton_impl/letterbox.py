@@ -31,6 +31,22 @@ _SLOTS, _BARRIERS, _NOTICES, _BYTES = (gl.constexpr(n) for n in (256, 768, 800, 
 
 
 @gluon.constexpr_function
+def waiting(barrier, parity):
+    """PTX that waits for a barrier's phase to end, in braces of its own, with a predicate `open`.
+
+    It waits some milliseconds at a time: without a limit the hardware's own is short, and asking again takes slots.
+    """
+    return f"""not_yet: mbarrier.try_wait.parity.shared.b64 open, [{barrier}], {parity}, 10000000;
+        @!open bra not_yet;"""
+
+
+@gluon.jit
+def row_of(turn):
+    """A cluster's row in a turn. The rows of a turn lie side by side, so that the last turn's are spread evenly."""
+    return (gl.program_id(0) + turn * gl.num_programs(0)).to(gl.int64)
+
+
+@gluon.constexpr_function
 def _beginning_turns(warps):
     """PTX that makes the boxes, the slots and their barriers."""
     boxes = (f"@first mbarrier.init.shared.b64 [boxes+{_BARRIERS.value + 8 * box}], 1;" for box in range(4))
@@ -60,8 +76,6 @@ def _finding(turn):
 def _sending(blocks, warps, values):
     """PTX that leaves a warp's values in its slot; and by the first warp puts those of all into the turn's box of every
     block, its own among them.
-
-    It waits some milliseconds at a time: without a limit the hardware's own is short, and asking again takes slots.
     """
     kind = "f32" if values == 1 else "v2.f32"
     own, mine = ("$2", "v0") if values == 1 else ("{$2, $3}", "{v0, v1}")
@@ -86,8 +100,7 @@ def _sending(blocks, warps, values):
         @leaves mbarrier.arrive.shared.b64 state, [notice+{_NOTICES.value}];
         @open bra.uni sent;
         shr.u32 parity, $1, 1; and.b32 parity, parity, 1;
-        not_yet: mbarrier.try_wait.parity.shared.b64 open, [notice+{_NOTICES.value}], parity, 10000000;
-        @!open bra not_yet;
+        {waiting(f"notice+{_NOTICES.value}", "parity")}
         setp.lt.u32 reads, lane, {warps}; mad.lo.u32 slot, lane, {4 * values}, slot;
         {zeros}
         @reads ld.shared.{kind} {mine}, [slot+{_SLOTS.value}];
@@ -113,8 +126,7 @@ def _receiving(blocks, values):
         {_finding(f"${values}")}
         .reg .pred open; .reg .b32 parity; .reg .f32 v<{blocks * values}>;
         shr.u32 parity, ${values}, 2; and.b32 parity, parity, 1;
-        not_yet: mbarrier.try_wait.parity.shared.b64 open, [full], parity, 10000000;
-        @!open bra not_yet;
+        {waiting("full", "parity")}
         {loads}
         {sums}
         {adds}

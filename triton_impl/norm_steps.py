@@ -29,7 +29,5 @@ STEPS = {
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for the calls of a normalisation."""
-    modules = (norms, norms_cluster, norms_cluster_backward)
-    return [e for module in modules for e in module.ahead_of_time(kind)] + (
-        norms_staying.ahead_of_time() if kind == (True, False) else []
-    )
+    modules = (norms, norms_cluster, norms_staying, norms_cluster_backward)
+    return [e for module in modules for e in module.ahead_of_time(kind)]

@@ -201,7 +201,7 @@ def _launch(
 ) -> None:
     x = tensors[3]
     count, length = x.shape
-    if kind == (True, False) and norms_staying.takes(x, *tensors[5:]):
+    if norms_staying.takes(kind, x, *tensors[5:]):
         norms_staying.launch((*tensors[:1], *tensors[2:4], *tensors[5:]), strides[0], present, eps, keep)
         return
     constants = (*kind, keep, *present, cluster.vector_of(x.dtype))

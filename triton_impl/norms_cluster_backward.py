@@ -18,7 +18,7 @@ from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import MULTIPLE, by_warp, load, store, widen
 from triton_impl.gluon import unsupported
-from triton_impl.letterbox import all_have_begun, begin_turns, receive, send
+from triton_impl.letterbox import all_have_begun, begin_turns, receive, row_of, send
 from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
 from triton_impl.own_slots import begin_slots, fetch, own_layout, slots, wait
 from triton_impl.staying import Staying
@@ -26,15 +26,9 @@ from triton_impl.tuning import Launches, to_time
 
 
 @gluon.jit
-def _row_of(turn):
-    """A cluster's row in a turn. The rows of a turn lie side by side, so that the last turn's are spread evenly."""
-    return (gl.program_id(0) + turn * gl.num_programs(0)).to(gl.int64)
-
-
-@gluon.jit
 def _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK: gl.constexpr, STAGES: gl.constexpr):
     """Ask for input and gradient of a turn's row, if there is one."""
-    row = _row_of(turn)
+    row = row_of(turn)
     end = gl.where(row < count, length, 0)
     stage = turn % STAGES
     fetch(stage, 2 * stage, (input_ptr + row * in_stride, grad_ptr + row * grad_stride), end, BLOCK, True)
@@ -59,7 +53,7 @@ def _ask_for_stats(stats_ptr, turn, count, CENTRED: gl.constexpr):
         cvt.u64.u32 at, lane; mad.lo.u64 at, at, $2, $1; mov.f32 $0, 0f00000000;
         @asks ld.global.f32 $0, [at];
     }"""
-    row = _row_of(turn)
+    row = row_of(turn)
     kinds = gl.where(row < count, 3 if CENTRED else 1, 0)
     operands = (stats_ptr + row, count.to(gl.int64) * 4, kinds)
     return gl.inline_asm_elementwise(text, "=f,l,l,r", operands, dtype=gl.float32, is_pure=False, pack=1)
@@ -152,14 +146,14 @@ def _second_pass(
         value = value * rstd + by_x
     if len(more) > 0:
         value += widen(more[0])
-    store(grad_input_ptr + _row_of(turn) * length, i, length, value, EVEN)
+    store(grad_input_ptr + row_of(turn) * length, i, length, value, EVEN)
 
 
 @gluon.jit
 def _more(grad_sum_ptr, turn, stride, i, length, RESIDUAL: gl.constexpr, EVEN: gl.constexpr):
     """What is to be added to the gradient of a turn's row, in a tuple that is empty if nothing is."""
     if RESIDUAL:
-        return (load(grad_sum_ptr + _row_of(turn) * stride, i, length, 0.0, EVEN),)
+        return (load(grad_sum_ptr + row_of(turn) * stride, i, length, 0.0, EVEN),)
     else:
         return ()
 
@@ -230,8 +224,10 @@ def _norm_cluster_backward_kernel(
 #: Warps of a block, bytes of a row that each of its threads has, and rows on the chip, the best guess first. An SM
 #: holds 512 threads of 128 registers, and 64 bytes of 16-bit values are 64 of these for sums of columns. With half of
 #: that, twice as many rows are on their way. In shared memory, where the weight lies too, an SM has room for one block
-#: of 16 warps or for two of 8.
+#: of 16 warps or three of 4; and of 8 warps for two with half of that, while two with all of it lack 400 bytes.
 SHAPES, REGISTERS = ((16, 64, 3), (8, 64, 3), (16, 32, 6), (4, 64, 3), (8, 32, 6)), 128
+#: Bytes of the longest row.
+MAX_BYTES = cluster.MOST_BLOCKS * max(32 * warps * kept for warps, kept, _ in SHAPES)
 
 
 def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:
@@ -253,7 +249,9 @@ _launches = Launches()
 def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether rows (count, length), or what else is read with them, are not for this kernel."""
     count, length = x.shape
-    if count == 0 or length <= MAX_FUSED_BACKWARD or unsupported(x) is not None or not configs(length, x.dtype):
+    if count == 0 or length <= MAX_FUSED_BACKWARD or unsupported(x) is not None:
+        return True
+    if length * x.dtype.itemsize > MAX_BYTES:
         return True
     places = length
     for rows in (x, grad, grad_sum):
@@ -271,12 +269,12 @@ def backward(
     needs: Needs,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """As :func:`triton_impl.norms.backward`, which takes what is not for this kernel."""
+    if not any(needs):
+        return None, None, None
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
     if _refused(x, grad, s, w):
         return norms.backward(kind, x, weight, stats, grad, grad_sum, needs)
     count, length = x.shape
-    if not any(needs):
-        return None, None, None
     grad_input, grad_weight, grad_bias = norms.unwritten(x, needs)
     weights = needs.weight or needs.bias
     strides = (grad.stride(0), s.stride(0), x.stride(0))

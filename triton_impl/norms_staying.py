@@ -19,17 +19,17 @@ from triton_impl import cluster, multiprocessors
 from triton_impl.aot import Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import by_warp, floats, row_layout, write_once
-from triton_impl.letterbox import all_have_begun, begin_turns, receive, send
-from triton_impl.norms import add_both, rstd_of
+from triton_impl.letterbox import all_have_begun, begin_turns, receive, row_of, send
+from triton_impl.norms import Kind, add_both, rstd_of
 from triton_impl.own_slots import begin_slots, fetch, own_layout, slots, wait
 from triton_impl.staying import Staying
 from triton_impl.tuning import Launches, to_time
 
-#: Words of a vector, and words of a row about whose mean deviations are taken, which every warp finds by itself, in
-#: advance. It may be far from the mean of all, but not in units of how rows vary: at most by the root of their length
-#: over that of the head, of 131072 elements 64. Of the 24 bits of a sum of squares that leaves 12, and what is stored
-#: has 8 or 11.
-VECTOR, HEAD = gl.constexpr(4), gl.constexpr(16)
+#: Words of a thread's vector and of a warp's; and words of a row about whose mean deviations are taken, which each warp
+#: finds by itself, in advance. It may be far from the mean of all, but not in units of how rows vary: at most by the
+#: root of their length over that of the head, of 131072 elements 64. Of the 24 bits of a sum of squares that leaves 12,
+#: and what is stored has 8 or 11.
+VECTOR, OF_WARP, HEAD = gl.constexpr(4), gl.constexpr(128), gl.constexpr(16)
 
 
 @gluon.constexpr_function
@@ -64,14 +64,9 @@ def _word(low, high, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _row_of(turn):
-    return (gl.program_id(0) + turn * gl.num_programs(0)).to(gl.int64)
-
-
-@gluon.jit
 def _fetch(turn, input_ptr, in_stride, count, length, BLOCK: gl.constexpr, STAGES: gl.constexpr):
     """Ask for a turn's row, if there is one."""
-    row = _row_of(turn)
+    row = row_of(turn)
     end = gl.where(row < count, length, 0)
     fetch(turn % STAGES, turn % STAGES, (input_ptr + row * in_stride,), end, BLOCK, True)
 
@@ -86,7 +81,6 @@ def _arrived(rows, turn, OWN: gl.constexpr, STAGES: gl.constexpr):
 def _vectors(x, LAYOUT: gl.constexpr):
     """What a thread has of x, (blocks, elements), as a tuple of vectors (blocks, a vector of each thread)."""
     WARPS: gl.constexpr = gl.num_warps()
-    OF_WARP: gl.constexpr = 32 * VECTOR
     VECTORS: gl.constexpr = x.shape[1] // (WARPS * OF_WARP)
     parts = (x.reshape([x.shape[0], WARPS, VECTORS, OF_WARP]).permute([0, 1, 3, 2]),)
     for level in gl.static_range(_log2(VECTORS)):
@@ -106,7 +100,6 @@ def _vectors(x, LAYOUT: gl.constexpr):
 def _columns(BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """The columns of those vectors, in words: of the first ones. The next come OF_WARP further on."""
     WARPS: gl.constexpr = gl.num_warps()
-    OF_WARP: gl.constexpr = 32 * VECTOR
     part = gl.arange(0, gl.num_ctas(), layout=gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, WARPS * OF_WARP, layout=gl.SliceLayout(0, LAYOUT))
     return part[:, None] * BLOCK + (word // OF_WARP * (BLOCK // WARPS) + word % OF_WARP)[None, :]
@@ -115,7 +108,7 @@ def _columns(BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _head(turn, input_ptr, in_stride, count, LAYOUT: gl.constexpr):
     """The first words of a turn's row, for every block and warp; zeros if there is none."""
-    row = _row_of(turn)
+    row = row_of(turn)
     part = gl.arange(0, gl.num_ctas(), layout=gl.SliceLayout(1, LAYOUT))
     at = part[:, None] * 0 + gl.arange(0, HEAD, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     return gl.load(input_ptr + row * in_stride + at, mask=(at >= 0) & (row < count), other=0)
@@ -137,7 +130,7 @@ def _first_pass(row, turn, centre, i, length, DTYPE: gl.constexpr, EVEN: gl.cons
         low -= centre[:, None]
         high -= centre[:, None]
         if not EVEN:
-            inside = i + v * (32 * VECTOR) < length
+            inside = i + v * OF_WARP < length
             low = gl.where(inside, low, 0.0)
             high = gl.where(inside, high, 0.0)
         sums += low + high
@@ -153,8 +146,7 @@ def _second_pass(
 ):  # fmt: skip
     LAYOUT: gl.constexpr = i.type.layout
     OWN: gl.constexpr = own_layout(gl.num_ctas(), gl.num_warps(), VECTOR, rows.shape[2])
-    OF_WARP: gl.constexpr = 32 * VECTOR
-    row = _row_of(turn)
+    row = row_of(turn)
     sums = receive(turn, 2, gl.SliceLayout(1, LAYOUT))
     lost = sums[0] * per_element
     rstd = rstd_of(sums[1] * per_element - lost * lost, eps)
@@ -264,15 +256,19 @@ def configs(length: int) -> list[triton.Config]:
 #: Elements of a row from which on this is faster than a cluster for every row; and what its length and strides, and
 #: addresses in bytes, are multiples of.
 SHORTEST, MULTIPLE = 32769, 32
+#: Elements of the longest row.
+LONGEST = cluster.MOST_BLOCKS * max(2 * 32 * warps * kept for warps, kept, *_ in SHAPES)
+#: The norm that it is.
+KIND = Kind(centred=True, residual=False)
 
 _choose = Chooser(_norm_staying_kernel)
 _launches = Launches()
 
 
-def takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
+def takes(kind: Kind, x: torch.Tensor, *parameters: torch.Tensor) -> bool:
     """Whether rows (count, length) are for this kernel."""
     count, length = x.shape
-    if x.dtype.itemsize != 2 or length < SHORTEST or not configs(length):
+    if kind != KIND or x.dtype.itemsize != 2 or not SHORTEST <= length <= LONGEST:
         return False
     places = length | (x.stride(0) if count > 1 else 0)
     for tensor in (x, *parameters):
@@ -300,8 +296,10 @@ def launch(tensors: tuple[torch.Tensor, ...], stride: int, present: tuple[bool, 
     _launches.run((count, length, stride, constants, x.dtype, x.device, eps), make, tensors)
 
 
-def ahead_of_time() -> list[Entry]:
+def ahead_of_time(kind: Kind) -> list[Entry]:
     """A specialisation that stands for the calls."""
+    if kind != KIND:
+        return []
     types = {"stats_ptr": "*fp32", "per_element": "fp32", "eps": "fp32"}
     constants = {"KEEP": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
     return [entry(_norm_staying_kernel, "bf16", constants, configs(131072)[0], types)]

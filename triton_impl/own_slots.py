@@ -15,7 +15,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl.cluster import slot_layout
+from triton_impl.letterbox import waiting
 
 #: The policy of lines that leave the L2 after all others (once.py), as ``createpolicy`` makes it.
 _ONCE = gl.constexpr(0x14F0000000000000)
@@ -38,10 +38,16 @@ def own_layout(blocks, warps, vector, block):
     )
 
 
+@gluon.constexpr_function
+def _slot_layout(blocks):
+    """Of rows as matrices (blocks, part), each block's part in its own shared memory."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1 << b, 0] for b in range(blocks.bit_length() - 1)])
+
+
 @gluon.jit
 def slots(COUNT: gl.constexpr, BLOCK: gl.constexpr, DTYPE: gl.constexpr):
     """So many slots for a block's part of rows, BLOCK elements: all that a kernel has of shared memory."""
-    return gl.allocate_shared_memory(DTYPE, [COUNT, gl.num_ctas(), BLOCK], slot_layout(gl.num_ctas()))
+    return gl.allocate_shared_memory(DTYPE, [COUNT, gl.num_ctas(), BLOCK], _slot_layout(gl.num_ctas()))
 
 
 @gluon.constexpr_function
@@ -78,6 +84,14 @@ def begin_slots(COUNT: gl.constexpr, BARRIERS: gl.constexpr, length, BLOCK: gl.c
 
 
 @gluon.constexpr_function
+def _barrier_of(barrier, warps):
+    """PTX for where the barrier of a number is, `full`, of this `warp`."""
+    return f"""
+        .reg .b32 number, full;
+        mov.u32 full, own_arrived; mad.lo.u32 number, {barrier}, {warps}, warp; mad.lo.u32 full, number, 8, full;"""
+
+
+@gluon.constexpr_function
 def _fetching(rows, once, warps, block):
     hint, policy = (".L2::cache_hint", f", {_ONCE.value:#x}") if once else ("", "")
     copy = f"@asks cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
@@ -86,7 +100,7 @@ def _fetching(rows, once, warps, block):
         for r in range(rows)
     )
     return f"""{{
-        .reg .pred asks; .reg .b32 lane, warp, start, bytes, all, to, full; .reg .b64 from, far, state;
+        .reg .pred asks; .reg .b32 lane, warp, start, bytes, all, to; .reg .b64 from, far, state;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid; setp.ne.u32 asks, lane, 0;
         @asks bra asked;
@@ -96,7 +110,7 @@ def _fetching(rows, once, warps, block):
         mad.lo.u32 start, warp, {block // warps}, start;
         sub.s32 bytes, $3, start; max.s32 bytes, bytes, 0; min.s32 bytes, bytes, {block // warps};
         setp.gt.s32 asks, bytes, 0; cvt.u64.u32 far, start; mul.lo.u32 all, bytes, {rows};
-        mov.u32 full, own_arrived; mad.lo.u32 warp, $1, {warps}, warp; mad.lo.u32 full, warp, 8, full;
+        {_barrier_of("$1", warps)}
         mbarrier.arrive.expect_tx.shared.b64 state, [full], all;
         {copies}
         asked: mov.u32 $0, 0;
@@ -124,11 +138,10 @@ def fetch(barrier, slot, pointers, length, BLOCK: gl.constexpr, READ_ONCE: gl.co
 @gluon.constexpr_function
 def _waiting(warps):
     return f"""{{
-        .reg .pred open; .reg .b32 warp, full;
-        mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; mad.lo.u32 warp, $1, {warps}, warp;
-        mov.u32 full, own_arrived; mad.lo.u32 full, warp, 8, full;
-        not_yet: mbarrier.try_wait.parity.shared.b64 open, [full], $2, 10000000;
-        @!open bra not_yet;
+        .reg .pred open; .reg .b32 warp;
+        mov.u32 warp, %tid.x; shr.u32 warp, warp, 5;
+        {_barrier_of("$1", warps)}
+        {waiting("full", "$2")}
         mov.u32 $0, 0;
     }}"""
 

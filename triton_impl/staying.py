@@ -10,9 +10,6 @@ import triton
 from triton_impl import cluster
 from triton_impl.tuning import Launch
 
-#: Registers of a multiprocessor, and bytes of its shared memory.
-REGISTERS, SHARED = 65536, 233472
-
 
 class Staying:
     """A launch of as many clusters as the GPU holds, which is known once the kernel has been compiled.
@@ -42,9 +39,18 @@ class Staying:
     def _of(self, programs: int) -> Launch:
         return Launch(self._kernel, (programs,), self._arguments, self._options)
 
-    def _of_registers(self, compiled: Any) -> int:
-        """How many blocks a multiprocessor has registers for."""
-        return REGISTERS // (self._options["num_warps"] * 32 * triton.cdiv(compiled.n_regs, 8) * 8)
+    def _held(self, compiled: Any, device: torch.device) -> int:
+        """How many clusters the GPU holds at once.
+
+        Triton's question to the driver is about shared memory, of blocks of few threads: where registers limit how many
+        a multiprocessor holds, it is asked as if they took what lets it hold no more.
+        """
+        utils = triton.runtime.driver.active.utils
+        gpu = utils.get_device_properties(device.index)
+        registers = self._options["num_warps"] * 32 * triton.cdiv(compiled.n_regs, 8) * 8
+        most = gpu["max_num_regs"] // registers
+        shared = max(compiled.metadata.shared, gpu["max_shared_mem"] // (most + 1))
+        return utils.cuOccupancyMaxActiveClusters(compiled.function, shared, self._options["num_ctas"])
 
     def compile(self, *tensors: torch.Tensor) -> Any:
         return self._of(self.programs).compile(*tensors)
@@ -58,12 +64,6 @@ class Staying:
                     f"expected {self._slots}; where its slots lie is not known"
                 )
             compiled._init_handles()
-            # This asks about shared memory, of blocks of few threads: where registers limit how many an SM holds, as if
-            # they took what lets it hold no more.
-            shared = max(shared, SHARED // (self._of_registers(compiled) + 1))
-            held = triton.runtime.driver.active.utils.cuOccupancyMaxActiveClusters(
-                compiled.function, shared, self._options["num_ctas"]
-            )
-            self.programs = max(1, min(self.programs, held))
+            self.programs = max(1, min(self.programs, self._held(compiled, tensors[0].device)))
             self._launch = self._of(self.programs)
         self._launch(*tensors, values=values)

@@ -54,22 +54,22 @@ class Tuned:
         if torch.compiler.is_compiling():
             self.autotuner[grid](*tensors, *values, *arguments, **constants, **self._never)
             return None
-        config = self._choose(grid, (*tensors, *values, *arguments), constants)
+        late = self._late(constants)
+        config = self._choose(grid, (*tensors, *values, *arguments), constants, late)
         decided = {**constants, **config.kwargs}
         names = self.kernel.arg_names[len(tensors) + len(values) + len(arguments) :]
         # By position, because every keyword costs host time in each launch.
         positional = (*arguments, *(decided[name] for name in names if name != early.NAME))
         options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
-        return Launch(self.kernel, grid(decided), positional, options, self._late(constants))
+        return Launch(self.kernel, grid(decided), positional, options, late)
 
-    def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
+    def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any], late: bool) -> triton.Config:
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
         configs, prune = self.autotuner.configs, self.autotuner.early_config_prune
         if prune is not None:
             configs = prune(configs, named, **constants)
         of_key = {**named, **constants}
         dtypes = (str(a.dtype) for a in arguments if isinstance(a, torch.Tensor))
-        late = self._late(constants)
         key = (*(of_key[name] for name in self.autotuner.keys if name in of_key), *dtypes)
 
         def run(config: triton.Config, only_compile: bool) -> Any:
