@@ -130,7 +130,7 @@ struct LayerNorm {
     using FullTeams = std::tuple<>;
     using Teams = std::tuple<Team<4, 1, 512, 1024>, Team<2, 2, 1024, 4096>>;
     using Slots = SlotShape<1, 4, 512, 3>;
-    using StayingForward = std::tuple<StayingShape<8, 256, 8, 2, true>, StayingShape<4, 512, 8, 3, false>>;
+    using StayingForward = std::tuple<StayingShape<8, 256, 8, 1, true>, StayingShape<4, 512, 8, 2, false>>;
     using Crews = std::tuple<CrewShape<1, 1, 512, 2>, CrewShape<2, 1, 256, 2>, CrewShape<2, 2, 256, 2>>;
     using Staying = Stay<2, 3, 1024>;
     template <typename T>

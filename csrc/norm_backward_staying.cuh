@@ -177,6 +177,9 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
                 if constexpr (!CENTRED) sums[r] = partial.second;
             }
             mail.leave(turn, own_over_lanes(sums, add, WARP), add);
+            // Long before they are wanted: nothing else in a turn waits for memory.
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) next[r] = rows.stats(row + rows.apart + r);
         }
         if (turn > 0) {
             mail.wait(turn - 1);
@@ -199,8 +202,6 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
             if (!REFILL_FIRST) rows.fetch(row + (STAGES - 1) * rows.apart, stage_before);
         }
         if (!another) break;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) next[r] = rows.stats(row + rows.apart + r);
         stage_before = stage;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         row += rows.apart;

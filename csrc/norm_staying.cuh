@@ -1,7 +1,7 @@
 // The forward pass of the longest 16-bit rows that are centred: by clusters that stay, whose weight and bias lie in shared
-// memory, since half of what other clusters read comes from the L2. Rows arrive there by bulk copies, some ahead. No warp
-// waits for another of its block: each gives notice of what it found in its part of a row, a warp that serves adds that up and
-// tells the other blocks, and meanwhile the others make the first pass over the next row.
+// memory, since half of what other clusters read comes from the L2. Rows arrive there some ahead, each warp's stretch of a row
+// by a bulk copy of its own. No warp waits for another of its block: each gives notice of what it found in its stretch, a warp
+// that serves adds that up and tells the other blocks, and meanwhile the others make the first pass over the next row.
 #pragma once
 
 #include "norm_slots.cuh"
@@ -29,13 +29,16 @@ template <typename STAY>
 struct StayingMail {
     static constexpr int NOTICES = 2, BOXES = 4;
     Pair of_warps[NOTICES][STAY::SHAPE::WARPS], of_blocks[BOXES][STAY::BLOCKS];
-    uint64_t noticed[NOTICES], arrived[BOXES], full[STAY::STAGES], parameters;  // mbarriers
+    uint64_t noticed[NOTICES], arrived[BOXES], full[STAY::STAGES][STAY::SHAPE::WARPS], parameters;  // mbarriers
 
     __device__ void open() {
         for (uint64_t& barrier : noticed) mbarrier_init(shared_address(&barrier), STAY::SHAPE::WARPS);
         for (uint64_t& barrier : arrived) mbarrier_init(shared_address(&barrier), 1);
-        for (uint64_t& barrier : full) mbarrier_init(shared_address(&barrier), 1);
         mbarrier_init(shared_address(&parameters), 1);
+        mbarrier_init_fence();
+    }
+    __device__ void open(int warp) {
+        for (auto& of_stage : full) mbarrier_init(shared_address(&of_stage[warp]), 1);
         mbarrier_init_fence();
     }
 };
@@ -80,7 +83,7 @@ struct StayingPart {
     Mail& mail;
     uint4 *const weight, *const bias, *const rows;
     const SlotShare<SHAPE, true> share;
-    const int mine, first, apart, turns;  // vectors; rows
+    const int mine, stretch, first, apart, turns;  // vectors of this block, and of a warp; rows
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     __device__ StayingPart(const ShortNorm<T>& p_in, Mail& mail_in, uint4* shared)
@@ -91,29 +94,39 @@ struct StayingPart {
           rows(bias + STAY::SLOTS),
           share(p.length / E),
           mine(share.end - share.begin),
+          stretch(STAY::FULL ? V * WARP : (mine + SHAPE::THREADS - 1) / SHAPE::THREADS * WARP),
           first(share.group),
           apart(static_cast<int>(gridDim.x) / STAY::BLOCKS),
           turns((static_cast<int>(p.count) - first + apart - 1) / apart) {}
 
     __device__ bool serves() const { return warp == SHAPE::WARPS; }
-    __device__ bool has(int v) const { return STAY::FULL || share.has(v); }
-    __device__ bool any_has(int v) const { return STAY::FULL || v * SHAPE::THREADS < mine; }
+    // Of this block's vectors the v-th of this thread, and whether there is one; and whether one is there of its warp.
+    __device__ int own(int v) const { return warp * stretch + v * WARP + lane; }
+    __device__ bool has(int v) const { return STAY::FULL || (v * WARP < stretch && own(v) < mine); }
+    __device__ bool any_has(int v) const { return STAY::FULL || v * WARP < min(stretch, mine - warp * stretch); }
+    __device__ int of_warp(int one) const { return max(min(mine - one * stretch, stretch), 0); }
     // Where this block's part begins, of what lies `step` apart from row to row.
     template <typename P>
     __device__ P* at(P* operand, int64_t step, int turn) const {
         return operand + (first + int64_t{turn} * apart) * step + int64_t{share.begin} * E;
     }
 
-    // By a thread.
+    // By a thread of the warp.
     __device__ void fetch(int turn, int stage) const {
-        if (turn >= turns) return;
-        const uint32_t bytes = mine * sizeof(uint4);
-        mbarrier_arrive_expect(shared_address(&mail.full[stage]), bytes);
-        bulk_load<true>(rows + stage * STAY::SLOTS, at(p.input, p.in_step, turn), bytes, &mail.full[stage]);
+        const uint32_t bytes = of_warp(warp) * sizeof(uint4);
+        if (turn >= turns || bytes == 0) return;
+        uint64_t* const full = &mail.full[stage][warp];
+        mbarrier_arrive_expect(shared_address(full), bytes);
+        bulk_load<true>(rows + stage * STAY::SLOTS + warp * stretch, at(p.input, p.in_step, turn) + warp * stretch * E,
+                        bytes, full);
     }
     __device__ void begin() const {
+        if (!serves()) {
+            mail.open(warp);
+            for (int stage = 0; stage < STAY::STAGES; ++stage) fetch(stage, stage);
+            return;
+        }
         mail.open();
-        for (int stage = 0; stage < STAY::STAGES; ++stage) fetch(stage, stage);
         const uint32_t bytes = mine * sizeof(uint4), wanted = (p.weight != nullptr) + (p.bias != nullptr);
         mbarrier_arrive_expect(shared_address(&mail.parameters), wanted * bytes);
         if (p.weight != nullptr) bulk_load<false>(weight, at(p.weight, 0, 0), bytes, &mail.parameters);
@@ -153,14 +166,13 @@ struct StayingPart {
         return {fmaf(elements, centre, found.first), found.second - found.first * (found.first * per_element)};
     }
 
-    // The warp that serves: of each row it tells all blocks what this one found, and has the next row fetched in its place.
+    // The warp that serves: of each row it tells all blocks what this one found.
     __device__ void serve() const {
-        const int elements = share.of_warp(lane % SHAPE::WARPS, V) * E, rank = static_cast<int>(cluster::rank());
+        const int elements = of_warp(lane % SHAPE::WARPS) * E, rank = static_cast<int>(cluster::rank());
         const float per_element = 1.0f / static_cast<float>(mine * E);
-        Ring<STAY::STAGES> row;
         Ring<Mail::NOTICES> notice;
         Ring<Mail::BOXES> box;
-        for (int turn = 0; turn < turns; ++turn, row.next(), notice.next(), box.next()) {
+        for (int turn = 0; turn < turns; ++turn, notice.next(), box.next()) {
             mbarrier_wait(shared_address(&mail.noticed[notice.stage]), notice.phase);
             const Pair of_warp = mail.of_warps[notice.stage][lane % SHAPE::WARPS];
             uint64_t* const arrived = &mail.arrived[box.stage];
@@ -168,15 +180,13 @@ struct StayingPart {
             const Pair of_block = found_together<true>(of_warp, elements, per_element, SHAPE::WARPS);
             __syncwarp();  // all lanes have read what the warps found: once this has arrived, more comes in its place
             if (lane < STAY::BLOCKS) cluster::send(&mail.of_blocks[box.stage][rank], of_block, arrived, lane);
-            if (lane == 0) fetch(turn + STAY::STAGES, row.stage);
-            __syncwarp();
         }
     }
 
     // The other warps: the first pass over a row, then the second over the one before.
     __device__ void work() const {
         const BlocksTogether together(share.part * E, share.of_block(STAY::BLOCKS - 1) * E);
-        const auto elements = static_cast<float>(share.of_warp(warp, V) * E);
+        const auto elements = static_cast<float>(of_warp(warp) * E);
         const float per_element = 1.0f / fmaxf(elements, 1.0f);
         Ring<STAY::STAGES> row;
         Ring<Mail::NOTICES> notice;
@@ -186,15 +196,16 @@ struct StayingPart {
         mbarrier_wait(shared_address(&mail.parameters), 0);
         for (int turn = 0; turn <= turns; ++turn) {
             if (turn < turns) {
-                mbarrier_wait(shared_address(&mail.full[row.stage]), row.phase);
+                if (any_has(0)) mbarrier_wait(shared_address(&mail.full[row.stage][warp]), row.phase);
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
-                    reinterpret_cast<uint4&>(tile[v]) =
-                        rows[row.stage * STAY::SLOTS + v * SHAPE::THREADS + threadIdx.x];
+                    if (v > 0 && !any_has(v)) break;
+                    reinterpret_cast<uint4&>(tile[v]) = rows[row.stage * STAY::SLOTS + own(v)];
                 }
                 const Pair found = found_in(tile, elements, per_element);
                 __syncwarp();  // all lanes have read their vectors: others may come in their place
                 if (lane == 0) {
+                    fetch(turn + STAY::STAGES, row.stage);
                     mail.of_warps[notice.stage][warp] = found;
                     mbarrier_arrive(shared_address(&mail.noticed[notice.stage]));
                 }
@@ -204,7 +215,8 @@ struct StayingPart {
             if (turn > 0) {
                 mbarrier_wait(shared_address(&mail.arrived[box.stage]), box.phase);
                 const Stats stats = together.stats(mail.of_blocks[box.stage], p.per_element, p.eps);
-                if (share.at(0) == 0) store_stats<true>(p.stats, first + int64_t{turn - 1} * apart, stats);
+                if (share.begin == 0 && own(0) == 0)
+                    store_stats<true>(p.stats, first + int64_t{turn - 1} * apart, stats);
                 store(to, before, stats);
                 to += apart * p.out_step;
                 box.next();
@@ -217,7 +229,7 @@ struct StayingPart {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             if (!any_has(v)) break;
-            const int i = v * SHAPE::THREADS + threadIdx.x;
+            const int i = own(v);
             float x[E], scale[E], offset[E];
             unpack(tile[v], x);
             unpack(reinterpret_cast<const Vec<T>&>(weight[i]), scale);
@@ -238,7 +250,7 @@ __device__ void norm_staying(const ShortNorm<T>& p) {
     extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
     __shared__ StayingMail<STAY> mail;
     const StayingPart<T, STAY> part(p, mail, in_shared);
-    if (part.serves() && part.lane == 0) part.begin();
+    if (part.lane == 0) part.begin();
     cluster::arrive_relaxed();  // the fence has made the barriers known
     part.fill();
     cluster::wait();

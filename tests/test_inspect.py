@@ -198,6 +198,8 @@ def test_cuda_reads_the_extension(variant, pass_):
     assert {c.language for c in found.code} == {"cuda", "sass"}
     for code in found.code:
         assert code.language != "cuda" or ("__global__" in code.text and code.text.endswith("}\n"))
+        # ptxas 12.8 and 13.0 split such an address where registers are short, and the GPU refuses the instruction.
+        assert not re.search(r"LDGSTS\S* \[R\d+\+UR", code.text)
 
 
 INSTRUCTIONS = [
