@@ -100,11 +100,11 @@ struct StayingPart {
           turns((static_cast<int>(p.count) - first + apart - 1) / apart) {}
 
     __device__ bool serves() const { return warp == SHAPE::WARPS; }
-    // Of this block's vectors the v-th of this thread, and whether there is one; and whether one is there of its warp.
-    __device__ int own(int v) const { return warp * stretch + v * WARP + lane; }
-    __device__ bool has(int v) const { return STAY::FULL || (v * WARP < stretch && own(v) < mine); }
-    __device__ bool any_has(int v) const { return STAY::FULL || v * WARP < min(stretch, mine - warp * stretch); }
+    // Of this block's vectors: how many a warp has; the v-th of this thread, whether there is one, and whether of its warp.
     __device__ int of_warp(int one) const { return max(min(mine - one * stretch, stretch), 0); }
+    __device__ int own(int v) const { return warp * stretch + v * WARP + lane; }
+    __device__ bool has(int v) const { return STAY::FULL || v * WARP + lane < of_warp(warp); }
+    __device__ bool any_has(int v) const { return STAY::FULL || v * WARP < of_warp(warp); }
     // Where this block's part begins, of what lies `step` apart from row to row.
     template <typename P>
     __device__ P* at(P* operand, int64_t step, int turn) const {
