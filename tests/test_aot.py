@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 import kernel_ladder
 
@@ -27,13 +28,13 @@ def takes_descriptors(e) -> bool:
 
 
 def for_hopper_alone(e) -> bool:
-    return takes_descriptors(e) or e.options.get("num_ctas", 1) > 1
+    return takes_descriptors(e) or isinstance(e.kernel, GluonJITFunction)
 
 
 def entries(op: str, capability: int) -> list:
     """What to compile. Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first.
 
-    Kernels that take tensor descriptors, or run on clusters, are for Hopper alone.
+    Kernels that take tensor descriptors, or are in Gluon, are for Hopper alone.
     """
     if capability >= 90:
         return listed(op)

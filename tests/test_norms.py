@@ -247,3 +247,19 @@ def test_rows_with_gaps_and_gradients_of_any_stride(variant, length):
             grad = grad if len(grad) > 1 else grad[0]
         result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
         assert result.agrees, str(result)
+
+
+@needs_gpu
+@pytest.mark.parametrize("length", [256, 1024, 4096, 16384, 65536, 131072])
+@pytest.mark.parametrize(
+    "variant", [v for v in OWN_BACKWARD if v.op.endswith("layer_norm") and "naive" not in v.name], ids=variant_id
+)
+def test_parameters_that_are_absent(variant, length):
+    """Of weight and bias either, both and none, with gradients and without: kernels are made for each."""
+    spec, case = kernel_ladder.spec(variant.op), case_of(variant.op, 35, length)
+    *others, weight, bias = make_inputs(case, torch.bfloat16, DEVICE)
+    for inputs in ((*others, *last) for last in itertools.product((weight, None), (bias, None))):
+        skip_unless_it_runs(variant, inputs, case.options)
+        for grad in (None, make_grad(spec, inputs, case.options)):
+            result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
+            assert result.agrees, f"{[x is not None for x in inputs]}, {grad is not None}: {result}"

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import forwards
-from triton_impl import chain_cluster, gluon, layer_norm, norms, norms_cluster_backward, register
+from triton_impl import chain_cluster, gluon, layer_norm, norms, norms_short_backward, register
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
 from triton_impl.early import begin_early
@@ -256,8 +256,8 @@ def _variant(step: str, gradients: Callable, here: Callable[[], str | None] = la
 
 
 _variant("online", norms.backward)
-_variant("fused", norms_cluster_backward.backward)
-_variant("cluster", norms_cluster_backward.backward, gluon.here)
+_variant("fused", norms_short_backward.backward)
+_variant("cluster", norms_short_backward.backward, gluon.here)
 
 _FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "EIGHTS": True}
 _FLOATS = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}

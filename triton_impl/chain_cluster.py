@@ -1,5 +1,5 @@
 """Bias, dropout, residual sum and LayerNorm of rows of 16-bit elements, in Gluon: a row stays in the registers of a
-block, or, if it outgrows one, of a cluster (cluster.py).
+block, or, if it outgrows one, of a cluster (cluster.py). The longest rows are in chain_staying.py.
 
 The sum is made a vector a thread at a time, with one call of Philox each, and kept as what it is in memory.
 """
@@ -11,7 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl import cluster, unsupported
+from triton_impl import chain_staying, cluster, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.choosing import Chooser
 from triton_impl.cluster import MULTIPLE, begin, columns, load, meet, narrow, store, widen, widen_again, write_once
@@ -130,6 +130,9 @@ def run(
     count, length = x.shape
     if count == 1:
         strides = (length, length)  # the only row's is any number
+    if chain_staying.takes(tensors, strides):
+        chain_staying.run(tensors, strides, absent, eps, keep, mask)
+        return
     constants = (keep, *(not of for of in absent))
 
     def make() -> Launch:
@@ -167,4 +170,7 @@ def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
     constants = {"KEEP": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
-    return [entry(_chain_cluster_kernel, "bf16", constants, configs(4096)[0], types)]
+    return [
+        entry(_chain_cluster_kernel, "bf16", constants, configs(4096)[0], types),
+        *chain_staying.ahead_of_time(),
+    ]

@@ -45,7 +45,7 @@ def _log2(n):
 
 
 @gluon.jit
-def _halves(word, DTYPE: gl.constexpr):
+def halves(word, DTYPE: gl.constexpr):
     """The two values of words."""
     text: gl.constexpr = _unpacking(DTYPE)
     types: gl.constexpr = floats(2)
@@ -58,7 +58,7 @@ def _packing(dtype):
 
 
 @gluon.jit
-def _word(low, high, DTYPE: gl.constexpr):
+def word_of(low, high, DTYPE: gl.constexpr):
     text: gl.constexpr = _packing(DTYPE)
     return gl.inline_asm_elementwise(text, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -78,7 +78,7 @@ def _arrived(rows, turn, OWN: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _vectors(x, LAYOUT: gl.constexpr):
+def vectors(x, LAYOUT: gl.constexpr):
     """What a thread has of x, (blocks, elements), as a tuple of vectors (blocks, a vector of each thread)."""
     WARPS: gl.constexpr = gl.num_warps()
     VECTORS: gl.constexpr = x.shape[1] // (WARPS * OF_WARP)
@@ -90,14 +90,14 @@ def _vectors(x, LAYOUT: gl.constexpr):
             first, second = gl.split(both.permute([0, 1, 2, 4, 3]))
             halves += (first, second)
         parts = halves
-    vectors = ()
+    found = ()
     for p in gl.static_range(VECTORS):
-        vectors += (gl.convert_layout(parts[p].reshape([x.shape[0], WARPS * OF_WARP]), LAYOUT),)
-    return vectors
+        found += (gl.convert_layout(parts[p].reshape([x.shape[0], WARPS * OF_WARP]), LAYOUT),)
+    return found
 
 
 @gluon.jit
-def _columns(BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+def columns(BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """The columns of those vectors, in words: of the first ones. The next come OF_WARP further on."""
     WARPS: gl.constexpr = gl.num_warps()
     part = gl.arange(0, gl.num_ctas(), layout=gl.SliceLayout(1, LAYOUT))
@@ -116,7 +116,7 @@ def _head(turn, input_ptr, in_stride, count, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _centre(head, DTYPE: gl.constexpr):
-    low, high = _halves(head, DTYPE)
+    low, high = halves(head, DTYPE)
     return gl.sum(low + high, 1) * (0.5 / HEAD)
 
 
@@ -126,7 +126,7 @@ def _first_pass(row, turn, centre, i, length, DTYPE: gl.constexpr, EVEN: gl.cons
     sums = gl.full(i.shape, 0.0, gl.float32, i.type.layout)
     squares = sums
     for v in gl.static_range(len(row)):
-        low, high = _halves(row[v], DTYPE)
+        low, high = halves(row[v], DTYPE)
         low -= centre[:, None]
         high -= centre[:, None]
         if not EVEN:
@@ -140,7 +140,7 @@ def _first_pass(row, turn, centre, i, length, DTYPE: gl.constexpr, EVEN: gl.cons
 
 
 @gluon.jit
-def _second_pass(
+def second_pass(
     out_ptr, stats_ptr, kept, rows, turn, centre, i, count, length, per_element, eps,
     KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
@@ -157,21 +157,21 @@ def _second_pass(
         write_once(stats_ptr + 2 * count + row, shift, True)
     # Of 16 bits, what this rounds is far below their own spacing.
     offset = shift - centre * rstd
-    weight = _vectors(rows.index(rows.shape[0] - 2).load(OWN), LAYOUT)
-    bias = _vectors(rows.index(rows.shape[0] - 1).load(OWN), LAYOUT)
+    weight = vectors(rows.index(rows.shape[0] - 2).load(OWN), LAYOUT)
+    bias = vectors(rows.index(rows.shape[0] - 1).load(OWN), LAYOUT)
     for v in gl.static_range(len(kept)):
-        low, high = _halves(kept[v], DTYPE)
+        low, high = halves(kept[v], DTYPE)
         low = low * rstd[:, None] + offset[:, None]
         high = high * rstd[:, None] + offset[:, None]
         if HAS_WEIGHT:
-            of_low, of_high = _halves(weight[v], DTYPE)
+            of_low, of_high = halves(weight[v], DTYPE)
             low *= of_low
             high *= of_high
         if HAS_BIAS:
-            of_low, of_high = _halves(bias[v], DTYPE)
+            of_low, of_high = halves(bias[v], DTYPE)
             low += of_low
             high += of_high
-        word = _word(low, high, DTYPE)
+        word = word_of(low, high, DTYPE)
         j = i + v * OF_WARP
         if EVEN:
             gl.store(out_ptr + row * length + j, word, cache_modifier=".cs")
@@ -192,7 +192,7 @@ def _norm_staying_kernel(
     out_ptr = out_ptr.to(words, bitcast=True)
     input_ptr = input_ptr.to(words, bitcast=True)
     OWN: gl.constexpr = own_layout(blocks, gl.num_warps(), VECTOR, BLOCK)
-    j = _columns(BLOCK, LAYOUT)
+    j = columns(BLOCK, LAYOUT)
     rows = slots(STAGES + 2, BLOCK, gl.int32)
     begin_slots(STAGES + 2, STAGES + 1, length, BLOCK, gl.int32)
     begin_turns()
@@ -214,21 +214,21 @@ def _norm_staying_kernel(
         wait(STAGES, 0)
     kept = _arrived(rows, 0, OWN, STAGES)
     _fetch(STAGES, input_ptr, in_stride, count, length, BLOCK, STAGES)
-    _first_pass(_vectors(kept, LAYOUT), 0, before, j, length, DTYPE, EVEN)
+    _first_pass(vectors(kept, LAYOUT), 0, before, j, length, DTYPE, EVEN)
     for turn in range(1, turns):
         head = _head(turn + 1, input_ptr, in_stride, count, LAYOUT)
         row = _arrived(rows, turn, OWN, STAGES)
         _fetch(turn + STAGES, input_ptr, in_stride, count, length, BLOCK, STAGES)
-        _first_pass(_vectors(row, LAYOUT), turn, centre, j, length, DTYPE, EVEN)
-        _second_pass(
-            out_ptr, stats_ptr, _vectors(kept, LAYOUT), rows, turn - 1, before, j, count, length,
+        _first_pass(vectors(row, LAYOUT), turn, centre, j, length, DTYPE, EVEN)
+        second_pass(
+            out_ptr, stats_ptr, vectors(kept, LAYOUT), rows, turn - 1, before, j, count, length,
             per_element, eps, KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
         )  # fmt: skip
         before = centre
         centre = _centre(head, DTYPE)
         kept = row
-    _second_pass(
-        out_ptr, stats_ptr, _vectors(kept, LAYOUT), rows, turns - 1, before, j, count, length,
+    second_pass(
+        out_ptr, stats_ptr, vectors(kept, LAYOUT), rows, turns - 1, before, j, count, length,
         per_element, eps, KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
     )  # fmt: skip
 

@@ -124,7 +124,7 @@ def _fetched(rows):
 
 @gluon.jit
 def fetch(barrier, slot, pointers, length, BLOCK: gl.constexpr, READ_ONCE: gl.constexpr):
-    """Ask for the warp's part of one row or two, which come into as many slots from this one on. Addresses and length
+    """Ask for the warp's part of one row or more, which come into as many slots from this one on. Addresses and length
     are multiples of 16 bytes. What lay there its lanes have read. A row of no elements arrives at once.
     """
     SIZE: gl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth // 8
@@ -132,6 +132,63 @@ def fetch(barrier, slot, pointers, length, BLOCK: gl.constexpr, READ_ONCE: gl.co
     constraints: gl.constexpr = _fetched(len(pointers))
     operands = (barrier, slot, length * SIZE)
     operands += pointers
+    gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _fetching_rows(operands, rows, warps, size):
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    copies, zeros = [], []
+    for o in range(operands):
+        pointer, stride = f"${6 + 2 * o}", f"${7 + 2 * o}"
+        copies.append(f"cvt.u64.u32 far, first; mad.lo.u64 from, far, {stride}, {pointer};")
+        for r in range(rows):
+            place = o * warps * rows * size + r * size
+            copies.append(
+                f"setp.gt.s32 here, have, {r}; add.u32 at, to, {place};"
+                f"@here {copy} [at], [from], $4, [full], {_ONCE.value:#x}; add.u64 from, from, {stride};"
+            )
+            for byte in range(0, size, 512):
+                zeros.append(
+                    f"setp.le.s32 here, have, {r}; @here st.shared.v4.b32 [at+{place + byte}], {{n, n, n, n}};"
+                )
+    return f"""{{
+        .reg .pred here, others; .reg .b32 lane, warp, first, have, all, to, at, n; .reg .b64 from, far, state;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5;
+        mov.u32 to, global_smem; mad.lo.u32 to, $2, {warps * rows * size}, to; mad.lo.u32 to, warp, {rows * size}, to;
+        mul.lo.u32 first, warp, $3; sub.s32 have, $5, first; max.s32 have, have, 0; min.s32 have, have, {rows};
+        setp.ne.u32 others, lane, 0;
+        @others bra asked;
+        {_barrier_of("$1", warps)}
+        mul.lo.u32 all, have, $4; mul.lo.u32 all, all, {operands};
+        mbarrier.arrive.expect_tx.shared.b64 state, [full], all;
+        {" ".join(copies)}
+        asked:
+        setp.eq.s32 here, have, {rows};
+        @here bra there;
+        mad.lo.u32 at, lane, 16, to; mov.u32 n, 0;
+        {" ".join(zeros)}
+        there: mov.u32 $0, 0;
+    }}"""
+
+
+@gluon.constexpr_function
+def _fetched_rows(operands):
+    return ",".join(["=r", *["r"] * 5, *["l"] * (2 * operands)])
+
+
+@gluon.jit
+def fetch_rows(barrier, slot, apart, pointers, strides, left, length, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Ask for ROWS whole rows of each operand, which come into as many slots from this one on. A warp's rows begin
+    `apart` after those of the warp before; of those past the last of `left` come zeros.
+    """
+    SIZE: gl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth // 8
+    text: gl.constexpr = _fetching_rows(len(pointers), ROWS, gl.num_warps(), BLOCK * SIZE)
+    constraints: gl.constexpr = _fetched_rows(len(pointers))
+    operands = (barrier, slot, apart, length * SIZE, left)
+    for o in gl.static_range(len(pointers)):
+        operands += (pointers[o], strides[o] * SIZE)
     gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -151,3 +208,24 @@ def wait(barrier, parity):
     """Wait for what was asked for at this barrier: the first time with parity 0, then with 1, and so on."""
     text: gl.constexpr = _waiting(gl.num_warps())
     gl.inline_asm_elementwise(text, "=r,r,r", [barrier, parity], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def vector(slot, i, BLOCK: gl.constexpr):
+    """Of what lies in a slot, words at columns `i`, of which a thread has four side by side.
+
+    Triton would load a thread's vectors all at once, and registers are short.
+    """
+    text: gl.constexpr = (
+        "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $4; ld.shared.v4.b32 {$0, $1, $2, $3}, [at]; }"
+    )
+    at = (slot * BLOCK + i % BLOCK) * 4
+    return gl.inline_asm_elementwise(text, "=r,=r,=r,=r,r,r,r,r", [at], dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def hold(slots):
+    """Have Triton keep slots which are only read as vectors: memory that it finds no use of it does not ask for."""
+    LAYOUT: gl.constexpr = own_layout(gl.num_ctas(), gl.num_warps(), 4, slots.shape[2])
+    words = slots.index(0).load(LAYOUT)
+    gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)

@@ -35,24 +35,26 @@ def _rounds(part):
 @gluon.constexpr_function
 def _drawing():
     """PTX that makes four words, each half of which decides for an element (see `deciding_words_of` there)."""
-    # A half is the threshold's upper half where their difference is zero: it borrows from a top bit that it has not.
-    tie = "xor.b32 d, c{0}, both; sub.u32 e, d, 0x10001; not.b32 d, d; and.b32 e, e, d; and.b32 e, e, 0x80008000;"
-    ties = "mov.b32 any, 0;" + "".join(tie.format(i) + "or.b32 any, any, e;" for i in range(4))
+    # A half is the threshold's upper half where their difference is zero. Differences are taken for floating-point
+    # numbers, two an instruction: zero alone, of either sign, has no magnitude, and a minimum passes over NaN.
+    tie = "xor.b32 d, c{0}, both; abs.f16x2 d, d;"
+    ties = tie.format(0) + "mov.b32 nearest, d;"
+    ties += "".join(tie.format(i) + "min.f16x2 nearest, nearest, d;" for i in range(1, 4))
     settle = (
         "and.b32 d, w{0}, 0xffff0000; shr.u32 e, c{0}, 16; or.b32 d, d, e; setp.ge.u32 p, d, least;"
         "selp.b32 d, 0xffff0000, 0, p;"
         "shl.b32 e, w{0}, 16; and.b32 c{0}, c{0}, 0xffff; or.b32 e, e, c{0}; setp.ge.u32 p, e, least;"
         "selp.b32 e, 0xffff, 0, p; or.b32 w{0}, d, e;"
     )
-    registers = "c<4>, w<4>, k<2>, l<2>, h<2>, d, e, any, both, lower, upper, low, high, least"
+    registers = "c<4>, w<4>, k<2>, l<2>, h<2>, d, e, nearest, both, lower, upper, low, high, least"
     return (
-        f"{{ .reg .b32 {registers}; .reg .b64 product<2>; .reg .pred p;"
+        f"{{ .reg .b32 {registers}; .reg .b64 product<2>; .reg .pred p, q;"
         "mov.b32 lower, $4; mov.b32 upper, $5; mov.b32 low, $6; mov.b32 high, $7; mov.b32 least, $8;"
         + _rounds(0)
         + "shr.u32 both, least, 16; mul.lo.u32 both, both, 0x10001;"
         + ties
         + "".join(f"mov.b32 w{i}, c{i};" for i in range(4))
-        + "setp.eq.u32 p, any, 0; @p bra settled;"
+        + "mov.b32 d, 0; setp.neu.f16x2 p|q, nearest, d; and.pred p, p, q; @p bra settled;"
         + _rounds(1)
         + "".join(settle.format(i) for i in range(4))
         + "settled:"

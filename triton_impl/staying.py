@@ -52,12 +52,12 @@ class Staying:
         shared = max(compiled.metadata.shared, gpu["max_shared_mem"] // (most + 1))
         return utils.cuOccupancyMaxActiveClusters(compiled.function, shared, self._options["num_ctas"])
 
-    def compile(self, *tensors: torch.Tensor) -> Any:
-        return self._of(self.programs).compile(*tensors)
+    def compile(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> Any:
+        return self._of(self.programs).compile(*tensors, values=values)
 
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
         if self._launch is None:
-            compiled = self.compile(*tensors)
+            compiled = self.compile(*tensors, values=values)
             if (shared := compiled.metadata.shared) != self._slots:
                 raise RuntimeError(
                     f"Triton {triton.__version__} gave {compiled.metadata.name} {shared} bytes of shared memory, "

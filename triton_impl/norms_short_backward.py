@@ -1,0 +1,253 @@
+"""The backward pass of normalised short rows of 16 bits, in Gluon: a warp has whole rows, one or a few at a time.
+
+Programs stay and go through many rows, which are copied into shared memory some turns ahead (own_slots.py). No warp
+waits for another before the end, where those of a program add up their sums of columns: so these are fewer than the
+sums of programs of one warp each, as :mod:`triton_impl.norms` has them, and a second kernel adds them up sooner.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from triton_impl import cluster, multiprocessors, norms, norms_cluster_backward
+from triton_impl.aot import Entry, entry
+from triton_impl.choosing import Chooser
+from triton_impl.cluster import MULTIPLE, widen
+from triton_impl.gluon import unsupported
+from triton_impl.norms import Kind, Needs, add_both
+from triton_impl.own_slots import begin_slots, fetch_rows, wait
+from triton_impl.staying import Staying
+from triton_impl.tuning import Launches, to_time
+
+
+@gluon.constexpr_function
+def _layout(rows, warps, block):
+    """Of all warps' rows as a matrix: each warp has `rows` of its own, of which a thread loads eight values at once."""
+
+    def bases(step, count, dim):
+        return [[0, step << bit] if dim else [step << bit, 0] for bit in range(count.bit_length() - 1)]
+
+    return gl.DistributedLinearLayout(
+        [*bases(1, 8, 1), *bases(256, block // 256, 1), *bases(1, rows, 0)],
+        bases(8, 32, 1),
+        bases(rows, warps, 0),
+        [],
+        [rows * warps, block],
+    )
+
+
+@gluon.jit
+def _begin(EARLY: gl.constexpr):
+    """All warps know of the barriers; and what was written before is there."""
+    text: gl.constexpr = "bar.sync 0;" + ("griddepcontrol.wait; griddepcontrol.launch_dependents;" if EARLY else "")
+    gl.inline_asm_elementwise(text + " mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fetch(
+    turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length,
+    ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    apart = gl.num_programs(0) * ROWS
+    first = (turn * gl.num_warps() * gl.num_programs(0) + gl.program_id(0)) * ROWS
+    pointers = input_ptr + first.to(gl.int64) * in_stride, grad_ptr + first.to(gl.int64) * grad_stride
+    strides = in_stride.to(gl.int64), grad_stride.to(gl.int64)
+    stage = turn % STAGES
+    fetch_rows(stage, 2 * stage, apart, pointers, strides, count - first, length, ROWS, BLOCK)
+
+
+@gluon.jit
+def _stats(stats_ptr, row, count, CENTRED: gl.constexpr):
+    """What is kept of rows, noughts of those past the last: rstd, mean and shift, with x̂ = (x − mean) · rstd + shift.
+
+    For the next turn, and so not to be looked at in this one, which would wait for them.
+    """
+    live = row < count
+    rstd = gl.load(stats_ptr + row, mask=live, other=0.0)
+    if CENTRED:
+        mean = gl.load(stats_ptr + count + row, mask=live, other=0.0)
+        shift = gl.load(stats_ptr + 2 * count + row, mask=live, other=0.0)
+        return rstd, mean, shift
+    else:
+        return rstd, rstd, rstd
+
+
+@gluon.jit
+def _norm_short_backward_kernel(
+    grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
+    grad_stride, grad_sum_stride, in_stride, count, length, per_element,
+    CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
+    NEEDS_WEIGHTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
+    EARLY: gl.constexpr,
+):  # fmt: skip
+    warps: gl.constexpr = gl.num_warps()
+    ALL: gl.constexpr = ROWS * warps
+    LAYOUT: gl.constexpr = _layout(ROWS, warps, BLOCK)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    DTYPE: gl.constexpr = input_ptr.dtype.element_ty
+    programs = gl.num_programs(0)
+    one = gl.arange(0, ALL, layout=gl.SliceLayout(1, LAYOUT))
+    i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
+    inside = i < length
+    rows = gl.allocate_shared_memory(DTYPE, [2 * STAGES, ALL, BLOCK], PLAIN)
+    begin_slots(2 * STAGES * ALL, STAGES, length, BLOCK, DTYPE)
+    _begin(EARLY)
+    for turn in gl.static_range(STAGES):
+        _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, ROWS, BLOCK, STAGES)
+    row = (one // ROWS * programs + gl.program_id(0)) * ROWS + one % ROWS
+    scale, mean, shift = _stats(stats_ptr, row, count, CENTRED)
+    weight = gl.full([BLOCK], 1.0, gl.float32, gl.SliceLayout(0, LAYOUT))
+    if HAS_WEIGHT:
+        weight = widen(gl.load(weight_ptr + i, mask=inside, other=0.0))
+    of_weight = gl.full([ALL, BLOCK], 0.0, gl.float32, LAYOUT)
+    of_bias = gl.zeros_like(of_weight)
+    turns = (gl.cdiv(count, ROWS) - gl.program_id(0) + warps * programs - 1) // (warps * programs)
+    for turn in range(0, turns):
+        live = row < count
+        far = row.to(gl.int64)[:, None]
+        mask = live[:, None] if EVEN else live[:, None] & inside[None, :]
+        more = ()
+        if RESIDUAL and NEEDS_INPUT:
+            more = (gl.load(grad_sum_ptr + far * grad_sum_stride + i[None, :], mask=mask, other=0.0),)
+        next_scale, next_mean, next_shift = _stats(stats_ptr, row + warps * programs * ROWS, count, CENTRED)
+        slot = turn % STAGES * 2
+        wait(turn % STAGES, turn // STAGES & 1)
+        x, grad = widen(rows.index(slot).load(LAYOUT)), widen(rows.index(slot + 1).load(LAYOUT))
+        _fetch(turn + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, count, length, ROWS, BLOCK, STAGES)
+        offset = shift - mean * scale  # of 16 bits that rounds far less than their own spacing
+        x_hat = x * scale[:, None]
+        if CENTRED:
+            x_hat += offset[:, None]
+        if NEEDS_WEIGHTS:
+            of_weight += grad * x_hat
+            if CENTRED:
+                of_bias += grad
+        if NEEDS_INPUT:
+            value = grad
+            if HAS_WEIGHT:
+                value *= weight[None, :]
+            if CENTRED:
+                plain, dot = gl.reduce((value, value * x_hat), 1, add_both)
+                plain *= per_element
+            else:
+                dot = gl.sum(value * x_hat, 1)
+            dot *= per_element
+            # What x is multiplied by, and what is taken away, are the same for all of a row.
+            by_x = x * (-scale * scale * dot)[:, None]
+            if CENTRED:
+                by_x -= (scale * (plain + offset * dot))[:, None]
+            value = value * scale[:, None] + by_x
+            if len(more) > 0:
+                value += widen(more[0])
+            gl.store(grad_input_ptr + far * length + i[None, :], value.to(DTYPE), mask=mask)
+        scale, mean, shift = next_scale, next_mean, next_shift
+        row += warps * programs * ROWS
+    if NEEDS_WEIGHTS:
+        partials_ptr += gl.program_id(0).to(gl.int64) * length
+        # Warps add up by way of shared memory, where vectors are written and read: left to Triton, these are values.
+        BY_COLUMN: gl.constexpr = gl.BlockedLayout([ALL, max(1, BLOCK // (32 * warps))], [1, 32], [1, warps], [1, 0])
+        j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, BY_COLUMN))
+        gl.store(partials_ptr + j, gl.sum(gl.convert_layout(of_weight, BY_COLUMN), 0), mask=j < length)
+        if CENTRED:
+            partials_ptr += programs.to(gl.int64) * length
+            gl.store(partials_ptr + j, gl.sum(gl.convert_layout(of_bias, BY_COLUMN), 0), mask=j < length)
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------
+
+#: Of rows of up to so many elements: warps of a program, rows of a warp, turns on the chip, and registers of a thread.
+SHAPES = {
+    256: ((8, 2, 4, 128), (16, 2, 4, 128), (4, 2, 4, 128), (8, 1, 6, 80)),
+    512: ((8, 1, 4, 128), (16, 1, 4, 128), (4, 1, 6, 128)),
+    1024: ((8, 1, 4, 255), (8, 1, 6, 255), (4, 1, 6, 255), (4, 1, 4, 168)),
+}
+#: Programs of a multiprocessor at most, and elements of the longest and the shortest row.
+PROGRAMS, LONGEST, SHORTEST = 4, max(SHAPES), 129
+
+
+def configs(length: int) -> list[triton.Config]:
+    """Configurations for rows of a length, best first."""
+    block = max(256, triton.next_power_of_2(length))
+    return to_time(
+        [
+            triton.Config(
+                {"ROWS": rows, "BLOCK": block, "STAGES": stages, "EVEN": length == block},
+                num_warps=warps, num_stages=1, num_ctas=1, maxnreg=registers,
+            )
+            for warps, rows, stages, registers in SHAPES[block]
+        ]
+    )  # fmt: skip
+
+
+def slot_bytes(config: triton.Config) -> int:
+    of = config.kwargs
+    return 2 * of["STAGES"] * of["ROWS"] * config.num_warps * of["BLOCK"] * 2
+
+
+_choose = Chooser(_norm_short_backward_kernel)
+_launches = Launches()
+
+
+def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows (count, length), or what else is read with them, are not for this kernel."""
+    count, length = x.shape
+    if count == 0 or not SHORTEST <= length <= LONGEST or x.dtype.itemsize != 2 or unsupported(x) is not None:
+        return True
+    places = 2 * length
+    for rows in (x, grad, grad_sum):
+        places |= 2 * rows.stride(0) | rows.data_ptr()
+    return (places | weight.data_ptr()) % MULTIPLE != 0
+
+
+def backward(
+    kind: Kind,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    needs: Needs,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """As :func:`triton_impl.norms_cluster_backward.backward`, which takes what is not for this kernel."""
+    s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
+    if not any(needs) or _refused(x, grad, s, w):
+        return norms_cluster_backward.backward(kind, x, weight, stats, grad, grad_sum, needs)
+    count, length = x.shape
+    grad_input, grad_weight, grad_bias = norms.unwritten(x, needs)
+    weights = needs.weight or needs.bias
+    strides = (grad.stride(0), s.stride(0), x.stride(0))
+    key = (kind, count, length, strides, weight is None, needs, x.dtype, x.device)
+    known = _launches.get(key)
+    groups = min(count, PROGRAMS * multiprocessors(x.device, 1)) if known is None else known.programs
+    kinds = 2 if kind.centred else 1
+    partials = x.new_empty((kinds * groups * length,), dtype=torch.float32) if weights else stats
+    tensors = (x if grad_input is None else grad_input, partials, grad, s, x, stats, w)
+
+    def make() -> Staying:
+        arguments = (*strides, count, length, 1.0 / length, *kind, weight is not None, needs.input, weights)
+        # Whichever gradients are wanted, the choice is one, so that each has the same bits.
+        alike = (length, str(x.dtype), *kind, weight is None, cluster.fills_gpu(count, x.device))
+
+        def launch(config: triton.Config) -> Staying:
+            return Staying(_norm_short_backward_kernel, groups, arguments, config, slot_bytes(config))
+
+        return _choose.launch(alike, configs(length), launch, *tensors)
+
+    _launches.run(key, make, tensors)
+    if weights:
+        groups = _launches[key].programs
+        norms.add_up(x, partials[: kinds * groups * length].view(kinds, groups, length), grad_weight, grad_bias)
+    return grad_input, grad_weight, grad_bias
+
+
+def ahead_of_time(kind: Kind) -> list[Entry]:
+    """Specialisations that stand for a normalisation's calls."""
+    constants = {
+        "CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True,
+        "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True,
+    }  # fmt: skip
+    types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
+    return [entry(_norm_short_backward_kernel, "bf16", constants, configs(length)[0], types) for length in (256, 1000)]
