@@ -150,6 +150,15 @@ def test_triton_compiles_ahead_of_time(variant, pass_, arch):
 
 
 @needs_cuobjdump
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_begin_early_where_the_architecture_lets_them(arch):
+    """Whatever GPU is here, or none."""
+    found = looked_into("rms_norm", "triton.fused", "forward", "ptx", arch=arch)
+    (ptx,) = (code.text for code in found.code if code.language == "ptx")
+    assert ("griddepcontrol" in ptx) == (arch == "sm_90")
+
+
+@needs_cuobjdump
 def test_triton_uses_the_tensor_cores_of_each_architecture():
     for arch, instruction in (("sm_90", "HGMMA"), ("sm_80", "HMMA")):
         (sass,) = (

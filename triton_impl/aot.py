@@ -144,6 +144,8 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
             mock.patch.object(triton.JITFunction, "run", run),
             # A launch remembered here would be taken for one that can be made.
             mock.patch.object(Launches, "remember"),
+            # Whatever GPUs are here.
+            mock.patch.object(early, "possible", return_value=capability >= 90),
         ):
             yield calls
     finally:

@@ -32,7 +32,7 @@ def begin_early(EARLY: tl.constexpr):
 
 
 @functools.cache
-def _possible() -> bool:
+def possible() -> bool:
     """Whether every GPU here can: a launch is kept for all of them."""
     if interpreted() or not torch.cuda.is_available():
         return False
@@ -46,7 +46,7 @@ def never(kernel: Any) -> dict[str, bool]:
 
 def decided(kernel: Any, late: bool = False) -> dict[str, bool]:
     """The last argument of a kernel that is to begin early if the GPU lets it, and if it is not to be late."""
-    return {name: _possible() and not late for name in never(kernel)}
+    return {name: possible() and not late for name in never(kernel)}
 
 
 def options(kernel: Any, late: bool = False) -> dict[str, bool]:

@@ -160,17 +160,21 @@ def _norm_short_backward_kernel(
 
 #: Of rows of up to so many elements: warps of a program, rows of a warp, turns on the chip, and registers of a thread.
 SHAPES = {
-    256: ((8, 2, 4, 128), (16, 2, 4, 128), (4, 2, 4, 128), (8, 1, 6, 80)),
-    512: ((8, 1, 4, 128), (16, 1, 4, 128), (4, 1, 6, 128)),
-    1024: ((8, 1, 4, 255), (8, 1, 6, 255), (4, 1, 6, 255), (4, 1, 4, 168)),
+    512: ((8, 1, 4, 128), (16, 1, 4, 128)),
+    1024: ((8, 1, 4, 255), (8, 1, 6, 255), (4, 1, 4, 168)),
 }
-#: Programs of a multiprocessor at most, and elements of the longest and the shortest row.
-PROGRAMS, LONGEST, SHORTEST = 4, max(SHAPES), 129
+#: Programs of a multiprocessor at most; and elements of the longest and the shortest row for which it is faster, and
+#: what part of a block they are at least.
+PROGRAMS, LONGEST, SHORTEST, LEAST = 4, max(SHAPES), 257, 7 / 8
+
+
+def _block(length: int) -> int:
+    return max(min(SHAPES), triton.next_power_of_2(length))
 
 
 def configs(length: int) -> list[triton.Config]:
     """Configurations for rows of a length, best first."""
-    block = max(256, triton.next_power_of_2(length))
+    block = _block(length)
     return to_time(
         [
             triton.Config(
@@ -194,7 +198,9 @@ _launches = Launches()
 def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether rows (count, length), or what else is read with them, are not for this kernel."""
     count, length = x.shape
-    if count == 0 or not SHORTEST <= length <= LONGEST or x.dtype.itemsize != 2 or unsupported(x) is not None:
+    if count == 0 or x.dtype.itemsize != 2 or unsupported(x) is not None:
+        return True
+    if not SHORTEST <= length <= LONGEST or length < LEAST * _block(length):
         return True
     places = 2 * length
     for rows in (x, grad, grad_sum):
@@ -250,4 +256,4 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
-    return [entry(_norm_short_backward_kernel, "bf16", constants, configs(length)[0], types) for length in (256, 1000)]
+    return [entry(_norm_short_backward_kernel, "bf16", constants, configs(length)[0], types) for length in (512, 1000)]
