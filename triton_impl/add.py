@@ -17,6 +17,7 @@ from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 from triton_impl.once import ONCE
 from triton_impl.sum import summed_gradient
 from triton_impl.tuning import Launches, Step
+from triton_impl.units import in_units, unit_of
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
 BLOCK = 1024
@@ -40,9 +41,11 @@ def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr, EARLY
 
 @triton.jit
 def _add_row_kernel(
-    out_ptr, input_ptr, other_ptr, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
-):
+    out_ptr, input_ptr, other_ptr, rows, columns,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     begin_early(EARLY)
+    columns = in_units(columns, UNIT)
     tiles = tl.cdiv(columns, BLOCK_N)
     row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -84,7 +87,7 @@ def _plan(input: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], tu
         block_n = min(triton.next_power_of_2(sizes[1]), MAX_COLUMNS)
         block_m = TILE // block_n
         tiles = triton.cdiv(sizes[0], block_m) * triton.cdiv(sizes[1], block_n)
-        return shape, out, Step(_add_row_kernel, (tiles,), (*sizes, block_m, block_n))
+        return shape, out, Step(_add_row_kernel, (tiles,), (*sizes, unit_of(sizes[1]), block_m, block_n))
     return shape, out, Step(_add_strided_kernel, grid, (numel, *pad(sizes, strides), BLOCK))
 
 
@@ -131,6 +134,6 @@ register("add", "triton.fused", forward=add, backward=add_backward, unsupported=
 
 AOT = [
     entry(_add_kernel, "bf16", {"BLOCK": BLOCK}),
-    entry(_add_row_kernel, "bf16", {"BLOCK_M": 2, "BLOCK_N": MAX_COLUMNS}),
+    entry(_add_row_kernel, "bf16", {"UNIT": 16, "BLOCK_M": 2, "BLOCK_N": MAX_COLUMNS}),
     entry(_add_strided_kernel, "fp32", {"BLOCK": BLOCK}),
 ]

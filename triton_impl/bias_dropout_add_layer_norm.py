@@ -35,6 +35,7 @@ from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_of_rows
 from triton_impl.rows import blocks_of, forward_shapes, row_configs, suitable_forward
 from triton_impl.tuned import Tuned
 from triton_impl.tuning import Known, Launch, Launches
+from triton_impl.units import in_units, unit_of
 
 #: Backward: elements of a tile, its columns at most, warps, and programs that run on a multiprocessor at once.
 TILE, COLUMNS, WARPS, PROGRAMS = 2048, 256, 4, 7
@@ -71,10 +72,12 @@ def _sum_of(
 def _fused_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr,
+    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     total = _sum_of(
@@ -94,11 +97,13 @@ def _fused_kernel(
 def _online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr,
+    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr, UNIT: tl.constexpr,
     HEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Where the sum is not kept, `sum_ptr` is the output, which waits there for its normalisation."""
     begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
     rows = row + tl.arange(0, 1)
     lane = tl.arange(0, BLOCK)
@@ -135,9 +140,10 @@ def _online_kernel(
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, key_low, key_high, threshold, scale, rows, length, rows_a_share,
-    EIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EIGHTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Dropout of the sum's gradient, a share of the rows of a block of columns, and the sums over those rows."""
+    length = in_units(length, UNIT)
     blocks = tl.cdiv(length, BLOCK_N)
     share = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * BLOCK_N
@@ -155,8 +161,8 @@ def _backward_kernel(
     tl.store(partials_ptr + share * length + column, tl.sum(sums, axis=0), mask=column < length)
 
 
-_fused = Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "KEEP", "EIGHTS"), suitable_forward)
-_online = Tuned(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "EIGHTS"))
+_fused = Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "KEEP", "UNIT"), suitable_forward)
+_online = Tuned(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length",))
 _backward = Known(_backward_kernel, num_warps=WARPS)
 _launches = Launches()
 
@@ -190,7 +196,8 @@ def _sum_and_norm(
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
         constants: dict[str, Any] = {
-            "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None, "EIGHTS": length % 8 == 0
+            "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None,
+            "EIGHTS": length % 8 == 0, "UNIT": unit_of(length, *strides),
         }  # fmt: skip
         if step == "online":
             constants["HEAD"] = head_of(x.dtype)
@@ -213,7 +220,7 @@ def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[tor
     blocks = triton.cdiv(length, width)
     shares, rows_a_share = row_shares(count, blocks, PROGRAMS, 2 * height, grad.device)
     partials = torch.empty((shares, length), dtype=torch.float32, device=grad.device)
-    arguments_of = (count, length, rows_a_share, length % 8 == 0, height, width)
+    arguments_of = (count, length, rows_a_share, length % 8 == 0, unit_of(length), height, width)
     _backward(shares * blocks, (grad_input, partials, grad), arguments_of, mask)
     sum_shares(grad_bias, partials)
     return grad_input, grad_bias
@@ -259,7 +266,7 @@ _variant("online", norms.backward)
 _variant("fused", norms_short_backward.backward)
 _variant("cluster", norms_short_backward.backward, gluon.here)
 
-_FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "EIGHTS": True}
+_FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "EIGHTS": True, "UNIT": 16}
 _FLOATS = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
 
 
@@ -277,5 +284,5 @@ AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
     _entry(_online_kernel, 8, {**_FLAGS, "KEEP": True, "HEAD": HEAD}, BLOCK=4096),
     *chain_cluster.ahead_of_time(),
-    _entry(_backward_kernel, WARPS, {"EIGHTS": True}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
+    _entry(_backward_kernel, WARPS, {"EIGHTS": True, "UNIT": 16}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

@@ -18,6 +18,7 @@ from triton_impl.elementwise import along, offset_of, row_indexing, tile, tile_o
 from triton_impl.gelu import gelu_derivative, gelu_of
 from triton_impl.once import ONCE
 from triton_impl.tuning import Known
+from triton_impl.units import in_units, unit_of
 
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
 FORWARD_TILE, FORWARD_WARPS = 4096, 4
@@ -50,10 +51,11 @@ def _gradient(grad_input_ptr, grad_ptr, input_ptr, bias, mask, TANH: tl.constexp
 
 @triton.jit
 def _bias_gelu_kernel(
-    out_ptr, input_ptr, bias_ptr, rows, columns, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
+    out_ptr, input_ptr, bias_ptr, rows, columns,
+    UNIT: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    columns = in_units(columns, UNIT)
     row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
     i = row[:, None] * columns + column
     _bias_gelu(out_ptr + i, input_ptr + i, bias_ptr + column, column, columns, mask, TANH)
@@ -62,8 +64,9 @@ def _bias_gelu_kernel(
 @triton.jit
 def _bias_gelu_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, input_ptr, bias_ptr, rows, columns, rows_a_share,
-    TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    columns = in_units(columns, UNIT)
     blocks = tl.cdiv(columns, BLOCK_N)
     share = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -141,7 +144,7 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, *, approximate: str) -> t
     programs = triton.cdiv(rows, height) * triton.cdiv(columns, width)
     constants = (approximate == "tanh", height, width)
     if _are_dense(bias, output, input):
-        _forward(programs, (output, input, bias), (rows, columns, *constants))
+        _forward(programs, (output, input, bias), (rows, columns, unit_of(columns), *constants))
     else:
         _, _, strides = row_indexing(output, input)
         arguments = (rows, columns, bias.stride(0), *strides, *constants)
@@ -162,7 +165,7 @@ def bias_gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
     tensors = (grad_input, partials, grad, input, bias)
     constants = (approximate == "tanh", height, width)
     if _are_dense(bias, grad_input, grad, input):
-        _backward(shares * blocks, tensors, (rows, columns, rows_a_share, *constants))
+        _backward(shares * blocks, tensors, (rows, columns, rows_a_share, unit_of(columns), *constants))
     else:
         grad = along(grad, grad_input, input, rows_at=-1)
         _, _, strides = row_indexing(grad_input, grad, input)
@@ -191,9 +194,9 @@ _WARPS = (
 _FLOAT = {"partials_ptr": "*fp32"}
 
 AOT = [
-    *(entry(_bias_gelu_kernel, "bf16", {"TANH": tanh, **_TILES[0]}, _WARPS[0]) for tanh in (True, False)),
+    *(entry(_bias_gelu_kernel, "bf16", {"UNIT": 16, "TANH": tanh, **_TILES[0]}, _WARPS[0]) for tanh in (True, False)),
     *(
-        entry(_bias_gelu_backward_kernel, "bf16", {"TANH": tanh, **_TILES[1]}, _WARPS[1], _FLOAT)
+        entry(_bias_gelu_backward_kernel, "bf16", {"UNIT": 16, "TANH": tanh, **_TILES[1]}, _WARPS[1], _FLOAT)
         for tanh in (True, False)
     ),
     entry(_bias_gelu_strided_kernel, "bf16", {"TANH": False, **_TILES[0], **_ROWS}, _WARPS[0]),
@@ -207,7 +210,7 @@ AOT = [
     entry(
         sum_shares_kernel,
         "bf16",
-        dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True)),
+        {"UNIT": 16, **dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True))},
         triton.Config({}, num_warps=SUM_WARPS),
         _FLOAT,
     ),

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton_impl import multiprocessors
 from triton_impl.early import begin_early
 from triton_impl.tuning import Known
+from triton_impl.units import in_units, unit_of
 
 #: Elements of a tile of :func:`sum_shares_kernel`, shares of it at most, and warps. Of few columns there are few
 #: programs, which wait for memory once a tile: so tiles are tall.
@@ -29,10 +30,12 @@ def sum_tile(shares: int) -> tuple[int, int]:
 
 @triton.jit
 def sum_shares_kernel(
-    out_ptr, partials_ptr, shares, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr
-):
+    out_ptr, partials_ptr, shares, columns,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """out[c] = Σ partials[s, c] over shares s; partials in float32."""
     begin_early(EARLY)
+    columns = in_units(columns, UNIT)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, shares, BLOCK_M):
@@ -49,7 +52,7 @@ def sum_shares(output: torch.Tensor, partials: torch.Tensor) -> None:
     """Write the sums of partials, ``(shares, columns)`` in float32, into `output`, ``(columns,)``."""
     shares, columns = partials.shape
     height, width = sum_tile(shares)
-    _sum_shares(triton.cdiv(columns, width), (output, partials), (shares, columns, height, width))
+    _sum_shares(triton.cdiv(columns, width), (output, partials), (shares, columns, unit_of(columns), height, width))
 
 
 def row_shares(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from triton_impl.rows import (
 )
 from triton_impl.tuned import Tuned
 from triton_impl.tuning import Launch, Launches
+from triton_impl.units import in_units, unit_of
 
 #: The longest rows that `fused` keeps in registers, forward and backward.
 MAX_FUSED = 32768
@@ -131,9 +132,12 @@ def _norm_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = row < count
@@ -175,10 +179,12 @@ def _norm_online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
+    HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     input_ptr += row * in_stride
@@ -245,10 +251,12 @@ def _norm_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
     column = tl.arange(0, BLOCK)
     inside = column < length
     programs = tl.num_programs(0)
@@ -298,9 +306,10 @@ def _norm_backward_kernel(
 @triton.jit
 def _norm_backward_rows_kernel(
     means_ptr, grad_ptr, input_ptr, stats_ptr, weight_ptr, grad_stride, in_stride, count, length,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The means of one row that its gradient needs, for rows of any length."""
+    length, in_stride, grad_stride = in_units(length, UNIT), in_units(in_stride, UNIT), in_units(grad_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     mean, rstd, shift = _load_stats(stats_ptr, row, count, True, CENTRED)
@@ -323,9 +332,12 @@ def _norm_backward_columns_kernel(
     grad_input_ptr, partials_ptr, means_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length,
     CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of columns, over one group of rows."""
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < length
     groups = tl.num_programs(1)
@@ -364,10 +376,12 @@ def _norm_backward_columns_kernel(
 @triton.jit
 def _norm_sum_kernel(
     grad_weight_ptr, grad_bias_ptr, partials_ptr, groups, length,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Gradients of weight (programs of the first kind) and bias (of the second) from the sums over groups of rows."""
     begin_early(EARLY)
+    length = in_units(length, UNIT)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < length
     which = tl.program_id(1)
@@ -389,7 +403,7 @@ def _norm_sum_kernel(
 # ---- configurations ------------------------------------------------------------------------------------------------
 
 KEY = ("length", "CENTRED", "RESIDUAL")
-_fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL", "KEEP"), suitable_forward)
+_fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL", "KEEP", "UNIT"), suitable_forward)
 _online = Tuned(
     _norm_online_kernel,
     blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8), (4096, 16), (2048, 8)),
@@ -408,7 +422,7 @@ def _slower_early(constants: dict[str, Any]) -> bool:
 _fused_backward = Tuned(
     _norm_backward_kernel,
     row_configs((3, 2)),
-    ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS"),
+    ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS", "UNIT"),
     suitable_staying,
     _slower_early,
 )
@@ -509,7 +523,7 @@ def _launch(
         arguments = (*strides, count, length, eps)
         constants = {
             "CENTRED": kind.centred, "RESIDUAL": kind.residual, "KEEP": keep,
-            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias,
+            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "UNIT": unit_of(length, *strides),
         }  # fmt: skip
         if not fused:
             constants["EVEN"] = length % LARGEST_BLOCK == 0
@@ -567,7 +581,7 @@ def backward(
     strides = (grad.stride(0), s.stride(0), x.stride(0))
     key = ("backward", kind, count, length, strides, weight is None, needs, x.dtype, x.device)
     constants = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": weight is not None}
-    wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights}
+    wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights, "UNIT": unit_of(length, *strides)}
     if fused:
         tensors = (given, partials, grad, s, x, stats, w)
         _launches.run(
@@ -581,7 +595,7 @@ def backward(
         means = x.new_empty((count, 2), dtype=torch.float32)
         if needs.input:
             of_rows = (means, grad, x, stats, w)
-            of_row = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
+            of_row = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None, "UNIT": wanted["UNIT"]}
             arguments = (strides[0], strides[2], count, length)
             _launches.run(
                 (*key, "rows"),
@@ -610,7 +624,7 @@ def add_up(
     tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
     together, columns = sum_tile(groups)
     grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
-    arguments = (groups, length, grad_weight is not None, grad_bias is not None, together, columns)
+    arguments = (groups, length, grad_weight is not None, grad_bias is not None, unit_of(length), together, columns)
     key = ("sum", arguments, x.dtype, x.device)
 
     def make() -> Launch | None:
@@ -642,10 +656,11 @@ FORWARD = {
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for a normalisation's calls: short and long rows, both passes."""
-    flags = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True}
+    flags = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True, "UNIT": 16}
     forward_flags = {**flags, "KEEP": True, "HAS_BIAS": kind.centred}
     backward_flags = {**flags, "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True}
-    rows_flags = {"CENTRED": kind.centred, "HAS_WEIGHT": True}
+    rows_flags = {"CENTRED": kind.centred, "HAS_WEIGHT": True, "UNIT": 16}
+    sum_flags = {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred, "UNIT": 16}
     made = []
     for block in (256, 4096, 16384):
         rows, warps = forward_shapes(block)[0]
@@ -659,7 +674,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         (_norm_online_kernel, {**forward_flags, "HEAD": HEAD, "EVEN": False}, {"BLOCK": 8192}, 16),
         (_norm_backward_rows_kernel, rows_flags, {"BLOCK": 4096}, 8),
         (_norm_backward_columns_kernel, backward_flags, {"BLOCK": 2048, "STAGES": 3}, 4),
-        (_norm_sum_kernel, {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred}, {"GROUPS": 256, "COLUMNS": 16}, SUM_WARPS),
+        (_norm_sum_kernel, sum_flags, {"GROUPS": 256, "COLUMNS": 16}, SUM_WARPS),
     ):
         made.append(entry(kernel, "bf16", constants, triton.Config(block, num_warps=warps, num_stages=1)))
     of_float32 = dict.fromkeys(("stats_ptr", "partials_ptr", "means_ptr"), "*fp32") | {"eps": "fp32"}

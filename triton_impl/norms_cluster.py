@@ -17,6 +17,7 @@ from triton_impl.cluster import begin, by_warp, columns, load, meet, of_rows, st
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.norms import Kind, add_both, forward_by, rstd_of
 from triton_impl.tuning import Launch, Launches
+from triton_impl.units import in_units, unit_of
 
 
 @gluon.jit
@@ -135,9 +136,11 @@ def _norm_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
     CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, VECTOR: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
+    HAS_BIAS: gl.constexpr, VECTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     begin(3 if CENTRED else 1)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
     row = gl.program_id(0).to(gl.int64)
     i = columns(BLOCK, VECTOR)
     input_ptr += row * in_stride
@@ -208,7 +211,7 @@ def _launch(
 
     def make() -> Launch:
         def launch(config) -> Launch:
-            arguments = (*strides, count, length, eps, *constants, *config.kwargs.values())
+            arguments = (*strides, count, length, eps, *constants, unit_of(length, *strides), *config.kwargs.values())
             return Launch(_norm_cluster_kernel, (count,), arguments, cluster.options(config))
 
         key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
@@ -234,7 +237,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         entry(
             _norm_cluster_kernel,
             TYPES[dtype],
-            {**constants, "VECTOR": cluster.vector_of(dtype)},
+            {**constants, "VECTOR": cluster.vector_of(dtype), "UNIT": 16},
             cluster.configs(length, dtype, 1 + kind.residual)[0],
             types,
         )

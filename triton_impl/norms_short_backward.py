@@ -21,6 +21,7 @@ from triton_impl.norms import Kind, Needs, add_both
 from triton_impl.own_slots import begin_slots, fetch_rows, wait
 from triton_impl.staying import Staying
 from triton_impl.tuning import Launches, to_time
+from triton_impl.units import in_units, unit_of
 
 
 @gluon.constexpr_function
@@ -80,9 +81,10 @@ def _norm_short_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length, per_element,
     CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
-    NEEDS_WEIGHTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
-    EARLY: gl.constexpr,
+    NEEDS_WEIGHTS: gl.constexpr, UNIT: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
+    length, grad_sum_stride = in_units(length, UNIT), in_units(grad_sum_stride, UNIT)
     warps: gl.constexpr = gl.num_warps()
     ALL: gl.constexpr = ROWS * warps
     LAYOUT: gl.constexpr = _layout(ROWS, warps, BLOCK)
@@ -233,7 +235,8 @@ def backward(
     tensors = (x if grad_input is None else grad_input, partials, grad, s, x, stats, w)
 
     def make() -> Staying:
-        arguments = (*strides, count, length, 1.0 / length, *kind, weight is not None, needs.input, weights)
+        constants = (*kind, weight is not None, needs.input, weights, unit_of(length, *strides))
+        arguments = (*strides, count, length, 1.0 / length, *constants)
         # Whichever gradients are wanted, the choice is one, so that each has the same bits.
         alike = (length, str(x.dtype), *kind, weight is None, cluster.fills_gpu(count, x.device))
 
@@ -253,7 +256,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for a normalisation's calls."""
     constants = {
         "CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True,
-        "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True,
+        "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True, "UNIT": 16,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
     return [entry(_norm_short_backward_kernel, "bf16", constants, configs(length)[0], types) for length in (512, 1000)]

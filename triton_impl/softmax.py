@@ -30,6 +30,7 @@ from triton_impl.rows import (
 )
 from triton_impl.tuned import Tuned
 from triton_impl.tuning import Launch, Launches
+from triton_impl.units import in_units, unit_of
 
 #: The longest row that `fused` keeps in registers: 32 values a thread at 1024 threads.
 MAX_FUSED = 32768
@@ -121,25 +122,31 @@ def _backward_online_row(grad_input_ptr, grad_ptr, output_ptr, length, gi_step, 
 
 
 @triton.jit
-def _fused_kernel(out_ptr, input_ptr, count, length, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
+def _fused_kernel(
+    out_ptr, input_ptr, count, length, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
+):
     begin_early(EARLY)
+    length = in_units(length, UNIT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = row * length
     _fused_rows(out_ptr + start, input_ptr + start, row < count, length, 1, 1, BLOCK)
 
 
 @triton.jit
-def _online_kernel(out_ptr, input_ptr, length, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _online_kernel(out_ptr, input_ptr, length, UNIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     begin_early(EARLY)
+    length = in_units(length, UNIT)
     start = tl.program_id(0).to(tl.int64) * length
     _online_row(out_ptr + start, input_ptr + start, length, 1, 1, BLOCK, 4)
 
 
 @triton.jit
 def _fused_backward_kernel(
-    grad_input_ptr, grad_ptr, output_ptr, count, length, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    grad_input_ptr, grad_ptr, output_ptr, count, length,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    length = in_units(length, UNIT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = row * length
     _backward_fused_rows(
@@ -148,8 +155,11 @@ def _fused_backward_kernel(
 
 
 @triton.jit
-def _online_backward_kernel(grad_input_ptr, grad_ptr, output_ptr, length, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _online_backward_kernel(
+    grad_input_ptr, grad_ptr, output_ptr, length, UNIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     begin_early(EARLY)
+    length = in_units(length, UNIT)
     start = tl.program_id(0).to(tl.int64) * length
     _backward_online_row(grad_input_ptr + start, grad_ptr + start, output_ptr + start, length, 1, 1, 1, BLOCK)
 
@@ -204,12 +214,12 @@ class _Climb(NamedTuple):
 
 _ONLINE = ((8192, 16), (4096, 8), (8192, 8), (16384, 16), (16384, 32))
 _FORWARD = _Climb(
-    Tuned(_fused_kernel, row_configs((0,)), ("BLOCK",), suitable_forward),
+    Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "UNIT"), suitable_forward),
     Tuned(_online_kernel, blocks_of(*_ONLINE), ("length",)),
     _strided_kernel,
 )
 _BACKWARD = _Climb(
-    Tuned(_fused_backward_kernel, row_configs((0,)), ("BLOCK",), suitable_backward),
+    Tuned(_fused_backward_kernel, row_configs((0,)), ("BLOCK", "UNIT"), suitable_backward),
     Tuned(_online_backward_kernel, blocks_of(*_ONLINE), ("length",)),
     _strided_backward_kernel,
 )
@@ -247,10 +257,11 @@ def _launch(climb: _Climb, dim: int, fused: bool, *tensors: torch.Tensor) -> Non
 
 def _launch_dense(climb: _Climb, fused: bool, tensors: tuple[torch.Tensor, ...], count: int, length: int) -> None:
     def make() -> Launch | None:
+        constants = {"UNIT": unit_of(length)}
         if not fused:
-            return climb.online(lambda meta: (count,), tensors, (length,), {})
-        block = triton.next_power_of_2(length)
-        return climb.fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, (count, length), {"BLOCK": block})
+            return climb.online(lambda meta: (count,), tensors, (length,), constants)
+        constants["BLOCK"] = triton.next_power_of_2(length)
+        return climb.fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, (count, length), constants)
 
     key = (len(tensors), fused, count, length, tensors[0].dtype, tensors[0].device)
     _launches.run(key, make, tensors)
@@ -308,9 +319,9 @@ def _entry(kernel: Any, dtype: str, rows: int, warps: int, **constants: Any) -> 
 
 
 AOT = [
-    *(_entry(_fused_kernel, "bf16", *forward_shapes(block)[0], BLOCK=block) for block in (256, 4096, MAX_FUSED)),
-    *(_entry(_fused_backward_kernel, "bf16", *backward_shapes(block)[0], BLOCK=block) for block in (256, 4096)),
-    *(_entry(k, "bf16", 0, 16, BLOCK=8192) for k in (_online_kernel, _online_backward_kernel)),
+    *(_entry(_fused_kernel, "bf16", *forward_shapes(n)[0], UNIT=16, BLOCK=n) for n in (256, 4096, MAX_FUSED)),
+    *(_entry(_fused_backward_kernel, "bf16", *backward_shapes(n)[0], UNIT=16, BLOCK=n) for n in (256, 4096)),
+    *(_entry(k, "bf16", 0, 16, UNIT=16, BLOCK=8192) for k in (_online_kernel, _online_backward_kernel)),
     *(_entry(k, "fp32", 1, 8, BLOCK=ONLINE_BLOCK, FUSED=False) for k in (_strided_kernel, _strided_backward_kernel)),
     *softmax_cluster.AOT,
 ]

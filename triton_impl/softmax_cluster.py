@@ -13,6 +13,7 @@ from triton_impl.choosing import Chooser
 from triton_impl.cluster import begin, by_warp, columns, load_part, meet, of_rows, store, widen, widen_again
 from triton_impl.gluon import unsupported as unsupported_by_gluon
 from triton_impl.tuning import Launch, Launches
+from triton_impl.units import in_units, unit_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -34,10 +35,11 @@ def _sum_over_both(highest, total, other_highest, other_total):
 
 @gluon.jit
 def _softmax_cluster_kernel(
-    out_ptr, input_ptr, length, VECTOR: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
+    out_ptr, input_ptr, length, VECTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
 ):  # fmt: skip
     """Each warp sums over a maximum of its own, so that maximum and sum travel together."""
     begin(2)
+    length = in_units(length, UNIT)
     start = gl.program_id(0).to(gl.int64) * length
     i = columns(BLOCK, VECTOR)
     x = load_part(input_ptr + start, i, length, -float("inf"), BLOCK, EVEN)
@@ -63,9 +65,11 @@ def _softmax_cluster_kernel(
 
 @gluon.jit
 def _softmax_cluster_backward_kernel(
-    grad_input_ptr, grad_ptr, output_ptr, length, VECTOR: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
+    grad_input_ptr, grad_ptr, output_ptr, length,
+    VECTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     begin(1)
+    length = in_units(length, UNIT)
     start = gl.program_id(0).to(gl.int64) * length
     i = columns(BLOCK, VECTOR)
     grad = load_part(grad_ptr + start, i, length, 0.0, BLOCK, EVEN)
@@ -87,40 +91,40 @@ def _softmax_cluster_backward_kernel(
 #: Rows that are left to `fused`, which has them as fast.
 LEFT_TO_FUSED = 8192
 
-_choosers = {kernel: Chooser(kernel) for kernel in (_softmax_cluster_kernel, _softmax_cluster_backward_kernel)}
+_forward, _backward = Chooser(_softmax_cluster_kernel), Chooser(_softmax_cluster_backward_kernel)
 _launches = Launches()
 
 
-def _launch(kernel, *tensors: torch.Tensor) -> None:
+def _launch(chooser: Chooser, *tensors: torch.Tensor) -> None:
     """Launch over the rows of `tensors`, the output first, dense all of them."""
     output = tensors[0]
     length = output.shape[-1]
     count = output.numel() // length
     if count == 0:
         return
-    vector = cluster.vector_of(output.dtype)
+    arguments = (length, cluster.vector_of(output.dtype), unit_of(length))
 
     def make() -> Launch:
         def launch(config) -> Launch:
-            return Launch(kernel, (count,), (length, vector, *config.kwargs.values()), cluster.options(config))
+            return Launch(chooser.kernel, (count,), (*arguments, *config.kwargs.values()), cluster.options(config))
 
         configs = cluster.configs(length, output.dtype, len(tensors) - 1)
         key = (length, str(output.dtype), cluster.fills_gpu(count, output.device))
-        return _choosers[kernel].launch(key, configs, launch, *tensors)
+        return chooser.launch(key, configs, launch, *tensors)
 
-    _launches.run((kernel, count, length, output.dtype, output.device), make, tensors)
+    _launches.run((chooser, count, length, output.dtype, output.device), make, tensors)
 
 
 def forward(input: torch.Tensor, *, dim: int) -> tuple[torch.Tensor, tuple]:
     output = torch.empty_like(input)
-    _launch(_softmax_cluster_kernel, output, input)
+    _launch(_forward, output, input)
     return output, (output,)
 
 
 def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
     (output,) = saved
     grad_input = torch.empty_like(output)
-    _launch(_softmax_cluster_backward_kernel, grad_input, grad.contiguous(), output)
+    _launch(_backward, grad_input, grad.contiguous(), output)
     return (grad_input,)
 
 
@@ -135,7 +139,7 @@ def unsupported(input: torch.Tensor, *, dim: int) -> str | None:
 
 def _entry(kernel, dtype: torch.dtype, operands: int, length: int = 65536) -> Entry:
     config = cluster.configs(length, dtype, operands)[0]
-    return entry(kernel, TYPES[dtype], {"VECTOR": cluster.vector_of(dtype)}, config)
+    return entry(kernel, TYPES[dtype], {"VECTOR": cluster.vector_of(dtype), "UNIT": 16}, config)
 
 
 AOT = [

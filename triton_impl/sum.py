@@ -16,6 +16,7 @@ from triton_impl.aot import entry
 from triton_impl.early import begin_early
 from triton_impl.elementwise import MAX_DIMS, offset_of, pad
 from triton_impl.tuning import Launches, Step
+from triton_impl.units import in_units, unit_of
 
 #: Elements of a tile by the bytes of one: a 16-byte load of each thread of 4 warps. A thread has several on their way.
 TILE = {2: 1024, 4: 512, 8: 256}
@@ -53,9 +54,11 @@ def _store(out_ptr, sums, mask):
 @triton.jit
 def _sum_rows_kernel(
     out_ptr, input_ptr, count, length, stride, part,
-    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, EARLY: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    length, stride, part = in_units(length, UNIT), in_units(stride, UNIT), in_units(part, UNIT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
     left = tl.minimum(length - begin, part)
@@ -73,9 +76,11 @@ def _sum_rows_kernel(
 @triton.jit
 def _sum_columns_kernel(
     out_ptr, input_ptr, blocks, length, columns, block_stride, stride, part,
-    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, EARLY: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_early(EARLY)
+    columns, stride, block_stride = in_units(columns, UNIT), in_units(stride, UNIT), in_units(block_stride, UNIT)
     tiles = tl.cdiv(columns, BLOCK_O)
     block = (tl.program_id(0) // tiles).to(tl.int64)
     column = tl.program_id(0) % tiles * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -139,7 +144,8 @@ def _rows(count: int, length: int, stride: int, itemsize: int, wide: bool, split
     block_o = min(triton.next_power_of_2(count), several)
     programs = triton.cdiv(count, block_o)
     part, parts = _split(length, programs, ALONG * loads * block_r) if split else (length, 1)
-    return Step(_sum_rows_kernel, (programs, parts), (count, length, stride, part, wide, block_o, block_r, loads))
+    arguments = (count, length, stride, part, unit_of(length, stride, part), wide, block_o, block_r, loads)
+    return Step(_sum_rows_kernel, (programs, parts), arguments)
 
 
 def _columns(
@@ -153,7 +159,8 @@ def _columns(
     loads = _turn(length, block_r, LOADS // 2 if wide else LOADS)
     programs = blocks * triton.cdiv(columns, block_o)
     part, parts = _split(length, programs, ACROSS * loads * block_r) if split else (length, 1)
-    arguments = (blocks, length, columns, block_stride, stride, part, wide, block_o, block_r, loads)
+    unit = unit_of(columns, block_stride, stride)
+    arguments = (blocks, length, columns, block_stride, stride, part, unit, wide, block_o, block_r, loads)
     return Step(_sum_columns_kernel, (programs, parts), arguments)
 
 
@@ -272,10 +279,10 @@ def _unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
 register("sum", "triton.two_stage", forward=sum, backward=sum_backward, unsupported=_unsupported)
 
 AOT = [
-    entry(_sum_rows_kernel, "bf16", {"WIDE": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8}),
-    entry(_sum_rows_kernel, "fp32", {"WIDE": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}),
-    entry(_sum_columns_kernel, "bf16", {"WIDE": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8}),
-    entry(_sum_columns_kernel, "fp32", {"WIDE": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4}),
-    entry(_sum_columns_kernel, "fp32", {"WIDE": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4}),
+    entry(_sum_rows_kernel, "bf16", {"UNIT": 16, "WIDE": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8}),
+    entry(_sum_rows_kernel, "fp32", {"UNIT": 16, "WIDE": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}),
+    entry(_sum_columns_kernel, "bf16", {"UNIT": 16, "WIDE": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8}),
+    entry(_sum_columns_kernel, "fp32", {"UNIT": 16, "WIDE": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4}),
+    entry(_sum_columns_kernel, "fp32", {"UNIT": 16, "WIDE": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4}),
     entry(_sum_strided_kernel, "fp32", {"WIDE": True, "BLOCK_O": 4, "BLOCK_R": 128, "LOADS": 8}),
 ]

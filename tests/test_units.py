@@ -1,0 +1,64 @@
+"""Rows that 16 elements do not fill: Triton's kernels are told what divides their length, and take whole vectors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernel_ladder.inspect import Request, inspect
+from kernel_ladder.spec import Case
+from triton_impl.units import unit_of
+
+from .conftest import every_variant, variant_id
+
+#: Operations whose kernels go through rows, as calls with rows of so many elements; gradients of the norms' are those of
+#: every step that takes no cluster.
+ROWS, LENGTH, LONG = 4096, 1000, 20_008
+
+
+@functools.cache
+def case_of(op: str, length: int) -> Case:
+    rows, row = (ROWS, length), (length,)
+    shapes, options = {
+        "softmax": ((rows,), {"dim": -1}),
+        "add": ((rows, row), {}),
+        "sum": ((rows,), {"dim": -1, "keepdim": False}),
+        "layer_norm": ((rows, row, row), {"normalized_shape": row, "eps": 1e-5}),
+        "rms_norm": ((rows, row), {"normalized_shape": row, "eps": 1e-5}),
+        "add_rms_norm": ((rows, rows, row), {"eps": 1e-5}),
+        "bias_gelu": ((rows, row), {"approximate": "tanh"}),
+        "bias_dropout_add_layer_norm": ((rows, row, rows, row, row), {"p": 0.1, "seed": 3, "eps": 1e-5}),
+    }[op]
+    return Case(str(length), shapes, options)
+
+
+BY_ROWS = [v for v in every_variant("triton") if v.op in ("softmax", "add", "sum", "bias_gelu") or "norm" in v.op]
+CLUSTERS = [v for v in BY_ROWS if v.name == "triton.cluster" and not v.op.startswith("bias_dropout")]
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("variant", "length"),
+    [
+        *(pytest.param(v, LENGTH, id=variant_id(v)) for v in BY_ROWS if v.name != "triton.cluster"),
+        *(pytest.param(v, LONG, id=variant_id(v)) for v in CLUSTERS),
+    ],
+)
+def test_rows_are_read_and_written_by_vectors(variant, length, pass_):
+    """Element by element are at most what there is one of a row or column: what is kept of it, its sum, its first."""
+    request = Request(variant, case=case_of(variant.op, length), pass_=pass_, arch="sm_90", code=frozenset(["ptx"]))
+    for ptx in (code.text for code in inspect(request).code if code.language == "ptx"):
+        alone = re.findall(r"(?:ld|st)\.global\S*(?<!\.v2)(?<!\.v4)\.b16\b", ptx)
+        assert len(alone) <= 4, f"{len(alone)} loads and stores of one element in\n{ptx[:400]}"
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=4))
+def test_the_unit_is_the_largest_power_of_two_that_divides_all(numbers):
+    unit = unit_of(*numbers)
+    assert unit in (1, 2, 4, 8, 16)
+    assert unit == math.gcd(16, *numbers)
