@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 
@@ -16,12 +15,10 @@ from triton_impl.units import unit_of
 
 from .conftest import every_variant, variant_id
 
-#: Operations whose kernels go through rows, as calls with rows of so many elements; gradients of the norms' are those of
-#: every step that takes no cluster.
+#: Of calls with rows that 8 divides, but not 16: how many, how long, and how long where a cluster has each.
 ROWS, LENGTH, LONG = 4096, 1000, 20_008
 
 
-@functools.cache
 def case_of(op: str, length: int) -> Case:
     rows, row = (ROWS, length), (length,)
     shapes, options = {
