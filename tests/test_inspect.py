@@ -158,6 +158,26 @@ def test_kernels_begin_early_where_the_architecture_lets_them(arch):
     assert ("griddepcontrol" in ptx) == (arch == "sm_90")
 
 
+#: Calls whose kernels stay on the GPU as many as it holds, and which they are; on an Ampere, which has no clusters.
+STAYING = [
+    ("layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_norm_staying_kernel"),
+    ("layer_norm", "triton.cluster", "4096x65536", "backward", "sm_90", "_norm_cluster_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_90", "_norm_short_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_80", "_norm_backward_kernel"),
+    ("bias_dropout_add_layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_chain_staying_kernel"),
+]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize(("op", "backend", "shape", "pass_", "arch", "kernel"), STAYING)
+def test_kernels_that_stay_are_looked_into(op, backend, shape, pass_, arch, kernel):
+    (variant,) = (v for v in table.variants(op) if v.name == backend)
+    case = case_named(kernel_ladder.spec(op), shape)
+    found = inspect(Request(variant, case=case, pass_=pass_, arch=arch))
+    assert found.kernels[0].name == kernel
+    assert [k.name for k in found.kernels].count(kernel) == 1
+
+
 @needs_cuobjdump
 def test_triton_uses_the_tensor_cores_of_each_architecture():
     for arch, instruction in (("sm_90", "HGMMA"), ("sm_80", "HMMA")):

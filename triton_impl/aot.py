@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 import triton
 
-from triton_impl import early
+from triton_impl import early, gluon
+from triton_impl.staying import Staying
 from triton_impl.tuning import Launches
 
 #: What compilers call the types of an entry's pointers.
@@ -110,7 +111,10 @@ class _AbsentDriver:
 
 
 class _NotLaunched:
-    """Stands for a compiled kernel where the host code would launch it once more."""
+    """Stands for a compiled kernel where the host code would launch it once more, or ask how it was compiled."""
+
+    def __init__(self, metadata: Any) -> None:
+        self.metadata = metadata
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *arguments, **options: None
@@ -131,10 +135,11 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
         compiled = compile_or_launch(kernel, *arguments, grid=grid, warmup=True, **named)
         if compiled.metadata.shared > shared_limit:
             raise triton.OutOfResources(compiled.metadata.shared, shared_limit, "shared memory")
-        if callable(grid):
-            grid = grid({**dict(zip(kernel.arg_names, arguments, strict=False)), **named})
-        calls.append(Call(kernel, compiled, tuple(grid)))
-        return _NotLaunched()
+        if not warmup:
+            if callable(grid):
+                grid = grid({**dict(zip(kernel.arg_names, arguments, strict=False)), **named})
+            calls.append(Call(kernel, compiled, tuple(grid)))
+        return _NotLaunched(compiled.metadata)
 
     driver = triton.runtime.driver
     before = driver._active
@@ -146,6 +151,8 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
             mock.patch.object(Launches, "remember"),
             # Whatever GPUs are here.
             mock.patch.object(early, "possible", return_value=capability >= 90),
+            mock.patch.object(gluon, "traced_for", capability),
+            mock.patch.object(Staying, "_held", lambda staying, *of: staying.programs),
         ):
             yield calls
     finally:

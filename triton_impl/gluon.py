@@ -6,13 +6,19 @@ from functools import cache
 
 import torch
 
+#: The compute capability, as 90, that calls are traced for (aot.py), on tensors that are nowhere; else None.
+traced_for: int | None = None
+
+
+def _unless_hopper(major: int, minor: int) -> str | None:
+    return None if major == 9 else f"needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+
 
 @cache
 def _not_hopper(device: int) -> str | None:
     if not torch.cuda.is_available():  # kernels are looked into where they cannot run
         return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 9 else f"needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+    return _unless_hopper(*torch.cuda.get_device_capability(device))
 
 
 def here() -> str | None:
@@ -24,6 +30,8 @@ def here() -> str | None:
 
 def unsupported(x: torch.Tensor) -> str | None:
     """Why a kernel in Gluon cannot take a tensor, whatever its shape, or None."""
+    if traced_for is not None:
+        return _unless_hopper(*divmod(traced_for, 10))
     if not x.is_cuda:
         return f"Gluon, Triton's lower language, takes CUDA tensors alone, got {x.device.type}"
     if torch.compiler.is_compiling():

@@ -297,9 +297,8 @@ def backward(
 
         return _choose.launch(alike, configs(length, x.dtype), launch, *tensors)
 
-    _launches.run(key, make, tensors)
+    groups = _launches.run(key, make, tensors).programs
     if weights:
-        groups = _launches[key].programs
         norms.add_up(x, partials[: kinds * groups * length].view(kinds, groups, length), grad_weight, grad_bias)
     return grad_input, grad_weight, grad_bias
 

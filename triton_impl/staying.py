@@ -45,6 +45,7 @@ class Staying:
         Triton's question to the driver is about shared memory, of blocks of few threads: where registers limit how many
         a multiprocessor holds, it is asked as if they took what lets it hold no more.
         """
+        compiled._init_handles()
         utils = triton.runtime.driver.active.utils
         gpu = utils.get_device_properties(device.index)
         registers = self._options["num_warps"] * 32 * triton.cdiv(compiled.n_regs, 8) * 8
@@ -63,7 +64,6 @@ class Staying:
                     f"Triton {triton.__version__} gave {compiled.metadata.name} {shared} bytes of shared memory, "
                     f"expected {self._slots}; where its slots lie is not known"
                 )
-            compiled._init_handles()
             self.programs = max(1, min(self.programs, self._held(compiled, tensors[0].device)))
             self._launch = self._of(self.programs)
         self._launch(*tensors, values=values)

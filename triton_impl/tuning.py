@@ -119,16 +119,17 @@ class Launches(dict[Hashable, Any]):
         make: Callable[[], Launch | None],
         tensors: tuple[torch.Tensor, ...],
         values: tuple[Any, ...] = (),
-    ) -> None:
-        """Run the launch that goes by `key`; the first time `make` runs it, and gives it for the next time."""
+    ) -> Any:
+        """Run the launch that goes by `key`, and return it; the first time `make` runs it, and gives it."""
         if torch.compiler.is_compiling():
-            make()
-            return
+            return make()
         known = self.get(key)
         if known is None:
-            self.remember(key, make())
+            known = make()
+            self.remember(key, known)
         else:
             known(*tensors, values=values)
+        return known
 
 
 class Choice(NamedTuple):
