@@ -34,10 +34,13 @@ needs_cuobjdump = pytest.mark.skipif(cubin.cuobjdump() is None, reason="no cuobj
 
 
 @functools.cache
-def looked_into(op: str, backend: str, pass_: str = "forward", *code: str, arch: str | None = None) -> Inspection:
+def looked_into(
+    op: str, backend: str, pass_: str = "forward", *code: str, arch: str | None = None, shape: str | None = None
+) -> Inspection:
     (variant,) = (v for v in table.variants(op) if v.name == backend)
     dtype = torch.float32 if (op, backend) == ("linear", "cuda.registers") else torch.bfloat16
-    return inspect(Request(variant, dtype=dtype, pass_=pass_, code=frozenset(code), arch=arch))
+    case = None if shape is None else case_named(kernel_ladder.spec(op), shape)
+    return inspect(Request(variant, case, dtype, pass_, arch, frozenset(code)))
 
 
 def at_level(level: str) -> list:
@@ -171,9 +174,7 @@ STAYING = [
 @needs_cuobjdump
 @pytest.mark.parametrize(("op", "backend", "shape", "pass_", "arch", "kernel"), STAYING)
 def test_kernels_that_stay_are_looked_into(op, backend, shape, pass_, arch, kernel):
-    (variant,) = (v for v in table.variants(op) if v.name == backend)
-    case = case_named(kernel_ladder.spec(op), shape)
-    found = inspect(Request(variant, case=case, pass_=pass_, arch=arch))
+    found = looked_into(op, backend, pass_, arch=arch, shape=shape)
     assert found.kernels[0].name == kernel
     assert [k.name for k in found.kernels].count(kernel) == 1
 

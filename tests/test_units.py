@@ -13,6 +13,7 @@ from kernel_ladder.inspect import Request, inspect
 from kernel_ladder.spec import Case
 from triton_impl.units import unit_of
 
+from . import test_norms
 from .conftest import every_variant, variant_id
 
 #: Of calls with rows that 8 divides, but not 16: how many, how long, and how long where a cluster has each.
@@ -20,21 +21,19 @@ ROWS, LENGTH, LONG = 4096, 1000, 20_008
 
 
 def case_of(op: str, length: int) -> Case:
+    if op in test_norms.OPS:
+        return test_norms.case_of(op, ROWS, length)
     rows, row = (ROWS, length), (length,)
     shapes, options = {
         "softmax": ((rows,), {"dim": -1}),
         "add": ((rows, row), {}),
         "sum": ((rows,), {"dim": -1, "keepdim": False}),
-        "layer_norm": ((rows, row, row), {"normalized_shape": row, "eps": 1e-5}),
-        "rms_norm": ((rows, row), {"normalized_shape": row, "eps": 1e-5}),
-        "add_rms_norm": ((rows, rows, row), {"eps": 1e-5}),
         "bias_gelu": ((rows, row), {"approximate": "tanh"}),
-        "bias_dropout_add_layer_norm": ((rows, row, rows, row, row), {"p": 0.1, "seed": 3, "eps": 1e-5}),
     }[op]
     return Case(str(length), shapes, options)
 
 
-BY_ROWS = [v for v in every_variant("triton") if v.op in ("softmax", "add", "sum", "bias_gelu") or "norm" in v.op]
+BY_ROWS = [v for v in every_variant("triton") if v.op in ("softmax", "add", "sum", "bias_gelu", *test_norms.OPS)]
 CLUSTERS = [v for v in BY_ROWS if v.name == "triton.cluster" and not v.op.startswith("bias_dropout")]
 
 

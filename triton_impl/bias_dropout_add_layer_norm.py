@@ -140,7 +140,7 @@ def _online_kernel(
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, key_low, key_high, threshold, scale, rows, length, rows_a_share,
-    EIGHTS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Dropout of the sum's gradient, a share of the rows of a block of columns, and the sums over those rows."""
     length = in_units(length, UNIT)
@@ -155,7 +155,7 @@ def _backward_kernel(
         mask = (row < end)[:, None] & (column < length)[None, :]
         i = row[:, None] * length + column[None, :]
         grad = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32)
-        grad *= _factors(row, column, start, length, key_low, key_high, threshold, scale, EIGHTS, BLOCK_N)
+        grad *= _factors(row, column, start, length, key_low, key_high, threshold, scale, UNIT >= 8, BLOCK_N)
         tl.store(grad_input_ptr + i, grad.to(grad_input_ptr.dtype.element_ty), mask=mask)
         sums += grad
     tl.store(partials_ptr + share * length + column, tl.sum(sums, axis=0), mask=column < length)
@@ -220,7 +220,7 @@ def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[tor
     blocks = triton.cdiv(length, width)
     shares, rows_a_share = row_shares(count, blocks, PROGRAMS, 2 * height, grad.device)
     partials = torch.empty((shares, length), dtype=torch.float32, device=grad.device)
-    arguments_of = (count, length, rows_a_share, length % 8 == 0, unit_of(length), height, width)
+    arguments_of = (count, length, rows_a_share, unit_of(length), height, width)
     _backward(shares * blocks, (grad_input, partials, grad), arguments_of, mask)
     sum_shares(grad_bias, partials)
     return grad_input, grad_bias
@@ -284,5 +284,5 @@ AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
     _entry(_online_kernel, 8, {**_FLAGS, "KEEP": True, "HEAD": HEAD}, BLOCK=4096),
     *chain_cluster.ahead_of_time(),
-    _entry(_backward_kernel, WARPS, {"EIGHTS": True, "UNIT": 16}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
+    _entry(_backward_kernel, WARPS, {"UNIT": 16}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

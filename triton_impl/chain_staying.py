@@ -18,7 +18,17 @@ from triton_impl.choosing import Chooser
 from triton_impl.cluster import by_warp, row_layout
 from triton_impl.letterbox import all_have_begun, begin_turns, row_of, send
 from triton_impl.norms import add_both
-from triton_impl.norms_staying import HEAD, OF_WARP, VECTOR, columns, halves, second_pass, word_of
+from triton_impl.norms_staying import (
+    HEAD,
+    OF_WARP,
+    VECTOR,
+    add_deviations,
+    columns,
+    halves,
+    head,
+    second_pass,
+    word_of,
+)
 from triton_impl.own_slots import begin_slots, fetch, hold, slots, vector, wait
 from triton_impl.philox import ARGUMENTS
 from triton_impl.philox_words import factors
@@ -40,28 +50,24 @@ def _fetch(turn, input_ptr, residual_ptr, in_stride, residual_stride, count, len
 
 
 @gluon.jit
-def _head(turn, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT: gl.constexpr):
-    """The first words of a turn's row of both operands, and of the bias, for every block and warp."""
-    row = row_of(turn)
-    part = gl.arange(0, gl.num_ctas(), layout=gl.SliceLayout(1, LAYOUT))
-    at = part[:, None] * 0 + gl.arange(0, HEAD, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    live = (at >= 0) & (row < count)
+def _heads(turn, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT: gl.constexpr):
+    """The first words of a turn's row of both operands, and of the bias, which all rows have."""
     return (
-        gl.load(input_ptr + row * in_stride + at, mask=live, other=0),
-        gl.load(bias_ptr + at),
-        gl.load(residual_ptr + row * residual_stride + at, mask=live, other=0),
+        head(turn, input_ptr, in_stride, count, LAYOUT),
+        head(turn, bias_ptr, 0, count, LAYOUT),
+        head(turn, residual_ptr, residual_stride, count, LAYOUT),
     )
 
 
 @gluon.jit
-def _centre(head, DTYPE: gl.constexpr):
+def _centre(heads, DTYPE: gl.constexpr):
     """About what deviations are taken: the mean of a row's first sums, were nothing dropped.
 
     Dropping leaves the mean of a row, and does not let it vary less: so this lies as near as LayerNorm's own.
     """
-    total = gl.full(head[0].shape, 0.0, gl.float32, head[0].type.layout)
+    total = gl.full(heads[0].shape, 0.0, gl.float32, heads[0].type.layout)
     for k in gl.static_range(3):
-        low, high = halves(head[k], DTYPE)
+        low, high = halves(heads[k], DTYPE)
         total += low + high
     return gl.sum(total, 1) * (0.5 / HEAD)
 
@@ -102,21 +108,12 @@ def _first_pass(
         high += (in_high + bias_high) * gl.convert_layout(kept_high, LAYOUT, assert_trivial=True)
         word = word_of(low, high, DTYPE)
         made += (word,)
-        inside = j < length
         if KEEP:
             if EVEN:
                 gl.store(sum_ptr + row * length + j, word)
             else:
-                gl.store(sum_ptr + row * length + j, word, mask=inside)
-        low, high = halves(word, DTYPE)
-        low -= centre[:, None]
-        high -= centre[:, None]
-        if not EVEN:
-            low = gl.where(inside, low, 0.0)
-            high = gl.where(inside, high, 0.0)
-        sums += low + high
-        squares += low * low
-        squares += high * high
+                gl.store(sum_ptr + row * length + j, word, mask=j < length)
+        sums, squares = add_deviations(sums, squares, word, centre, j, length, DTYPE, EVEN)
     send(turn, gl.reduce((by_warp(sums), by_warp(squares)), 2, add_both))
     return made
 
@@ -148,11 +145,11 @@ def _chain_staying_kernel(
     weight_ptr = weight_ptr.to(words, bitcast=True) if HAS_WEIGHT else bias_ptr
     norm_bias_ptr = norm_bias_ptr.to(words, bitcast=True) if HAS_BIAS else bias_ptr
     fetch(_OF_PARAMETERS, _BIAS, (bias_ptr, weight_ptr, norm_bias_ptr), length, BLOCK, False)
-    before = _centre(_head(0, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT), DTYPE)
+    before = _centre(_heads(0, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT), DTYPE)
     _fetch(0, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK)
     programs = gl.num_programs(0)
     turns = (count - gl.program_id(0) + programs - 1) // programs
-    centre = _centre(_head(1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT), DTYPE)
+    centre = _centre(_heads(1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT), DTYPE)
     wait(_OF_PARAMETERS, 0)
     kept = _first_pass(
         sum_ptr, 0, before, i, key_low, key_high, threshold, scale, count, length,
@@ -160,7 +157,7 @@ def _chain_staying_kernel(
     )  # fmt: skip
     _fetch(1, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK)
     for turn in range(1, turns):
-        head = _head(turn + 1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT)
+        heads = _heads(turn + 1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT)
         made = _first_pass(
             sum_ptr, turn, centre, i, key_low, key_high, threshold, scale, count, length,
             KEEP, DTYPE, BLOCK, EVEN, WIDE,
@@ -171,7 +168,7 @@ def _chain_staying_kernel(
             KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
         )  # fmt: skip
         before = centre
-        centre = _centre(head, DTYPE)
+        centre = _centre(heads, DTYPE)
         kept = made
     second_pass(
         out_ptr, stats_ptr, kept, rows, turns - 1, before, i, count, length, per_element, eps,

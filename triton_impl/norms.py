@@ -58,7 +58,7 @@ MULTIPROCESSORS_INTERPRETED = 3
 
 
 @triton.jit
-def _load_stats(stats_ptr, row, count, live, CENTRED: tl.constexpr):
+def load_stats(stats_ptr, row, count, live, CENTRED: tl.constexpr):
     rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
     if CENTRED:
         mean = tl.load(stats_ptr + count + row, mask=live, other=0.0)
@@ -273,7 +273,7 @@ def _norm_backward_kernel(
         x = tl.load(x_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
         grad_at = grad_ptr + row[:, None] * grad_stride + column[None, :]
         grad = tl.load(grad_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
-        mean, rstd, shift = _load_stats(stats_ptr, row, count, live, CENTRED)
+        mean, rstd, shift = load_stats(stats_ptr, row, count, live, CENTRED)
         x_hat = _normalized(x, mean[:, None], rstd[:, None], shift[:, None], CENTRED)
         if NEEDS_WEIGHTS:
             grad_weight += grad * x_hat
@@ -312,7 +312,7 @@ def _norm_backward_rows_kernel(
     length, in_stride, grad_stride = in_units(length, UNIT), in_units(in_stride, UNIT), in_units(grad_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    mean, rstd, shift = _load_stats(stats_ptr, row, count, True, CENTRED)
+    mean, rstd, shift = load_stats(stats_ptr, row, count, True, CENTRED)
     plain = tl.zeros([BLOCK], tl.float32)
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -350,7 +350,7 @@ def _norm_backward_columns_kernel(
         row = tl.cast(row_of_32_bits, tl.int64)
         x = tl.load(input_ptr + row * in_stride + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        mean, rstd, shift = _load_stats(stats_ptr, row, count, True, CENTRED)
+        mean, rstd, shift = load_stats(stats_ptr, row, count, True, CENTRED)
         x_hat = _normalized(x, mean, rstd, shift, CENTRED)
         if NEEDS_WEIGHTS:
             grad_weight += grad * x_hat

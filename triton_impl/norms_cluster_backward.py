@@ -13,16 +13,15 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl import cluster, multiprocessors, norms
+from triton_impl import cluster, norms
 from triton_impl.aot import TYPES, Entry, entry
-from triton_impl.choosing import Chooser
-from triton_impl.cluster import MULTIPLE, by_warp, load, store, widen
+from triton_impl.cluster import by_warp, load, store, widen
 from triton_impl.gluon import unsupported
 from triton_impl.letterbox import all_have_begun, begin_turns, receive, row_of, send
 from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
 from triton_impl.own_slots import begin_slots, fetch, own_layout, slots, wait
-from triton_impl.staying import Staying
-from triton_impl.tuning import Launches, to_time
+from triton_impl.staying_backward import StayingBackward, whole_vectors
+from triton_impl.tuning import to_time
 
 
 @gluon.jit
@@ -242,8 +241,8 @@ def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:
     return to_time(found)
 
 
-_choose = Chooser(_norm_cluster_backward_kernel)
-_launches = Launches()
+def _slots(config: triton.Config, dtype: torch.dtype) -> int:
+    return (2 * config.kwargs["STAGES"] + 1) * config.kwargs["BLOCK"] * dtype.itemsize
 
 
 def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -253,10 +252,12 @@ def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight
         return True
     if length * x.dtype.itemsize > MAX_BYTES:
         return True
-    places = length
-    for rows in (x, grad, grad_sum):
-        places |= rows.stride(0) | rows.data_ptr()
-    return (places | weight.data_ptr()) % MULTIPLE != 0
+    return not whole_vectors(1, weight, x, grad, grad_sum)
+
+
+_staying = StayingBackward(
+    _norm_cluster_backward_kernel, configs, _slots, lambda x, strides: (cluster.vector_of(x.dtype),)
+)
 
 
 def backward(
@@ -274,33 +275,7 @@ def backward(
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
     if _refused(x, grad, s, w):
         return norms.backward(kind, x, weight, stats, grad, grad_sum, needs)
-    count, length = x.shape
-    grad_input, grad_weight, grad_bias = norms.unwritten(x, needs)
-    weights = needs.weight or needs.bias
-    strides = (grad.stride(0), s.stride(0), x.stride(0))
-    key = (kind, count, length, strides, weight is None, needs, x.dtype, x.device)
-    known = _launches.get(key)
-    groups = min(count, multiprocessors(x.device, 1)) if known is None else known.programs
-    kinds = 2 if kind.centred else 1
-    partials = x.new_empty((kinds * groups * length,), dtype=torch.float32) if weights else stats
-    tensors = (x if grad_input is None else grad_input, partials, grad, s, x, stats, w)
-
-    def make() -> Staying:
-        flags = (kind.centred, kind.residual, weight is not None, needs.input, weights, cluster.vector_of(x.dtype))
-        arguments = (*strides, count, length, 1.0 / length, *flags)
-        # Whichever gradients are wanted, the choice is one, so that each has the same bits.
-        alike = (length, str(x.dtype), *kind, weight is None, cluster.fills_gpu(count, x.device))
-
-        def launch(config: triton.Config) -> Staying:
-            slots = (2 * config.kwargs["STAGES"] + 1) * config.kwargs["BLOCK"] * x.dtype.itemsize
-            return Staying(_norm_cluster_backward_kernel, groups, arguments, config, slots)
-
-        return _choose.launch(alike, configs(length, x.dtype), launch, *tensors)
-
-    groups = _launches.run(key, make, tensors).programs
-    if weights:
-        norms.add_up(x, partials[: kinds * groups * length].view(kinds, groups, length), grad_weight, grad_bias)
-    return grad_input, grad_weight, grad_bias
+    return _staying(kind, grad, s, x, stats, w, weight is not None, needs)
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:

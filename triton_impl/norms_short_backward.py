@@ -1,4 +1,4 @@
-"""The backward pass of normalised short rows of 16 bits, in Gluon: a warp has whole rows, one or a few at a time.
+"""The backward pass of normalised short rows of 16 bits, in Gluon: a warp has a whole row at a time.
 
 Programs stay and go through many rows, which are copied into shared memory some turns ahead (own_slots.py). No warp
 waits for another before the end, where those of a program add up their sums of columns: so these are fewer than the
@@ -12,31 +12,22 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl import cluster, multiprocessors, norms, norms_cluster_backward
+from triton_impl import norms_cluster_backward
 from triton_impl.aot import Entry, entry
-from triton_impl.choosing import Chooser
-from triton_impl.cluster import MULTIPLE, widen
+from triton_impl.cluster import widen
 from triton_impl.gluon import unsupported
-from triton_impl.norms import Kind, Needs, add_both
-from triton_impl.own_slots import begin_slots, fetch_rows, wait
-from triton_impl.staying import Staying
-from triton_impl.tuning import Launches, to_time
+from triton_impl.norms import Kind, Needs, add_both, load_stats
+from triton_impl.own_slots import bases, begin_slots, fetch_row, wait
+from triton_impl.staying_backward import StayingBackward, whole_vectors
+from triton_impl.tuning import to_time
 from triton_impl.units import in_units, unit_of
 
 
 @gluon.constexpr_function
-def _layout(rows, warps, block):
-    """Of all warps' rows as a matrix: each warp has `rows` of its own, of which a thread loads eight values at once."""
-
-    def bases(step, count, dim):
-        return [[0, step << bit] if dim else [step << bit, 0] for bit in range(count.bit_length() - 1)]
-
+def _layout(warps, block):
+    """Of all warps' rows as a matrix: each warp has one, of which a thread loads eight values at once."""
     return gl.DistributedLinearLayout(
-        [*bases(1, 8, 1), *bases(256, block // 256, 1), *bases(1, rows, 0)],
-        bases(8, 32, 1),
-        bases(rows, warps, 0),
-        [],
-        [rows * warps, block],
+        [*bases(1, 8), *bases(256, block // 256)], bases(8, 32), bases(1, warps, 0), [], [warps, block]
     )
 
 
@@ -48,32 +39,13 @@ def _begin(EARLY: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(
-    turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length,
-    ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    apart = gl.num_programs(0) * ROWS
-    first = (turn * gl.num_warps() * gl.num_programs(0) + gl.program_id(0)) * ROWS
+def _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    programs = gl.num_programs(0)
+    first = turn * gl.num_warps() * programs + gl.program_id(0)
     pointers = input_ptr + first.to(gl.int64) * in_stride, grad_ptr + first.to(gl.int64) * grad_stride
     strides = in_stride.to(gl.int64), grad_stride.to(gl.int64)
     stage = turn % STAGES
-    fetch_rows(stage, 2 * stage, apart, pointers, strides, count - first, length, ROWS, BLOCK)
-
-
-@gluon.jit
-def _stats(stats_ptr, row, count, CENTRED: gl.constexpr):
-    """What is kept of rows, noughts of those past the last: rstd, mean and shift, with x̂ = (x − mean) · rstd + shift.
-
-    For the next turn, and so not to be looked at in this one, which would wait for them.
-    """
-    live = row < count
-    rstd = gl.load(stats_ptr + row, mask=live, other=0.0)
-    if CENTRED:
-        mean = gl.load(stats_ptr + count + row, mask=live, other=0.0)
-        shift = gl.load(stats_ptr + 2 * count + row, mask=live, other=0.0)
-        return rstd, mean, shift
-    else:
-        return rstd, rstd, rstd
+    fetch_row(stage, 2 * stage, programs, pointers, strides, count - first, length, BLOCK)
 
 
 @gluon.jit
@@ -82,31 +54,30 @@ def _norm_short_backward_kernel(
     grad_stride, grad_sum_stride, in_stride, count, length, per_element,
     CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
     NEEDS_WEIGHTS: gl.constexpr, UNIT: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, EARLY: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     length, grad_sum_stride = in_units(length, UNIT), in_units(grad_sum_stride, UNIT)
     warps: gl.constexpr = gl.num_warps()
-    ALL: gl.constexpr = ROWS * warps
-    LAYOUT: gl.constexpr = _layout(ROWS, warps, BLOCK)
+    LAYOUT: gl.constexpr = _layout(warps, BLOCK)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
     programs = gl.num_programs(0)
-    one = gl.arange(0, ALL, layout=gl.SliceLayout(1, LAYOUT))
+    apart = warps * programs
     i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     inside = i < length
-    rows = gl.allocate_shared_memory(DTYPE, [2 * STAGES, ALL, BLOCK], PLAIN)
-    begin_slots(2 * STAGES * ALL, STAGES, length, BLOCK, DTYPE)
+    rows = gl.allocate_shared_memory(DTYPE, [2 * STAGES, warps, BLOCK], PLAIN)
+    begin_slots(2 * STAGES * warps, STAGES, length, BLOCK, DTYPE)
     _begin(EARLY)
     for turn in gl.static_range(STAGES):
-        _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, ROWS, BLOCK, STAGES)
-    row = (one // ROWS * programs + gl.program_id(0)) * ROWS + one % ROWS
-    scale, mean, shift = _stats(stats_ptr, row, count, CENTRED)
+        _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
+    row = gl.arange(0, warps, layout=gl.SliceLayout(1, LAYOUT)) * programs + gl.program_id(0)
+    mean, scale, shift = load_stats(stats_ptr, row, count, row < count, CENTRED)
     weight = gl.full([BLOCK], 1.0, gl.float32, gl.SliceLayout(0, LAYOUT))
     if HAS_WEIGHT:
         weight = widen(gl.load(weight_ptr + i, mask=inside, other=0.0))
-    of_weight = gl.full([ALL, BLOCK], 0.0, gl.float32, LAYOUT)
+    of_weight = gl.full([warps, BLOCK], 0.0, gl.float32, LAYOUT)
     of_bias = gl.zeros_like(of_weight)
-    turns = (gl.cdiv(count, ROWS) - gl.program_id(0) + warps * programs - 1) // (warps * programs)
+    turns = (count - gl.program_id(0) + apart - 1) // apart
     for turn in range(0, turns):
         live = row < count
         far = row.to(gl.int64)[:, None]
@@ -114,11 +85,12 @@ def _norm_short_backward_kernel(
         more = ()
         if RESIDUAL and NEEDS_INPUT:
             more = (gl.load(grad_sum_ptr + far * grad_sum_stride + i[None, :], mask=mask, other=0.0),)
-        next_scale, next_mean, next_shift = _stats(stats_ptr, row + warps * programs * ROWS, count, CENTRED)
+        # For the next turn, and so not to be looked at in this one, which would wait for them.
+        next_mean, next_scale, next_shift = load_stats(stats_ptr, row + apart, count, row + apart < count, CENTRED)
         slot = turn % STAGES * 2
         wait(turn % STAGES, turn // STAGES & 1)
         x, grad = widen(rows.index(slot).load(LAYOUT)), widen(rows.index(slot + 1).load(LAYOUT))
-        _fetch(turn + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, count, length, ROWS, BLOCK, STAGES)
+        _fetch(turn + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
         offset = shift - mean * scale  # of 16 bits that rounds far less than their own spacing
         x_hat = x * scale[:, None]
         if CENTRED:
@@ -145,12 +117,12 @@ def _norm_short_backward_kernel(
             if len(more) > 0:
                 value += widen(more[0])
             gl.store(grad_input_ptr + far * length + i[None, :], value.to(DTYPE), mask=mask)
-        scale, mean, shift = next_scale, next_mean, next_shift
-        row += warps * programs * ROWS
+        mean, scale, shift = next_mean, next_scale, next_shift
+        row += apart
     if NEEDS_WEIGHTS:
         partials_ptr += gl.program_id(0).to(gl.int64) * length
         # Warps add up by way of shared memory, where vectors are written and read: left to Triton, these are values.
-        BY_COLUMN: gl.constexpr = gl.BlockedLayout([ALL, max(1, BLOCK // (32 * warps))], [1, 32], [1, warps], [1, 0])
+        BY_COLUMN: gl.constexpr = gl.BlockedLayout([warps, max(1, BLOCK // (32 * warps))], [1, 32], [1, warps], [1, 0])
         j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, BY_COLUMN))
         gl.store(partials_ptr + j, gl.sum(gl.convert_layout(of_weight, BY_COLUMN), 0), mask=j < length)
         if CENTRED:
@@ -160,41 +132,32 @@ def _norm_short_backward_kernel(
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-#: Of rows of up to so many elements: warps of a program, rows of a warp, turns on the chip, and registers of a thread.
-SHAPES = {
-    512: ((8, 1, 4, 128), (16, 1, 4, 128)),
-    1024: ((8, 1, 4, 255), (8, 1, 6, 255), (4, 1, 4, 168)),
-}
-#: Programs of a multiprocessor at most; and elements of the longest and the shortest row for which it is faster, and
-#: what part of a block they are at least.
-PROGRAMS, LONGEST, SHORTEST, LEAST = 4, max(SHAPES), 257, 7 / 8
+#: Of rows of up to so many elements: warps of a program, turns on the chip, and registers of a thread.
+SHAPES = {512: ((8, 4, 128), (16, 4, 128)), 1024: ((8, 4, 255), (8, 6, 255), (4, 4, 168))}
+#: Programs of a multiprocessor at most; and what part of a block a row is at least, for this to be faster.
+PROGRAMS, LEAST = 4, 7 / 8
 
 
 def _block(length: int) -> int:
     return max(min(SHAPES), triton.next_power_of_2(length))
 
 
-def configs(length: int) -> list[triton.Config]:
+def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:
     """Configurations for rows of a length, best first."""
     block = _block(length)
     return to_time(
         [
             triton.Config(
-                {"ROWS": rows, "BLOCK": block, "STAGES": stages, "EVEN": length == block},
+                {"BLOCK": block, "STAGES": stages, "EVEN": length == block},
                 num_warps=warps, num_stages=1, num_ctas=1, maxnreg=registers,
             )
-            for warps, rows, stages, registers in SHAPES[block]
+            for warps, stages, registers in SHAPES[block]
         ]
     )  # fmt: skip
 
 
-def slot_bytes(config: triton.Config) -> int:
-    of = config.kwargs
-    return 2 * of["STAGES"] * of["ROWS"] * config.num_warps * of["BLOCK"] * 2
-
-
-_choose = Chooser(_norm_short_backward_kernel)
-_launches = Launches()
+def _slots(config: triton.Config, dtype: torch.dtype) -> int:
+    return 2 * config.kwargs["STAGES"] * config.num_warps * config.kwargs["BLOCK"] * dtype.itemsize
 
 
 def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -202,12 +165,14 @@ def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight
     count, length = x.shape
     if count == 0 or x.dtype.itemsize != 2 or unsupported(x) is not None:
         return True
-    if not SHORTEST <= length <= LONGEST or length < LEAST * _block(length):
+    if not LEAST * _block(length) <= length <= max(SHAPES):
         return True
-    places = 2 * length
-    for rows in (x, grad, grad_sum):
-        places |= 2 * rows.stride(0) | rows.data_ptr()
-    return (places | weight.data_ptr()) % MULTIPLE != 0
+    return not whole_vectors(x.dtype.itemsize, weight, x, grad, grad_sum)
+
+
+_staying = StayingBackward(
+    _norm_short_backward_kernel, configs, _slots, lambda x, strides: (unit_of(x.shape[1], *strides),), PROGRAMS
+)
 
 
 def backward(
@@ -223,32 +188,7 @@ def backward(
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
     if not any(needs) or _refused(x, grad, s, w):
         return norms_cluster_backward.backward(kind, x, weight, stats, grad, grad_sum, needs)
-    count, length = x.shape
-    grad_input, grad_weight, grad_bias = norms.unwritten(x, needs)
-    weights = needs.weight or needs.bias
-    strides = (grad.stride(0), s.stride(0), x.stride(0))
-    key = (kind, count, length, strides, weight is None, needs, x.dtype, x.device)
-    known = _launches.get(key)
-    groups = min(count, PROGRAMS * multiprocessors(x.device, 1)) if known is None else known.programs
-    kinds = 2 if kind.centred else 1
-    partials = x.new_empty((kinds * groups * length,), dtype=torch.float32) if weights else stats
-    tensors = (x if grad_input is None else grad_input, partials, grad, s, x, stats, w)
-
-    def make() -> Staying:
-        constants = (*kind, weight is not None, needs.input, weights, unit_of(length, *strides))
-        arguments = (*strides, count, length, 1.0 / length, *constants)
-        # Whichever gradients are wanted, the choice is one, so that each has the same bits.
-        alike = (length, str(x.dtype), *kind, weight is None, cluster.fills_gpu(count, x.device))
-
-        def launch(config: triton.Config) -> Staying:
-            return Staying(_norm_short_backward_kernel, groups, arguments, config, slot_bytes(config))
-
-        return _choose.launch(alike, configs(length), launch, *tensors)
-
-    groups = _launches.run(key, make, tensors).programs
-    if weights:
-        norms.add_up(x, partials[: kinds * groups * length].view(kinds, groups, length), grad_weight, grad_bias)
-    return grad_input, grad_weight, grad_bias
+    return _staying(kind, grad, s, x, stats, w, weight is not None, needs)
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
@@ -258,4 +198,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True, "UNIT": 16,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
-    return [entry(_norm_short_backward_kernel, "bf16", constants, configs(length)[0], types) for length in (512, 1000)]
+    return [
+        entry(_norm_short_backward_kernel, "bf16", constants, configs(length, torch.bfloat16)[0], types)
+        for length in (512, 1000)
+    ]

@@ -106,7 +106,7 @@ def columns(BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _head(turn, input_ptr, in_stride, count, LAYOUT: gl.constexpr):
+def head(turn, input_ptr, in_stride, count, LAYOUT: gl.constexpr):
     """The first words of a turn's row, for every block and warp; zeros if there is none."""
     row = row_of(turn)
     part = gl.arange(0, gl.num_ctas(), layout=gl.SliceLayout(1, LAYOUT))
@@ -121,21 +121,28 @@ def _centre(head, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def add_deviations(sums, squares, word, centre, column, length, DTYPE: gl.constexpr, EVEN: gl.constexpr):
+    """Sums of deviations and of their squares, with those of a vector's words at columns `column`."""
+    low, high = halves(word, DTYPE)
+    low -= centre[:, None]
+    high -= centre[:, None]
+    if not EVEN:
+        inside = column < length
+        low = gl.where(inside, low, 0.0)
+        high = gl.where(inside, high, 0.0)
+    sums += low + high
+    squares += low * low
+    squares += high * high
+    return sums, squares
+
+
+@gluon.jit
 def _first_pass(row, turn, centre, i, length, DTYPE: gl.constexpr, EVEN: gl.constexpr):
     """Send a turn's sums of deviations and of their squares."""
     sums = gl.full(i.shape, 0.0, gl.float32, i.type.layout)
     squares = sums
     for v in gl.static_range(len(row)):
-        low, high = halves(row[v], DTYPE)
-        low -= centre[:, None]
-        high -= centre[:, None]
-        if not EVEN:
-            inside = i + v * OF_WARP < length
-            low = gl.where(inside, low, 0.0)
-            high = gl.where(inside, high, 0.0)
-        sums += low + high
-        squares += low * low
-        squares += high * high
+        sums, squares = add_deviations(sums, squares, row[v], centre, i + v * OF_WARP, length, DTYPE, EVEN)
     send(turn, gl.reduce((by_warp(sums), by_warp(squares)), 2, add_both))
 
 
@@ -204,19 +211,19 @@ def _norm_staying_kernel(
         fetch(STAGES, STAGES, (parameters[0],), length, BLOCK, False)
     elif HAS_BIAS:
         fetch(STAGES, STAGES + 1, (parameters[1],), length, BLOCK, False)
-    before = _centre(_head(0, input_ptr, in_stride, count, LAYOUT), DTYPE)
+    before = _centre(head(0, input_ptr, in_stride, count, LAYOUT), DTYPE)
     for turn in gl.static_range(STAGES):
         _fetch(turn, input_ptr, in_stride, count, length, BLOCK, STAGES)
     programs = gl.num_programs(0)
     turns = (count - gl.program_id(0) + programs - 1) // programs
-    centre = _centre(_head(1, input_ptr, in_stride, count, LAYOUT), DTYPE)
+    centre = _centre(head(1, input_ptr, in_stride, count, LAYOUT), DTYPE)
     if HAS_WEIGHT or HAS_BIAS:
         wait(STAGES, 0)
     kept = _arrived(rows, 0, OWN, STAGES)
     _fetch(STAGES, input_ptr, in_stride, count, length, BLOCK, STAGES)
     _first_pass(vectors(kept, LAYOUT), 0, before, j, length, DTYPE, EVEN)
     for turn in range(1, turns):
-        head = _head(turn + 1, input_ptr, in_stride, count, LAYOUT)
+        next_head = head(turn + 1, input_ptr, in_stride, count, LAYOUT)
         row = _arrived(rows, turn, OWN, STAGES)
         _fetch(turn + STAGES, input_ptr, in_stride, count, length, BLOCK, STAGES)
         _first_pass(vectors(row, LAYOUT), turn, centre, j, length, DTYPE, EVEN)
@@ -225,7 +232,7 @@ def _norm_staying_kernel(
             per_element, eps, KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
         )  # fmt: skip
         before = centre
-        centre = _centre(head, DTYPE)
+        centre = _centre(next_head, DTYPE)
         kept = row
     second_pass(
         out_ptr, stats_ptr, vectors(kept, LAYOUT), rows, turns - 1, before, j, count, length,

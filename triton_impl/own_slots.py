@@ -22,12 +22,14 @@ _ONCE = gl.constexpr(0x14F0000000000000)
 
 
 @gluon.constexpr_function
+def bases(step, count, dim=1):
+    """Of a layout of a matrix: `count` places, a power of two, `step` apart along a dimension."""
+    return [[0, step << bit] if dim else [step << bit, 0] for bit in range(count.bit_length() - 1)]
+
+
+@gluon.constexpr_function
 def own_layout(blocks, warps, vector, block):
     """Of a row as a matrix (blocks, part), every warp with a stretch of its block's part; `vector` values a load."""
-
-    def bases(step, count, dim=1):
-        return [[0, step << bit] if dim else [step << bit, 0] for bit in range(count.bit_length() - 1)]
-
     of_warp = block // warps
     return gl.DistributedLinearLayout(
         [*bases(1, vector), *bases(32 * vector, of_warp // (32 * vector))],
@@ -136,56 +138,52 @@ def fetch(barrier, slot, pointers, length, BLOCK: gl.constexpr, READ_ONCE: gl.co
 
 
 @gluon.constexpr_function
-def _fetching_rows(operands, rows, warps, size):
+def _fetching_row(operands, warps, size):
     copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-    copies, zeros = [], []
-    for o in range(operands):
-        pointer, stride = f"${6 + 2 * o}", f"${7 + 2 * o}"
-        copies.append(f"cvt.u64.u32 far, first; mad.lo.u64 from, far, {stride}, {pointer};")
-        for r in range(rows):
-            place = o * warps * rows * size + r * size
-            copies.append(
-                f"setp.gt.s32 here, have, {r}; add.u32 at, to, {place};"
-                f"@here {copy} [at], [from], $4, [full], {_ONCE.value:#x}; add.u64 from, from, {stride};"
-            )
-            for byte in range(0, size, 512):
-                zeros.append(
-                    f"setp.le.s32 here, have, {r}; @here st.shared.v4.b32 [at+{place + byte}], {{n, n, n, n}};"
-                )
+    copies = " ".join(
+        f"mad.lo.u64 from, far, ${7 + 2 * o}, ${6 + 2 * o}; add.u32 at, to, {o * warps * size};"
+        f"@live {copy} [at], [from], $4, [full], {_ONCE.value:#x};"
+        for o in range(operands)
+    )
+    zeros = " ".join(
+        f"st.shared.v4.b32 [at+{o * warps * size + byte}], {{n, n, n, n}};"
+        for o in range(operands)
+        for byte in range(0, size, 512)
+    )
     return f"""{{
-        .reg .pred here, others; .reg .b32 lane, warp, first, have, all, to, at, n; .reg .b64 from, far, state;
+        .reg .pred live, others; .reg .b32 lane, warp, first, all, to, at, n; .reg .b64 from, far, state;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5;
-        mov.u32 to, global_smem; mad.lo.u32 to, $2, {warps * rows * size}, to; mad.lo.u32 to, warp, {rows * size}, to;
-        mul.lo.u32 first, warp, $3; sub.s32 have, $5, first; max.s32 have, have, 0; min.s32 have, have, {rows};
+        mov.u32 to, global_smem; mad.lo.u32 to, $2, {warps * size}, to; mad.lo.u32 to, warp, {size}, to;
+        mul.lo.u32 first, warp, $3; setp.lt.s32 live, first, $5;
         setp.ne.u32 others, lane, 0;
         @others bra asked;
         {_barrier_of("$1", warps)}
-        mul.lo.u32 all, have, $4; mul.lo.u32 all, all, {operands};
+        mul.lo.u32 all, $4, {operands}; selp.b32 all, all, 0, live;
         mbarrier.arrive.expect_tx.shared.b64 state, [full], all;
-        {" ".join(copies)}
+        cvt.u64.u32 far, first;
+        {copies}
         asked:
-        setp.eq.s32 here, have, {rows};
-        @here bra there;
+        @live bra there;
         mad.lo.u32 at, lane, 16, to; mov.u32 n, 0;
-        {" ".join(zeros)}
+        {zeros}
         there: mov.u32 $0, 0;
     }}"""
 
 
 @gluon.constexpr_function
-def _fetched_rows(operands):
+def _fetched_row(operands):
     return ",".join(["=r", *["r"] * 5, *["l"] * (2 * operands)])
 
 
 @gluon.jit
-def fetch_rows(barrier, slot, apart, pointers, strides, left, length, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """Ask for ROWS whole rows of each operand, which come into as many slots from this one on. A warp's rows begin
-    `apart` after those of the warp before; of those past the last of `left` come zeros.
+def fetch_row(barrier, slot, apart, pointers, strides, left, length, BLOCK: gl.constexpr):
+    """Ask for a whole row of each operand for every warp, which come into as many slots from this one on. A warp's row
+    is `apart` rows after that of the warp before; past the last of `left` rows come zeros.
     """
     SIZE: gl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth // 8
-    text: gl.constexpr = _fetching_rows(len(pointers), ROWS, gl.num_warps(), BLOCK * SIZE)
-    constraints: gl.constexpr = _fetched_rows(len(pointers))
+    text: gl.constexpr = _fetching_row(len(pointers), gl.num_warps(), BLOCK * SIZE)
+    constraints: gl.constexpr = _fetched_row(len(pointers))
     operands = (barrier, slot, apart, length * SIZE, left)
     for o in gl.static_range(len(pointers)):
         operands += (pointers[o], strides[o] * SIZE)

@@ -18,7 +18,8 @@ def in_units(n, UNIT: tl.constexpr):
 
 def unit_of(*numbers: int) -> int:
     """The largest power of two that divides all of them, at most 16."""
-    for unit in (16, 8, 4, 2):
-        if all(n % unit == 0 for n in numbers):
-            return unit
-    return 1
+    unit = 16
+    for n in numbers:
+        while n % unit != 0:
+            unit //= 2
+    return unit
