@@ -38,7 +38,7 @@ KernelFacts kernel_facts(const char* name, int threads, int64_t dynamic_shared =
         facts.registers = attributes.numRegs;
         facts.static_shared = static_cast<int64_t>(attributes.sharedSizeBytes);
         facts.local = static_cast<int64_t>(attributes.localSizeBytes);
-        if (dynamic_shared > 48 * 1024) {  // counts as possible only where the kernel has asked for it
+        if (dynamic_shared > attributes.maxDynamicSharedSizeBytes) {  // possible only where the kernel has asked for it
             cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(dynamic_shared));
         }

@@ -137,7 +137,9 @@ MANY_ROWS = [
     (61, 98_304),
     (61, 98_312),
     (67, 131072),
+    (45, 200_000),
     (45, 200_008),
+    (45, 262_144),
 ]
 
 
@@ -160,8 +162,10 @@ CLUSTERED_CHAINS = [
     ((3, 2, 65536), (131072, 65536, 1), None),
     ((1, 4096), (4097, 1), None),
     ((6, 1, 4096), (4112, 4097, 1), None),
-    ((6, 1, 4096), (4104, 4096, 1), "multiples of 16"),
-    ((6, 4104), (4104, 1), "multiples of 16"),
+    ((6, 1, 4096), (4104, 4096, 1), None),
+    ((6, 4104), (4104, 1), None),
+    ((6, 1, 4096), (4100, 4096, 1), "multiples of 16 bytes"),
+    ((6, 4100), (4100, 1), "multiples of 16 bytes"),
     ((6, 2048), (2048, 1), "rows of 2049 to 131072 elements"),
     ((2, 262144), (262144, 1), "rows of 2049 to 131072 elements"),
 ]
@@ -198,7 +202,7 @@ def test_the_same_bits_every_time(variant, shape):
 
 
 @needs_gpu
-@pytest.mark.parametrize("length", [4096, 16384, 65536, 131072])
+@pytest.mark.parametrize("length", [4096, 16384, 65536, 131072, 262144])
 @pytest.mark.parametrize(
     "variant", [v for v in OWN_BACKWARD if v.level == "cuda" or v.name == "triton.cluster"], ids=variant_id
 )

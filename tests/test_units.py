@@ -34,7 +34,7 @@ def case_of(op: str, length: int) -> Case:
 
 
 BY_ROWS = [v for v in every_variant("triton") if v.op in ("softmax", "add", "sum", "bias_gelu", *test_norms.OPS)]
-CLUSTERS = [v for v in BY_ROWS if v.name == "triton.cluster" and not v.op.startswith("bias_dropout")]
+CLUSTERS = [v for v in BY_ROWS if v.name == "triton.cluster"]
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])

@@ -147,7 +147,9 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
     try:
         with (
             mock.patch.object(triton.JITFunction, "run", run),
-            # A launch remembered here would be taken for one that can be made.
+            # A launch remembered here would be taken for one that can be made; and one that has been made, once it was
+            # taken here, would make no more.
+            mock.patch.object(Launches, "get", return_value=None),
             mock.patch.object(Launches, "remember"),
             # Whatever GPUs are here.
             mock.patch.object(early, "possible", return_value=capability >= 90),

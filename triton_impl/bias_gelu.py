@@ -12,7 +12,7 @@ import triton.language as tl
 
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
-from triton_impl.columns import SUM_WARPS, row_shares, sum_shares, sum_shares_kernel, sum_tile
+from triton_impl.columns import row_shares, sum_shares, sum_shares_kernel, sum_tile, sum_warps
 from triton_impl.early import begin_early
 from triton_impl.elementwise import along, offset_of, row_indexing, tile, tile_of, too_many_row_dims
 from triton_impl.gelu import gelu_derivative, gelu_of
@@ -211,7 +211,7 @@ AOT = [
         sum_shares_kernel,
         "bf16",
         {"UNIT": 16, **dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True))},
-        triton.Config({}, num_warps=SUM_WARPS),
+        triton.Config({}, num_warps=sum_warps(1000)),
         _FLOAT,
     ),
 ]

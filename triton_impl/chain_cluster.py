@@ -21,6 +21,7 @@ from triton_impl.norms_cluster import part_statistics, row_statistics, with_next
 from triton_impl.philox import ARGUMENTS
 from triton_impl.philox_words import factors
 from triton_impl.tuning import Launch, Launches, to_time
+from triton_impl.units import in_units, unit_of
 
 #: Elements of a vector, of which one call of Philox serves all.
 EIGHT = gl.constexpr(8)
@@ -31,9 +32,11 @@ def _chain_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
     KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
+    UNIT: gl.constexpr, BLOCK: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     begin(3)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
     row = gl.program_id(0).to(gl.int64)
     i = columns(BLOCK, EIGHT)
     STEP: gl.constexpr = i.shape[1]
@@ -137,7 +140,7 @@ def run(
 
     def make() -> Launch:
         def launch(config: triton.Config) -> Launch:
-            arguments = (*strides, count, length, eps, *constants, *config.kwargs.values())
+            arguments = (*strides, count, length, eps, *constants, unit_of(length, *strides), *config.kwargs.values())
             return Launch(_chain_cluster_kernel, (count,), arguments, cluster.options(config))
 
         key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
@@ -155,14 +158,14 @@ def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     length = input.shape[-1]
     if not SHORTEST <= length <= LONGEST:
         return f"takes rows of {SHORTEST} to {LONGEST} elements, got {length}"
-    places = length
+    places = 2 * length
     for tensor in (input, *others):
         if tensor is not None:
             places |= tensor.data_ptr()
             for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-                places |= stride if size > 1 else 0
+                places |= 2 * stride if size > 1 else 0
     if places % MULTIPLE != 0:
-        return f"takes rows whose length, strides and addresses are multiples of {MULTIPLE}"
+        return f"takes rows whose length, strides and addresses are multiples of {MULTIPLE} bytes"
     return None
 
 
@@ -171,6 +174,6 @@ def ahead_of_time() -> list[Entry]:
     types = {"stats_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
     constants = {"KEEP": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
     return [
-        entry(_chain_cluster_kernel, "bf16", constants, configs(4096)[0], types),
+        entry(_chain_cluster_kernel, "bf16", {**constants, "UNIT": 16}, configs(4096)[0], types),
         *chain_staying.ahead_of_time(),
     ]

@@ -33,7 +33,7 @@ KEPT = (32, 16)
 #: Bytes of the longest row: of two operands a thread has half as many.
 MAX_BYTES = MOST_BLOCKS * 32 * max(WARPS) * max(KEPT) // 2 * 4
 
-#: What length and strides of rows, and addresses in bytes, are multiples of where a kernel takes whole vectors alone.
+#: What length and strides of rows, and addresses, are multiples of where a kernel takes whole vectors alone, in bytes.
 MULTIPLE = 16
 
 

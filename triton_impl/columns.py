@@ -16,8 +16,9 @@ from triton_impl.tuning import Known
 from triton_impl.units import in_units, unit_of
 
 #: Elements of a tile of :func:`sum_shares_kernel`, shares of it at most, and warps. Of few columns there are few
-#: programs, which wait for memory once a tile: so tiles are tall.
-SUM_TILE, MOST_SHARES, SUM_WARPS = 4096, 512, 16
+#: programs, which wait for memory once a tile: so tiles are tall. Few warps are soonest done with one tile, and find
+#: room beside those of the kernel before.
+SUM_TILE, MOST_SHARES, SUM_WARPS = 4096, 512, (4, 8, 16)
 #: What a turn of programs costs more than one, about, as a part of the time; and turns at most.
 TURN, MOST_TURNS = 0.03, 4
 
@@ -26,6 +27,12 @@ def sum_tile(shares: int) -> tuple[int, int]:
     """How many shares and columns of them to add up at once."""
     height = min(MOST_SHARES, triton.next_power_of_2(shares))
     return height, SUM_TILE // height
+
+
+def sum_warps(shares: int) -> int:
+    """How many warps are to add them up."""
+    tiles = triton.cdiv(shares, MOST_SHARES)
+    return SUM_WARPS[min(tiles, len(SUM_WARPS)) - 1]
 
 
 @triton.jit
@@ -45,14 +52,15 @@ def sum_shares_kernel(
     tl.store(out_ptr + column, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
-_sum_shares = Known(sum_shares_kernel, num_warps=SUM_WARPS)
+_sum_shares = {warps: Known(sum_shares_kernel, num_warps=warps) for warps in SUM_WARPS}
 
 
 def sum_shares(output: torch.Tensor, partials: torch.Tensor) -> None:
     """Write the sums of partials, ``(shares, columns)`` in float32, into `output`, ``(columns,)``."""
     shares, columns = partials.shape
     height, width = sum_tile(shares)
-    _sum_shares(triton.cdiv(columns, width), (output, partials), (shares, columns, unit_of(columns), height, width))
+    launch = _sum_shares[sum_warps(shares)]
+    launch(triton.cdiv(columns, width), (output, partials), (shares, columns, unit_of(columns), height, width))
 
 
 def row_shares(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:

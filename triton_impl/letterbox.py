@@ -1,13 +1,13 @@
 """How the blocks of a cluster add up values turn after turn, in Gluon; cluster.py has a single meeting.
 
 In a turn every warp calls, in this order: :func:`send`, with sums over its own elements, and :func:`receive` for the
-turn before. So the values of a turn have another turn's work to travel, and no warp waits for the others of its block
-but the first one, which adds up what they leave for it and sends that to all blocks. There are two slots for each
-warp's values, and four boxes for the blocks', each with a barrier that opens when all is there. Nothing is written over
-that is yet to be read, and no byte is counted for another turn:
+turn before. So the values of a turn have another turn's work to travel, and no warp waits for the others of its block:
+the last to leave its own adds up what all left, and sends that to all blocks. There are two slots for each warp's
+values, with a count of those that have left theirs, and four boxes for the blocks', each with a barrier that opens when
+all is there. Nothing is written over that is yet to be read, and no byte is counted for another turn:
 
-- A warp that leaves values for turn t + 2 has received turn t. So its block had sent that, and its first warp had read
-  what all warps left.
+- A warp that leaves values for turn t + 2 has received turn t. So its block had sent that, and the warp that did had
+  read what all left.
 - What comes for turn t + 4 lies where what came for t did. A peer sends it once all of its warps have received turn
   t + 2, which this block sent once all of its own had received turn t.
 - So the box had opened for turn t by then. It does not open again before its own block, as it sends turn t + 4, says
@@ -24,10 +24,10 @@ from triton.experimental.gluon import language as gl
 from triton_impl.cluster import floats
 
 #: Bytes of a box, two values of eight blocks, and of a slot, two values of 32 warps. Where the slots begin, the
-#: barriers of boxes and those of slots; and bytes of all. The last are whole lines, or the shared memory that comes
+#: barriers of boxes and counts of slots; and bytes of all. The last are whole lines, or the shared memory that comes
 #: after them would lie across lines.
 _BOX, _SLOT = gl.constexpr(64), gl.constexpr(256)
-_SLOTS, _BARRIERS, _NOTICES, _BYTES = (gl.constexpr(n) for n in (256, 768, 800, 896))
+_SLOTS, _BARRIERS, _COUNTS, _BYTES = (gl.constexpr(n) for n in (256, 768, 800, 896))
 
 
 @gluon.constexpr_function
@@ -47,18 +47,18 @@ def row_of(turn):
 
 
 @gluon.constexpr_function
-def _beginning_turns(warps):
-    """PTX that makes the boxes, the slots and their barriers."""
+def _beginning_turns():
+    """PTX that makes the boxes and their barriers, and counts of slots."""
     boxes = (f"@first mbarrier.init.shared.b64 [boxes+{_BARRIERS.value + 8 * box}], 1;" for box in range(4))
-    slots = (f"@first mbarrier.init.shared.b64 [boxes+{_NOTICES.value + 8 * slot}], {warps};" for slot in range(2))
+    counts = (f"@first st.shared.b32 [boxes+{_COUNTS.value + 8 * slot}], 0;" for slot in range(2))
     return f"""
         .shared .align 128 .b8 boxes[{_BYTES.value}];
         {{
             .reg .pred first; .reg .b32 thread;
             mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
-            {" ".join([*boxes, *slots])}
+            {" ".join([*boxes, *counts])}
             @first fence.mbarrier_init.release.cluster;
-            barrier.cluster.arrive.relaxed.aligned;
+            fence.acq_rel.cta; barrier.cluster.arrive.relaxed.aligned;
             mov.u32 $0, 0;
         }}"""
 
@@ -74,8 +74,8 @@ def _finding(turn):
 
 @gluon.constexpr_function
 def _sending(blocks, warps, values):
-    """PTX that leaves a warp's values in its slot; and by the first warp puts those of all into the turn's box of every
-    block, its own among them.
+    """PTX that leaves a warp's values in its slot; and by the last warp to do so puts the sums of all into the turn's
+    box of every block, its own among them. Whichever that is adds up in the same order.
     """
     kind = "f32" if values == 1 else "v2.f32"
     own, mine = ("$2", "v0") if values == 1 else ("{$2, $3}", "{v0, v1}")
@@ -89,18 +89,19 @@ def _sending(blocks, warps, values):
     )
     return f"""{{
         {_finding("$1")}
-        .reg .pred leaves, reads, sends, first, open; .reg .b32 lane, warp, slot, notice, rank, parity; .reg .b64 state;
+        .reg .pred leaves, reads, sends, others; .reg .b32 lane, warp, slot, left, rank, before; .reg .b64 state;
         .reg .f32 v0, v1, other;
         mov.u32 lane, %tid.x; shr.u32 warp, lane, 5; and.b32 lane, lane, 31;
-        setp.eq.u32 leaves, lane, 0; setp.ne.u32 open, warp, 0;
-        and.b32 number, $1, 1; mov.u32 notice, boxes; mad.lo.u32 slot, number, {_SLOT.value}, notice;
-        mad.lo.u32 notice, number, 8, notice;
+        setp.eq.u32 leaves, lane, 0; mov.u32 before, 0;
+        and.b32 number, $1, 1; mov.u32 left, boxes; mad.lo.u32 slot, number, {_SLOT.value}, left;
+        mad.lo.u32 left, number, 8, left;
         mad.lo.u32 number, warp, {4 * values}, slot;
         @leaves st.shared.{kind} [number+{_SLOTS.value}], {own};
-        @leaves mbarrier.arrive.shared.b64 state, [notice+{_NOTICES.value}];
-        @open bra.uni sent;
-        shr.u32 parity, $1, 1; and.b32 parity, parity, 1;
-        {waiting(f"notice+{_NOTICES.value}", "parity")}
+        @leaves atom.acq_rel.cta.shared.add.u32 before, [left+{_COUNTS.value}], 1;
+        shfl.sync.idx.b32 before, before, 0, 31, 0xffffffff;
+        and.b32 before, before, {warps - 1}; setp.ne.u32 others, before, {warps - 1};
+        @others bra.uni sent;
+        bar.warp.sync 0xffffffff;
         setp.lt.u32 reads, lane, {warps}; mad.lo.u32 slot, lane, {4 * values}, slot;
         {zeros}
         @reads ld.shared.{kind} {mine}, [slot+{_SLOTS.value}];
@@ -145,8 +146,8 @@ def _received(values):
 
 @gluon.jit
 def begin_turns():
-    """To be called before all else. Loads that follow do not wait."""
-    text: gl.constexpr = _beginning_turns(gl.num_warps())
+    """To be called before all else, save the slots' beginning. Loads that follow do not wait."""
+    text: gl.constexpr = _beginning_turns()
     gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

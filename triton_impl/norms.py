@@ -24,7 +24,7 @@ import triton.language as tl
 from kernel_ladder.norms import as_rows
 from triton_impl import multiprocessors, unsupported
 from triton_impl.aot import Entry, entry
-from triton_impl.columns import SUM_WARPS, sum_tile
+from triton_impl.columns import sum_tile, sum_warps
 from triton_impl.dot import INTERPRETED
 from triton_impl.early import begin_early
 from triton_impl.once import ONCE
@@ -574,7 +574,7 @@ def backward(
     block = triton.next_power_of_2(length)
     sms = multiprocessors(x.device, MULTIPROCESSORS_INTERPRETED)
     # Groups of rows, each with its own sums; a block of columns, as many as the GPU is busy with.
-    groups = staying_programs(block, count, sms) if fused else min(count, max(1, 4 * sms // triton.cdiv(length, 2048)))
+    groups = staying_programs(length, count, sms) if fused else min(count, max(1, 4 * sms // triton.cdiv(length, 2048)))
     partials = x.new_empty((2 if kind.centred else 1, groups, length), dtype=torch.float32) if weights else stats
     given = x if grad_input is None else grad_input
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
@@ -623,15 +623,16 @@ def add_up(
     _, groups, length = partials.shape
     tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
     together, columns = sum_tile(groups)
+    warps = sum_warps(groups)
     grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
     arguments = (groups, length, grad_weight is not None, grad_bias is not None, unit_of(length), together, columns)
     key = ("sum", arguments, x.dtype, x.device)
 
     def make() -> Launch | None:
         if torch.compiler.is_compiling():
-            _norm_sum_kernel[grid](*tensors, *arguments, False, num_warps=SUM_WARPS)
+            _norm_sum_kernel[grid](*tensors, *arguments, False, num_warps=warps)
             return None
-        launch = Launch(_norm_sum_kernel, grid, arguments, {"num_warps": SUM_WARPS})
+        launch = Launch(_norm_sum_kernel, grid, arguments, {"num_warps": warps})
         launch(*tensors)
         return launch
 
@@ -674,7 +675,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         (_norm_online_kernel, {**forward_flags, "HEAD": HEAD, "EVEN": False}, {"BLOCK": 8192}, 16),
         (_norm_backward_rows_kernel, rows_flags, {"BLOCK": 4096}, 8),
         (_norm_backward_columns_kernel, backward_flags, {"BLOCK": 2048, "STAGES": 3}, 4),
-        (_norm_sum_kernel, sum_flags, {"GROUPS": 256, "COLUMNS": 16}, SUM_WARPS),
+        (_norm_sum_kernel, sum_flags, {"GROUPS": 256, "COLUMNS": 16}, sum_warps(256)),
     ):
         made.append(entry(kernel, "bf16", constants, triton.Config(block, num_warps=warps, num_stages=1)))
     of_float32 = dict.fromkeys(("stats_ptr", "partials_ptr", "means_ptr"), "*fp32") | {"eps": "fp32"}

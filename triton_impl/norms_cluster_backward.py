@@ -22,6 +22,7 @@ from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
 from triton_impl.own_slots import begin_slots, fetch, own_layout, slots, wait
 from triton_impl.staying_backward import StayingBackward, whole_vectors
 from triton_impl.tuning import to_time
+from triton_impl.units import in_units, unit_of
 
 
 @gluon.jit
@@ -162,8 +163,11 @@ def _norm_cluster_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length, per_element,
     CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
-    NEEDS_WEIGHTS: gl.constexpr, VECTOR: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
+    NEEDS_WEIGHTS: gl.constexpr, VECTOR: gl.constexpr, UNIT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
     blocks: gl.constexpr = gl.num_ctas()
     LAYOUT: gl.constexpr = own_layout(blocks, gl.num_warps(), VECTOR, BLOCK)
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
@@ -252,11 +256,14 @@ def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight
         return True
     if length * x.dtype.itemsize > MAX_BYTES:
         return True
-    return not whole_vectors(1, weight, x, grad, grad_sum)
+    return not whole_vectors(x.dtype.itemsize, weight, x, grad, grad_sum)
 
 
 _staying = StayingBackward(
-    _norm_cluster_backward_kernel, configs, _slots, lambda x, strides: (cluster.vector_of(x.dtype),)
+    _norm_cluster_backward_kernel,
+    configs,
+    _slots,
+    lambda x, strides: (cluster.vector_of(x.dtype), unit_of(x.shape[1], *strides)),
 )
 
 
@@ -291,7 +298,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         entry(
             _norm_cluster_backward_kernel,
             TYPES[dtype],
-            {**constants, "VECTOR": cluster.vector_of(dtype)},
+            {**constants, "VECTOR": cluster.vector_of(dtype), "UNIT": 16},
             config,
             types,
         )

@@ -19,7 +19,6 @@ from triton_impl.gluon import unsupported
 from triton_impl.norms import Kind, Needs, add_both, load_stats
 from triton_impl.own_slots import bases, begin_slots, fetch_row, wait
 from triton_impl.staying_backward import StayingBackward, whole_vectors
-from triton_impl.tuning import to_time
 from triton_impl.units import in_units, unit_of
 
 
@@ -132,8 +131,9 @@ def _norm_short_backward_kernel(
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-#: Of rows of up to so many elements: warps of a program, turns on the chip, and registers of a thread.
-SHAPES = {512: ((8, 4, 128), (16, 4, 128)), 1024: ((8, 4, 255), (8, 6, 255), (4, 4, 168))}
+#: Of rows of up to so many elements: warps of a program, turns on the chip, and registers of a thread. They leave an SM
+#: 8192 registers, for a program of the kernel that adds up the programs' sums: it is there before these have ended.
+SHAPES = {512: (8, 4, 112), 1024: (8, 4, 224)}
 #: Programs of a multiprocessor at most; and what part of a block a row is at least, for this to be faster.
 PROGRAMS, LEAST = 4, 7 / 8
 
@@ -143,17 +143,11 @@ def _block(length: int) -> int:
 
 
 def configs(length: int, dtype: torch.dtype) -> list[triton.Config]:
-    """Configurations for rows of a length, best first."""
+    """The configuration for rows of a length. By itself the kernel has others as fast: there is nothing to time."""
     block = _block(length)
-    return to_time(
-        [
-            triton.Config(
-                {"BLOCK": block, "STAGES": stages, "EVEN": length == block},
-                num_warps=warps, num_stages=1, num_ctas=1, maxnreg=registers,
-            )
-            for warps, stages, registers in SHAPES[block]
-        ]
-    )  # fmt: skip
+    warps, stages, registers = SHAPES[block]
+    constants = {"BLOCK": block, "STAGES": stages, "EVEN": length == block}
+    return [triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=1, maxnreg=registers)]
 
 
 def _slots(config: triton.Config, dtype: torch.dtype) -> int:

@@ -27,8 +27,8 @@ from triton_impl.tuning import Launches, to_time
 
 #: Words of a thread's vector and of a warp's; and words of a row about whose mean deviations are taken, which each warp
 #: finds by itself, in advance. It may be far from the mean of all, but not in units of how rows vary: at most by the
-#: root of their length over that of the head, of 131072 elements 64. Of the 24 bits of a sum of squares that leaves 12,
-#: and what is stored has 8 or 11.
+#: root of their length over that of the head, of 262144 elements 91. Of the 24 bits of a sum of squares that leaves 11,
+#: of which a root has one more; and what is stored has 8 or 11.
 VECTOR, OF_WARP, HEAD = gl.constexpr(4), gl.constexpr(128), gl.constexpr(16)
 
 
@@ -45,9 +45,9 @@ def _log2(n):
 
 
 @gluon.jit
-def halves(word, DTYPE: gl.constexpr):
-    """The two values of words."""
-    text: gl.constexpr = _unpacking(DTYPE)
+def halves(word, DTYPE: gl.constexpr, AGAIN: gl.constexpr = False):
+    """The two values of words; AGAIN, where keeping those of the first time would take twice the registers."""
+    text: gl.constexpr = _unpacking(DTYPE) + (" /* again */" if AGAIN else "")
     types: gl.constexpr = floats(2)
     return gl.inline_asm_elementwise(text, "=f,=f,r", [word], dtype=types, is_pure=True, pack=1)
 
@@ -167,7 +167,7 @@ def second_pass(
     weight = vectors(rows.index(rows.shape[0] - 2).load(OWN), LAYOUT)
     bias = vectors(rows.index(rows.shape[0] - 1).load(OWN), LAYOUT)
     for v in gl.static_range(len(kept)):
-        low, high = halves(kept[v], DTYPE)
+        low, high = halves(kept[v], DTYPE, True)
         low = low * rstd[:, None] + offset[:, None]
         high = high * rstd[:, None] + offset[:, None]
         if HAS_WEIGHT:
@@ -244,8 +244,8 @@ def _norm_staying_kernel(
 
 #: Warps of a block, words of a row that each of its threads has, slots for rows, and registers of a thread; the best
 #: guess first. Weight and bias lie in as many as two rows. With one slot, a row is asked for when that before has been
-#: taken into registers: more under way make memory slower.
-SHAPES = ((16, 16, 2, 128), (8, 16, 1, 128), (16, 16, 1, 128), (8, 32, 1, 255), (4, 32, 1, 168))
+#: taken into registers: more under way make memory slower. Clusters of fewer blocks leave fewer SMs without one.
+SHAPES = ((8, 32, 1, 255), (8, 64, 1, 255), (16, 16, 1, 128), (8, 16, 1, 128), (16, 16, 2, 128), (4, 32, 1, 168))
 
 
 def configs(length: int) -> list[triton.Config]:
@@ -264,7 +264,7 @@ def configs(length: int) -> list[triton.Config]:
 #: addresses in bytes, are multiples of.
 SHORTEST, MULTIPLE = 32769, 32
 #: Elements of the longest row.
-LONGEST = cluster.MOST_BLOCKS * max(2 * 32 * warps * kept for warps, kept, *_ in SHAPES)
+LONGEST = cluster.MAX_BYTES // 2
 #: The norm that it is.
 KIND = Kind(centred=True, residual=False)
 

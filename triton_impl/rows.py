@@ -38,8 +38,9 @@ def backward_shapes(block: int) -> list[tuple[int, int]]:
 
 
 #: Rows of up to so many elements are a warp's alone where programs stay and go through many of them, LEAST at least:
-#: then no warp waits for another. So many warps of a multiprocessor have loads enough under way.
-ALONE, LEAST, STAYING_WARPS = 512, 8, 12
+#: then no warp waits for another. So many warps of a multiprocessor have loads enough under way: fewer where rows are
+#: whole blocks, of which each has more, and the fewer there are, the fewer sums of theirs there are to add up.
+ALONE, LEAST, STAYING_WARPS, OF_WHOLE_BLOCKS = 512, 8, 12, 10
 
 
 def staying_shapes(block: int) -> list[tuple[int, int]]:
@@ -47,10 +48,11 @@ def staying_shapes(block: int) -> list[tuple[int, int]]:
     return _shapes(block, (16,), (512, 256), 1) if block <= ALONE else backward_shapes(block)
 
 
-def staying_programs(block: int, count: int, multiprocessors: int) -> int:
+def staying_programs(length: int, count: int, multiprocessors: int) -> int:
     """How many such programs share rows: as many as run at once, since later ones would wait for memory once more."""
+    block = triton.next_power_of_2(length)
     if block <= ALONE:
-        return min(triton.cdiv(count, LEAST), multiprocessors * STAYING_WARPS)
+        return min(triton.cdiv(count, LEAST), multiprocessors * (OF_WHOLE_BLOCKS if length == block else STAYING_WARPS))
     return min(count, multiprocessors * min(4, max(1, 8192 // block)))
 
 
