@@ -147,8 +147,8 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
     try:
         with (
             mock.patch.object(triton.JITFunction, "run", run),
-            # A launch remembered here would be taken for one that can be made; and one that has been made, once it was
-            # taken here, would make no more.
+            # Launches remembered before are of the GPU that is here, and would be made; and those of this block are
+            # none that can be made after it.
             mock.patch.object(Launches, "get", return_value=None),
             mock.patch.object(Launches, "remember"),
             # Whatever GPUs are here.

@@ -30,9 +30,9 @@ def sum_tile(shares: int) -> tuple[int, int]:
 
 
 def sum_warps(shares: int) -> int:
-    """How many warps are to add them up."""
-    tiles = triton.cdiv(shares, MOST_SHARES)
-    return SUM_WARPS[min(tiles, len(SUM_WARPS)) - 1]
+    """How many warps are to add them up: of one tile, of two, of more."""
+    few, more, many = SUM_WARPS
+    return few if shares <= MOST_SHARES else more if shares <= 2 * MOST_SHARES else many
 
 
 @triton.jit

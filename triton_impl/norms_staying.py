@@ -167,7 +167,7 @@ def second_pass(
     weight = vectors(rows.index(rows.shape[0] - 2).load(OWN), LAYOUT)
     bias = vectors(rows.index(rows.shape[0] - 1).load(OWN), LAYOUT)
     for v in gl.static_range(len(kept)):
-        low, high = halves(kept[v], DTYPE, True)
+        low, high = halves(kept[v], DTYPE, AGAIN=True)
         low = low * rstd[:, None] + offset[:, None]
         high = high * rstd[:, None] + offset[:, None]
         if HAS_WEIGHT:
