@@ -34,16 +34,12 @@ def case_of(op: str, length: int) -> Case:
 
 
 BY_ROWS = [v for v in every_variant("triton") if v.op in ("softmax", "add", "sum", "bias_gelu", *test_norms.OPS)]
-CLUSTERS = [v for v in BY_ROWS if v.name == "triton.cluster"]
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("variant", "length"),
-    [
-        *(pytest.param(v, LENGTH, id=variant_id(v)) for v in BY_ROWS if v.name != "triton.cluster"),
-        *(pytest.param(v, LONG, id=variant_id(v)) for v in CLUSTERS),
-    ],
+    [pytest.param(v, LONG if v.name == "triton.cluster" else LENGTH, id=variant_id(v)) for v in BY_ROWS],
 )
 def test_rows_are_read_and_written_by_vectors(variant, length, pass_):
     """Element by element are at most what there is one of a row or column: what is kept of it, its sum, its first."""

@@ -20,6 +20,7 @@ from triton_impl.norms import rstd_of
 from triton_impl.norms_cluster import part_statistics, row_statistics, with_next
 from triton_impl.philox import ARGUMENTS
 from triton_impl.philox_words import factors
+from triton_impl.staying import Staying
 from triton_impl.tuning import Launch, Launches, to_time
 from triton_impl.units import in_units, unit_of
 
@@ -133,20 +134,22 @@ def run(
     count, length = x.shape
     if count == 1:
         strides = (length, length)  # the only row's is any number
-    if chain_staying.takes(tensors, strides):
-        chain_staying.run(tensors, strides, absent, eps, keep, mask)
-        return
     constants = (keep, *(not of for of in absent))
+    stays = chain_staying.takes(tensors, strides)
 
-    def make() -> Launch:
+    def make() -> Launch | Staying:
+        key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
+        if stays:
+            of = chain_staying.launch_of(x, strides, eps, constants)
+            return chain_staying.choose.launch(key, chain_staying.configs(length), of, *tensors, values=mask)
+
         def launch(config: triton.Config) -> Launch:
             arguments = (*strides, count, length, eps, *constants, unit_of(length, *strides), *config.kwargs.values())
             return Launch(_chain_cluster_kernel, (count,), arguments, cluster.options(config))
 
-        key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
         return _choose.launch(key, configs(length), launch, *tensors, values=mask)
 
-    _launches.run((count, length, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
+    _launches.run((stays, count, length, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
 
 
 def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:

@@ -7,6 +7,8 @@ the L2, which is then the limit: 10 bytes a value where memory gives 4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -33,7 +35,7 @@ from triton_impl.own_slots import begin_slots, fetch, hold, slots, vector, wait
 from triton_impl.philox import ARGUMENTS
 from triton_impl.philox_words import factors
 from triton_impl.staying import Staying
-from triton_impl.tuning import Launches, to_time
+from triton_impl.tuning import to_time
 
 #: Slots of a row's operands and of the parameters, weight and norm bias behind the bias; and the barriers where they
 #: come. There is one row under way: two make memory slower.
@@ -198,8 +200,7 @@ def configs(length: int) -> list[triton.Config]:
 #: and strides, and addresses in bytes, are multiples of.
 SHORTEST, LONGEST, MULTIPLE = 16385, cluster.MOST_BLOCKS * 2 * 32 * WORDS * max(WARPS), 32
 
-_choose = Chooser(_chain_staying_kernel)
-_launches = Launches()
+choose = Chooser(_chain_staying_kernel)
 
 
 def slot_bytes(config: triton.Config) -> int:
@@ -218,30 +219,14 @@ def takes(tensors: tuple[torch.Tensor, ...], strides: tuple[int, int]) -> bool:
     return places % MULTIPLE == 0
 
 
-def run(
-    tensors: tuple[torch.Tensor, ...],
-    strides: tuple[int, int],
-    absent: tuple[bool, bool],
-    eps: float,
-    keep: bool,
-    mask: tuple[int, int, int, float],
-) -> None:
-    """As chain_cluster.run."""
-    x = tensors[3]
+def launch_of(
+    x: torch.Tensor, strides: tuple[int, int], eps: float, constants: tuple[bool, bool, bool]
+) -> Callable[[triton.Config], Staying]:
+    """The launch of each configuration."""
     count, length = x.shape
-    constants = (keep, *(not of for of in absent))
-
-    def make() -> Staying:
-        programs = min(count, multiprocessors(x.device, 1))
-        arguments = (strides[0] // 2, strides[1] // 2, count, length // 2, 1.0 / length, eps, *constants)
-
-        def launch(config: triton.Config) -> Staying:
-            return Staying(_chain_staying_kernel, programs, arguments, config, slot_bytes(config))
-
-        key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
-        return _choose.launch(key, configs(length), launch, *tensors, values=mask)
-
-    _launches.run((count, length, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
+    programs = min(count, multiprocessors(x.device, 1))
+    arguments = (strides[0] // 2, strides[1] // 2, count, length // 2, 1.0 / length, eps, *constants)
+    return lambda config: Staying(_chain_staying_kernel, programs, arguments, config, slot_bytes(config))
 
 
 def ahead_of_time() -> list[Entry]:

@@ -543,7 +543,11 @@ class Needs(NamedTuple):
     bias: bool
 
 
-def unwritten(x: torch.Tensor, needs: Needs) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+#: Of the rows (count, length), of weight and of bias (length,); None where not wanted.
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def unwritten(x: torch.Tensor, needs: Needs) -> Gradients:
     """Memory for the gradients of rows (count, length), of weight and of bias (length,); None where not wanted."""
     count, length = x.shape
     grad_input = x.new_empty((count, length)) if needs.input else None
@@ -560,7 +564,7 @@ def backward(
     grad: torch.Tensor,
     grad_sum: torch.Tensor | None,
     needs: Needs,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> Gradients:
     """Gradients of the rows (count, length), of weight and of bias (length,); None where not wanted."""
     count, length = x.shape
     grad_input, grad_weight, grad_bias = unwritten(x, needs)
@@ -574,7 +578,11 @@ def backward(
     block = triton.next_power_of_2(length)
     sms = multiprocessors(x.device, MULTIPROCESSORS_INTERPRETED)
     # Groups of rows, each with its own sums; a block of columns, as many as the GPU is busy with.
-    groups = staying_programs(length, count, sms) if fused else min(count, max(1, 4 * sms // triton.cdiv(length, 2048)))
+    groups = (
+        staying_programs(length, block, count, sms)
+        if fused
+        else min(count, max(1, 4 * sms // triton.cdiv(length, 2048)))
+    )
     partials = x.new_empty((2 if kind.centred else 1, groups, length), dtype=torch.float32) if weights else stats
     given = x if grad_input is None else grad_input
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
@@ -623,12 +631,12 @@ def add_up(
     _, groups, length = partials.shape
     tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
     together, columns = sum_tile(groups)
-    warps = sum_warps(groups)
     grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
     arguments = (groups, length, grad_weight is not None, grad_bias is not None, unit_of(length), together, columns)
     key = ("sum", arguments, x.dtype, x.device)
 
     def make() -> Launch | None:
+        warps = sum_warps(groups)
         if torch.compiler.is_compiling():
             _norm_sum_kernel[grid](*tensors, *arguments, False, num_warps=warps)
             return None

@@ -18,11 +18,11 @@ from triton_impl.aot import TYPES, Entry, entry
 from triton_impl.cluster import by_warp, load, store, widen
 from triton_impl.gluon import unsupported
 from triton_impl.letterbox import all_have_begun, begin_turns, receive, row_of, send
-from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, Needs, add_both
+from triton_impl.norms import MAX_FUSED_BACKWARD, Kind, add_both
 from triton_impl.own_slots import begin_slots, fetch, own_layout, slots, wait
-from triton_impl.staying_backward import StayingBackward, whole_vectors
+from triton_impl.staying_backward import StayingBackward
 from triton_impl.tuning import to_time
-from triton_impl.units import in_units, unit_of
+from triton_impl.units import in_units
 
 
 @gluon.jit
@@ -249,40 +249,22 @@ def _slots(config: triton.Config, dtype: torch.dtype) -> int:
     return (2 * config.kwargs["STAGES"] + 1) * config.kwargs["BLOCK"] * dtype.itemsize
 
 
-def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether rows (count, length), or what else is read with them, are not for this kernel."""
+def _takes(x: torch.Tensor) -> bool:
     count, length = x.shape
     if count == 0 or length <= MAX_FUSED_BACKWARD or unsupported(x) is not None:
-        return True
-    if length * x.dtype.itemsize > MAX_BYTES:
-        return True
-    return not whole_vectors(x.dtype.itemsize, weight, x, grad, grad_sum)
+        return False
+    return length * x.dtype.itemsize <= MAX_BYTES
 
 
-_staying = StayingBackward(
+#: As :func:`triton_impl.norms.backward`, which takes what is not for this kernel.
+backward = StayingBackward(
     _norm_cluster_backward_kernel,
+    _takes,
+    norms.backward,
     configs,
     _slots,
-    lambda x, strides: (cluster.vector_of(x.dtype), unit_of(x.shape[1], *strides)),
+    more=lambda dtype: (cluster.vector_of(dtype),),
 )
-
-
-def backward(
-    kind: Kind,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    needs: Needs,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """As :func:`triton_impl.norms.backward`, which takes what is not for this kernel."""
-    if not any(needs):
-        return None, None, None
-    s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
-    if _refused(x, grad, s, w):
-        return norms.backward(kind, x, weight, stats, grad, grad_sum, needs)
-    return _staying(kind, grad, s, x, stats, w, weight is not None, needs)
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:

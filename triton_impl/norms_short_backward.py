@@ -16,10 +16,10 @@ from triton_impl import norms_cluster_backward
 from triton_impl.aot import Entry, entry
 from triton_impl.cluster import widen
 from triton_impl.gluon import unsupported
-from triton_impl.norms import Kind, Needs, add_both, load_stats
+from triton_impl.norms import Kind, add_both, load_stats
 from triton_impl.own_slots import bases, begin_slots, fetch_row, wait
-from triton_impl.staying_backward import StayingBackward, whole_vectors
-from triton_impl.units import in_units, unit_of
+from triton_impl.staying_backward import StayingBackward
+from triton_impl.units import in_units
 
 
 @gluon.constexpr_function
@@ -154,35 +154,17 @@ def _slots(config: triton.Config, dtype: torch.dtype) -> int:
     return 2 * config.kwargs["STAGES"] * config.num_warps * config.kwargs["BLOCK"] * dtype.itemsize
 
 
-def _refused(x: torch.Tensor, grad: torch.Tensor, grad_sum: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether rows (count, length), or what else is read with them, are not for this kernel."""
+def _takes(x: torch.Tensor) -> bool:
     count, length = x.shape
     if count == 0 or x.dtype.itemsize != 2 or unsupported(x) is not None:
-        return True
-    if not LEAST * _block(length) <= length <= max(SHAPES):
-        return True
-    return not whole_vectors(x.dtype.itemsize, weight, x, grad, grad_sum)
+        return False
+    return LEAST * _block(length) <= length <= max(SHAPES)
 
 
-_staying = StayingBackward(
-    _norm_short_backward_kernel, configs, _slots, lambda x, strides: (unit_of(x.shape[1], *strides),), PROGRAMS
+#: As :func:`triton_impl.norms.backward`; the kernel for the longest rows takes what is not for this one.
+backward = StayingBackward(
+    _norm_short_backward_kernel, _takes, norms_cluster_backward.backward, configs, _slots, programs=PROGRAMS
 )
-
-
-def backward(
-    kind: Kind,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    needs: Needs,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """As :func:`triton_impl.norms_cluster_backward.backward`, which takes what is not for this kernel."""
-    s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
-    if not any(needs) or _refused(x, grad, s, w):
-        return norms_cluster_backward.backward(kind, x, weight, stats, grad, grad_sum, needs)
-    return _staying(kind, grad, s, x, stats, w, weight is not None, needs)
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:

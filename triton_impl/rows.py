@@ -48,9 +48,8 @@ def staying_shapes(block: int) -> list[tuple[int, int]]:
     return _shapes(block, (16,), (512, 256), 1) if block <= ALONE else backward_shapes(block)
 
 
-def staying_programs(length: int, count: int, multiprocessors: int) -> int:
+def staying_programs(length: int, block: int, count: int, multiprocessors: int) -> int:
     """How many such programs share rows: as many as run at once, since later ones would wait for memory once more."""
-    block = triton.next_power_of_2(length)
     if block <= ALONE:
         return min(triton.cdiv(count, LEAST), multiprocessors * (OF_WHOLE_BLOCKS if length == block else STAYING_WARPS))
     return min(count, multiprocessors * min(4, max(1, 8192 // block)))
