@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kernel_ladder.spec import Inputs, Output, as_tuple, each
+from kernel_ladder.tracing import in_graph
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
     runs: dict[tuple, Callable[..., Output]] = {}
 
     def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Output, tuple]:
-        if torch.compiler.is_compiling():  # inside a caller's torch.compile, which compiles the formula itself
+        if in_graph():  # inside a caller's torch.compile, which compiles the formula itself
             return formula(*inputs, **options), ()
         key = signature(inputs, options)
         if key not in runs:

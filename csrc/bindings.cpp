@@ -64,38 +64,40 @@ const std::vector<Schema>& schemas() {
         KL_OP("matmul.stream_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_stream_k),
         KL_OP("matmul.skinny(Tensor input, Tensor other) -> Tensor", matmul_skinny),
         KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
-        KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+        KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_naive),
-        KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+        KL_OP("attention.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_flash),
-        KL_OP("attention.wgmma(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+        KL_OP("attention.wgmma(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_wgmma),
-        KL_OP(
-            "attention.warp_specialized(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
-            " float scale, bool enable_gqa) -> (Tensor, Tensor)",
-            attention_warp_specialized),
-        KL_OP("attention.pingpong(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+        KL_OP("attention.warp_specialized(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, "
+              "SymInt last,"
+              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+              attention_warp_specialized),
+        KL_OP("attention.pingpong(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_pingpong),
-        KL_OP("attention.persistent(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
-              " float scale, bool enable_gqa) -> (Tensor, Tensor)",
-              attention_persistent),
-        KL_OP("attention.split_kv(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, int first, int last,"
+        KL_OP(
+            "attention.persistent(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
+            " float scale, bool enable_gqa) -> (Tensor, Tensor)",
+            attention_persistent),
+        KL_OP("attention.split_kv(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_split_kv),
         // Operands are (1, H, T, D), sequences one after the other.
         KL_OP("attention_varlen.pingpong(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
-              " Tensor cu_seqlens_k, int max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
+              " Tensor cu_seqlens_k, SymInt max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
               " -> (Tensor, Tensor)",
               attention_varlen_pingpong),
-        KL_OP("attention_backward.naive(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
-              " Tensor? attn_mask, int first, int last, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
-              attention_backward_naive),
+        KL_OP(
+            "attention_backward.naive(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+            " Tensor? attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+            attention_backward_naive),
         KL_OP("attention_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
-              " Tensor output, Tensor lse, Tensor? attn_mask, int first, int last, float scale, bool enable_gqa)"
+              " Tensor output, Tensor lse, Tensor? attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa)"
               " -> (Tensor, Tensor, Tensor)",
               attention_backward_flash),
         KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),

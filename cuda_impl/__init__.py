@@ -10,6 +10,7 @@ import torch
 
 from kernel_ladder.matmul_shapes import as_matrices
 from kernel_ladder.table import untraced
+from kernel_ladder.tracing import address
 
 
 @functools.cache
@@ -77,8 +78,6 @@ def skinny_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     """Why the steps for at most 16 rows do not take ``input @ other``, `other` a matrix ``(K, N)``, or None."""
     if input.dtype not in (torch.float16, torch.bfloat16):
         return "takes float16 and bfloat16"
-    if torch.compiler.is_compiling():
-        return "needs to know where operands begin, which torch.compile does not while it traces"
     if other.dim() != 2:
         return f"takes one matrix as `other`, got {other.dim()} dimensions"
     a, _ = as_matrices(input, other)
@@ -88,6 +87,6 @@ def skinny_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     rows = a.stride(1) == 1 and (m == 1 or a.stride(0) % 8 == 0) and k % 8 == 0
     along_k = other.stride(0) == 1 and (n == 1 or other.stride(1) % 8 == 0)
     along_n = other.stride(1) == 1 and other.stride(0) % 8 == 0 and n % 8 == 0
-    if not rows or not (along_k or along_n) or a.data_ptr() % 16 or other.data_ptr() % 16:
+    if not rows or not (along_k or along_n) or address(a) % 16 or address(other) % 16:
         return "needs rows that are dense and start on 16 bytes, of both operands"
     return None

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler import is_compiling
 
 from cuda_impl import climb, unsupported
 from kernel_ladder.band import NO_WINDOW, band
@@ -15,6 +13,7 @@ from kernel_ladder.scale import scale_of
 from kernel_ladder.spec import Output
 from kernel_ladder.strides import has_rows_at
 from kernel_ladder.table import register
+from kernel_ladder.tracing import address
 
 #: Shared memory of the largest tiles, those of csrc/attention/split_kv.cu for a head dimension of 256.
 FLASH_SHARED_BYTES = 136 * 1024
@@ -92,18 +91,9 @@ def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
     )
 
 
-def _starts_on_16_bytes(x: torch.Tensor) -> bool:
-    if type(x) is FakeTensor:  # without memory
-        return x.storage_offset() % 8 == 0
-    return x.data_ptr() % 16 == 0
-
-
 def _read_by_tma(x: torch.Tensor) -> bool:
-    """Whether rows, of multiples of 8 elements, are dense, and each starts at a multiple of 16 bytes.
-
-    Where a tensor starts is not known while torch.compile traces: one that starts elsewhere is the operator's error.
-    """
-    return (is_compiling() or _starts_on_16_bytes(x)) and (x.is_contiguous() or has_rows_at(x, 8))
+    """Whether rows, of multiples of 8 elements, are dense, and each starts at a multiple of 16 bytes."""
+    return address(x) % 16 == 0 and (x.is_contiguous() or has_rows_at(x, 8))
 
 
 def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None]:

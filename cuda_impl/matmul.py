@@ -68,7 +68,7 @@ def _hopper_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
 def _not_for_tma(tensor: torch.Tensor, name: str, k: int) -> str | None:
     """Why TMA cannot read an operand, or None. It addresses multiples of 16 bytes; `k` is the inner dimension."""
     grid = 16 // tensor.element_size()
-    if not torch.compiler.is_compiling() and tensor.storage_offset() % grid:
+    if tensor.storage_offset() % grid:
         return f"TMA reads from multiples of 16 bytes, where `{name}` does not begin"
     shape, strides = tensor.shape, tensor.stride()
     if len(shape) == 1:

@@ -35,7 +35,7 @@ class _Differentiable(torch.autograd.Function):
                     break
             if torch.is_grad_enabled():  # create_graph=True
                 return (None, None, *_Gradient.apply(ctx.variant, saved, needs, len(grads), *grads, *tensors))
-        return (None, None, *_gradients(ctx.variant, saved, grads, needs))
+        return (None, None, *gradients(ctx.variant, saved, grads, needs))
 
 
 class _Gradient(torch.autograd.Function):
@@ -55,17 +55,19 @@ class _Gradient(torch.autograd.Function):
         *grads_and_saved: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.variant = variant
-        return tuple(_gradients(variant, saved, grads_and_saved[:outputs], needs))
+        return tuple(gradients(variant, saved, grads_and_saved[:outputs], needs))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        op, name = ctx.variant.op, ctx.variant.name
-        raise RuntimeError(
-            f"{op}: {name} can be differentiated only once; for a second derivative use backend='torch.naive'"
-        )
+        raise RuntimeError(once_only(ctx.variant.op, ctx.variant.name))
 
 
-def _gradients(
+def once_only(op: str, name: str) -> str:
+    """The message where a second derivative is asked of a variant that has none."""
+    return f"{op}: {name} can be differentiated only once; for a second derivative use backend='torch.naive'"
+
+
+def gradients(
     variant: Variant, saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], needs: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """A variant's backward, of as many gradients as there are outputs."""

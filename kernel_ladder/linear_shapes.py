@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 #: The activations of linear, each with the form of GELU that it stands for.
@@ -15,4 +17,4 @@ def output_shape(input: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """``(..., K)`` as ``(M, K)``: a view, unless the strides keep the rows from folding; a vector is one row."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

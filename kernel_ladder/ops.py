@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kernel_ladder import autograd, table
+from kernel_ladder import autograd, operators, table
 from kernel_ladder.band import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.reduction import Dim
 from kernel_ladder.spec import Inputs, each
+from kernel_ladder.transforms import transforms_active
 
 
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     compiling = is_compiling()  # asked once: it costs as much as is_neg(), which torch.compile cannot trace
     if compiling:
+        if not transforms_active() and forward_ad._current_level < 0:
+            return operators.call(op, table.asked_for(op, backend), inputs, options)
         table.spec(op).check(*inputs, **options)
     else:
         (table.specs.get(op) or table.spec(op)).check(*inputs, **options)

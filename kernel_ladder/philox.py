@@ -31,6 +31,8 @@ import math
 
 import torch
 
+from kernel_ladder.tracing import in_graph
+
 ROUNDS = 10
 M0, M1 = 0xD2511F53, 0xCD9E8D57
 W0, W1 = 0x9E3779B9, 0xBB67AE85  # the golden ratio, and √3 − 1, as fractions of 2³²
@@ -95,7 +97,7 @@ def words(numel: int, seed: torch.Tensor | int, device: torch.device | str) -> t
 
 def words_of_calls(call: torch.Tensor, seed: torch.Tensor | int) -> torch.Tensor:
     """The words of eight elements for each number of a call: int64, of shape ``(calls, 8)``."""
-    if not isinstance(seed, torch.Tensor) and torch.compiler.is_compiling():
+    if not isinstance(seed, torch.Tensor) and in_graph():
         seed = _loaded(seed, call.device)
     zero, key = torch.zeros_like(call), (seed & WORD, seed >> 32)
     uppers, lowers = (philox((call & WORD, call >> 32, zero + n, zero), key) for n in (0, 1))

@@ -306,12 +306,18 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
     return choose(op, backend, inputs, options, is_compiling())
 
 
-def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool) -> Variant:
-    """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing."""
+def asked_for(op: str, backend: str | None) -> str:
+    """The backend that a call asks for: its argument, else what :func:`use` or the environment names, else auto."""
     if backend is None:
         backend = getattr(_chosen, "backend", None) or _from_environment(_environment.get(_ENV_KEY)) or "auto"
     if not isinstance(backend, str):
         raise TypeError(f"{op}: argument `backend` must be a str or None, got {type(backend).__name__}")
+    return backend
+
+
+def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool) -> Variant:
+    """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing."""
+    backend = asked_for(op, backend)
     call = (op, backend, inputs[0].is_cuda)
     candidates = None if compiling else _known.get(call)
     if candidates is None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kernel_ladder
-import triton_impl
 from kernel_ladder import table
 from kernel_ladder.agreement import agreement
 from kernel_ladder.samples import make_grad, make_inputs
@@ -31,8 +30,6 @@ def forget_compiled():
 @pytest.mark.parametrize("variant", every_variant(), ids=variant_id)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_inside_compile(variant, backward):
-    if variant.level == "triton" and triton_impl.interpreted():
-        pytest.skip("the interpreter cannot be traced")
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op, most=20_000)
     inputs = make_inputs(case, torch.float32, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)

@@ -112,7 +112,7 @@ def register(
 def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
     def on_device(*inputs: torch.Tensor, **options: Any) -> Any:
         device = inputs[0].device
-        if torch.compiler.is_compiling() or device.type != "cuda" or device.index == torch.cuda.current_device():
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(*inputs, **options)
         with torch.cuda.device(device):
             return function(*inputs, **options)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.spec import Output
+from kernel_ladder.tracing import shapes_only
 from triton_impl.attention_call import Call
 from triton_impl.attention_tiles import (
     BELOW_DIAGONAL,
@@ -336,7 +337,9 @@ def gradients(
     grad_q = call.new_like(q) if needs[0] else None
     # Where only one of the two is wanted, the other is thrown away: they share a kernel.
     grad_k, grad_v = (call.new_like(k), call.new_like(v)) if needs[1] or needs[2] else (None, None)
-    if output.numel() == 0 or k.shape[2] == 0:
+    if shapes_only():
+        pass
+    elif output.numel() == 0 or k.shape[2] == 0:
         for each in (grad_q, grad_k, grad_v):
             if each is not None:
                 each.zero_()
@@ -346,25 +349,20 @@ def gradients(
         of_delta = (delta, output, grad, delta if grad_lse is None else grad_lse)
         of_keys = (grad_k, grad_v, grad, lse, delta, q, k, v, *others)
         of_queries = (grad_q, grad, lse, delta, q, k, v, *others)
-        if torch.compiler.is_compiling():
-            _first_launches(call, of_delta, of_keys, of_queries)
+        what = (call.what, output.stride(), grad.stride(), grad_q is None, grad_k is None, grad_lse is None)
+        known = _launches.get(what)
+        if known is None:
+            _launches.remember(what, _first_launches(call, of_delta, of_keys, of_queries))
         else:
-            what = (
-                call.what, output.stride(), grad.stride(), grad_q is None, grad_k is None, grad_lse is None
-            )  # fmt: skip
-            known = _launches.get(what)
-            if known is None:
-                _launches.remember(what, _first_launches(call, of_delta, of_keys, of_queries))
-            else:
-                for launch, tensors in zip(known, (of_delta, of_keys, of_queries), strict=True):
-                    if launch is not None:
-                        launch(*tensors)
+            for launch, tensors in zip(known, (of_delta, of_keys, of_queries), strict=True):
+                if launch is not None:
+                    launch(*tensors)
     return grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None
 
 
 def _first_launches(
     call: Call, of_delta: tuple, of_keys: tuple, of_queries: tuple
-) -> tuple[Launch | None, Launch | None, Launch | None]:
+) -> tuple[Launch, Launch | None, Launch | None]:
     """Run the kernels on their tensors; the launches that repeat it, None for what is not wanted."""
     delta, output, grad, grad_lse = of_delta
     grad_k, grad_v, *_ = of_keys
@@ -381,7 +379,7 @@ def _first_launches(
     arguments = (*output.stride(), *grad.stride(), heads, total_q, head_dim_v)
     arguments += (rows, block(head_dim_v), wide(output.stride(), grad.stride()), grad_lse is not delta)
     _delta_kernel[grid](*of_delta, *arguments)
-    for_delta = None if torch.compiler.is_compiling() else Launch(_delta_kernel, grid, arguments, {})
+    for_delta = Launch(_delta_kernel, grid, arguments, {})
 
     inputs = (*grad.stride(), *q.stride(), *k.stride(), *v.stride())
     others = (*call.mask_strides, *call.lse_strides)

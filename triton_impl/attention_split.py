@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, multiprocessors
 from triton_impl.attention_aot import ahead_of_time
 from triton_impl.attention_call import Call, forward_by, mask_grad_unsupported, see_nothing
@@ -149,6 +150,8 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = call.q, call.k, call.v
     batch, heads, seqlen_q, _ = q.shape
     heads_kv, seqlen_k = k.shape[1:3]
+    if shapes_only():
+        return output, lse
     if seqlen_k == 0 or output.numel() == 0:
         see_nothing(output, lse)
         return output, lse
@@ -163,11 +166,9 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = (of_runs, partial_lse, q, k, v, call.others[0])
     combining = (of_runs, partial_lse, output, lse)
     what = (call.what, runs)
-    known = None if torch.compiler.is_compiling() else _launches.get(what)
+    known = _launches.get(what)
     if known is None:
-        launches = _first_launches(call, tensors, combining, (begin, end, run))
-        if launches[0] is not None:
-            _launches.remember(what, launches)
+        _launches.remember(what, _first_launches(call, tensors, combining, (begin, end, run)))
     else:
         split, combine = known
         split(*tensors)
@@ -178,7 +179,7 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _first_launches(
     call: Call, tensors: tuple, combining: tuple, keys: tuple[int, int, int]
-) -> tuple[Launch | None, Launch | None]:
+) -> tuple[Launch, Launch | None]:
     of_runs, _, output, _ = combining
     q, k, v = call.q, call.k, call.v
     batch, heads, seqlen_q, head_dim = q.shape
@@ -202,7 +203,7 @@ def _first_launches(
     arguments = (*output.stride()[:3], heads, seqlen_q, head_dim_v, rows, runs)
     arguments += (triton.next_power_of_2(runs), constants["BLOCK_DV"])
     _combine_kernel[(rows,)](*combining, *arguments)
-    return split, None if torch.compiler.is_compiling() else Launch(_combine_kernel, (rows,), arguments, {})
+    return split, Launch(_combine_kernel, (rows,), arguments, {})
 
 
 attention = forward_by(_forward)

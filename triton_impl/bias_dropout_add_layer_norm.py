@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import forwards
+from kernel_ladder.tracing import shapes_only
 from triton_impl import chain_cluster, gluon, layer_norm, norms, norms_short_backward, register
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import row_shares, sum_shares
@@ -179,11 +180,9 @@ def _sum_and_norm(
     b, w, n = map(as_parameter, (bias, weight, norm_bias))
     count, length = x.shape
     output = x.new_empty(input.shape)
-    # torch.compile takes one memory that a kernel writes under two names for two.
-    apart = keep or (step == "online" and torch.compiler.is_compiling())
-    total = x.new_empty((count, length)) if apart else output
+    total = x.new_empty((count, length)) if keep else output
     stats = x.new_empty((3, count if keep else 0), dtype=torch.float32)
-    if x.numel() == 0:
+    if shapes_only() or x.numel() == 0:
         return output, total, stats
     # What is absent is stood for by what is there: its pointer is not looked at.
     tensors = (output, total, stats, x, b, r, b if w is None else w, b if n is None else n)
@@ -213,6 +212,8 @@ def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[tor
     """Gradients of input and bias from that of the sum, (count, length)."""
     count, length = grad.shape
     grad_input, grad_bias = torch.empty_like(grad), grad.new_empty((length,))
+    if shapes_only():
+        return grad_input, grad_bias
     if grad.numel() == 0:
         return grad_input, grad_bias.zero_()
     _, width = tile_of(length, COLUMNS)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.aot import entry
 from triton_impl.columns import row_shares, sum_shares, sum_shares_kernel, sum_tile, sum_warps
@@ -136,7 +137,7 @@ def _are_dense(bias: torch.Tensor, *matrices: torch.Tensor) -> bool:
 
 def bias_gelu(input: torch.Tensor, bias: torch.Tensor, *, approximate: str) -> tuple[torch.Tensor, tuple]:
     output = torch.empty_like(input)
-    if input.numel() == 0:
+    if shapes_only() or input.numel() == 0:
         return output, (input, bias, approximate)
     columns = bias.shape[0]
     height, width = _tile(columns, FORWARD_TILE, FORWARD_COLUMNS)
@@ -155,7 +156,7 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, *, approximate: str) -> t
 def bias_gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     input, bias, approximate = saved
     grad_input = torch.empty_like(input)
-    if input.numel() == 0:
+    if shapes_only() or input.numel() == 0:
         return grad_input, bias.new_zeros(bias.shape)
     columns = bias.shape[0]
     height, width = _tile(columns, BACKWARD_TILE, BACKWARD_COLUMNS)

@@ -11,6 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernel_ladder.tracing import address
 from triton_impl import chain_staying, cluster, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.choosing import Chooser
@@ -164,7 +165,7 @@ def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     places = 2 * length
     for tensor in (input, *others):
         if tensor is not None:
-            places |= tensor.data_ptr()
+            places |= address(tensor)
             for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
                 places |= 2 * stride if size > 1 else 0
     if places % MULTIPLE != 0:

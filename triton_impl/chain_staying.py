@@ -14,6 +14,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernel_ladder.tracing import address
 from triton_impl import cluster, multiprocessors
 from triton_impl.aot import Entry, entry
 from triton_impl.choosing import Chooser
@@ -215,7 +216,7 @@ def takes(tensors: tuple[torch.Tensor, ...], strides: tuple[int, int]) -> bool:
         return False
     places = length | strides[0] | strides[1]
     for tensor in tensors:
-        places |= tensor.data_ptr()
+        places |= address(tensor)
     return places % MULTIPLE == 0
 
 

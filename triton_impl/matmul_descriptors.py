@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.strides import collapse
+from kernel_ladder.tracing import address
 from triton_impl import interpreted, multiprocessors
 from triton_impl.choosing import Chooser
 from triton_impl.dot import dot
@@ -221,21 +222,12 @@ def operand(matrix: torch.Tensor) -> Operand | str:
 
 
 def unaligned(*tensors: torch.Tensor) -> bool:
-    """Whether one does not start on 16 bytes. Without memory, as in a trace, its place in its storage tells."""
-    for t in tensors:
-        try:
-            start = t.data_ptr()
-        except RuntimeError:
-            start = t.storage_offset() * t.element_size()
-        if start % 16:
-            return True
-    return False
+    """Whether one does not start on 16 bytes."""
+    return any(address(t) % 16 for t in tensors)
 
 
 def without_descriptors(*tensors: torch.Tensor) -> str | None:
     """Why there can be no descriptors of tensors, whatever their strides, or None."""
-    if torch.compiler.is_compiling():
-        return "tensor descriptors made on the host are not traced by torch.compile"
     device = tensors[0].device
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] < 9:
         return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
@@ -259,7 +251,7 @@ def leaves_idle(c: torch.Tensor) -> bool:
     """Whether there are fewer of the largest tiles of `c` than half as many as multiprocessors."""
     m, n = c.shape[-2:]
     tiles = c.shape[:-2].numel() * triton.cdiv(m, LARGEST[0]) * triton.cdiv(n, LARGEST[1])
-    return not torch.compiler.is_compiling() and 2 * tiles < multiprocessors(c.device, MULTIPROCESSORS)
+    return 2 * tiles < multiprocessors(c.device, MULTIPROCESSORS)
 
 
 # ---- host: launches -------------------------------------------------------------------------------------------------

@@ -79,10 +79,10 @@ _sum = Known(_matmul_split_sum_kernel)
 def shares(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> int:
     """How many shares to make of k: as many as give each multiprocessor four tiles, as far as that is worth it.
 
-    One where the tiles keep half of them busy, where k is short, in batches, and where torch.compile traces.
+    One where the tiles keep half of them busy, where k is short, and in batches.
     """
     (m, k), n = a.shape[-2:], b.shape[-1]
-    if c.dim() > 2 or torch.compiler.is_compiling():
+    if c.dim() > 2:
         return 1
     if interpreted():
         return min(3, triton.cdiv(k, 16))

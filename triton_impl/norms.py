@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.norms import as_rows
+from kernel_ladder.tracing import shapes_only
 from triton_impl import multiprocessors, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.columns import sum_tile, sum_warps
@@ -495,7 +496,7 @@ def forward_by(launch: Callable[..., None]) -> Callable[..., tuple[torch.Tensor,
         output = x.new_empty(shape)
         total = x.new_empty(shape) if kind.residual else output
         stats = x.new_empty((3 if kind.centred else 1, x.shape[0] if keep else 0), dtype=torch.float32)
-        if output.numel() > 0:
+        if not shapes_only() and output.numel() > 0:
             # What is absent is stood for by what is there: its pointer is not looked at.
             r = x if residual is None else residual
             w, b = output if weight is None else weight, output if bias is None else bias
@@ -569,6 +570,8 @@ def backward(
     count, length = x.shape
     grad_input, grad_weight, grad_bias = unwritten(x, needs)
     weights = needs.weight or needs.bias
+    if shapes_only():
+        return grad_input, grad_weight, grad_bias
     if x.numel() == 0:
         for of_parameter in (grad_weight, grad_bias):
             if of_parameter is not None:
@@ -637,9 +640,6 @@ def add_up(
 
     def make() -> Launch | None:
         warps = sum_warps(groups)
-        if torch.compiler.is_compiling():
-            _norm_sum_kernel[grid](*tensors, *arguments, False, num_warps=warps)
-            return None
         launch = Launch(_norm_sum_kernel, grid, arguments, {"num_warps": warps})
         launch(*tensors)
         return launch

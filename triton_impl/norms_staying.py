@@ -15,6 +15,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernel_ladder.tracing import address
 from triton_impl import cluster, multiprocessors
 from triton_impl.aot import Entry, entry
 from triton_impl.choosing import Chooser
@@ -279,7 +280,7 @@ def takes(kind: Kind, x: torch.Tensor, *parameters: torch.Tensor) -> bool:
         return False
     places = length | (x.stride(0) if count > 1 else 0)
     for tensor in (x, *parameters):
-        places |= tensor.data_ptr()
+        places |= address(tensor)
     return places % MULTIPLE == 0
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.strides import collapse
+from kernel_ladder.tracing import shapes_only
 from triton_impl import gluon, register, softmax_cluster, unsupported
 from triton_impl.aot import Entry, entry
 from triton_impl.early import begin_early
@@ -238,7 +239,7 @@ def _launch(climb: _Climb, dim: int, fused: bool, *tensors: torch.Tensor) -> Non
     """Launch over the rows of `tensors`, the output first."""
     output = tensors[0]
     numel = output.numel()
-    if numel == 0:
+    if shapes_only() or numel == 0:
         return
     last = output.dim() - 1
     if dim < 0:

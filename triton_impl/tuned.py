@@ -14,9 +14,10 @@ from triton_impl.tuning import Launch, to_time
 
 
 class Tuned:
-    """A kernel and its configurations. `key` and `prune` are as for :func:`triton.autotune`.
+    """A kernel and its configurations. `key` names the arguments that tell calls apart, as for :func:`triton.autotune`.
 
-    `late` tells by a call's constants whether the kernel, which may begin early (early.py), is faster if it does not.
+    ``prune(configs, named, **constants)`` leaves those that suit a call, and ends with :func:`to_time`. `late` tells by
+    a call's constants whether the kernel, which may begin early (early.py), is faster if it does not.
     """
 
     def __init__(
@@ -27,16 +28,9 @@ class Tuned:
         prune: Callable[..., Any] | None = None,
         late: Callable[[dict[str, Any]], bool] = lambda constants: False,
     ) -> None:
-        self.kernel, self._late = kernel, late
-        # For torch.compile, which traces no other kind of choice, and makes its own.
-        self.autotuner = triton.autotune(
-            # Where configurations are pruned, `prune` ends with to_time.
-            configs if prune else to_time(configs),
-            key=list(key),
-            prune_configs_by={"early_config_prune": prune} if prune else None,
-        )(kernel)
+        self.kernel, self._late, self._key, self._prune = kernel, late, tuple(key), prune
+        self._configs = configs if prune else to_time(configs)
         self._chooser = Chooser(kernel)
-        self._never = early.never(kernel)  # torch.compile cannot ask a kernel
 
     def __call__(
         self,
@@ -45,15 +39,12 @@ class Tuned:
         arguments: tuple[Any, ...],
         constants: dict[str, Any],
         values: tuple[Any, ...] = (),
-    ) -> Launch | None:
+    ) -> Launch:
         """Run the kernel, tuning it first where that is due; what is returned repeats it with other tensors.
 
         The kernel takes its tensors first, then `values` (see :class:`Launch`), then the other `arguments`, then
-        constants. Inside torch.compile, which knows how to trace an autotuner, nothing is returned.
+        constants.
         """
-        if torch.compiler.is_compiling():
-            self.autotuner[grid](*tensors, *values, *arguments, **constants, **self._never)
-            return None
         late = self._late(constants)
         config = self._choose(grid, (*tensors, *values, *arguments), constants, late)
         decided = {**constants, **config.kwargs}
@@ -65,12 +56,10 @@ class Tuned:
 
     def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any], late: bool) -> triton.Config:
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
-        configs, prune = self.autotuner.configs, self.autotuner.early_config_prune
-        if prune is not None:
-            configs = prune(configs, named, **constants)
+        configs = self._configs if self._prune is None else self._prune(self._configs, named, **constants)
         of_key = {**named, **constants}
         dtypes = (str(a.dtype) for a in arguments if isinstance(a, torch.Tensor))
-        key = (*(of_key[name] for name in self.autotuner.keys if name in of_key), *dtypes)
+        key = (*(of_key[name] for name in self._key if name in of_key), *dtypes)
 
         def run(config: triton.Config, only_compile: bool) -> Any:
             decided = {**constants, **config.all_kwargs(), **early.decided(self.kernel, late)}

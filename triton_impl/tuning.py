@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from kernel_ladder.tracing import shapes_only
 from triton_impl import early, interpreted
 from triton_impl.keys import settle
 
@@ -96,10 +97,6 @@ class Step(NamedTuple):
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]  # the kernel's, after its tensors and in order, without the last
 
-    def run(self, *tensors: torch.Tensor) -> None:
-        """Launch it as torch.compile can trace it."""
-        self.kernel[self.grid](*tensors, *self.arguments, False)
-
     def launch(self) -> Launch:
         """What repeats it at little cost."""
         return Launch(self.kernel, self.grid, self.arguments, {})
@@ -121,8 +118,8 @@ class Launches(dict[Hashable, Any]):
         values: tuple[Any, ...] = (),
     ) -> Any:
         """Run the launch that goes by `key`, and return it; the first time `make` runs it, and gives it."""
-        if torch.compiler.is_compiling():
-            return make()
+        if shapes_only():
+            return None
         known = self.get(key)
         if known is None:
             known = make()
@@ -169,14 +166,12 @@ class Known:
     def __init__(self, kernel: Any, **options: int) -> None:
         settle(kernel)
         self.kernel, self.options, self.launches = kernel, options, Launches()
-        self._never = early.never(kernel)  # torch.compile cannot ask a kernel
 
     def __call__(
         self, programs: int, tensors: tuple[torch.Tensor, ...], arguments: tuple[Any, ...], values: tuple[Any, ...] = ()
     ) -> None:
         """Launch as many programs."""
-        if torch.compiler.is_compiling():
-            self.kernel[(programs,)](*tensors, *values, *arguments, **self._never, **self.options)
+        if shapes_only():
             return
         key = (tensors[0].dtype, programs, arguments)
         launch = self.launches.get(key)

@@ -1,0 +1,396 @@
+"""What torch.compile sees of a call: operators, behind which the table and the host code of rungs run untraced.
+
+``kernel_ladder::call`` stands for a public function while torch.compile traces. It is composite: PyTorch runs the
+Python below on tensors without data, where the table chooses a rung as it does in eager code. A rung that PyTorch
+differentiates (a formula) leaves its plain tensor operations in the graph, for the compiler to fuse. Any other becomes
+``kernel_ladder::forward`` and ``kernel_ladder::backward``. The compiled program calls these as it calls a library:
+with the kernels, the launch caches and the tuned configurations of an eager call, whatever the lengths.
+
+An operator takes tensors, integers and strings. So the options of a call, and what a forward pass saves beside
+tensors, travel as a string (the constant part) and a list of integers, which may be symbolic.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_ladder import autograd, table
+from kernel_ladder.errors import raise_for_memory
+from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
+from kernel_ladder.table import Variant
+from kernel_ladder.tracing import building_graph, inferring_shapes
+
+_library = torch.library.Library("kernel_ladder", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_CALL = "(str op, str backend, Tensor?[] inputs, str options, SymInt[] integers)"
+_library.define(f"call{_CALL} -> Tensor[]", tags=_TAGS)
+_library.define(f"forward{_CALL[:-1]}, bool save) -> Tensor[]", tags=_TAGS)
+_library.define(
+    "backward(str op, str variant, Tensor[] grads, Tensor[] tensors, str saved, SymInt[] integers, bool[] needs)"
+    " -> Tensor[]",
+    tags=_TAGS,
+)
+
+# ---- values that are no tensors ------------------------------------------------------------------------------------
+
+
+def _encoded(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+@functools.lru_cache(4096)
+def _decoded(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
+
+
+_encoded_constant = table.untraced(_encoded)
+
+
+def _without_integers(value: Any, integers: list[Any]) -> Any:
+    """An option with an ellipsis in the place of every integer, which goes to the end of `integers`."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        integers.append(value)
+        return ...
+    if isinstance(value, tuple):
+        return tuple([_without_integers(v, integers) for v in value])
+    return value
+
+
+def _with_integers(template: Any, integers: Iterator[Any]) -> Any:
+    if template is ...:
+        return next(integers)
+    if isinstance(template, tuple):
+        return tuple([_with_integers(v, integers) for v in template])
+    return template
+
+
+def _options(text: str, integers: Sequence[Any]) -> Options:
+    left = iter(integers)
+    return {name: _with_integers(value, left) for name, value in _decoded(text)}
+
+
+# ---- what a forward pass saves -------------------------------------------------------------------------------------
+
+
+class _Saved(NamedTuple):
+    """A forward pass's saved values, taken apart: tensors of its own, how to put all together again, and integers.
+
+    ``kept`` are the places of those inputs (first) and outputs (second) that are saved; the tensors that a backward
+    pass takes are these, in order, then the own ones.
+    """
+
+    own: list[torch.Tensor]
+    kept: tuple[tuple[int, ...], tuple[int, ...]]
+    text: str
+    integers: list[Any]
+
+
+class _Tensor(NamedTuple):
+    """The n-th tensor that a backward pass takes, or a view of its memory, of which sizes and strides follow."""
+
+    place: int
+    view_dims: int | None
+
+
+class _Sequence(NamedTuple):
+    kind: type
+    values: tuple[Any, ...]
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return (
+        x.dtype == y.dtype
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.storage_offset() == y.storage_offset()
+    )
+
+
+class _Tensors:
+    """Tensors without repetition of memory: a view of one that is there is described by it."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.all = list(given)
+
+    def describe(self, x: torch.Tensor, integers: list[Any]) -> _Tensor:
+        """`x` by a tensor that is there, or as a new one."""
+        for place, y in enumerate(self.all):
+            if x is y or (_memory(x) == _memory(y) and x.numel() and _same_view(x, y)):
+                return _Tensor(place, None)
+        for place, y in enumerate(self.all):
+            if x.numel() and _memory(x) == _memory(y) and x.dtype == y.dtype:
+                integers += [*x.shape, *x.stride(), x.storage_offset() - y.storage_offset()]
+                return _Tensor(place, x.dim())
+        self.all.append(x)
+        return _Tensor(len(self.all) - 1, None)
+
+
+def _described(value: Any, tensors: _Tensors, integers: list[Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tensors.describe(value, integers)
+    if isinstance(value, (tuple, list)):
+        return _Sequence(type(value), tuple([_described(v, tensors, integers) for v in value]))
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        integers.append(value)
+        return ...
+    return float(value) if isinstance(value, torch.SymFloat) else value
+
+
+def _restored(described: Any, tensors: Sequence[torch.Tensor], integers: Iterator[Any]) -> Any:
+    if described is ...:
+        return next(integers)
+    if isinstance(described, _Tensor):
+        x = tensors[described.place]
+        if described.view_dims is None:
+            return x
+        shape = [next(integers) for _ in range(described.view_dims)]
+        stride = [next(integers) for _ in range(described.view_dims)]
+        return x.as_strided(shape, stride, x.storage_offset() + next(integers))
+    if isinstance(described, _Sequence):
+        values = [_restored(v, tensors, integers) for v in described.values]
+        return described.kind(*values) if hasattr(described.kind, "_fields") else described.kind(values)
+    return described
+
+
+def _taken_apart(inputs: Inputs, outputs: Sequence[torch.Tensor], saved: tuple[Any, ...]) -> _Saved:
+    given = [x for x in inputs if x is not None]
+    tensors, integers = _Tensors([*given, *outputs]), list[Any]()
+    described = [_described(value, tensors, integers) for value in saved]
+    used = sorted(place for place in _places(described) if place < len(given) + len(outputs))
+    order = [*used, *range(len(given) + len(outputs), len(tensors.all))]
+    renumbered = _renumbered(tuple(described), {place: i for i, place in enumerate(order)})
+    kept_inputs = tuple(p for p in used if p < len(given))
+    kept_outputs = tuple(p - len(given) for p in used if p >= len(given))
+    own = tensors.all[len(given) + len(outputs) :]
+    return _Saved(own, (kept_inputs, kept_outputs), _encoded(renumbered), integers)
+
+
+def _places(described: Any) -> set[int]:
+    if isinstance(described, _Tensor):
+        return {described.place}
+    if isinstance(described, _Sequence):
+        return set().union(*(_places(v) for v in described.values))
+    return set().union(*(_places(v) for v in described)) if isinstance(described, list) else set()
+
+
+def _renumbered(described: Any, places: dict[int, int]) -> Any:
+    if isinstance(described, _Tensor):
+        return described._replace(place=places[described.place])
+    if isinstance(described, _Sequence):
+        return described._replace(values=tuple([_renumbered(v, places) for v in described.values]))
+    return tuple([_renumbered(v, places) for v in described]) if type(described) is tuple else described
+
+
+# ---- the operators -------------------------------------------------------------------------------------------------
+
+
+class _Last(threading.local):
+    """What the latest operator of this thread has found beside the tensors that it returned."""
+
+    saved: _Saved | None = None
+    gradients: tuple[Any, list[Any]] | None = None
+
+
+_last = _Last()
+
+
+def _variant(op: str, name: str) -> Variant:
+    return next(v for v in table.variants(op, name.partition(".")[0]) if v.name == name)
+
+
+def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` as kernels read it: with its sign in memory, and on 16 bytes, as it was taken to be while it had no data."""
+    if x is None:
+        return x
+    x = torch.resolve_neg(x)
+    if x.data_ptr() % 16 and x.storage_offset() * x.element_size() % 16 == 0:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    return x
+
+
+def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> list[torch.Tensor]:
+    """Tensors of an operator's result, none of which may share memory with another or with an argument."""
+    seen, results = {_memory(x) for x in others if x is not None and x.numel()}, []
+    for x in tensors:
+        if x.numel() and _memory(x) in seen:
+            x = x.clone()
+        seen.add(_memory(x))
+        results.append(x)
+    return results
+
+
+def _forward(
+    op: str, backend: str, inputs: Inputs, options: str, integers: Sequence[Any], save: bool
+) -> list[torch.Tensor]:
+    variant, named = _variant(op, backend), _options(options, integers)
+    if not save:
+        return _without_aliases(as_tuple(variant.output(*inputs, **named)), *inputs)
+    output, saved = variant.forward(*inputs, **named)
+    outputs = as_tuple(output)
+    if any(x.numel() and _memory(x) == _memory(y) for x in outputs for y in inputs if y is not None):
+        outputs = tuple(_without_aliases(outputs, *inputs))
+    _last.saved = _taken_apart(inputs, outputs, saved)
+    return [*outputs, *_last.saved.own]
+
+
+def _backward(
+    op: str,
+    variant: str,
+    grads: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    saved: str,
+    integers: Sequence[Any],
+    needs: Sequence[bool],
+) -> list[torch.Tensor]:
+    left = iter(integers)
+    values = tuple([_restored(v, tensors, left) for v in _decoded(saved)])
+    gradients = autograd.gradients(_variant(op, variant), values, tuple(grads), tuple(needs))
+    found, numbers = _Tensors(grads), list[Any]()
+    wanted = [x if need else None for x, need in zip(gradients, needs, strict=True)]
+    described = [None if x is None else found.describe(x, numbers) for x in wanted]
+    _last.gradients = described, numbers
+    return found.all[len(grads) :]
+
+
+def _register(name: str, run: Callable[..., list[torch.Tensor]]) -> None:
+    def real(*arguments: Any) -> list[torch.Tensor]:
+        in_memory = [each(_in_memory, tuple(a)) if _holds_tensors(a) else a for a in arguments]
+        try:
+            return run(*in_memory)
+        except RuntimeError as error:
+            raise_for_memory(error)
+            raise
+
+    def shapes(*arguments: Any) -> list[torch.Tensor]:
+        with inferring_shapes():
+            return run(*arguments)
+
+    _library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kernel_ladder::{name}", shapes, lib=_library)
+
+
+def _holds_tensors(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in argument)
+
+
+_register("forward", _forward)
+_register("backward", _backward)
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+
+class _Traced(torch.autograd.Function):
+    """A rung's two operators as one differentiable step of a graph that is traced."""
+
+    @staticmethod
+    def forward(ctx: Any, variant: Variant, call: tuple[Any, ...], *inputs: torch.Tensor | None) -> Any:
+        results = torch.ops.kernel_ladder.forward(variant.op, variant.name, inputs, *call, True)
+        saved = _last.saved
+        assert saved is not None
+        outputs, own = results[: len(results) - len(saved.own)], results[len(results) - len(saved.own) :]
+        given = [x for x in inputs if x is not None]
+        kept = [given[i] for i in saved.kept[0]] + [outputs[i] for i in saved.kept[1]]
+        ctx.save_for_backward(*kept, *own)
+        ctx.variant, ctx.text, ctx.integers = variant, saved.text, saved.integers
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        variant, needs = ctx.variant, ctx.needs_input_grad[2:]
+        fresh = torch.ops.kernel_ladder.backward(
+            variant.op, variant.name, list(grads), list(ctx.saved_tensors), ctx.text, ctx.integers, list(needs)
+        )
+        assert _last.gradients is not None
+        described, numbers = _last.gradients
+        left, tensors = iter(numbers), [*grads, *fresh]
+        return None, None, *(_restored(x, tensors, left) for x in described)
+
+
+def _once_differentiable(keyset: Any, op: str, variant: str, grads: Any, tensors: Any, *others: Any) -> Any:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*grads, *tensors)):
+        raise RuntimeError(autograd.once_only(op, variant))
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keyset & torch._C._after_autograd_keyset
+        return torch.ops.kernel_ladder.backward.default.redispatch(below, op, variant, grads, tensors, *others)
+
+
+_library.impl("backward", _once_differentiable, "Autograd", with_keyset=True)
+
+
+#: Options that may change from call to call of one compiled program. Any other integer is a constant of it.
+_CHANGING = ("seed", "max_seqlen_q", "max_seqlen_k")
+
+
+def _hinted(value: Any) -> Any:
+    """An option with the integers of the call that is traced in the place of symbols, which checks do not take."""
+    if isinstance(value, tuple):
+        return tuple([_hinted(v) for v in value])
+    return value.node.hint if isinstance(value, torch.SymInt) and value.node.has_hint() else value
+
+
+def _fixed_widths(op: str, inputs: Inputs) -> Inputs:
+    """Inputs whose row length, and number of heads, are constants of the program: kernels are compiled for these."""
+    heads = {"attention": -3, "attention_varlen": -2}.get(op)
+
+    def fixed(x: torch.Tensor) -> torch.Tensor:
+        shape = list(x.shape)
+        for dim in (-1, heads):
+            if dim is not None and len(shape) >= -dim and isinstance(shape[dim], torch.SymInt):
+                shape[dim] = int(shape[dim])
+        return x if all(a is b for a, b in zip(shape, x.shape, strict=True)) else x.expand(shape)
+
+    return each(fixed, inputs)
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple([_constant(v) for v in value])
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def _is_real(x: Any) -> bool:
+    return x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _called(op: str, backend: str, inputs: Inputs, options: str, integers: Sequence[Any]) -> list[torch.Tensor]:
+    """A call, on tensors without data as torch.compile traces it, or on data where a backend compiles nothing."""
+    inputs = tuple(inputs)
+    named = _options(options, integers)
+    table.spec(op).check(*inputs, **{name: _hinted(value) for name, value in named.items()})
+    named = {name: value if name in _CHANGING else _constant(value) for name, value in named.items()}
+    inputs = _fixed_widths(op, inputs)
+    variant = table.choose(op, backend, inputs, named, False)
+    if all(_is_real(x) for x in inputs):
+        return list(as_tuple(autograd.run(variant, inputs, named)))
+    if variant.backward is None:
+        with building_graph():
+            return list(as_tuple(autograd.run(variant, inputs, named)))
+    call = options, list(integers)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return list(_Traced.apply(variant, call, *inputs))
+    return torch.ops.kernel_ladder.forward(op, variant.name, inputs, *call, False)
+
+
+_library.impl("call", _called, "CompositeImplicitAutograd")
+
+
+def call(op: str, backend: str, inputs: Inputs, options: dict[str, Any]) -> Output:
+    """A public function's call while torch.compile traces it."""
+    integers: list[Any] = []
+    template = tuple([(name, _without_integers(value, integers)) for name, value in options.items()])
+    outputs = torch.ops.kernel_ladder.call(op, backend, list(inputs), _encoded_constant(template), integers)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -1,0 +1,59 @@
+"""What host code asks while a compiler traces a call on tensors without data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.compiler import is_compiling
+
+
+class _State(threading.local):
+    shapes_only = False
+    formula = False
+
+
+_state = _State()
+
+
+def shapes_only() -> bool:
+    """Whether a rung's host code is to allocate its results alone: it returns before it builds a key or launches."""
+    return _state.shapes_only
+
+
+def in_graph() -> bool:
+    """Whether a formula's tensor operations become part of a graph that somebody else compiles."""
+    return _state.formula or is_compiling()
+
+
+@contextmanager
+def inferring_shapes() -> Iterator[None]:
+    """Run rungs' host code for the shapes of their results."""
+    before, _state.shapes_only = _state.shapes_only, True
+    try:
+        yield
+    finally:
+        _state.shapes_only = before
+
+
+@contextmanager
+def building_graph() -> Iterator[None]:
+    """Run formulas for their tensor operations."""
+    before, _state.formula = _state.formula, True
+    try:
+        yield
+    finally:
+        _state.formula = before
+
+
+def address(x: torch.Tensor) -> int:
+    """Where a tensor begins, in bytes. Without data, its place in its storage, which is taken to begin on 16 bytes."""
+    if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+        try:
+            return x.data_ptr()
+        except RuntimeError:  # a functional wrapper
+            pass
+    offset = x.storage_offset()
+    return offset * x.element_size() if isinstance(offset, int) else 0
