@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def wanted(requested: str | None, capabilities: Iterable[tuple[int, int]]) -> st
 
 def codes(gencode_flags: Iterable[str]) -> list[str]:
     """What nvcc embeds for ``-gencode=arch=…,code=…`` flags: ``sm_90a`` is machine code, ``compute_80`` is PTX."""
-    found = [code for flag in gencode_flags for code in X]
+    found = [code for flag in gencode_flags for code in re.findall(r",code=([\w,\[\]]+)", flag)]
     return sorted({name for code in found for name in code.strip("[]").split(",")})
 
 
@@ -153,7 +153,7 @@ def check(files: list[str], architectures: Iterable[str], jobs: int) -> list[Com
     begun, found = time.monotonic(), []
     work = [(file, architecture) for file in files for architecture in architectures]
     with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(compile_for, home / "bin" / "nvcc", *each) for each in work]:
+        for done in as_completed([pool.submit(compile_for, home / "bin" / "nvcc", *each) for each in work]):
             found.append(done.result())
             print(found[-1].line(), flush=True)
     failed = [each for each in found if each.errors]

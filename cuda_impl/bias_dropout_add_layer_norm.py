@@ -51,7 +51,7 @@ def _register(name: str) -> None:
         )
 
     def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
-        return too_long(input, input.shape[-1], name)
+        return too_long(name, input.shape[-1], input, *others)
 
     @torch.library.register_fake(f"kernel_ladder::{OP}.{name}")
     def _(input, bias, residual, weight, norm_bias, threshold, scale, seed, eps, keep):
