@@ -62,7 +62,9 @@ def _too_large(limit: int, tiles: str, kib: dict[int, int], query: torch.Tensor,
     needed = 2**10 * next((k for largest, k in kib.items() if head_dim <= largest), max(kib.values()))
     if needed <= limit:
         return None
-    return f"{tiles} for head dimensions of {head_dim} need {needed} bytes of shared memory a block; this GPU has {limit}"
+    return (
+        f"{tiles} for head dimensions of {head_dim} need {needed} bytes of shared memory a block; this GPU has {limit}"
+    )
 
 
 def _backward_too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:

@@ -51,7 +51,7 @@ _caches: list[dict[Any, Any]] = []
 def cached(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep what a function of a device's index (and more) returns, until another GPU is pretended.
 
-    torch.compile calls it while it traces, and takes the result as a constant; through ``functools.cache`` it would look
+    torch.compile calls it while it traces, and takes the result as a constant. Into ``functools.cache`` it would trace,
     with a warning.
     """
     known: dict[Any, Any] = {}
@@ -86,7 +86,7 @@ def count() -> int:
 
 @cached
 def _real(index: int) -> Gpu:
-    found = torch.cuda.get_device_properties(index)
+    found: Any = torch.cuda.get_device_properties(index)
     return Gpu(
         name=found.name,
         capability=(found.major, found.minor),

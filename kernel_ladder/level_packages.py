@@ -29,7 +29,8 @@ def load(name: str) -> ModuleType:
     if not any(Path(place).resolve().is_relative_to(FOLDER / name) for place in places if place):
         where = ", ".join(map(str, places)) or "elsewhere"
         raise ImportError(
-            f"a module {name!r} has been imported from {where}, in the way of kernel_ladder's own in {FOLDER}; rename it"
+            f"a module {name!r} has been imported from {where}, "
+            f"in the way of kernel_ladder's own in {FOLDER}; rename it"
         )
     return found
 

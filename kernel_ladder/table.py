@@ -212,6 +212,8 @@ def spec(op: str) -> Spec:
     elif op not in specs:
         _check_op(op)
         _load(op, "torch")
+        if op not in specs:
+            raise UnavailableError(f"{op}: {_unavailable[op, 'torch']}")
     return specs[op]
 
 

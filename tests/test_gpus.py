@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cuda_impl
 import kernel_ladder
 from cuda_impl import built_for
-from kernel_ladder import gpu, table
-from kernel_ladder.spec import Case
+from kernel_ladder import autograd, gpu, table
+from kernel_ladder.agreement import agreement
+from kernel_ladder.samples import empty_inputs, make_grad, make_inputs
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, has_gradient
 
-from .conftest import needs_gpu
+from .conftest import DEVICE, needs_gpu, typical_case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Built for every GPU of KNOWN that the cuda level runs on.
@@ -36,20 +39,10 @@ def built_everywhere(monkeypatch):
     monkeypatch.setattr(cuda_impl, "architectures", lambda: EVERYWHERE)
 
 
-def pretended_inputs(op: str, case: Case, dtype: torch.dtype, *, gradient: bool) -> tuple:
+def pretended_inputs(case: Case, dtype: torch.dtype, *, gradient: bool) -> Inputs:
     """Inputs of a case on a GPU that need not be there. To be called in a FakeTensorMode."""
-    found = []
-    for shape in case.shapes:
-        if shape is None:
-            found.append(None)
-        else:
-            found.append(torch.empty(shape, dtype=dtype, device="cuda", requires_grad=gradient))
-    return tuple(found)
-
-
-def cases(op: str) -> list[Case]:
-    """The sweep, whose inputs are all floating; packed sequences bring offsets, which have values."""
-    return [] if op == "attention_varlen" else list(kernel_ladder.spec(op).sweep)
+    found = empty_inputs(case, dtype, "cuda")
+    return tuple(x if x is None or not has_gradient(x) else x.requires_grad_(gradient) for x in found)
 
 
 def chosen(op: str, case: Case, dtype: torch.dtype, *, gradient: bool) -> tuple[str | None, dict[str, str | None]]:
@@ -57,7 +50,7 @@ def chosen(op: str, case: Case, dtype: torch.dtype, *, gradient: bool) -> tuple[
     # Without a CUDA driver PyTorch's engine cannot record a view of such a tensor: what asks is told that it does.
     with FakeTensorMode(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "is_grad_enabled", lambda: gradient)
-        inputs = pretended_inputs(op, case, dtype, gradient=gradient)
+        inputs = pretended_inputs(case, dtype, gradient=gradient)
         options = {**case.options}
         try:
             found = table.resolve(op, "auto", inputs, options).name
@@ -73,11 +66,11 @@ def chosen(op: str, case: Case, dtype: torch.dtype, *, gradient: bool) -> tuple[
 
 @needs_extension
 @pytest.mark.parametrize("gradient", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("op", [op for op in kernel_ladder.OPS if op != "attention_varlen"])
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
 @pytest.mark.parametrize("name", gpu.KNOWN)
 def test_auto_takes_no_slow_step_where_another_takes_the_call(name, op, gradient, built_everywhere):
     with gpu.pretend(name):
-        for case in cases(op):
+        for case in kernel_ladder.spec(op).sweep:
             for dtype in DTYPES:
                 found, refused = chosen(op, case, dtype, gradient=gradient)
                 others = {v.name for v in table.variants(op) if v.level != "compile"} - SLOW - refused.keys()
@@ -221,14 +214,13 @@ def test_steps_are_refused_whose_code_was_left_out(codes, lacking, monkeypatch):
 
 def test_what_is_pretended_ends_with_its_block():
     before = table.unavailable("gelu", "cuda"), gpu.visible(), gpu.count()
-    with pytest.raises(KeyError), gpu.pretend("A10") as found:
+    with gpu.pretend("A10") as found:
         assert gpu.visible()
         assert gpu.count() == 1
         assert gpu.of(0) is gpu.of(7) is gpu.current() is found
-        raise KeyError
     assert (table.unavailable("gelu", "cuda"), gpu.visible(), gpu.count()) == before
-    with pytest.raises(KeyError, match="GTX"):
-        gpu.pretend("GTX").__enter__()
+    with pytest.raises(KeyError, match="error of the block"), gpu.pretend("A10"):
+        raise KeyError("error of the block")
     assert not gpu.pretended()
 
 
@@ -272,17 +264,20 @@ def test_the_gpu_that_is_here():
     assert built_for.code_for(found.capability, cuda_impl.architectures()) is not None
 
 
+def run_variant(variant: table.Variant, *inputs: torch.Tensor, **options: object) -> Output:
+    return autograd.run(variant, inputs, options)
+
+
 @needs_gpu
 @needs_extension
-@pytest.mark.parametrize("name", ["A10", "RTX 5090"])
-@pytest.mark.parametrize("op", ["layer_norm", "softmax", "bias_dropout_add_layer_norm"])
-def test_what_would_be_chosen_elsewhere_runs_here(name, op, monkeypatch):
-    """Of the quick sweep: what `auto` chooses under another GPU's limits gives the same as here."""
-    monkeypatch.setattr(cuda_impl, "architectures", lambda: [*EVERYWHERE])
-    spec = kernel_ladder.spec(op)
-    for case in [case for case in spec.sweep if case.quick]:
-        inputs = spec.inputs(case, torch.bfloat16, torch.device("cuda"), 0)
-        expected = getattr(kernel_ladder, op)(**spec.named(inputs), **case.options, backend=spec.baseline)
-        with gpu.pretend(name):
-            found = getattr(kernel_ladder, op)(**spec.named(inputs), **case.options)
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+def test_what_would_be_chosen_elsewhere_agrees_here(built_everywhere):
+    """What ``auto`` chooses under another GPU's limits, forward and backward."""
+    for name in ("A10", "RTX 5090"):
+        for op in kernel_ladder.OPS:
+            case = typical_case(op)
+            spec, inputs = kernel_ladder.spec(op), make_inputs(case, torch.bfloat16, DEVICE)
+            grad = make_grad(spec, inputs, case.options)
+            with gpu.pretend(name):
+                variant = table.resolve(op, "auto", as_leaves(inputs), case.options)
+                found = agreement(spec, functools.partial(run_variant, variant), inputs, case.options, grad)
+            assert found.agrees, f"{variant}: {found}"
