@@ -374,16 +374,16 @@ bool launch_even(const Chain<T>& p, const DropoutMask& mask, bool clusters, cons
         const int64_t vectors = p.norm.length / Vec<T>::size;
         const auto in_block = [&](auto shape) {
             using SHAPE = decltype(shape);
-            constexpr int shared = slot_bytes(SHAPE::THREADS, SHAPE::slots(2)) +
-                                   static_cast<int>(sizeof(SlotMail<true, SHAPE, false>));
+            constexpr int shared =
+                slot_bytes(SHAPE::THREADS, SHAPE::slots(2)) + static_cast<int>(sizeof(SlotMail<true, SHAPE, false>));
             if (vectors > SHAPE::REACH || (shared > ANY_GPU && shared > shared_limit(launch.device))) return false;
             launch_chain_slots<SHAPE, false>(args, mask, 1, launch);
             return true;
         };
         const auto in_cluster = [&](auto shape, unsigned most) {
             using SHAPE = decltype(shape);
-            constexpr int shared = slot_bytes(SHAPE::THREADS, SHAPE::slots(2)) +
-                                   static_cast<int>(sizeof(SlotMail<true, SHAPE, true>));
+            constexpr int shared =
+                slot_bytes(SHAPE::THREADS, SHAPE::slots(2)) + static_cast<int>(sizeof(SlotMail<true, SHAPE, true>));
             const unsigned cluster = cluster_blocks(vectors, SHAPE::REACH);
             if (!clusters || cluster > most || (shared > ANY_GPU && shared > shared_limit(launch.device))) return false;
             launch_chain_slots<SHAPE, true>(args, mask, cluster, launch);

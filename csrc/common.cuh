@@ -108,7 +108,8 @@ void allow_shared_up_to(Kernel* kernel, int most, int32_t device, DeviceSet& ask
     if (asked.has(device)) return;
     cudaFuncAttributes attributes{};
     KL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-    allow_shared(kernel, std::min(most, shared_limit(device) - static_cast<int>(attributes.sharedSizeBytes)), device, asked);
+    allow_shared(kernel, std::min(most, shared_limit(device) - static_cast<int>(attributes.sharedSizeBytes)), device,
+                 asked);
 }
 
 // Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T =

@@ -456,8 +456,7 @@ void launch_long_rows(const RowLayout& layout, int64_t row_bytes, const Launch& 
     const RowLaunch shape{ROW_THREADS, 1, MAX_CLUSTER};
     const int64_t rows = 2 * multiprocessors(launch.device) / MAX_CLUSTER;
     const bool two = rows * row_bytes < int64_t{2} * device_attribute(cudaDevAttrL2CacheSize, launch.device) / 3;
-    launch_rows(KERNEL, shape, shape.grid(layout.count), two ? 0 : alone, launch, arguments...,
-                layout.length);
+    launch_rows(KERNEL, shape, shape.grid(layout.count), two ? 0 : alone, launch, arguments..., layout.length);
 }
 
 Tensor softmax(const Tensor& input, int64_t dim, Step step) {
