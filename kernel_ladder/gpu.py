@@ -65,6 +65,7 @@ def cached(function: Callable[..., Any]) -> Callable[..., Any]:
             return known.setdefault(key, function(*key))
 
     ask._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as table.untraced does, which imports this level
+    ask.cache_clear = known.clear  # type: ignore[attr-defined]  # by the name that functools.cache has for it
     return ask
 
 
