@@ -10,6 +10,9 @@ BASE_PYTHON ?= python3
 # A requirement to install before all else, to choose a build of torch: TORCH=torch==2.13.0, or with TORCH_INDEX.
 TORCH ?=
 TORCH_INDEX ?=
+# What `make architectures` compiles for, and words in the paths of what it compiles: all without.
+ARCH ?=
+FILES ?=
 # What to pass to `python -m bench` and to pytest.
 BENCH ?=
 TEST ?=
@@ -29,11 +32,11 @@ else
 STALE := again
 endif
 
-.PHONY: help install test bench lint format clean again
+.PHONY: help install test bench architectures lint format clean again
 
 help:  ## show this list
 	@echo "make <target> [PYTHON=/path/to/python] [TORCH=torch==2.13.0] [TORCH_INDEX=url]"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "TEST and BENCH pass options on: make test TEST='-k gelu', make bench BENCH='--quick --op gelu'"
 
 $(if $(PYTHON),,$(PY)):
@@ -64,6 +67,9 @@ bench: $(INSTALLED)  ## set up and run the sweep
 	@$(PY) -m kernel_ladder doctor
 	@echo "== Running the sweep (under half an hour on a GPU, minutes with BENCH=--quick; BENCH=--resume goes on)"
 	@$(PY) -m bench $(BENCH)
+
+architectures: $(INSTALLED)  ## compile csrc for every architecture that it supports (half an hour of a core; ARCH=12.0 for one)
+	@$(PY) _build/architectures.py $(addprefix --arch ,$(ARCH)) $(FILES)
 
 lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format: check only
 	@echo "== Checking style and types (a minute)"

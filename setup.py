@@ -11,13 +11,9 @@ from setuptools import setup
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "_build"))
 
+import architectures  # noqa: E402
 import together  # noqa: E402
-from environment import check_toolkit, cuda_home, say, show_installed_torch  # noqa: E402
-
-#: Without TORCH_CUDA_ARCH_LIST and without a GPU: Ampere for mma.sync and cp.async, Hopper with wgmma and TMA.
-DEFAULT_ARCHITECTURES = "8.0;9.0a"
-#: The stable ABI of torch 2.11, the oldest release that the extension runs with.
-TORCH_TARGET_VERSION = "0x020b000000000000ULL"
+from environment import check_toolkit, cuda_home, say, show_installed_torch, stop  # noqa: E402
 
 PACKAGES = ["kernel_ladder", "torch_ref", "compile_impl", "triton_impl", "cuda_impl"]
 
@@ -25,14 +21,12 @@ PACKAGES = ["kernel_ladder", "torch_ref", "compile_impl", "triton_impl", "cuda_i
 BUILDS = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 
 
-def visible_architectures() -> str:
-    """The compute capability of every visible GPU, as TORCH_CUDA_ARCH_LIST has them; empty without a GPU."""
+def visible_capabilities() -> list[tuple[int, int]]:
+    """The compute capability of every visible GPU."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    capabilities = sorted({torch.cuda.get_device_capability(i) for i in range(count)})
-    # wgmma and setmaxnreg need the 'a'
-    return ";".join(f"{major}.{minor}{'a' if major == 9 else ''}" for major, minor in capabilities)
+    return [torch.cuda.get_device_capability(i) for i in range(count)]
 
 
 def files(*suffixes: str) -> list[str]:
@@ -40,7 +34,7 @@ def files(*suffixes: str) -> list[str]:
 
 
 def extension(home: Path) -> dict:
-    """Arguments for ``setup`` that build the extension."""
+    """Arguments for ``setup`` that build the extension; none where no visible GPU can run it."""
     check_toolkit(home)
     show_installed_torch()
     os.environ["CUDA_HOME"] = str(home)
@@ -49,8 +43,13 @@ def extension(home: Path) -> dict:
     from setuptools import Extension
     from torch.utils import cpp_extension
 
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        os.environ["TORCH_CUDA_ARCH_LIST"] = visible_architectures() or DEFAULT_ARCHITECTURES
+    wanted = architectures.wanted(os.environ.get("TORCH_CUDA_ARCH_LIST"), visible_capabilities())
+    if wanted is None:
+        if os.environ.get("KERNEL_LADDER_CUDA") == "1":
+            stop("KERNEL_LADDER_CUDA=1 but no visible GPU can run the cuda level; TORCH_CUDA_ARCH_LIST names others")
+        say("no visible GPU is left: installing without the cuda level")
+        return {}
+    os.environ["TORCH_CUDA_ARCH_LIST"] = wanted
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     cpp_extension.CUDA_HOME = str(home)  # a CPU-only torch does not look for it
     # torch refuses an nvcc of another CUDA major than its own. Here none of torch's CUDA libraries is compiled against:
@@ -68,7 +67,11 @@ def extension(home: Path) -> dict:
             *cpp_extension.include_paths(),
             f"{home}/include",
         ],
-        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
+        define_macros=[
+            ("TORCH_TARGET_VERSION", architectures.TORCH_TARGET_VERSION),
+            # What the kernels are compiled to, for bindings.cpp to tell.
+            ("KL_ARCHITECTURES", ",".join(architectures.codes(cpp_extension._get_cuda_arch_flags()))),
+        ],
         library_dirs=[*cpp_extension.library_paths(), str(home / libraries_home)],
         # The CUDA runtime is linked statically, so that the module imports on a machine without one.
         libraries=["c10", "torch_cpu", "cudart_static", "dl", "rt", "pthread"],
@@ -77,9 +80,7 @@ def extension(home: Path) -> dict:
         extra_compile_args={
             # -g0: Python's own flags ask for debug information, which would be half of the time these files take.
             "cxx": ["-O3", "-g0", "-std=c++17", "-Wall", "-fvisibility=hidden"],
-            # The code of the host alone: checks and launches, on which -O3 spends twice the time. Kernels are made by
-            # cicc and ptxas, which do not see it.
-            "nvcc": ["-O1", "-std=c++17", "--threads=1", "-Xcompiler=-Wall"],
+            "nvcc": architectures.NVCC_FLAGS,
         },
         language="c++",
     )

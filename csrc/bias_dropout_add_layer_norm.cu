@@ -352,7 +352,7 @@ void launch_registers(const Chain<T>& p, const DropoutMask& mask, const RowLaunc
     constexpr auto kernel = bias_dropout_add_layer_norm_registers_kernel<T, WHOLE, CLUSTER>;
     static DeviceSet asked;
     constexpr int SLOTS = CHAIN_SLOTS<WHOLE, CLUSTER>;
-    allow_shared(kernel, slot_bytes(ROW_THREADS, SLOTS), launch.device, asked);
+    allow_shared_up_to(kernel, slot_bytes(ROW_THREADS, SLOTS), launch.device, asked);
     const int bytes = slot_bytes(shape.threads * shape.rows, SLOTS);
     launch_rows(kernel, shape, shape.grid(p.norm.count), bytes, launch, p, mask);
 }
@@ -364,6 +364,8 @@ void launch_chain_slots(const ShortChain<T>& args, const DropoutMask& mask, unsi
                            args.norm.count, cluster, launch, args, mask);
 }
 
+constexpr int ANY_GPU = 64 * 1024;  // of shared memory: less than the 99 KiB that a block may have of any
+
 // Of rows that lie evenly. Returns whether it has been launched.
 template <typename T>
 bool launch_even(const Chain<T>& p, const DropoutMask& mask, bool clusters, const Launch& launch) {
@@ -372,14 +374,18 @@ bool launch_even(const Chain<T>& p, const DropoutMask& mask, bool clusters, cons
         const int64_t vectors = p.norm.length / Vec<T>::size;
         const auto in_block = [&](auto shape) {
             using SHAPE = decltype(shape);
-            if (vectors > SHAPE::REACH) return false;
+            constexpr int shared =
+                slot_bytes(SHAPE::THREADS, SHAPE::slots(2)) + static_cast<int>(sizeof(SlotMail<true, SHAPE, false>));
+            if (vectors > SHAPE::REACH || (shared > ANY_GPU && shared > shared_limit(launch.device))) return false;
             launch_chain_slots<SHAPE, false>(args, mask, 1, launch);
             return true;
         };
         const auto in_cluster = [&](auto shape, unsigned most) {
             using SHAPE = decltype(shape);
+            constexpr int shared =
+                slot_bytes(SHAPE::THREADS, SHAPE::slots(2)) + static_cast<int>(sizeof(SlotMail<true, SHAPE, true>));
             const unsigned cluster = cluster_blocks(vectors, SHAPE::REACH);
-            if (!clusters || cluster > most) return false;
+            if (!clusters || cluster > most || (shared > ANY_GPU && shared > shared_limit(launch.device))) return false;
             launch_chain_slots<SHAPE, true>(args, mask, cluster, launch);
             return true;
         };
@@ -392,7 +398,7 @@ bool launch_even(const Chain<T>& p, const DropoutMask& mask, bool clusters, cons
         std::tuple<ChainTeam>{}, p.norm.count, p.norm.length,
         [&](auto, unsigned grid, dim3 block) {
             LaunchConfig(dim3(grid), block, slot_bytes(block.x, 2 * CHAIN_TEAM_SLOTS), launch)
-                .early(can_be_early(launch.device))
+                .early(has_hopper_code(bias_dropout_add_layer_norm_registers_team_kernel<T>, launch.device))
                 .run(bias_dropout_add_layer_norm_registers_team_kernel<T>, args, mask);
         },
         [&](auto rows, unsigned grid, dim3 block) {

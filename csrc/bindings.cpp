@@ -7,9 +7,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -210,6 +212,20 @@ const std::vector<Schema>& schemas() {
     return list;
 }
 
+#define KL_STRING_OF(...) #__VA_ARGS__
+#define KL_STRING(...) KL_STRING_OF(__VA_ARGS__)
+
+// What nvcc embedded, as setup.py asked for it: "sm_90a" is machine code, "compute_80" is PTX.
+std::vector<std::string> architectures() {
+    std::vector<std::string> found;
+    std::istringstream list(KL_STRING(KL_ARCHITECTURES));
+    for (std::string name; std::getline(list, name, ',');) {
+        name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
+        found.push_back(name);
+    }
+    return found;
+}
+
 // {"gelu": ["naive", "vectorized"], …}
 std::map<std::string, std::vector<std::string>> variants() {
     std::map<std::string, std::vector<std::string>> found;
@@ -301,6 +317,8 @@ PYBIND11_MODULE(_C, module) {
         .def_readonly("local", &kl::KernelFacts::local)
         .def_readonly("threads", &kl::KernelFacts::threads)
         .def_readonly("blocks_per_sm", &kl::KernelFacts::blocks_per_sm);
+    module.def("architectures", &kl::architectures,
+               "What the kernels were compiled to: 'sm_90a' is machine code, 'compute_80' is PTX.");
     module.def("variants", &kl::variants, "Operators with their variants, in the order of the climb.");
     module.def("kernels", &kl::kernels, py::arg("dtype") = "bfloat16",
                "Registers, shared and local memory and occupancy of each kernel, for operands of a dtype.");

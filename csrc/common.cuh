@@ -39,8 +39,32 @@ inline int device_attribute(cudaDeviceAttr attribute, int32_t device) {
 
 inline int multiprocessors(int32_t device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// Hopper and later: thread-block clusters, programmatic dependent launch.
-inline bool hopper_or_later(int32_t device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9; }
+// Shared memory that one block may ask for, dynamic and static together.
+inline int shared_limit(int32_t device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
+
+// The architecture that a kernel's code was compiled for, as 90 for sm_90 and for compute_90: of a driver's translation of
+// compute_80 it is 80, on whatever GPU. The kernel is asked on the current device, which must be `device`, and only once:
+// all kernels of the extension are compiled for the same architectures.
+template <typename Kernel>
+int code_version(Kernel* kernel, int32_t device) {
+    constexpr int DEVICES = 64;
+    static std::atomic<int> known[DEVICES]{};
+    if (device < DEVICES) {
+        if (const int version = known[device].load(std::memory_order_relaxed)) return version;
+    }
+    cudaFuncAttributes attributes{};
+    KL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    const int version = std::min(attributes.ptxVersion, attributes.binaryVersion);
+    if (device < DEVICES) known[device].store(version, std::memory_order_relaxed);
+    return version;
+}
+
+// Whether a kernel's code has what came with Hopper: thread-block clusters, programmatic dependent launch. That of an older
+// architecture, which newer GPUs run as well, has left it out.
+template <typename Kernel>
+bool has_hopper_code(Kernel* kernel, int32_t device) {
+    return code_version(kernel, device) >= 90;
+}
 
 inline void check_cuda(const Tensor& tensor, const char* op, const char* name) {
     KL_CHECK(tensor.is_cuda(), op, ": argument `", name, "` must be a CUDA tensor");
@@ -76,6 +100,16 @@ void allow_shared(Kernel* kernel, int bytes, int32_t device, DeviceSet& asked) {
     if (asked.has(device)) return;
     KL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     asked.add(device);
+}
+
+// The same of a kernel whose launches need different amounts, `most` at most: as much of that as the GPU has.
+template <typename Kernel>
+void allow_shared_up_to(Kernel* kernel, int most, int32_t device, DeviceSet& asked) {
+    if (asked.has(device)) return;
+    cudaFuncAttributes attributes{};
+    KL_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    allow_shared(kernel, std::min(most, shared_limit(device) - static_cast<int>(attributes.sharedSizeBytes)), device,
+                 asked);
 }
 
 // Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T =
@@ -147,10 +181,15 @@ __device__ inline Vec<T> load_vec(const T* pointer) {
 using Persisting = cuda::access_property::persisting;
 
 // A pointer to what is read but once, whose lines leave the L2 after all others: what is written then leaves it early, and
-// the memory moves the same bytes 1 to 5 % faster.
+// the memory moves the same bytes 1 to 5 % faster. From compute capability 10.0 on the pointer as it is: there cicc of
+// CUDA 13.0 crashes on associate_access_property where elements have 16 bits, and nobody has measured a gain.
 template <typename T>
 __device__ inline const T* once(const T* pointer) {
+#if __CUDA_ARCH__ < 1000
     return cuda::associate_access_property(pointer, Persisting{});
+#else
+    return pointer;
+#endif
 }
 
 template <typename T>

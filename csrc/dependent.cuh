@@ -29,21 +29,10 @@ __device__ inline void begin_early() {
     launch_dependents();
 }
 
-// Whether Hopper runs code that was made for it, and not what a driver makes of an older architecture's, where the two
-// functions above are nothing.
-constexpr bool made_for_hopper() {
-    for (const int architecture : {__CUDA_ARCH_LIST__}) {
-        if (architecture / 100 == 9) return true;
-    }
-    return false;
-}
-
-inline bool can_be_early(int32_t device) { return made_for_hopper() && hopper_or_later(device); }
-
 // Launches kernel(arguments…), which calls wait_for_previous, as one that may begin before what is in its stream has ended.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch, Arguments... arguments) {
-    LaunchConfig(grid, block, 0, launch).early(can_be_early(launch.device)).run(kernel, arguments...);
+    LaunchConfig(grid, block, 0, launch).early(has_hopper_code(kernel, launch.device)).run(kernel, arguments...);
 }
 
 }  // namespace kl

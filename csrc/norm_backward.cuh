@@ -14,18 +14,22 @@ template <int V>
 constexpr bool HELD = V <= HELD_VECTORS;
 
 // Rows on the chip: enough that 64 KiB an SM are under way at any time, twice what memory's latency asks for. Of rows that
-// are not held two are worked on at once, where shared memory has room for a third, as Hopper's has.
-__host__ __device__ constexpr int backward_stages(int v, bool hopper) { return v <= HELD_VECTORS ? 4 : hopper ? 3 : 2; }
+// are not held two are worked on at once, where shared memory has room for a third.
+__host__ __device__ constexpr int backward_stages(int v, bool roomy) { return v <= HELD_VECTORS ? 4 : roomy ? 3 : 2; }
 
 // Vectors of a thread in shared memory: input and gradient of all stages, and the weight where it is not held.
-__host__ __device__ constexpr int backward_slots(int v, bool hopper) {
-    return 2 * v * backward_stages(v, hopper) + (v <= HELD_VECTORS ? 0 : v);
+__host__ __device__ constexpr int backward_slots(int v, bool roomy) {
+    return 2 * v * backward_stages(v, roomy) + (v <= HELD_VECTORS ? 0 : v);
 }
 
+// Whether an architecture, 90 for sm_90, has room for a third: 228 KiB an SM, as Hopper and Blackwell have, but not the
+// 100 KiB of Blackwell's workstation and consumer GPUs (12.x).
+__host__ __device__ constexpr bool is_roomy(int architecture) { return architecture >= 90 && architecture < 120; }
+
 // The same of the architecture that is compiled for.
-__host__ __device__ constexpr bool hopper_or_later() {
-#if __CUDA_ARCH__ >= 900
-    return true;
+__device__ constexpr bool is_roomy_here() {
+#if defined(__CUDA_ARCH__)
+    return is_roomy(__CUDA_ARCH__ / 10);
 #else
     return false;
 #endif
@@ -144,7 +148,7 @@ struct RowCursor {
 // their turn. HELD: what the first pass over a row makes of it stays in registers for the second, as does the weight.
 template <typename T, bool CENTRED, bool RESIDUAL, int V, bool WHOLE, bool CLUSTER>
 struct BackwardRows {
-    static constexpr int E = Vec<T>::size, STAGES = backward_stages(V, hopper_or_later()), WEIGHT = 2 * V * STAGES;
+    static constexpr int E = Vec<T>::size, STAGES = backward_stages(V, is_roomy_here()), WEIGHT = 2 * V * STAGES;
     static constexpr int SUMS = CENTRED ? 2 : 1, KEPT = HELD<V> ? V : 1;
     static constexpr bool LONE = ALONE<RESIDUAL, V, WHOLE, CLUSTER>;
     using Sums = std::conditional_t<CENTRED, Pair, float>;
@@ -294,7 +298,7 @@ __device__ void norm_backward_registers(const NormWeights<T>& w, const NormBackw
     const bool gradient = p.grad_input != nullptr;
     Stats next = mine.stats(0);
     share.meet();
-    if constexpr (HELD<V> || !hopper_or_later()) {
+    if constexpr (HELD<V> || !is_roomy_here()) {
         for (int turn = 0; turn < turns; ++turn) {
             const Stats stats = next;
             next = mine.stats(turn + 1);

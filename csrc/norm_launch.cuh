@@ -76,8 +76,12 @@ bool norm_forward_staying(const NormForward<T>& p, const Launch& launch) {
     if constexpr (sizeof(T) == 2 && Op::CENTRED && !Op::RESIDUAL) {
         const auto run = [&](auto shape) {
             using STAY = decltype(shape);
-            if (!STAY::takes(p.length / Vec<T>::size) || !can_be_early(launch.device)) return false;
             constexpr auto kernel = Op::template staying<T, STAY>();
+            constexpr int shared = STAY::BYTES + static_cast<int>(sizeof(StayingMail<STAY>));
+            if (!STAY::takes(p.length / Vec<T>::size) || !has_hopper_code(kernel, launch.device) ||
+                shared > shared_limit(launch.device)) {
+                return false;
+            }
             static DeviceSet asked;
             static Resident resident;
             allow_shared(kernel, STAY::BYTES, launch.device, asked);
@@ -266,12 +270,15 @@ bool norm_backward_staying(NormWeights<T> w, NormBackward<T> p, bool weights, bo
     if constexpr (sizeof(T) == 2 && !Op::RESIDUAL) {
         using STAY = typename Op::Staying;
         const int64_t vectors = p.length / Vec<T>::size;
-        if (!whole || vectors > MAX_BLOCK_CHUNKS || vectors <= MAX_BLOCK_CHUNKS / 4 * 3 || !can_be_early(launch.device))
-            return false;
         constexpr auto kernel = Op::template backward_staying<T>();
+        constexpr int bytes = slot_bytes(STAY::THREADS, STAY::SLOTS);
+        constexpr int shared = bytes + static_cast<int>(sizeof(StayMail<Pair, STAY>));
+        if (!whole || vectors > MAX_BLOCK_CHUNKS || vectors <= MAX_BLOCK_CHUNKS / 4 * 3 ||
+            !has_hopper_code(kernel, launch.device) || shared > shared_limit(launch.device)) {
+            return false;
+        }
         static DeviceSet asked;
         static Resident resident;
-        constexpr int bytes = slot_bytes(STAY::THREADS, STAY::SLOTS);
         allow_shared(kernel, bytes, launch.device, asked);
         const unsigned cluster = cluster_blocks(vectors, STAY::THREADS);
         const int64_t fit = resident.clusters(kernel, dim3(STAY::THREADS), cluster, bytes, launch);
@@ -285,8 +292,20 @@ bool norm_backward_staying(NormWeights<T> w, NormBackward<T> p, bool weights, bo
     return false;
 }
 
+// Shared memory that holds this many slots of each thread. A block has fewer rows where the GPU has less.
+inline int rows_that_fit(RowLaunch& shape, int slots, int32_t device) {
+    constexpr int FOR_REDUCTIONS = 1024;
+    const auto bytes = [&] { return slot_bytes(shape.threads * shape.rows, slots); };
+    if (bytes() <= slot_bytes(ROW_THREADS / 2, backward_slots(HELD_VECTORS, false))) return bytes();  // fits any GPU
+    const int limit = shared_limit(device) - FOR_REDUCTIONS;
+    while (bytes() > limit && shape.rows > 1) shape.rows /= 2;
+    KL_CHECK(bytes() <= limit, "the backward pass of a row this long needs ", bytes(),
+             " bytes of shared memory a block; this GPU has ", limit);
+    return bytes();
+}
+
 template <typename Op, typename T>
-void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, const RowLaunch& shape,
+void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, bool whole, RowLaunch shape,
                              const Tensor& like, const Launch& launch) {
     if (norm_backward_short<Op>(w, p, weights, whole, like, launch)) return;
     if (norm_backward_staying<Op>(w, p, weights, whole, like, launch)) return;
@@ -295,9 +314,9 @@ void norm_backward_registers(NormWeights<T> w, NormBackward<T> p, bool weights, 
         constexpr auto kernel = Op::template backward_registers<T, v(), a(), b()>();
         static DeviceSet asked;
         static Resident resident;
-        const int slots = backward_slots(v(), hopper_or_later(launch.device));
-        const int bytes = slot_bytes(shape.threads * shape.rows, slots);
-        allow_shared(kernel, slot_bytes(ROW_THREADS, slots), launch.device, asked);
+        const int slots = backward_slots(v(), is_roomy(code_version(kernel, launch.device)));
+        allow_shared_up_to(kernel, slot_bytes(ROW_THREADS, slots), launch.device, asked);
+        const int bytes = rows_that_fit(shape, slots, launch.device);
         const int64_t most = resident.clusters(kernel, shape.block(), shape.cluster, bytes, launch);
         const auto partials = share_out<Op::CENTRED>(w, p, shape.rows, most, weights, like);
         launch_rows(kernel, shape, w.groups * shape.cluster, bytes, launch, w, p);

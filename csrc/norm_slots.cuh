@@ -358,10 +358,11 @@ void launch_slots(void (*kernel)(Parameters...), DeviceSet& asked, int64_t count
     const int bytes = slot_bytes(SHAPE::THREADS, SHAPE::slots(OPERANDS));
     allow_shared(kernel, bytes, launch.device, asked);
     allow_clusters(kernel, cluster);
+    KL_CHECK(cluster == 1 || has_hopper_code(kernel, launch.device), NO_CLUSTERS);
     const dim3 grid(grid_size(ceil_div(count, SHAPE::ROWS) * cluster));
     LaunchConfig(grid, dim3(SHAPE::THREADS), bytes, launch)
         .clusters_of(cluster)
-        .early(cluster == 1 && can_be_early(launch.device))
+        .early(cluster == 1 && has_hopper_code(kernel, launch.device))
         .run(kernel, arguments...);
 }
 

@@ -7,6 +7,9 @@ namespace kl {
 
 constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs
 
+// Of a kernel that runs in clusters, whose body other code leaves out.
+constexpr const char* NO_CLUSTERS = "thread-block clusters need code of compute capability 9.0 or later for this GPU";
+
 // To be asked before a kernel is launched in clusters of so many blocks, or their number asked.
 template <typename Kernel>
 void allow_clusters(Kernel* kernel, unsigned blocks) {

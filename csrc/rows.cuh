@@ -421,9 +421,10 @@ template <typename... Parameters, typename... Arguments>
 void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned grid, int shared_bytes,
                  const Launch& launch, Arguments... arguments) {
     allow_clusters(kernel, shape.cluster);
+    KL_CHECK(shape.cluster == 1 || has_hopper_code(kernel, launch.device), NO_CLUSTERS);
     LaunchConfig(dim3(grid), shape.block(), shared_bytes, launch)
         .clusters_of(shape.cluster)
-        .early(shape.cluster == 1 && can_be_early(launch.device))
+        .early(shape.cluster == 1 && has_hopper_code(kernel, launch.device))
         .run(kernel, arguments...);
 }
 

@@ -338,6 +338,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
 // still few enough to come from the L2 the second time. Then they are read backwards, since what was read last is sure to be
 // there.
 constexpr int MORE_THAN_HALF_AN_SM = 120 * 1024;  // of shared memory that nobody uses: room for one block
+constexpr int FOR_REDUCTIONS = 4096;              // bytes of it, more than the kernels below take
 
 // Calls f(share) for each piece of V vectors a thread of this block's part of a row, from its end backwards if so wanted.
 template <int V, bool BACKWARDS, typename F>
@@ -449,12 +450,13 @@ template <auto* KERNEL, typename... Arguments>
 void launch_long_rows(const RowLayout& layout, int64_t row_bytes, const Launch& launch, Arguments... arguments) {
     KL_CHECK(layout.length <= 1 << 30, "a row of ", layout.length, " elements is longer than ", 1 << 30);
     static DeviceSet asked;
-    allow_shared(KERNEL, MORE_THAN_HALF_AN_SM, launch.device, asked);
+    // An SM of a GPU whose blocks may have less than that has less.
+    const int alone = std::min(MORE_THAN_HALF_AN_SM, shared_limit(launch.device) - FOR_REDUCTIONS);
+    allow_shared(KERNEL, alone, launch.device, asked);
     const RowLaunch shape{ROW_THREADS, 1, MAX_CLUSTER};
     const int64_t rows = 2 * multiprocessors(launch.device) / MAX_CLUSTER;
     const bool two = rows * row_bytes < int64_t{2} * device_attribute(cudaDevAttrL2CacheSize, launch.device) / 3;
-    launch_rows(KERNEL, shape, shape.grid(layout.count), two ? 0 : MORE_THAN_HALF_AN_SM, launch, arguments...,
-                layout.length);
+    launch_rows(KERNEL, shape, shape.grid(layout.count), two ? 0 : alone, launch, arguments..., layout.length);
 }
 
 Tensor softmax(const Tensor& input, int64_t dim, Step step) {

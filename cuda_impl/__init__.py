@@ -8,8 +8,9 @@ from types import ModuleType
 
 import torch
 
+from cuda_impl import built_for
+from kernel_ladder import gpu
 from kernel_ladder.matmul_shapes import as_matrices
-from kernel_ladder.table import untraced
 from kernel_ladder.tracing import address
 
 
@@ -21,14 +22,23 @@ def extension() -> ModuleType | None:
     return importlib.import_module("kernel_ladder._C")
 
 
-@functools.cache
+def architectures() -> list[str]:
+    """What the extension's kernels were compiled to: ``sm_90a`` is machine code, ``compute_80`` is PTX."""
+    module = extension()
+    return [] if module is None else module.architectures()
+
+
+@gpu.cached
 def unavailable() -> str | None:
     """Why CUDA variants cannot run here, or None."""
-    if extension() is None:
+    if (module := extension()) is None:
         return "the extension kernel_ladder._C was not built; install nvcc, then run `pip install -e .` again"
-    if not torch.cuda.is_available():
+    if not hasattr(module, "architectures"):
+        return "the extension kernel_ladder._C is older than this package; run `pip install -e .` again"
+    if not gpu.visible():
         return "no CUDA GPU is visible"
-    return None
+    reasons = [built_for.no_code(index) for index in range(gpu.count())]
+    return reasons[0] if reasons and None not in reasons else None
 
 
 def climb(op: str) -> list[str]:
@@ -43,7 +53,12 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
         return f"CUDA kernels take CUDA tensors, got {inputs[0].device.type}"
     if inputs[0].dtype == torch.float64:
         return "float64 is supported at the torch and compile levels only"
-    return None
+    return built_for.no_code(inputs[0].get_device())
+
+
+def wants_gradient(*inputs: torch.Tensor | None) -> bool:
+    """Whether a call is to be differentiated: only then does its backward's need of memory count."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def fake_like(x: torch.Tensor) -> torch.Tensor:
@@ -60,14 +75,10 @@ def fake_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@untraced
-@functools.cache
+@gpu.cached
 def not_hopper(device: int) -> str | None:
     """Why products by wgmma cannot run on a CUDA device, or None."""
-    if (reason := unavailable()) is not None:
-        return reason
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 9 else f"wgmma needs a GPU of compute capability 9.0, this one has {major}.{minor}"
+    return unavailable() or built_for.without_wgmma(device)
 
 
 #: Rows of a product, at most, for the steps named `skinny`.

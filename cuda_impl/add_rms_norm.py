@@ -31,7 +31,7 @@ def _register(name: str) -> None:
     def unsupported(
         input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> str | None:
-        return too_long(input, input.shape[-1], name)
+        return too_long(name, input.shape[-1], input, residual, weight)
 
     @torch.library.register_fake(f"kernel_ladder::add_rms_norm.{name}")
     def _(input, residual, weight, eps, keep):

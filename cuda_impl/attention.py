@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 
-from cuda_impl import climb, unsupported
+from cuda_impl import climb, unsupported, wants_gradient
+from cuda_impl.built_for import no_code, without_wgmma
+from kernel_ladder import gpu
 from kernel_ladder.band import NO_WINDOW, band
 from kernel_ladder.scale import scale_of
 from kernel_ladder.spec import Output
@@ -15,17 +16,13 @@ from kernel_ladder.strides import has_rows_at
 from kernel_ladder.table import register
 from kernel_ladder.tracing import address
 
-#: Shared memory of the largest tiles, those of csrc/attention/split_kv.cu for a head dimension of 256.
-FLASH_SHARED_BYTES = 136 * 1024
+#: KiB of shared memory a block by the largest head dimension: csrc/attention/flash.cu, flash_backward.cu, split_kv.cu.
+FLASH_KIB = {64: 48, 128: 64, 256: 96}
+FLASH_BACKWARD_KIB = {64: 65, 128: 129, 256: 129}
+SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
-
-
-# Asked at every call, and so by device index, which is cheaper to make than a device.
-@functools.cache
-def _memory_bytes(device: int) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
 
 
 def _no_mask_gradient(attn_mask: torch.Tensor | None) -> str | None:
@@ -45,20 +42,35 @@ def _naive_unsupported(
     if (reason := unsupported(query) or _no_mask_gradient(attn_mask)) is not None:
         return reason
     scores_bytes = 4 * query.numel() // query.shape[-1] * key.shape[-2]
-    if scores_bytes > (limit := _memory_bytes(query.get_device())):
+    if scores_bytes > (limit := gpu.of(query.get_device()).memory):
         return f"the float32 scores take {scores_bytes / 2**30:.0f} GiB; the GPU has {limit / 2**30:.0f} GiB"
     return None
 
 
-@functools.cache
-def _flash_unavailable(device: int) -> str | None:
-    """Why a GPU cannot run the flash kernels, or None."""
-    properties = torch.cuda.get_device_properties(device)
-    if properties.major < 8:
-        return "flash attention needs compute capability 8.0 or later (mma.sync, cp.async)"
-    if (limit := properties.shared_memory_per_block_optin) < FLASH_SHARED_BYTES:
-        return f"flash attention needs {FLASH_SHARED_BYTES} bytes of shared memory per block; this GPU has {limit}"
-    return None
+# Asked at every call, and so by device index, which is cheaper to make than a device.
+@gpu.cached
+def _small(device: int) -> int | None:
+    """Shared memory of a block, where there are tiles that need more; None where it holds them all."""
+    limit = gpu.of(device).shared_per_block
+    return None if limit >= 2**10 * max(max(kib.values()) for kib in (FLASH_BACKWARD_KIB, SPLIT_KIB)) else limit
+
+
+def _too_large(limit: int, tiles: str, kib: dict[int, int], query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why tiles for a head dimension do not fit in a block's shared memory, or None."""
+    head_dim = max(query.shape[-1], value.shape[-1])
+    needed = 2**10 * next((k for largest, k in kib.items() if head_dim <= largest), max(kib.values()))
+    if needed <= limit:
+        return None
+    return (
+        f"{tiles} for head dimensions of {head_dim} need {needed} bytes of shared memory a block; this GPU has {limit}"
+    )
+
+
+def _backward_too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why a call that wants gradients cannot have them of csrc/attention/flash_backward.cu, or None."""
+    if (limit := _small(query.get_device())) is None or not wants_gradient(query, key, value):
+        return None
+    return _too_large(limit, "tiles of the backward pass", FLASH_BACKWARD_KIB, query, value)
 
 
 def _flash_unsupported(
@@ -68,27 +80,27 @@ def _flash_unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
+    if (reason := _mma_unsupported(query, attn_mask)) is not None:
+        return reason
+    if (limit := _small(query.get_device())) is not None:
+        reason = _too_large(limit, "tiles", FLASH_KIB, query, value)
+        return reason or _backward_too_large(query, key, value)
+    return None
+
+
+def _mma_unsupported(query: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
+    """What every step that multiplies by mma.sync asks of a call."""
     if query.is_cuda and (query.dtype is torch.bfloat16 or query.dtype is torch.float16):
-        return _flash_unavailable(query.get_device()) or _no_mask_gradient(attn_mask)
+        return no_code(query.get_device()) or _no_mask_gradient(attn_mask)
     if (reason := unsupported(query)) is not None:
         return reason
     return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
 
 
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
 # Asked at every call, all in one.
-@functools.cache
+@gpu.cached
 def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
-    return (
-        device >= 0
-        and dtype in (torch.float16, torch.bfloat16)
-        and not _flash_unavailable(device)
-        and _is_hopper(device)
-    )
+    return device >= 0 and dtype in (torch.float16, torch.bfloat16) and without_wgmma(device) is None
 
 
 def _read_by_tma(x: torch.Tensor) -> bool:
@@ -107,8 +119,7 @@ def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None
         **options: object,
     ) -> str | None:
         if not _runs_hopper_steps(query.get_device(), query.dtype):
-            reason = _flash_unsupported(query, key, value, attn_mask, **options)
-            return reason or f"{step} needs compute capability 9.0 (wgmma, TMA)"
+            return _mma_unsupported(query, attn_mask) or without_wgmma(query.get_device())
         if attn_mask is not None:
             return _no_mask_gradient(attn_mask) or f"{step} takes causal masks and windows, but no mask in memory"
         sizes = query.shape
@@ -137,7 +148,12 @@ def _split_unsupported(
     rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
     if rows > SPLIT_ROWS:
         return f"split_kv is for few queries: at most {SPLIT_ROWS} share a head of keys, got {rows}"
-    return _flash_unsupported(query, key, value, attn_mask, **options)
+    if (reason := _mma_unsupported(query, attn_mask)) is not None:
+        return reason
+    if (limit := _small(query.get_device())) is not None:
+        reason = _too_large(limit, "tiles of split_kv", SPLIT_KIB, query, value)
+        return reason or _backward_too_large(query, key, value)
+    return None
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

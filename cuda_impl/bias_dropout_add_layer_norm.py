@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cuda_impl import climb, fake_like
+# LayerNorm's backward operator tells its shapes where its module registers them.
+from cuda_impl import climb, fake_like, layer_norm  # noqa: F401
 from cuda_impl.norms import as_parameter, empty_stats, too_long
 from kernel_ladder import philox
 from kernel_ladder.norms import forwards
@@ -51,7 +52,7 @@ def _register(name: str) -> None:
         )
 
     def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
-        return too_long(input, input.shape[-1], name)
+        return too_long(name, input.shape[-1], input, *others)
 
     @torch.library.register_fake(f"kernel_ladder::{OP}.{name}")
     def _(input, bias, residual, weight, norm_bias, threshold, scale, seed, eps, keep):

@@ -48,7 +48,7 @@ def _register(name: str) -> None:
         normalized_shape,
         eps,
     ) -> str | None:
-        return too_long(input, row_length(input, len(normalized_shape)), name)
+        return too_long(name, row_length(input, len(normalized_shape)), input, weight, bias)
 
     @torch.library.register_fake(f"kernel_ladder::layer_norm.{name}")
     def _(input, weight, bias, eps, keep):

@@ -31,7 +31,7 @@ def _register(name: str) -> None:
         return of_input.view(shape_of_grad) if needs[0] else None, of_weight.view(shape) if needs[1] else None
 
     def unsupported(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
-        return too_long(input, row_length(input, len(normalized_shape)), name)
+        return too_long(name, row_length(input, len(normalized_shape)), input, weight)
 
     @torch.library.register_fake(f"kernel_ladder::rms_norm.{name}")
     def _(input, weight, eps, keep):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from cuda_impl import climb, fake_like, unsupported
+from cuda_impl import climb, fake_like, unsupported, wants_gradient
+from cuda_impl.built_for import without_clusters
+from cuda_impl.norms import max_cluster_chunks
+from kernel_ladder import gpu
 from kernel_ladder.table import register
 
 
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
+@gpu.cached
+def _shared_bytes(device: int) -> int:
     """Shared memory that one block may ask for, less what the reductions need."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024
+    return gpu.of(device).shared_per_block - 1024
 
 
 def _length(input: torch.Tensor, dim: int) -> int:
@@ -23,14 +24,12 @@ def _length(input: torch.Tensor, dim: int) -> int:
 def _fits_on_chip(input: torch.Tensor, *, dim: int) -> str | None:
     if (reason := unsupported(input)) is not None:
         return reason
-    # The backward pass keeps two rows: output and gradient.
-    length = _length(input, dim)
-    row_bytes = 2 * input.element_size() * length
-    if row_bytes > (limit := _shared_bytes(input.device)):
-        return (
-            f"rows of {length} elements do not fit in shared memory "
-            f"(output and gradient take {row_bytes} of {limit} bytes)"
-        )
+    # The backward pass keeps two rows: output and gradient. Vectors are of 16 bytes.
+    length, rows = _length(input, dim), 2 if wants_gradient(input) else 1
+    row_bytes = rows * -(-length * input.element_size() // 16) * 16
+    if row_bytes > (limit := _shared_bytes(input.get_device())):
+        kept = "output and gradient take" if rows == 2 else "they take"
+        return f"rows of {length} elements do not fit in shared memory ({kept} {row_bytes} of {limit} bytes)"
     return None
 
 
@@ -40,9 +39,11 @@ MAX_BLOCK_CHUNKS = 512 * 4
 MAX_CLUSTER_LENGTH = 2**30
 
 
-@functools.cache
-def _has_clusters(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+@gpu.cached
+def _longest(device: int, element_size: int) -> int:
+    """Elements of the longest row that a cluster takes: longer ones than it holds are for the largest clusters."""
+    of_registers = max_cluster_chunks(device) * 16 // element_size
+    return MAX_CLUSTER_LENGTH if gpu.of(device).capability < (12, 0) else of_registers
 
 
 def _fits_in_a_block(input: torch.Tensor, *, dim: int) -> str | None:
@@ -56,10 +57,11 @@ def _fits_in_a_block(input: torch.Tensor, *, dim: int) -> str | None:
 def _needs_clusters(input: torch.Tensor, *, dim: int) -> str | None:
     if (reason := unsupported(input)) is not None:
         return reason
-    if not _has_clusters(input.device):
-        return "thread-block clusters need compute capability 9.0 or later"
-    length = _length(input, dim)
-    return None if length <= MAX_CLUSTER_LENGTH else f"rows of {length} elements are more than {MAX_CLUSTER_LENGTH}"
+    device, length = input.get_device(), _length(input, dim)
+    if (reason := without_clusters(device)) is not None:
+        return reason
+    longest = _longest(device, input.element_size())
+    return None if length <= longest else f"rows of {length} elements are more than {longest}"
 
 
 _UNSUPPORTED = {"shared": _fits_on_chip, "registers": _fits_in_a_block, "cluster": _needs_clusters}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -11,12 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from kernel_ladder import table
+from kernel_ladder.level_packages import load as load_package
 
 
 def note(level: str) -> str | None:
     """What a level's package says of itself here though it is available, or None."""
     try:
-        package = importlib.import_module(table.LEVELS[level])
+        package = load_package(table.LEVELS[level])
     except ImportError:
         return None
     return getattr(package, "note", lambda: None)()

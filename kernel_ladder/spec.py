@@ -80,7 +80,8 @@ class Spec:
         sweep: the cases of the benchmark; those marked ``quick`` make the short sweep.
         bytes: least bytes to move for ``(case, itemsize, backward)``.
         flops: least floating-point operations for ``(case, backward)``.
-        auto: backends in the order in which ``backend="auto"`` tries them on a GPU, fastest first.
+        auto: variants in the order in which ``backend="auto"`` tries them on a GPU, fastest first. None stands here
+            that PyTorch's own function, or another level's, beats by far; the table tries those after all others.
         oracle: a faster formula for the float64 oracle where the naive one needs too much memory.
             A test holds it equal to ``reference``.
         yardstick: the formula whose error in the inputs' dtype sets the agreement's bound, where the naive one needs

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
+from kernel_ladder.level_packages import load as load_package
 from kernel_ladder.spec import Inputs, Options, Output, Spec
 from kernel_ladder.transforms import is_wrapped, transforms_active
 
@@ -179,7 +180,7 @@ def _load(op: str, level: str) -> None:
         if (op, level) in _unavailable:
             return
         try:
-            package = importlib.import_module(LEVELS[level])
+            package = load_package(LEVELS[level])
             reason = package.unavailable()
             importlib.import_module(f"{LEVELS[level]}.{op}")
         except ImportError as error:
@@ -187,6 +188,12 @@ def _load(op: str, level: str) -> None:
         if level in _required() and reason is not None:
             raise UnavailableError(f"KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}")
         _unavailable[op, level] = reason
+
+
+def forget() -> None:
+    """Ask anew what is available, and which variants a backend's name stands for."""
+    _unavailable.clear()
+    _known.clear()
 
 
 def _check_op(op: str) -> None:
@@ -205,6 +212,8 @@ def spec(op: str) -> Spec:
     elif op not in specs:
         _check_op(op)
         _load(op, "torch")
+        if op not in specs:
+            raise UnavailableError(f"{op}: {_unavailable[op, 'torch']}")
     return specs[op]
 
 
@@ -355,7 +364,10 @@ def _given(inputs: Inputs) -> list[torch.Tensor]:
 def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
     """The variants that a backend's name may stand for, most optimised first; there is at least one."""
     if backend == "auto":
-        names = [*(spec(op).auto if on_gpu else ()), spec(op).baseline, "torch.naive"]
+        first = spec(op).auto if on_gpu else ()
+        # What `auto` leaves out of a level comes last: there are inputs that nothing else takes.
+        named = {name.partition(".")[0] for name in first}
+        names = [*first, spec(op).baseline, "torch.naive", *(level for level in ("triton", "cuda") if level in named)]
         return tuple(dict.fromkeys(v for name in names for v in _available(op, name)))
     level = _level_of(backend)
     if level is None:
@@ -373,7 +385,9 @@ def _available(op: str, backend: str) -> list[Variant]:
     reason, climb = _at_level(op, level)
     if reason is not None:
         return []
-    return [*reversed(climb.values())] if backend == level else [climb[backend]]
+    if backend == level:
+        return [*reversed(climb.values())]
+    return [climb[backend]] if backend in climb else []
 
 
 def _refusal(
@@ -387,5 +401,5 @@ def _refusal(
     if backend in LEVELS:
         every = "; ".join(f"{name}: {why}" for name, why in reasons)
         return f"no variant at level {backend!r} supports this call: {every}"
-    name, why = reasons[-1]
+    name, why = next((reason for reason in reasons if reason[0] == "torch.naive"), reasons[-1])
     return f"{name} does not support this call: {why}"

@@ -170,6 +170,91 @@ def test_torch_is_a_build_requirement_where_there_is_none(tmp_path):
     assert "torch==0" in backend_dependencies, result.stdout[-4000:]
 
 
+#: TORCH_CUDA_ARCH_LIST, the visible GPUs, and what is compiled for.
+@pytest.mark.parametrize(
+    ("requested", "capabilities", "expected", "said"),
+    [
+        (None, [], "8.0;9.0a", ""),
+        (None, [(9, 0), (9, 0), (8, 6)], "8.6;9.0a", ""),
+        (None, [(12, 0), (10, 0)], "10.0;12.0", ""),
+        (None, [(7, 5), (8, 9)], "8.9", "GPUs of 7.5 are left out"),
+        (None, [(7, 5), (7, 0)], None, "GPUs of 7.0, 7.5 are left out"),
+        ("8.0+PTX", [(7, 5)], "8.0+PTX", ""),
+        ("8.0 9.0", [], "8.0;9.0", ""),
+        ("8.0;9.0;9.0a", [], "8.0;9.0a", "9.0 is left out"),
+    ],
+)
+def test_what_is_compiled_for(requested, capabilities, expected, said, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "_build"))
+    import architectures
+
+    assert architectures.wanted(requested, capabilities) == expected
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == bool(said), "one sentence"
+
+
+def test_what_nvcc_embeds(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "_build"))
+    import architectures
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
+    flags = cpp_extension._get_cuda_arch_flags()
+    assert architectures.codes(flags) == ["compute_80", "sm_80", "sm_90a"]
+    several = ["-gencode=arch=compute_90,code=[compute_90,sm_90]", "-gencode", "arch=compute_80,code=sm_86"]
+    assert architectures.codes(several) == ["compute_90", "sm_86", "sm_90"]
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc: the cuda level is left out in any case")
+def test_a_machine_of_old_gpus_alone_installs_without_the_cuda_level(place, tmp_path):
+    python, folder = place
+    setup = folder / "setup.py"
+    pretended = "def visible_capabilities() -> list[tuple[int, int]]:\n    return [(7, 5)]\n\n\ndef files("
+    setup.write_text(setup.read_text().replace("def files(", pretended))
+    cuda_home = {"CUDA_HOME": os.environ["CUDA_HOME"]} if "CUDA_HOME" in os.environ else {}
+    result = install(python, folder, **cuda_home)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "needs compute capability 8.0 or later: GPUs of 7.5 are left out" in result.stdout
+    assert "kernel_ladder: no visible GPU is left: installing without the cuda level" in result.stdout
+    assert "kernel_ladder._C was not built" in run(python, LIST_CUDA, tmp_path)
+
+    required = install(python, folder, KERNEL_LADDER_CUDA="1", **cuda_home)
+    assert required.returncode != 0
+    assert "kernel_ladder: KERNEL_LADDER_CUDA=1 but no visible GPU can run the cuda level" in required.stdout
+
+
+#: Kernels that read by once(), on which the compiler crashed for Blackwell, of as little code as there is. `make
+#: architectures` compiles everything.
+SAMPLE = [("swiglu.cu", "10.0a"), ("swiglu.cu", "12.0"), ("add_rms_norm.cu", "12.0")]
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc: nothing is compiled")
+@pytest.mark.parametrize(("name", "architecture"), SAMPLE)
+def test_a_file_compiles_for_blackwell(name, architecture, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "_build"))
+    import architectures
+
+    (found,) = architectures.check([f"csrc/{name}"], [architecture], 1)
+    assert not found.errors
+    assert found.kernels > 0
+    assert "1 of 1 compiled" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc: nothing is compiled")
+def test_a_file_that_does_not_compile_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "_build"))
+    import architectures
+
+    (tmp_path / "wrong.cu").write_text("#error of the test\n")
+    monkeypatch.setattr(architectures, "ROOT", tmp_path)
+    (found,) = architectures.check(["wrong.cu"], ["12.0"], 1)
+    assert "of the test" in found.errors
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert "0 of 1 compiled" in printed
+
+
 def test_a_toolkit_that_cannot_compile_says_so(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "_build"))
     from environment import check_toolkit

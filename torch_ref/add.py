@@ -140,7 +140,7 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda", "triton", "torch.builtin"),
+        auto=("cuda.vectorized", "triton.fused", "torch.builtin"),
     )
 )
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend
 
+from kernel_ladder import gpu
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
 from kernel_ladder.spec import Case, ErrorCase, Inputs, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
@@ -512,7 +513,11 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("torch.builtin", "cuda", "triton", "torch.naive"),
+        # Without the earlier steps that take nothing which `persistent` refuses.
+        auto=(
+            *("torch.builtin", "cuda.split_kv", "cuda.persistent", "cuda.flash"),
+            *("triton.split_kv", "triton.warp_specialized", "triton.tma", "triton.flash", "torch.naive"),
+        ),
         parts=_parts,
     )
 )
@@ -529,7 +534,7 @@ def too_large(
     # with gradients exponentials and weights are kept, and two of their gradients with two intermediates come on top.
     wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     needed = scores * (6 if wants_grad else 3)
-    total = torch.cuda.get_device_properties(query.device).total_memory
+    total = gpu.of(query.get_device()).memory
     if needed > total:
         return f"the scores and what is made of them need {needed / 2**30:.0f} GiB; the GPU has {total / 2**30:.0f} GiB"
     return None

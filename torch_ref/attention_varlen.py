@@ -337,7 +337,7 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda", "triton", "torch.flash", "torch.naive"),
+        auto=("cuda.pingpong", "triton.flash", "torch.flash", "torch.naive"),
         oracle=by_sequence,
         yardstick=by_sequence,
     )

@@ -102,7 +102,7 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda", "triton", "torch.naive"),
+        auto=("cuda.vectorized", "triton.fused", "torch.naive"),
     )
 )
 

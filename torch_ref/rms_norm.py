@@ -135,7 +135,7 @@ SPEC = register_spec(
         sweep=sweep(_shapes, _options),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda", "triton", "torch.builtin"),
+        auto=("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     )
 )
 

@@ -122,7 +122,7 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda", "triton", "torch.builtin"),
+        auto=("cuda.cluster", "cuda.registers", "cuda.shared", "triton.cluster", "triton.fused", "torch.builtin"),
     )
 )
 

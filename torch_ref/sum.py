@@ -186,7 +186,7 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda", "triton", "torch.builtin"),
+        auto=("cuda.two_stage", "triton.two_stage", "torch.builtin"),
         yardstick=unluckiest,
     )
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernel_ladder import table
+from kernel_ladder import gpu, table
 
 # The interpreter is chosen when a kernel is decorated, so this must stand before any kernel's module is imported.
 if not torch.cuda.is_available():
@@ -27,12 +26,12 @@ def interpreted() -> bool:
     return _INTERPRETED
 
 
-@functools.cache
+@gpu.cached
 def multiprocessors(device: torch.device, elsewhere: int) -> int:
     """Of a GPU; `elsewhere`, where there is none to ask, so many as suit the caller."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or not gpu.visible():
         return elsewhere
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu.of(torch.cuda.current_device() if device.index is None else device.index).multiprocessors
 
 
 def _interpret_standard_library() -> None:
@@ -61,7 +60,7 @@ def _count(times):
         pass
 
 
-@functools.cache
+@gpu.cached
 def unavailable() -> str | None:
     """Why Triton kernels cannot run here, or None."""
     if interpreted():
@@ -72,9 +71,21 @@ def unavailable() -> str | None:
 
             found = f"Triton {triton.__version__}'s interpreter does not run with numpy {numpy.__version__}"
             return f"{found} ({error}); a newer Triton or numpy below 2.4 does"
-    elif not torch.cuda.is_available():
+    elif not gpu.visible():
         return "no GPU is visible and TRITON_INTERPRET=0 switches Triton's interpreter off"
+    elif (reasons := [_too_old(index) for index in range(gpu.count())]) and None not in reasons:
+        return reasons[0]
     return None
+
+
+@gpu.cached
+def _too_old(index: int) -> str | None:
+    """Why Triton does not compile for a GPU, or None."""
+    if not gpu.visible() or gpu.of(index).capability >= (8, 0):
+        return None
+    found = gpu.of(index)
+    major, minor = found.capability
+    return f"Triton compiles for compute capability 8.0 or later, {found.name} has {major}.{minor}"
 
 
 def note() -> str | None:
@@ -90,7 +101,7 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     if not first.is_cuda and not (interpreted() and first.is_cpu):
         takes = "Triton's interpreter takes CPU tensors" if interpreted() else "Triton kernels take CUDA tensors"
         return f"{takes}, got {first.device.type}"
-    return None
+    return _too_old(first.get_device()) if first.is_cuda else None
 
 
 def register(

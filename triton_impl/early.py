@@ -11,13 +11,12 @@ Inside torch.compile, which launches kernels its own way, it is false. Telling t
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder import gpu
 from triton_impl import interpreted
 
 NAME = "EARLY"
@@ -31,12 +30,12 @@ def begin_early(EARLY: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@functools.cache
+@gpu.cached
 def possible() -> bool:
     """Whether every GPU here can: a launch is kept for all of them."""
-    if interpreted() or not torch.cuda.is_available():
+    if interpreted() or not gpu.visible():
         return False
-    return all(torch.cuda.get_device_capability(i) >= (9, 0) for i in range(torch.cuda.device_count()))
+    return all(gpu.of(index).capability >= (9, 0) for index in range(gpu.count()))
 
 
 def never(kernel: Any) -> dict[str, bool]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
+
+from kernel_ladder import gpu
 
 #: The compute capability, as 90, that calls are traced for (aot.py), on tensors that are nowhere; else None.
 traced_for: int | None = None
@@ -14,18 +14,18 @@ def _unless_hopper(major: int, minor: int) -> str | None:
     return None if major == 9 else f"needs a GPU of compute capability 9.0, this one has {major}.{minor}"
 
 
-@cache
+@gpu.cached
 def _not_hopper(device: int) -> str | None:
-    if not torch.cuda.is_available():  # kernels are looked into where they cannot run
+    if not gpu.visible():  # kernels are looked into where they cannot run
         return None
-    return _unless_hopper(*torch.cuda.get_device_capability(device))
+    return _unless_hopper(*gpu.of(device).capability)
 
 
 def here() -> str | None:
     """Why this machine runs no kernel in Gluon, or None."""
-    if not torch.cuda.is_available():
+    if not gpu.visible():
         return "no CUDA GPU is visible, and Gluon, Triton's lower language, has no interpreter"
-    return _not_hopper(torch.cuda.current_device())
+    return _unless_hopper(*gpu.current().capability)
 
 
 def unsupported(x: torch.Tensor) -> str | None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernel_ladder import gpu
 from kernel_ladder.strides import collapse
 from kernel_ladder.tracing import address
 from triton_impl import interpreted, multiprocessors
@@ -229,7 +230,7 @@ def unaligned(*tensors: torch.Tensor) -> bool:
 def without_descriptors(*tensors: torch.Tensor) -> str | None:
     """Why there can be no descriptors of tensors, whatever their strides, or None."""
     device = tensors[0].device
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] < 9:
+    if device.type == "cuda" and gpu.visible() and gpu.of(tensors[0].get_device()).capability < (9, 0):
         return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
     return "operands must start on 16 bytes for a tensor descriptor" if unaligned(*tensors) else None
 

@@ -354,9 +354,9 @@ Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
 // The runs of a head as a cluster, where that fills the GPU no less and all of them are on it at once; whether it does.
 template <typename T, typename S>
 bool launch_together(const Operands<T>& operands, const Attention& a, const Runs& apart, const Launch& launch) {
-    if (!made_for_hopper() || !hopper_or_later(launch.device)) return false;
     using Together = typename S::Together;
     const auto kernel = attention_split_kv_kernel<T, Together>;
+    if (!has_hopper_code(kernel, launch.device) || Together::SHARED > shared_limit(launch.device)) return false;
     static DeviceSet asked;
     static Resident resident;
     const Runs runs = split(a, Together::BLOCKS, launch.device);
