@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
 
-from . import linker
+from . import linker, once_a_rung, sharing
+from .once_a_rung import never_runs as never_runs
 
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
@@ -36,10 +38,35 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
 
+#: For what needs the whole GPU: times, clocks, ceilings. ``python -m tests`` runs these before all others, one at a time.
+alone = pytest.mark.alone
+
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
 #: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
 TRIES = 1 if DEVICE.type == "cuda" and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1 else 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--alone",
+        choices=("only", "without"),
+        help="run only the tests marked `alone`, which need the GPU to themselves, or all others (default: all)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (chosen := config.getoption("--alone")) is None:
+        return
+    left_out = [item for item in items if (item.get_closest_marker("alone") is None) == (chosen == "only")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    once_a_rung.keep(metafunc)
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +87,13 @@ def no_memory_kept() -> Iterator[None]:
     yield
     if os.environ.get("PYTEST_XDIST_WORKER") and DEVICE.type == "cuda" and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def gpu_memory() -> Iterator[Callable[[float], None]]:
+    """Ask for bytes of GPU memory until the test ends: it waits for other workers, or skips where there are too few."""
+    with contextlib.ExitStack() as held:
+        yield lambda nbytes: held.enter_context(sharing.gpu_memory(int(nbytes)))
 
 
 @pytest.fixture

@@ -13,22 +13,25 @@ import kernel_ladder
 from kernel_ladder import autograd, table
 from kernel_ladder.agreement import agreement, standards
 from kernel_ladder.samples import make_grad, make_inputs
-from kernel_ladder.spec import DTYPES, Case, as_leaves
+from kernel_ladder.spec import DTYPES, Case, Inputs, as_leaves
 from kernel_ladder.table import Variant
 
-from .conftest import DEVICE, computes, every_variant, variant_id
+from .conftest import DEVICE, computes, every_variant, never_runs, variant_id
+
+
+@functools.lru_cache(maxsize=8)
+def inputs_of(op: str, case_index: int, dtype: torch.dtype) -> Inputs:
+    """The inputs of a case, shared by both passes of all variants."""
+    return make_inputs(kernel_ladder.spec(op).samples[case_index], dtype, DEVICE)
 
 
 @functools.lru_cache(maxsize=8)
 def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
-    """Inputs, output gradient, and what results are held to: shared by the variants of one case."""
+    """The output's gradient, and what results are held to: shared by the variants of one case."""
     spec = kernel_ladder.spec(op)
-    case = spec.samples[case_index]
-    inputs = make_inputs(case, dtype, DEVICE)
-    grad = None
-    if backward:
-        grad = make_grad(spec, inputs, case.options)
-    return inputs, grad, standards(spec, inputs, case.options, grad)
+    case, inputs = spec.samples[case_index], inputs_of(op, case_index, dtype)
+    grad = make_grad(spec, inputs, case.options) if backward else None
+    return grad, standards(spec, inputs, case.options, grad)
 
 
 @functools.cache
@@ -61,11 +64,11 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
 
 def parameters():
     for variant in every_variant():
-        reason = table.unavailable(variant.op, variant.level)
+        reason = never_runs(variant)
         if reason is not None:
             yield pytest.param(variant, None, None, None, id=variant_id(variant), marks=pytest.mark.skip(reason=reason))
     for op in kernel_ladder.OPS:
-        variants = [v for v in table.variants(op) if table.unavailable(op, v.level) is None]
+        variants = [v for v in table.variants(op) if never_runs(v) is None]
         for index, case in enumerate(kernel_ladder.spec(op).samples):
             for dtype, backward, variant in itertools.product(DTYPES, (False, True), variants):
                 if not is_tried(variant, index, case, dtype, backward):
@@ -206,12 +209,13 @@ def known_departure(op: str, variant: str, sample: str, dtype: torch.dtype, pass
 def test_agreement(variant, case_index, dtype, backward, request):
     spec = kernel_ladder.spec(variant.op)
     case = spec.samples[case_index]
-    inputs, grad, to = expected(variant.op, case_index, dtype, backward)
+    inputs = inputs_of(variant.op, case_index, dtype)
     reason = variant.unsupported(*(as_leaves(inputs) if backward else inputs), **case.options)
     if reason is not None:
         pytest.skip(reason)
     if known := known_departure(variant.op, variant.name, case.id, dtype, PASSES[backward]):
         request.applymarker(pytest.mark.xfail(reason=known, strict=False))
+    grad, to = expected(variant.op, case_index, dtype, backward)
     result = agreement(
         spec,
         lambda *x, **options: autograd.run(variant, x, options),
