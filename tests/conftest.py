@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import kernel_ladder
+from bench import cases, choice
 from bench.rows import Row
 from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
 
 from . import linker, once_a_rung, sharing
-from .once_a_rung import never_runs as never_runs
 
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
@@ -41,6 +41,8 @@ needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is vis
 #: For what needs the whole GPU: times, clocks, ceilings. ``python -m tests`` runs these before all others, one at a time.
 alone = pytest.mark.alone
 
+never_runs = once_a_rung.never_runs
+
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
 #: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
@@ -56,11 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (chosen := config.getoption("--alone")) is None:
-        return
-    left_out = [item for item in items if (item.get_closest_marker("alone") is None) == (chosen == "only")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that none begins when others end
+    if (chosen := config.getoption("--alone")) is not None:
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[(item.get_closest_marker("alone") is not None) == (chosen == "only")].append(item)
+        config.hook.pytest_deselected(items=parts[False])
+        items[:] = parts[True]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,6 +98,25 @@ def gpu_memory() -> Iterator[Callable[[float], None]]:
     """Ask for bytes of GPU memory until the test ends: it waits for other workers, or skips where there are too few."""
     with contextlib.ExitStack() as held:
         yield lambda nbytes: held.enter_context(sharing.gpu_memory(int(nbytes)))
+
+
+#: GPU memory that a quick sweep of gelu needs at its real sizes, with float64 results beside its copies.
+SWEEP_BYTES = 16 * sharing.GIB
+
+
+@contextlib.contextmanager
+def sweeping_small_cases() -> Iterator[None]:
+    """Let a sweep measure the tiny cases that it has on a CPU, for tests of what it does, not of times."""
+    with pytest.MonkeyPatch.context() as patch:
+        of_device = cases.sweep_cases
+        patch.setattr(choice, "sweep_cases", lambda spec, device, quick: of_device(spec, torch.device("cpu"), quick))
+        yield
+
+
+@pytest.fixture
+def small_sweeps() -> Iterator[None]:
+    with sweeping_small_cases():
+        yield
 
 
 @pytest.fixture
@@ -166,6 +189,12 @@ def typical_case(op: str, most: int = 100_000) -> Case:
 def public(op: str, inputs: Inputs, options: Options, **more: Any) -> Output:
     """The operation's public function on a case's inputs, each passed by its name, and options."""
     return getattr(kernel_ladder, op)(**kernel_ladder.spec(op).named(inputs), **options, **more)
+
+
+def skip_unless_available(op: str, level: str) -> None:
+    """Skip, with its reason, where a level is unavailable for an operation."""
+    if (reason := table.unavailable(op, level)) is not None:
+        pytest.skip(reason)
 
 
 def skip_unless_it_runs(variant: Variant, inputs: Inputs = (), options: dict | None = None) -> None:

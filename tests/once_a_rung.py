@@ -60,9 +60,10 @@ def _unavailable(params: Mapping[str, Any]) -> tuple[str, str] | None:
         if isinstance(value, Variant) and never_runs(value) is not None:
             return value.op, value.name
     op, level = params.get("op"), params.get("level", params.get("backend"))
-    if op in table.OPS and level in table.LEVELS and table.unavailable(op, level) is not None:
-        return op, level
-    return None
+    if level not in table.LEVELS:
+        return None
+    ops = [op] if op in table.OPS else table.OPS  # where no operation is named, one stands for all that lack the level
+    return (ops[0], level) if all(table.unavailable(each, level) is not None for each in ops) else None
 
 
 def keep(metafunc: pytest.Metafunc) -> None:

@@ -34,10 +34,36 @@ def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
     return grad, standards(spec, inputs, case.options, grad)
 
 
+#: The samples, by their index modulo 3, whose forward pass alone is tried in a dtype without a GPU. For Triton's dtypes
+#: they are those that have the dtype by turns.
+FORWARD_TURN = {dtype: i for i, dtype in enumerate(DTYPES[:3])}
+
+
+def traits(case: Case) -> set:
+    """What tells a sample from others to a compiler: layouts, values, kinds, options, and which arguments are there."""
+    of_options = {(name, str(value)) for name, value in case.options.items() if isinstance(value, (str, bool))}
+    given = ("given", tuple(shape is not None for shape in case.shapes))
+    return {case.layout, case.values, *case.kinds.values(), given} | of_options
+
+
 @functools.cache
 def compiled_on_cpu(op: str) -> list[int]:
-    """The few of an operation's samples that a compiler has without a GPU: they have something to compute."""
-    return [i for i, case in enumerate(kernel_ladder.spec(op).samples) if computes(case)][::6]
+    """The samples that a compiler has without a GPU: at least one a dtype, and between them every layout.
+
+    Each is the one with most traits that none before it has. They have something to compute.
+    """
+    samples = kernel_ladder.spec(op).samples
+    left = [i for i, case in enumerate(samples) if computes(case)]
+    layouts = {samples[i].layout for i in left}
+    chosen: list[int] = []
+    seen: set = set()
+    while left and (len(chosen) < len(DTYPES) or not layouts <= seen):
+        missing = [i for i in left if len(chosen) < len(DTYPES) or samples[i].layout not in seen]
+        best = max(missing, key=lambda i: (samples[i].layout not in seen, len(traits(samples[i]) - seen), -i))
+        left.remove(best)
+        chosen.append(best)
+        seen |= traits(samples[best])
+    return chosen
 
 
 def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backward: bool) -> bool:
@@ -45,7 +71,8 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
 
     A compiler takes seconds or minutes for a sample: few have it. Without a GPU it has them in one dtype by turns and
     backward alone, where the output is compared too, save the first, which runs forward as well. Triton's interpreter
-    takes so long that each has one dtype by turns.
+    takes so long that each has one dtype by turns. The forward pass alone is tried at every third sample without a GPU:
+    the backward pass has its output compared at all.
     """
     if variant.name == "compile.max_autotune":
         return case.id == "prime"
@@ -57,6 +84,8 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
             return False
         turn = few.index(index)
         return DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)
+    if DEVICE.type == "cpu" and not backward and index % 3 != FORWARD_TURN.get(dtype, 0):
+        return False
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
         return index == 0  # that they refuse it, one sample tells
     return variant.level != "triton" or DEVICE.type == "cuda" or index == 0 or DTYPES.index(dtype) == index % 3
