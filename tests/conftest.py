@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
 
-#: For what needs the whole GPU: times, clocks, ceilings. ``python -m tests`` runs these before all others, one at a time.
+#: For what needs the whole GPU: times, clocks, ceilings. ``python -m tests`` runs these first, one at a time.
 alone = pytest.mark.alone
 
 never_runs = once_a_rung.never_runs
@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     yield
     once_a_rung.keep(metafunc)
+    if metafunc.config.getoption("--alone") == "only":
+        once_a_rung.keep_marked(metafunc, "alone")
 
 
 @pytest.fixture(scope="session")

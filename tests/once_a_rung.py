@@ -66,6 +66,14 @@ def _unavailable(params: Mapping[str, Any]) -> tuple[str, str] | None:
     return (ops[0], level) if all(table.unavailable(each, level) is not None for each in ops) else None
 
 
+def keep_marked(metafunc: pytest.Metafunc, name: str) -> None:
+    """Leave out all but one call of a function that has no such mark: what is deselected need not be made first."""
+    calls = getattr(metafunc, "_calls", [])
+    marks = (*metafunc.definition.iter_markers(), *(mark for call in calls for mark in call.marks))
+    if not any(mark.name == name for mark in marks):
+        del calls[1:]
+
+
 def keep(metafunc: pytest.Metafunc) -> None:
     """Leave out of a function's calls those that would only repeat a skip."""
     calls = getattr(metafunc, "_calls", [])

@@ -69,16 +69,17 @@ def compiled_on_cpu(op: str) -> list[int]:
 def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backward: bool) -> bool:
     """Whether a variant is tried on a sample in a dtype: on all in all, where that does not take hours.
 
-    A compiler takes seconds or minutes for a sample: few have it. Without a GPU it has them in one dtype by turns and
-    backward alone, where the output is compared too, save the first, which runs forward as well. Triton's interpreter
-    takes so long that each has one dtype by turns. The forward pass alone is tried at every third sample without a GPU:
-    the backward pass has its output compared at all.
+    A compiler takes seconds or minutes for a sample: few have it, forward alone in one dtype by turns. Without a GPU
+    it has them in one dtype by turns and backward alone, where the output is compared too, save the first, which runs
+    forward as well. Triton's interpreter takes so long that each has one dtype by turns. The forward pass alone is
+    tried at every third sample without a GPU, interpreted at every second: the backward pass has its output compared.
     """
     if variant.name == "compile.max_autotune":
         return case.id == "prime"
     if variant.level == "compile":
         if DEVICE.type == "cuda":
-            return index % 7 == 0
+            by_turns = index == 0 or DTYPES.index(dtype) == index // 7 % len(DTYPES)
+            return index % 7 == 0 and (backward or by_turns)
         few = compiled_on_cpu(variant.op)
         if index not in few:
             return False
@@ -88,7 +89,9 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
         return False
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
         return index == 0  # that they refuse it, one sample tells
-    return variant.level != "triton" or DEVICE.type == "cuda" or index == 0 or DTYPES.index(dtype) == index % 3
+    if variant.level != "triton" or DEVICE.type == "cuda" or index == 0:
+        return True
+    return DTYPES.index(dtype) == index % 3 and (backward or index % 2 == 0)
 
 
 def parameters():

@@ -30,13 +30,13 @@ def forget_compiled():
 
 
 def calls():
-    """Every rung in both passes; of PyTorch's own functions without a GPU the backward pass, which compares outputs too."""
+    """Every rung in both passes; at the torch level without a GPU the backward pass, which compares outputs too."""
     for variant, backward in itertools.product(every_variant(), (False, True)):
         if backward or variant.level != "torch" or DEVICE.type == "cuda":
             yield pytest.param(variant, backward, id=f"{variant_id(variant)}-{'backward' if backward else 'forward'}")
 
 
-@pytest.mark.parametrize(("variant", "backward"), calls())
+@pytest.mark.parametrize(("variant", "backward"), list(calls()))
 def test_inside_compile(variant, backward):
     if variant.level == "triton" and triton_impl.interpreted():
         pytest.skip("the interpreter cannot be traced")
@@ -65,7 +65,7 @@ def ops_and_backends():
                 yield op, backend
 
 
-@pytest.mark.parametrize(("op", "backend"), ops_and_backends())
+@pytest.mark.parametrize(("op", "backend"), list(ops_and_backends()))
 def test_levels_and_default_inside_compile(op, backend):
     case = typical_case(op, most=20_000)
     inputs = make_inputs(case, torch.float32, DEVICE)

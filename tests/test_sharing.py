@@ -40,8 +40,16 @@ def test_on_a_gpu_some_tests_run_alone_and_first():
 
 @pytest.mark.parametrize(
     ("statuses", "status"),
-    [([0], 0), ([1, 0], 1), ([0, 1], 1), ([2], 2), ([NOTHING_SELECTED, 0], 0), ([NOTHING_SELECTED, 1], 1)]
-    + [([NOTHING_SELECTED, NOTHING_SELECTED], NOTHING_SELECTED), ([NOTHING_SELECTED], NOTHING_SELECTED)],
+    [
+        ([0], 0),
+        ([1, 0], 1),
+        ([0, 1], 1),
+        ([2], 2),
+        ([NOTHING_SELECTED], NOTHING_SELECTED),
+        ([NOTHING_SELECTED, 0], 0),
+        ([NOTHING_SELECTED, 1], 1),
+        ([NOTHING_SELECTED, NOTHING_SELECTED], NOTHING_SELECTED),
+    ],
 )
 def test_the_exit_status_is_that_of_the_first_run_that_failed(statuses, status):
     assert outcome(statuses) == status
@@ -168,6 +176,16 @@ def test_a_function_that_never_runs_is_collected_once(one_rung_unavailable):
     assert kept(looking, *calls, marks=[other]) == ["0", "1", "2"]
     marked = [call("a", holds), call("b"), call("c", holds), call("d", pytest.mark.skip(reason="another"))]
     assert kept(looking, *marked) == ["a", "b", "d"]
+
+
+def test_what_is_deselected_is_not_made():
+    calls = [call("a"), call("b"), call("c", alone)]
+    metafunc = SimpleNamespace(definition=SimpleNamespace(iter_markers=lambda: iter([])), _calls=calls)
+    once_a_rung.keep_marked(metafunc, "alone")
+    assert [each.id for each in calls] == ["a", "b", "c"]
+    del calls[2]
+    once_a_rung.keep_marked(metafunc, "alone")
+    assert [each.id for each in calls] == ["a"]
 
 
 def test_a_level_that_is_unavailable_is_collected_once_an_operation(monkeypatch):
