@@ -31,15 +31,16 @@ def forget_compiled():
 
 def calls():
     """Every rung in both passes; at the torch level without a GPU the backward pass, which compares outputs too."""
+    untraced = pytest.mark.skip(reason="Triton's interpreter cannot be traced")
     for variant, backward in itertools.product(every_variant(), (False, True)):
+        marks = [untraced] if variant.level == "triton" and triton_impl.interpreted() else []
         if backward or variant.level != "torch" or DEVICE.type == "cuda":
-            yield pytest.param(variant, backward, id=f"{variant_id(variant)}-{'backward' if backward else 'forward'}")
+            ident = f"{variant_id(variant)}-{'backward' if backward else 'forward'}"
+            yield pytest.param(variant, backward, id=ident, marks=marks)
 
 
 @pytest.mark.parametrize(("variant", "backward"), list(calls()))
 def test_inside_compile(variant, backward):
-    if variant.level == "triton" and triton_impl.interpreted():
-        pytest.skip("the interpreter cannot be traced")
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op, most=20_000)
     inputs = make_inputs(case, torch.float32, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
