@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import kernel_ladder
+from bench import cases, choice
 from bench.rows import Row
 from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
 
-from . import linker
+from . import linker, once_a_rung, sharing
 
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
@@ -36,10 +38,41 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
 
+#: For what needs the whole GPU: times, clocks, ceilings. ``python -m tests`` runs these first, one at a time.
+alone = pytest.mark.alone
+
+never_runs = once_a_rung.never_runs
+
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
 #: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
 TRIES = 1 if DEVICE.type == "cuda" and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1 else 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--alone",
+        choices=("only", "without"),
+        help="run only the tests marked `alone`, which need the GPU to themselves, or all others (default: all)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that none begins when others end
+    if (chosen := config.getoption("--alone")) is not None:
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[(item.get_closest_marker("alone") is not None) == (chosen == "only")].append(item)
+        config.hook.pytest_deselected(items=parts[False])
+        items[:] = parts[True]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    once_a_rung.keep(metafunc)
+    if metafunc.config.getoption("--alone") == "only":
+        once_a_rung.keep_marked(metafunc, "alone")
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +93,32 @@ def no_memory_kept() -> Iterator[None]:
     yield
     if os.environ.get("PYTEST_XDIST_WORKER") and DEVICE.type == "cuda" and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def gpu_memory() -> Iterator[Callable[[float], None]]:
+    """Ask for bytes of GPU memory until the test ends: it waits for other workers, or skips where there are too few."""
+    with contextlib.ExitStack() as held:
+        yield lambda nbytes: held.enter_context(sharing.gpu_memory(int(nbytes)))
+
+
+#: GPU memory that a quick sweep of gelu needs at its real sizes, with float64 results beside its copies.
+SWEEP_BYTES = 16 * sharing.GIB
+
+
+@contextlib.contextmanager
+def sweeping_small_cases() -> Iterator[None]:
+    """Let a sweep measure the tiny cases that it has on a CPU, for tests of what it does, not of times."""
+    with pytest.MonkeyPatch.context() as patch:
+        of_device = cases.sweep_cases
+        patch.setattr(choice, "sweep_cases", lambda spec, device, quick: of_device(spec, torch.device("cpu"), quick))
+        yield
+
+
+@pytest.fixture
+def small_sweeps() -> Iterator[None]:
+    with sweeping_small_cases():
+        yield
 
 
 @pytest.fixture
@@ -132,6 +191,12 @@ def typical_case(op: str, most: int = 100_000) -> Case:
 def public(op: str, inputs: Inputs, options: Options, **more: Any) -> Output:
     """The operation's public function on a case's inputs, each passed by its name, and options."""
     return getattr(kernel_ladder, op)(**kernel_ladder.spec(op).named(inputs), **options, **more)
+
+
+def skip_unless_available(op: str, level: str) -> None:
+    """Skip, with its reason, where a level is unavailable for an operation."""
+    if (reason := table.unavailable(op, level)) is not None:
+        pytest.skip(reason)
 
 
 def skip_unless_it_runs(variant: Variant, inputs: Inputs = (), options: dict | None = None) -> None:

@@ -149,18 +149,15 @@ def test_the_same_bits_every_time(variant, dim):
 
 #: Rows of 32768 that pass 2³¹ elements by one row.
 HUGE = (2**16 + 1, 2**15)
-
-
-def _room_for(tensors: float) -> None:
-    if torch.cuda.mem_get_info()[0] < tensors * 2 * math.prod(HUGE) * 1.2:
-        pytest.skip(f"needs {tensors} tensors of {2 * math.prod(HUGE) / 2**30:.1f} GiB")
+#: Bytes of such a tensor of 16-bit elements, and what a test needs beside its tensors.
+HUGE_BYTES, MORE = 2 * math.prod(HUGE), 1.2
 
 
 @needs_gpu
 @pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if v.op == "sum"], ids=variant_id)
 @pytest.mark.parametrize("dim", [None, 0])
-def test_a_sum_over_more_elements_than_a_32_bit_index_holds(variant, dim):
-    _room_for(1.2)
+def test_a_sum_over_more_elements_than_a_32_bit_index_holds(variant, dim, gpu_memory):
+    gpu_memory(1.2 * HUGE_BYTES * MORE)
     x = torch.ones(HUGE, dtype=torch.bfloat16, device="cuda")
     x[-1, ::2] = 7  # past the 2³¹st element
     options = {"dim": dim, "keepdim": False}
@@ -174,8 +171,8 @@ def test_a_sum_over_more_elements_than_a_32_bit_index_holds(variant, dim):
 @needs_gpu
 @pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if v.op == "add"], ids=variant_id)
 @pytest.mark.parametrize("other", [HUGE, HUGE[1:], (HUGE[0], 1)], ids=["equal", "row", "column"])
-def test_an_addition_of_more_elements_than_a_32_bit_index_holds(variant, other):
-    _room_for(3.2)
+def test_an_addition_of_more_elements_than_a_32_bit_index_holds(variant, other, gpu_memory):
+    gpu_memory(3.2 * HUGE_BYTES * MORE)
     a = torch.empty(HUGE, dtype=torch.bfloat16, device="cuda").normal_()
     b = torch.empty(other, dtype=torch.bfloat16, device="cuda").normal_()
     skip_unless_it_runs(variant, (a, b))

@@ -13,59 +13,94 @@ import kernel_ladder
 from kernel_ladder import autograd, table
 from kernel_ladder.agreement import agreement, standards
 from kernel_ladder.samples import make_grad, make_inputs
-from kernel_ladder.spec import DTYPES, Case, as_leaves
+from kernel_ladder.spec import DTYPES, Case, Inputs, as_leaves
 from kernel_ladder.table import Variant
 
-from .conftest import DEVICE, computes, every_variant, variant_id
+from .conftest import DEVICE, computes, every_variant, never_runs, variant_id
+
+
+@functools.lru_cache(maxsize=8)
+def inputs_of(op: str, case_index: int, dtype: torch.dtype) -> Inputs:
+    """The inputs of a case, shared by both passes of all variants."""
+    return make_inputs(kernel_ladder.spec(op).samples[case_index], dtype, DEVICE)
 
 
 @functools.lru_cache(maxsize=8)
 def expected(op: str, case_index: int, dtype: torch.dtype, backward: bool):
-    """Inputs, output gradient, and what results are held to: shared by the variants of one case."""
+    """The output's gradient, and what results are held to: shared by the variants of one case."""
     spec = kernel_ladder.spec(op)
-    case = spec.samples[case_index]
-    inputs = make_inputs(case, dtype, DEVICE)
-    grad = None
-    if backward:
-        grad = make_grad(spec, inputs, case.options)
-    return inputs, grad, standards(spec, inputs, case.options, grad)
+    case, inputs = spec.samples[case_index], inputs_of(op, case_index, dtype)
+    grad = make_grad(spec, inputs, case.options) if backward else None
+    return grad, standards(spec, inputs, case.options, grad)
+
+
+#: The samples, by their index modulo 3, whose forward pass alone is tried in a dtype without a GPU. For Triton's dtypes
+#: they are those that have the dtype by turns.
+FORWARD_TURN = {dtype: i for i, dtype in enumerate(DTYPES[:3])}
+
+
+def traits(case: Case) -> set:
+    """What tells a sample from others to a compiler: layouts, values, kinds, options, and which arguments are there."""
+    of_options = {(name, str(value)) for name, value in case.options.items() if isinstance(value, (str, bool))}
+    given = ("given", tuple(shape is not None for shape in case.shapes))
+    return {case.layout, case.values, *case.kinds.values(), given} | of_options
 
 
 @functools.cache
 def compiled_on_cpu(op: str) -> list[int]:
-    """The few of an operation's samples that a compiler has without a GPU: they have something to compute."""
-    return [i for i, case in enumerate(kernel_ladder.spec(op).samples) if computes(case)][::6]
+    """The samples that a compiler has without a GPU: at least one a dtype, and between them every layout.
+
+    Each is the one with most traits that none before it has. They have something to compute.
+    """
+    samples = kernel_ladder.spec(op).samples
+    left = [i for i, case in enumerate(samples) if computes(case)]
+    layouts = {samples[i].layout for i in left}
+    chosen: list[int] = []
+    seen: set = set()
+    while left and (len(chosen) < len(DTYPES) or not layouts <= seen):
+        missing = [i for i in left if len(chosen) < len(DTYPES) or samples[i].layout not in seen]
+        best = max(missing, key=lambda i: (samples[i].layout not in seen, len(traits(samples[i]) - seen), -i))
+        left.remove(best)
+        chosen.append(best)
+        seen |= traits(samples[best])
+    return chosen
 
 
 def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backward: bool) -> bool:
     """Whether a variant is tried on a sample in a dtype: on all in all, where that does not take hours.
 
-    A compiler takes seconds or minutes for a sample: few have it. Without a GPU it has them in one dtype by turns and
-    backward alone, where the output is compared too, save the first, which runs forward as well. Triton's interpreter
-    takes so long that each has one dtype by turns.
+    A compiler takes seconds or minutes for a sample: few have it, forward alone in one dtype by turns. Without a GPU
+    it has them in one dtype by turns and backward alone, where the output is compared too, save the first, which runs
+    forward as well. Triton's interpreter takes so long that each has one dtype by turns. The forward pass alone is
+    tried at every third sample without a GPU, interpreted at every second: the backward pass has its output compared.
     """
     if variant.name == "compile.max_autotune":
         return case.id == "prime"
     if variant.level == "compile":
         if DEVICE.type == "cuda":
-            return index % 7 == 0
+            by_turns = index == 0 or DTYPES.index(dtype) == index // 7 % len(DTYPES)
+            return index % 7 == 0 and (backward or by_turns)
         few = compiled_on_cpu(variant.op)
         if index not in few:
             return False
         turn = few.index(index)
         return DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)
+    if DEVICE.type == "cpu" and not backward and index % 3 != FORWARD_TURN.get(dtype, 0):
+        return False
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
         return index == 0  # that they refuse it, one sample tells
-    return variant.level != "triton" or DEVICE.type == "cuda" or index == 0 or DTYPES.index(dtype) == index % 3
+    if variant.level != "triton" or DEVICE.type == "cuda" or index == 0:
+        return True
+    return DTYPES.index(dtype) == index % 3 and (backward or index % 2 == 0)
 
 
 def parameters():
     for variant in every_variant():
-        reason = table.unavailable(variant.op, variant.level)
+        reason = never_runs(variant)
         if reason is not None:
             yield pytest.param(variant, None, None, None, id=variant_id(variant), marks=pytest.mark.skip(reason=reason))
     for op in kernel_ladder.OPS:
-        variants = [v for v in table.variants(op) if table.unavailable(op, v.level) is None]
+        variants = [v for v in table.variants(op) if never_runs(v) is None]
         for index, case in enumerate(kernel_ladder.spec(op).samples):
             for dtype, backward, variant in itertools.product(DTYPES, (False, True), variants):
                 if not is_tried(variant, index, case, dtype, backward):
@@ -206,12 +241,13 @@ def known_departure(op: str, variant: str, sample: str, dtype: torch.dtype, pass
 def test_agreement(variant, case_index, dtype, backward, request):
     spec = kernel_ladder.spec(variant.op)
     case = spec.samples[case_index]
-    inputs, grad, to = expected(variant.op, case_index, dtype, backward)
+    inputs = inputs_of(variant.op, case_index, dtype)
     reason = variant.unsupported(*(as_leaves(inputs) if backward else inputs), **case.options)
     if reason is not None:
         pytest.skip(reason)
     if known := known_departure(variant.op, variant.name, case.id, dtype, PASSES[backward]):
         request.applymarker(pytest.mark.xfail(reason=known, strict=False))
+    grad, to = expected(variant.op, case_index, dtype, backward)
     result = agreement(
         spec,
         lambda *x, **options: autograd.run(variant, x, options),

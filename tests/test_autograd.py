@@ -11,7 +11,15 @@ from kernel_ladder.agreement import evaluate
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
 
-from .conftest import DEVICE, every_variant, plain_cases, skip_unless_it_runs, typical_case, variant_id
+from .conftest import (
+    DEVICE,
+    every_variant,
+    plain_cases,
+    skip_unless_available,
+    skip_unless_it_runs,
+    typical_case,
+    variant_id,
+)
 
 X = (2, 4, 2, 2, 3, 3)
 #: Calls on six dimensions, by the shapes of their operands.
@@ -43,8 +51,7 @@ USES = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_gradient_may_have_any_strides(call, use, level):
     op = call.partition("-")[0]
-    if (reason := table.unavailable(op, level)) is not None:
-        pytest.skip(reason)
+    skip_unless_available(op, level)
     shapes, options = CALLS[call]
     generator = torch.Generator(DEVICE).manual_seed(0)
     inputs = tuple(torch.randn(shape, generator=generator, device=DEVICE) for shape in shapes)

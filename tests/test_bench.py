@@ -24,9 +24,7 @@ from kernel_ladder import table
 from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, each
 
-from .conftest import DEVICE, TIMED, a_row
-
-needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
+from .conftest import DEVICE, SWEEP_BYTES, TIMED, a_row, needs_gpu, sweeping_small_cases
 
 #: The fields that every row must have, whatever else it has.
 DESIGNED = {
@@ -52,7 +50,8 @@ def swept(tmp_path_factory):
         "--output",
         str(path),
     ]
-    assert main(argv) == 0
+    with sweeping_small_cases():
+        assert main(argv) == 0
     return path
 
 
@@ -95,6 +94,7 @@ def test_baseline_pairs_with_itself(swept):
     assert {row.speedup for row in rows.read(swept) if row.backend == "torch.builtin"} == {1.0}
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_a_new_run_supersedes(swept):
     before = rows.read(swept)
     argv = [
@@ -234,6 +234,7 @@ def _wrong(monkeypatch, **changes):
     monkeypatch.setitem(climb, "torch.naive", dataclasses.replace(climb["torch.naive"], **changes))
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_a_wrong_variant_gets_no_time(monkeypatch, tmp_path, capsys):
     _wrong(monkeypatch, forward=lambda input, **options: (input * 0.5, ()))
     path = tmp_path / "wrong.jsonl"
@@ -250,6 +251,7 @@ def test_a_wrong_variant_gets_no_time(monkeypatch, tmp_path, capsys):
     assert "WRONG: gelu torch.naive forward" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_a_wrong_gradient_gets_no_time(monkeypatch, tmp_path):
     right = table._variants["gelu", "torch"]["torch.naive"].forward
 
@@ -297,6 +299,7 @@ def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch
     assert measured(["triton.naive"]) == ["torch.builtin", "triton.naive"]
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_a_variant_that_raises_does_not_stop_the_sweep(monkeypatch, tmp_path):
     def forward(input, **options):
         raise RuntimeError("misaligned address\nand a long trace")
@@ -312,6 +315,7 @@ def test_a_variant_that_raises_does_not_stop_the_sweep(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_a_variant_that_breaks_the_gpu_is_the_only_one_blamed(monkeypatch, tmp_path, capsys):
     broken = []
 
@@ -333,6 +337,7 @@ def test_a_variant_that_breaks_the_gpu_is_the_only_one_blamed(monkeypatch, tmp_p
     assert not any(row.op == "softmax" for row in rows.read(path)), "nothing was measured after it"
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
     _wrong(monkeypatch, unsupported=lambda *inputs, **options: "only on Sundays")
     path = tmp_path / "rows.jsonl"
@@ -343,6 +348,7 @@ def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
     assert {(row.us, row.unsupported) for row in naive} == {(None, "only on Sundays")}
 
 
+@pytest.mark.usefixtures("small_sweeps")
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("could not allocate the output")], ids=repr)
 def test_a_variant_without_memory_is_not_wrong(monkeypatch, tmp_path, error):
     def full(*args, **kwargs):
@@ -357,6 +363,7 @@ def test_a_variant_without_memory_is_not_wrong(monkeypatch, tmp_path, error):
     ] * 2
 
 
+@pytest.mark.usefixtures("small_sweeps")
 @pytest.mark.parametrize("baseline", [False, True])
 def test_a_variant_without_memory_beside_others_is_timed_beside_the_baseline(monkeypatch, tmp_path, baseline):
     forward_call, short = sweep.candidates.forward_call, []
@@ -381,6 +388,7 @@ def test_a_variant_without_memory_beside_others_is_timed_beside_the_baseline(mon
     assert baseline or naive["speedup"] > 0
 
 
+@pytest.mark.usefixtures("small_sweeps")
 @pytest.mark.parametrize("short", ["ceilings", "copies", "timing"])
 def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
     def full(*args, **kwargs):
@@ -404,6 +412,7 @@ def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
         assert row.unsupported is None or "no memory is left for" in row.unsupported
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_an_interrupt_is_one_even_where_another_error_hides_it(monkeypatch, tmp_path):
     def forward(input, **options):
         try:
@@ -418,6 +427,7 @@ def test_an_interrupt_is_one_even_where_another_error_hides_it(monkeypatch, tmp_
     assert not any(row.wrong for row in rows.read(path))
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):
     measure_pass = sweep.Sweep._measure_pass
 
@@ -599,7 +609,9 @@ def test_every_sweep_shrinks_to_valid_calls(op):
 
 
 @needs_gpu
-def test_gradients_are_timed_in_a_graph(tmp_path):
+def test_gradients_are_timed_in_a_graph(tmp_path, gpu_memory):
+    """At the sweep's real sizes."""
+    gpu_memory(SWEEP_BYTES)
     path = tmp_path / "rows.jsonl"
     argv = [
         "--op",

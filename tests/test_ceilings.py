@@ -18,7 +18,7 @@ from bench import table as bench_table
 from bench.rows import CEILING, Row
 from kernel_ladder import precision, table
 
-from .conftest import DEVICE, needs_gpu
+from .conftest import DEVICE, alone, needs_gpu
 
 pytestmark = pytest.mark.xdist_group("timing")
 
@@ -30,6 +30,7 @@ def a_row(**fields) -> Row:
     return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
 
 
+@alone
 def test_ceilings_are_the_best_of_several_ways():
     slow, fast = (lambda i, s=seconds: time.sleep(s) for seconds in (0.008, 0.002))
     best = ceilings._best({"slow": slow, "fast": fast}, 1, CPU)
@@ -190,6 +191,7 @@ for capability in (80, 90):
             assert int(multiply_adds) == ceiling_kernels.UNROLLED * ceiling_kernels.CHAIN_BLOCK // 128
 
 
+@alone
 @needs_gpu
 def test_ceilings_stand_in_the_order_that_physics_gives_them():
     def rate(best, nbytes):

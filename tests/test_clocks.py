@@ -16,7 +16,7 @@ from bench import clocks, intervals, timing
 from bench import table as bench_table
 from bench.rows import Row
 
-from .conftest import DEVICE, TRIES, needs_gpu
+from .conftest import DEVICE, TRIES, alone, needs_gpu
 
 pytestmark = pytest.mark.xdist_group("timing")
 
@@ -175,6 +175,7 @@ def test_too_few_readings_claim_nothing():
     assert watched(1, {"a": (0.004, 1900.0), "b": (0.02, 1500.0)}).moved()["a"] is None
 
 
+@alone
 @needs_gpu
 def test_the_sampler_reads_plausible_numbers():
     source, reason = clocks.gpu(DEVICE)
@@ -193,6 +194,7 @@ def test_the_sampler_reads_plausible_numbers():
     assert TRIES > 1 or not any(watch.moved().values())
 
 
+@alone
 @needs_gpu
 def test_sampling_does_not_disturb_what_it_watches():
     if (reason := clocks.gpu(DEVICE)[1]) is not None:
@@ -213,6 +215,7 @@ def test_sampling_does_not_disturb_what_it_watches():
     pytest.fail(f"expected the same time within 0.5 % with and without sampling, measured ratios of {found}")
 
 
+@alone
 @needs_gpu
 def test_spans_on_the_device_lie_within_the_hosts():
     x = torch.randn(2**26, device=DEVICE)

@@ -118,13 +118,11 @@ HUGE = (2**16 + 1, 2**15)
     [v for v in LAUNCHING if len(typical_case(v.op).shapes) == 1 and v.op != "dropout"],
     ids=variant_id,
 )
-def test_more_elements_than_a_32_bit_index_holds(variant, backward):
+def test_more_elements_than_a_32_bit_index_holds(variant, backward, gpu_memory):
     spec, options = kernel_ladder.spec(variant.op), dict(typical_case(variant.op).options)
     if "dim" in options:
         options["dim"] = -1
-    tensors = 5 if backward else 3
-    if torch.cuda.mem_get_info()[0] < tensors * 2 * math.prod(HUGE) * 1.2:
-        pytest.skip(f"needs {tensors} tensors of {2 * math.prod(HUGE) / 2**30:.1f} GiB")
+    gpu_memory((5 if backward else 3) * 2 * math.prod(HUGE) * 1.2)
     input = torch.empty(HUGE, dtype=torch.bfloat16, device="cuda").normal_()
     skip_unless_it_runs(variant, (input,), options)
     with torch.no_grad():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 import kernel_ladder
-from bench import readme
+from bench import environment, readme
 from kernel_ladder import autograd, table
 from kernel_ladder.agreement import agreement
 from kernel_ladder.samples import make_inputs
@@ -54,9 +53,8 @@ def test_every_operation_has_its_tables():
 
 
 def test_every_table_is_as_the_rows_make_it(capsys):
-    status = ["git", "status", "--porcelain", "--", "bench/results"]
-    done = subprocess.run(status, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode or done.stdout:
+    status = environment._output("git", "status", "--porcelain", "--", "bench/results")  # None without git
+    if status is None or status:
         pytest.skip("bench/results holds rows that are not committed, or there is no git to ask")
     assert readme.main(["--check"]) == 0, capsys.readouterr().err
 

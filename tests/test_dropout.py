@@ -259,10 +259,9 @@ def test_a_seed_may_change_inside_compile(variant):
 
 @needs_gpu
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.level in ("triton", "cuda")], ids=variant_id)
-def test_the_mask_past_elements_that_a_32_bit_index_holds(variant):
+def test_the_mask_past_elements_that_a_32_bit_index_holds(variant, gpu_memory):
     rows, columns = 2**16 + 1, 2**15
-    if torch.cuda.mem_get_info()[0] < 3 * 2 * rows * columns * 1.2:
-        pytest.skip("needs two tensors of 4 GiB")
+    gpu_memory(3 * 2 * rows * columns * 1.2)
     x = torch.ones(rows, columns, dtype=torch.bfloat16, device="cuda")
     skip_unless_it_runs(variant, (x,), {"p": 0.3, "seed": 7})
     kept = autograd.run(variant, (x,), {"p": 0.3, "seed": 7}) != 0

@@ -11,7 +11,7 @@ from kernel_ladder import table
 from kernel_ladder.samples import empty_inputs, make_inputs
 from kernel_ladder.spec import has_gradient
 
-from .conftest import DEVICE, public, typical_case
+from .conftest import DEVICE, public, skip_unless_available, typical_case
 
 NUMBERS = [
     ("softmax", {"dim": np.int64(-1)}, {"dim": -1}),
@@ -70,8 +70,7 @@ def test_inputs_on_two_devices(op, backend):
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 @pytest.mark.parametrize("level", ["cuda", "triton"])
 def test_tensors_without_data_are_refused_by_kernels(op, level):
-    if (reason := table.unavailable(op, level)) is not None:
-        pytest.skip(reason)
+    skip_unless_available(op, level)
     case = typical_case(op)
     with pytest.raises(kernel_ladder.UnsupportedError, match="tensors, got meta"):
         public(op, empty_inputs(case, torch.float32, "meta"), case.options, backend=level)

@@ -11,6 +11,8 @@ import pytest
 
 from kernel_ladder.table import LEVELS
 
+from .conftest import alone
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"kernel_ladder", *LEVELS.values(), "tests", "bench"}
 #: package -> what it may import of the project beside itself
@@ -79,6 +81,7 @@ print(*[m for m in ("compile_impl", "triton_impl", "cuda_impl", "triton") if m i
     assert fresh(code) == ""
 
 
+@alone
 def test_importing_is_quick():
     code = """
 import time, torch

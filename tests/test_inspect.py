@@ -93,7 +93,13 @@ def test_the_operators_are_those_of_the_formula():
     )
 
 
-@pytest.mark.parametrize(("variant", "pass_"), at_level("compile"))
+def compiled() -> list:
+    """Without a GPU compiling takes seconds a pass: operations then have theirs by turns."""
+    every = at_level("compile")
+    return every if DEVICE.type == "cuda" else [each for i, each in enumerate(every) if i // 2 % 2 == i % 2]
+
+
+@pytest.mark.parametrize(("variant", "pass_"), compiled())
 def test_compile_shows_its_kernels(variant, pass_):
     try:
         found = looked_into(variant.op, variant.name, pass_, "source")

@@ -172,10 +172,9 @@ def test_every_run_gives_the_same_bits(persistent, activation):
 
 
 @needs_gpu
-def test_more_outputs_than_a_32_bit_index_holds(persistent):
+def test_more_outputs_than_a_32_bit_index_holds(persistent, gpu_memory):
     m, n = 2**16 + 8, 2**15
-    if torch.cuda.mem_get_info()[0] < 12 * m * n:
-        pytest.skip(f"needs {12 * m * n / 2**30:.0f} GiB")
+    gpu_memory(12 * m * n)
     for rows in (slice(0, 130), slice(m // 2 - 65, m // 2 + 65), slice(m - 130, m)):
         check(persistent, *operands(m, n, 64), "gelu", rows)
 

@@ -373,10 +373,9 @@ def test_gradients_of_any_layout(name, n):
 
 @needs_gpu
 @pytest.mark.parametrize("name", STEPS)
-def test_more_outputs_than_a_32_bit_index_holds(name):
+def test_more_outputs_than_a_32_bit_index_holds(name, gpu_memory):
     m, n = 2**16 + 8, 2**15
-    if torch.cuda.mem_get_info()[0] < 6 * m * n:
-        pytest.skip(f"needs {6 * m * n / 2**30:.0f} GiB")
+    gpu_memory(6 * m * n)
     a, b = operand((m, 64), torch.bfloat16), operand((64, n), torch.bfloat16)
     skip_unless_it_runs(step(name), (a, b), {})
     output = kernel_ladder.matmul(a, b, backend=f"cuda.{name}")

@@ -45,6 +45,7 @@ def test_a_share_without_a_case_says_so(tmp_path, capsys):
     assert not path.exists()
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_shares_of_a_sweep_join_to_the_whole(tmp_path):
     argv = ["--op", "gelu,softmax", "--backend", "torch", *QUICK, "--output"]
     shares = [tmp_path / f"{part}.jsonl" for part in (1, 2)]

@@ -22,7 +22,7 @@ from bench import cases, ceiling_kernels, ceilings, intervals, phases, timing
 from bench.choice import LONG_TUNING, Choice
 from kernel_ladder.spec import Case
 
-from .conftest import DEVICE, TRIES, needs_gpu
+from .conftest import DEVICE, TRIES, alone, needs_gpu
 
 pytestmark = pytest.mark.xdist_group("timing")
 
@@ -144,6 +144,7 @@ def test_rounds_interleave_and_the_observer_sees_them(simulated):
     assert ends == sorted(ends)
 
 
+@alone
 def test_slow_calls_get_fewer_rounds():
     slow = timing.Launch(lambda: time.sleep(0.03), 1, 1, None, CPU, 0.03)
     fast = timing.Launch(lambda: time.sleep(0.001), 1, 1, None, CPU, 0.001)
@@ -180,6 +181,7 @@ def hold(measure, accepts, expected: str) -> None:
     pytest.fail(f"expected {expected}, measured (median, low, high) {found}")
 
 
+@alone
 def test_twice_the_work_takes_twice_as_long():
     """On a CPU in plain Python arithmetic, which no cache or thread can speed up."""
     if DEVICE.type == "cuda":
@@ -199,6 +201,7 @@ def test_twice_the_work_takes_twice_as_long():
     hold(measure, lambda ratio, low, high: abs(ratio - 2) <= 0.2, "2 ± 0.2")
 
 
+@alone
 @needs_gpu
 def test_a_tenth_more_bytes_takes_a_tenth_longer():
     large = [torch.randn(11 * 2**23, device=DEVICE) for _ in range(3)]
@@ -214,6 +217,7 @@ def test_a_tenth_more_bytes_takes_a_tenth_longer():
     hold(measure, lambda ratio, low, high: 1.08 <= ratio <= 1.12, "1.10 ± 0.02")
 
 
+@alone
 @needs_gpu
 def test_two_copies_of_one_variant_come_out_equal():
     """Within their interval, which misses once in twenty times: three tries miss together once in eight thousand."""
@@ -231,6 +235,7 @@ def test_two_copies_of_one_variant_come_out_equal():
     pytest.fail(f"expected an interval that holds 1, measured (median, low, high) {found}")
 
 
+@alone
 @needs_gpu
 def test_what_would_sit_in_the_l2_comes_from_memory():
     """Cold reads are no faster than a large copy, and slower than the same reads of one buffer again and again."""
@@ -253,6 +258,7 @@ def test_what_would_sit_in_the_l2_comes_from_memory():
     assert min(rates) <= 1.05 * ceiling
 
 
+@alone
 @needs_gpu
 def test_a_graph_excludes_launch_gaps():
     x = torch.zeros(1, device=DEVICE)

@@ -24,7 +24,7 @@ from kernel_ladder.agreement import evaluate
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case
 
-from .conftest import DEVICE, needs_gpu
+from .conftest import DEVICE, needs_gpu, sweeping_small_cases
 
 #: Installed wherever the tests run, so that a fake has a version.
 INSTALLED = "pytest>=1"
@@ -97,9 +97,10 @@ def swept(fakes, tmp_path_factory):
     """Of one sweep with fake peers: the file of rows, the exit code, what was printed and what went to stderr."""
     path = tmp_path_factory.mktemp("peers") / "results" / "here.jsonl"
     names = ",".join(name for name in fakes if name != "unasked")
-    argv = ["--op", "gelu", "--backend", "torch.naive", "--dtype", "float32", "--quick", "--time", "0.05"]
+    argv = ["--op", "gelu", "--backend", "torch.naive", "--dtype", "float32", "--quick", "--no-ceilings"]
+    argv += ["--time", "0.05"]
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+    with sweeping_small_cases(), pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(peers, "PEERS", fakes)
         code = main([*argv, "--peers", names, "--no-pictures", "--output", str(path)])
     return path, code, out.getvalue(), err.getvalue()

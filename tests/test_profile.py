@@ -26,7 +26,7 @@ from kernel_ladder import table
 from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case
 
-from .conftest import DEVICE, needs_gpu
+from .conftest import DEVICE, alone, needs_gpu
 
 F32 = torch.float32
 
@@ -636,6 +636,7 @@ def test_the_naive_backwards_kernels_have_their_operators(capsys):
     assert sum(kernel["bytes"] or 0 for kernel in found["kernels"]) == found["operand_bytes"]
 
 
+@alone
 @needs_gpu
 @pytest.mark.parametrize("backend", ["cuda.vectorized", "triton.fused", "torch.builtin"])
 def test_device_time_is_the_harnesss(backend):
@@ -651,6 +652,7 @@ def test_device_time_is_the_harnesss(backend):
     assert found.device_us == pytest.approx(1e6 * seconds, rel=0.15)
 
 
+@alone
 @needs_gpu
 def test_counters_of_the_gpu(capsys, tmp_path, monkeypatch):
     try:

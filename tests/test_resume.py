@@ -11,7 +11,7 @@ import pytest
 from bench import clocks, environment, intervals, resume, rows, sweep
 from bench.__main__ import main
 
-from .conftest import DEVICE, a_row, needs_gpu
+from .conftest import DEVICE, SWEEP_BYTES, a_row, needs_gpu
 
 QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings"]
 
@@ -29,7 +29,7 @@ def known_source(monkeypatch):
 
 
 @pytest.fixture
-def interrupted(monkeypatch, tmp_path, known_source):
+def interrupted(monkeypatch, tmp_path, known_source, small_sweeps):
     """The rows of a sweep that was interrupted after gelu's."""
     path = tmp_path / "rows.jsonl"
     measure = sweep.Sweep.measure
@@ -193,8 +193,12 @@ def test_rows_have_intervals(interrupted):
 
 
 @needs_gpu
-def test_rows_of_a_gpu_have_clocks_and_graphs(interrupted):
+def test_rows_of_a_gpu_have_clocks_and_graphs(tmp_path, gpu_memory):
+    """At the sweep's real sizes: tiny ones are over before a clock is read."""
+    gpu_memory(SWEEP_BYTES)
     source, reason = clocks.gpu(DEVICE)
-    found = rows.read(interrupted)
+    path = tmp_path / "rows.jsonl"
+    assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(path)]) == 0
+    found = rows.read(path)
     assert all(row.graph for row in found)
     assert source is None or any((row.clock_mhz or 0) > 100 for row in found), reason

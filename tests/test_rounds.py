@@ -10,7 +10,7 @@ import torch
 from bench import clocks, intervals, rounds, timing
 from bench.clocks import Reading
 
-from .conftest import DEVICE, TRIES, needs_gpu
+from .conftest import DEVICE, TRIES, alone, needs_gpu
 
 pytestmark = pytest.mark.xdist_group("timing")
 
@@ -102,6 +102,7 @@ def test_a_call_has_the_clock_of_its_own_samples_where_there_are_enough():
     assert clocks.Watch(None).state("odd") == clocks.State()
 
 
+@alone
 @needs_gpu
 def test_a_product_beside_a_slow_call_runs_at_the_clocks_of_one_alone():
     x = torch.randn(8192, 8192, device=DEVICE).bfloat16()

@@ -10,7 +10,7 @@ import torch
 from kernel_ladder import ceilings, survey
 from kernel_ladder.__main__ import main
 
-from .conftest import DEVICE, needs_gpu
+from .conftest import DEVICE, alone, needs_gpu
 
 KEY = {"gpu": "NVIDIA Test", "driver": "1.2", "torch": "2.11.0", "cuda": "13.0", "source": "abc"}
 RATES = {"copy": 4000.0, "bfloat16": 700.0, "float16": 710.0, "tf32": 350.0, "float32": 50.0}
@@ -97,6 +97,7 @@ def test_the_survey_of_a_gpu(capsys, folder):
     assert gpu["name"] in text
 
 
+@alone
 @needs_gpu
 def test_measured_ceilings_are_shown_from_then_on(capsys, folder):
     before = torch.backends.cuda.matmul.allow_tf32

@@ -14,7 +14,7 @@ import torch
 import kernel_ladder
 from kernel_ladder import table
 
-from .conftest import DEVICE, needs_gpu
+from .conftest import DEVICE, alone, needs_gpu
 
 if (reason := table.unavailable("matmul", "triton")) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -197,6 +197,7 @@ def test_the_cost_model_leaves_few_configurations(shape):
         assert first["BLOCK_M"] * first["BLOCK_N"] <= 64 * 128, "where they are few, more of them"
 
 
+@alone
 @needs_gpu
 @pytest.mark.skipif(interpreted(), reason="the interpreter has nothing to tune")
 def test_every_configuration_compiles_side_by_side_and_is_timed():
