@@ -29,13 +29,10 @@ def forget_compiled():
 
 
 def calls():
-    """Every rung in both passes; at the torch level without a GPU the backward pass, which compares outputs too."""
-    untraced = pytest.mark.skip(reason="Triton's interpreter cannot be traced")
+    """Every rung in both passes; without a GPU the backward pass, which compares outputs too."""
     for variant, backward in itertools.product(every_variant(), (False, True)):
-        marks = [untraced] if variant.level == "triton" and triton_impl.interpreted() else []
-        if backward or variant.level != "torch" or DEVICE.type == "cuda":
-            ident = f"{variant_id(variant)}-{'backward' if backward else 'forward'}"
-            yield pytest.param(variant, backward, id=ident, marks=marks)
+        if backward or DEVICE.type == "cuda":
+            yield pytest.param(variant, backward, id=f"{variant_id(variant)}-{'backward' if backward else 'forward'}")
 
 
 @pytest.mark.parametrize(("variant", "backward"), list(calls()))
