@@ -7,12 +7,12 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement, evaluate
+from kernel_ladder.agreement import evaluate
 from kernel_ladder.deviation import compare
 from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case
 
-from .conftest import DEVICE, needs_gpu, skip_unless_it_runs
+from .conftest import DEVICE, skip_unless_it_runs
 
 SPEC = kernel_ladder.spec("attention")
 VARIANTS = table.variants("attention")

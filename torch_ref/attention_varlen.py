@@ -20,7 +20,7 @@ from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
-from torch_ref.attention_builtin import faults
+from torch_ref.attention_builtin import faults, too_many_heads, too_many_places
 
 
 def naive(
@@ -388,7 +388,13 @@ def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
         return "PyTorch's flash attention gives no gradient through the log-sum-exp"
     if value.shape[2] != query.shape[2] or query.shape[2] % 8:
         return f"head dimensions must be equal and multiples of 8, got {query.shape[2]} and {value.shape[2]}"
-    return faults(query, key, value)
+    sequences, (total, heads, head_dim) = inputs[3].shape[0] - 1, query.shape
+    rows = total + 128 * sequences  # of query's gradient, as the backward pads it
+    return (
+        faults(query, key, value)
+        or too_many_heads(sequences, heads)
+        or too_many_places(heads, rows, head_dim, query, key, value)
+    )
 
 
 def _naive(*inputs: Any, **options: Any) -> tuple[Output, tuple]:

@@ -180,14 +180,16 @@ def _key_value_kernel(
         delta_base = delta_ptr + row_offset + h * lse_h
         if BAND != 0 or ASK_ALL:
             grad_k, grad_v = _gather_queries(
-                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n, begin, diagonal,
-                scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
+                begin, diagonal, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
+                seqlen_q, seqlen_k, head_dim, head_dim_v,
                 True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
             )  # fmt: skip
         if not ASK_ALL:
             grad_k, grad_v = _gather_queries(
-                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n, diagonal, whole,
-                scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
+                diagonal, whole, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
+                seqlen_q, seqlen_k, head_dim, head_dim_v,
                 False, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
             )  # fmt: skip
         if not ASK_ALL and not EVEN_Q:

@@ -122,10 +122,10 @@ def soften(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0):
     `factor` makes scores powers of two. With an additive mask scores and maxima are powers of e, and only their
     difference is multiplied: it is exact next to any number that a mask holds.
     """
-    if MASK == 2:
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-    else:
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    largest = tl.max(scores, 1)
+    if MASK != 2:
+        largest *= factor
+    new_max = tl.maximum(row_max, largest)
     # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     if MASK == 2:
@@ -165,7 +165,7 @@ def store_lse(pointer, num_rows, row_max, row_sum, mask, MASK: tl.constexpr):
 
 @triton.jit
 def load_lse(pointer, num_rows, mask, MASK: tl.constexpr):
-    """(maxima, log-sum-exps in base two) as :func:`store_lse` wrote them; without an additive mask the first are unused.
+    """(maxima, log-sum-exps in base two) as :func:`store_lse` wrote them; the first of an additive mask alone.
 
     The latter are +inf for rows outside and for those that see nothing, whose weights are then 0.
     """
