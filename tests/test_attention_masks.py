@@ -10,7 +10,7 @@ from kernel_ladder import autograd, table
 from kernel_ladder.agreement import evaluate
 from kernel_ladder.deviation import compare
 from kernel_ladder.samples import make_grad, make_inputs
-from kernel_ladder.spec import Case
+from kernel_ladder.spec import Case, as_leaves
 
 from .conftest import DEVICE, skip_unless_it_runs
 
@@ -69,7 +69,7 @@ def test_a_row_of_the_lowest_number_sees_every_key(variant, dtype, return_lse, q
     inputs = of_shape(queries, 300 if queries == 5 else 70, dtype)
     options = {**OPTIONS, "return_lse": return_lse}
     mask = lowest(queries, inputs[1].shape[-2], torch.finfo(dtype).min, dtype)
-    skip_unless_it_runs(variant, (*inputs, mask), options)
+    skip_unless_it_runs(variant, (*as_leaves(inputs), mask), options)
     assert not (wrong := disagreements(variant, inputs, mask, options)), wrong
 
 
@@ -103,7 +103,7 @@ def test_the_backward_gives_weights_their_sum_under_masks_of_large_numbers(varia
     inputs = of_shape(5, 70, torch.bfloat16)
     mask = torch.zeros(5, 70, dtype=torch.bfloat16, device=DEVICE)
     mask[3] = low
-    skip_unless_it_runs(variant, (*inputs, mask), OPTIONS)
+    skip_unless_it_runs(variant, (*as_leaves(inputs), mask), OPTIONS)
     grad = torch.zeros_like(inputs[0])
     grad[..., 3, :] = 1
     gradients = evaluate(lambda *x, **more: autograd.run(variant, (*x, mask), more), inputs, OPTIONS, grad)

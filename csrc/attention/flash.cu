@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
             }
         }
 
-        // scores becomes exp(scores − row_max).
+        // Weights exp(scores − row_max) are summed before they are rounded to 16 bits: the log-sum-exp is float32's.
+        Fragments<M, N> weights;
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -148,12 +149,10 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 float sum[2] = {};
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
+                    const float x[2] = {exponential(scores.x[m][j][2 * h]), exponential(scores.x[m][j][2 * h + 1])};
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& x = scores.x[m][j][2 * h + e];
-                        x = exponential(x);
-                        sum[e] += x;
-                    }
+                    for (int e = 0; e < 2; ++e) sum[e] += x[e];
+                    weights.x[j / 2][m][j % 2 * 2 + h] = pack(x[0], x[1], T{});  // as round_squares places them
                 }
                 row_sum[m][h] = fmaf(row_sum[m][h], rescale, sum[0] + sum[1]);
 #pragma unroll
@@ -163,8 +162,6 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 }
             }
         }
-        // Weights are summed before they are rounded to 16 bits: the log-sum-exp is float32's.
-        const auto weights = round_squares<T>(scores);
         multiply_accumulate<T, D>(output, weights, v_tile, 0);
     };
     int n = steps - 1;
