@@ -19,7 +19,7 @@ SPEC = kernel_ladder.spec("attention")
 VARIANTS = table.variants("attention")
 OPTIONS = {"is_causal": False, "scale": None, "enable_gqa": False}
 #: Whose backward makes weights again from the log-sum-exp, and their mean gradient from the output.
-FUSED = [v for v in VARIANTS if v.level in ("triton", "cuda") and v.name != "cuda.naive" or v.name == "torch.flash"]
+FUSED = [v for v in VARIANTS if (v.level in ("triton", "cuda") and v.name != "cuda.naive") or v.name == "torch.flash"]
 
 
 def holds(variant, case: Case, dtype: torch.dtype) -> None:

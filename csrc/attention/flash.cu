@@ -218,12 +218,8 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
     if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
     dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
         using T = decltype(zero);
-        const Operands<T> operands{make_view<T>(output),
-                                   make_view<T>(query),
-                                   make_view<T>(key, a.group()),
-                                   make_view<T>(value, a.group()),
-                                   make_lse(lse, mask, a),
-                                   mask};
+        const Operands<T> operands{make_view<T>(output),           make_view<T>(query),    make_view<T>(key, a.group()),
+                                   make_view<T>(value, a.group()), make_lse(lse, mask, a), mask};
         const int head_dim = std::max(a.D, a.D_v);
         if (mask.kind != MaskKind::NONE || a.hides_left()) {
             return dispatch_shape<MaskedShape64, MaskedShape128, Shape256>(

@@ -310,7 +310,8 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         for (int i = threadIdx.x; i < finished * (D / 4); i += S::THREADS) {
             const int turn = i / (D / 4), column = i % (D / 4) * 4;
             float four[4] = {};
-            const MaxAndSum row = combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
+            const MaxAndSum row =
+                combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
             const int64_t index = index_of(turn * runs.count + run);
             if (column == 0) p.lse.store(index, row.max, logf(row.sum));
             store(p.output + index * a.D_v, four, column);
@@ -429,9 +430,8 @@ std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor&
                                    nullptr,
                                    make_lse(lse, mask, a),
                                    mask};
-        dispatch_shape<Split64, Split128, Split256>(std::max(a.D, a.D_v), [&](auto shape) {
-            launch_split<T, decltype(shape)>(operands, query, a, launch);
-        });
+        dispatch_shape<Split64, Split128, Split256>(
+            std::max(a.D, a.D_v), [&](auto shape) { launch_split<T, decltype(shape)>(operands, query, a, launch); });
     });
     return {output, lse};
 }
