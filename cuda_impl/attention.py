@@ -166,6 +166,10 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
     run_backward = getattr(torch.ops.kernel_ladder.attention_backward, backward_of)
     takes_output = backward_of != "naive"
 
+    def in_two_parts(attn_mask: torch.Tensor | None) -> bool:
+        """Whether the log-sum-exp is (2, …): maxima, and logarithms of sums, which an additive mask's numbers drown."""
+        return takes_output and attn_mask is not None and attn_mask.dtype is not torch.bool
+
     def forward(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -186,7 +190,9 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
         output, lse = run(query, key, value, attn_mask, first, last, scale, enable_gqa)
         results = (output, lse) if takes_output else ()
         saved = (query, key, value, *results, attn_mask, first, last, scale, enable_gqa)
-        return ((output, lse) if return_lse else output), saved
+        if not return_lse:
+            return output, saved
+        return (output, lse[0] + lse[1] if in_two_parts(attn_mask) else lse), saved
 
     def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
@@ -195,7 +201,8 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
     @torch.library.register_fake(f"kernel_ladder::attention.{name}")
     def _(query, key, value, attn_mask, first, last, scale, enable_gqa):
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        parts = (2,) if in_two_parts(attn_mask) else ()
+        return output, query.new_empty((*parts, *query.shape[:-1]), dtype=torch.float32)
 
     if name == backward_of:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW
 from kernel_ladder.transforms import under_vmap
+
+#: The most batches, or heads, that a grid of PyTorch's fused kernels holds.
+MAX_GRID = 65535
+
+#: Places of a mask, and of what the backward sums up, that PyTorch's fused kernels count to.
+MAX_PLACES = 2**31
+
+
+def _rounded_up(n: int, to: int) -> int:
+    return -(-n // to) * to
 
 
 def lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor | None:
@@ -26,6 +37,55 @@ def _as_matrix(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> to
     return mask if mask.dim() >= 2 else mask.expand(query.shape[-2], key.shape[-2])
 
 
+def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether operands, none of which :func:`faults`, are such as PyTorch's memory-efficient kernel takes on a GPU."""
+    if not query.is_cuda or query.dim() != 4 or query.dtype == torch.float64:
+        return False
+    if torch.cuda.get_device_properties(query.device).major < 8:
+        return False
+    aligned = 16 // query.element_size()
+    return all(x.stride(3) == 1 and x.shape[3] % aligned == 0 for x in (query, key, value))
+
+
+def _aligned_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """A mask as numbers to add, seen in the scores' shape: where it lies, if its rows are aligned, or else copied.
+
+    The memory-efficient kernel reads 16 bytes at a time. PyTorch asks for aligned strides, but not where a mask starts.
+    """
+    in_place = (
+        mask.dtype != torch.bool
+        and mask.dim() > 0
+        and mask.shape[-1] == seqlen_k
+        and mask.stride(-1) == 1
+        and all(step % 8 == 0 for step in mask.stride()[:-1])
+        and not torch.compiler.is_compiling()  # which does not know where a tensor starts
+        and type(mask) is torch.Tensor
+        and mask.data_ptr() % 16 == 0
+    )
+    if not in_place:
+        # What an expanded dimension repeats is copied once.
+        mask = mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-1])]
+        rows = query.new_zeros((*mask.shape[:-1], _rounded_up(seqlen_k, 8)))[..., :seqlen_k]
+        mask = rows.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else rows.copy_(mask)
+    return mask.expand(*query.shape[:-1], seqlen_k)
+
+
+def _efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """PyTorch's memory-efficient kernel, which it takes for masks, unless cuDNN does, whose gradients can be NaN then.
+
+    Beside any mask they are for lengths that leave 64 after division by 128, where a row's log-sum-exp is below −88.
+    """
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, _aligned_mask(mask, query, key.shape[2]), wants_grad, scale=scale
+    )[0]
+
+
 def builtin(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -38,14 +98,19 @@ def builtin(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> torch.Tensor:
-    """PyTorch's own choice among its kernels. It has no sliding window, and keeps the log-sum-exp to itself."""
+    """PyTorch's own choice among its kernels. It has no sliding window, and keeps the log-sum-exp to itself.
+
+    It adds a boolean mask to the scores as −inf, so that a hidden key of NaN or infinity makes the output NaN.
+    """
     assert window_size == NO_WINDOW
     assert not return_lse
+    scale = None if scale is None else float(scale)
     if is_causal == LOWER_RIGHT:
         is_causal, attn_mask = False, lower_right(query.shape[-2], key.shape[-2])
     elif attn_mask is not None:
+        if _takes_efficient(query, key, value):
+            return _efficient(query, key, value, attn_mask, scale)
         attn_mask = _as_matrix(attn_mask, query, key)
-    scale = None if scale is None else float(scale)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -75,26 +140,69 @@ def _other_options(
 def faults(*inputs: torch.Tensor) -> str | None:
     """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
 
-    Rows of 16-bit values that do not start on 16 bytes are read wrong, or end the process's use of the GPU; so do
-    float32 operands whose first element does not. For empty tensors the kernels return nothing, or their backward
-    fails.
+    Rows that do not start on 16 bytes are read wrong, end the process's use of the GPU, or find no kernel. For empty
+    tensors the kernels return nothing, or their backward fails. Batches and heads are axes of a grid, and where the
+    gradient of query is summed up is an integer of 32 bits.
     """
-    if not inputs[0].is_cuda:
+    query = inputs[0]
+    if not query.is_cuda:
         return None
     if any(x.numel() == 0 for x in inputs):
         return "PyTorch's fused attention takes no empty tensors"
-    if inputs[0].dtype == torch.float64:
+    if query.dtype == torch.float64:
         return None
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
         # While torch.compile traces, where a tensor starts is not known.
-        aligned = torch.compiler.is_compiling() or x.storage_offset() * x.element_size() % 16 == 0
-        if x.element_size() == 2:
-            if x.shape[-1] % 8:
-                continue  # PyTorch pads it first, into an aligned copy
-            strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
-            aligned = aligned and all(s % 8 == 0 for s, size in strides if size > 1)
-        if not aligned:
+        unit = 16 // x.element_size()
+        if x.shape[-1] % unit:
+            continue  # PyTorch pads it first, into an aligned copy, or takes no fused kernel
+        strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+        aligned = torch.compiler.is_compiling() or x.storage_offset() % unit == 0
+        if not (aligned and all(s % unit == 0 for s, size in strides if size > 1)):
             return f"PyTorch's fused attention faults on rows that do not start on 16 bytes, as those of `{name}`"
+    return _too_many(*inputs) if query.dim() == 4 else None
+
+
+def _too_many(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why PyTorch's fused kernels cannot count what a call has of batches, heads and queries, or None."""
+    batch, heads, seqlen_q, head_dim = query.shape
+    return too_many_heads(batch, heads) or too_many_places(batch * heads, seqlen_q, head_dim, query, key, value)
+
+
+def too_many_heads(batch: int, heads: int) -> str | None:
+    """Why the grids of PyTorch's fused kernels do not hold so many batches and heads, or None."""
+    if batch > MAX_GRID or heads > MAX_GRID:
+        return f"PyTorch's fused attention takes at most {MAX_GRID} batches and heads, got {batch} and {heads}"
+    return None
+
+
+def too_many_places(heads: int, seqlen_q: int, head_dim: int, *inputs: torch.Tensor) -> str | None:
+    """Why the backward of PyTorch's flash attention, where one is to come, writes out of bounds, or None.
+
+    It sums up the gradient of query in float32, in rows padded to 32 elements and heads padded to 128 rows.
+    """
+    if not (torch.is_grad_enabled() and inputs[0].element_size() == 2 and any(x.requires_grad for x in inputs)):
+        return None
+    places = heads * _rounded_up(seqlen_q, 128) * _rounded_up(head_dim, 32)
+    if places > MAX_PLACES:
+        return f"PyTorch's flash attention counts places of query's gradient to {MAX_PLACES}, got {places}"
+    return None
+
+
+def _mask_faults(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> str | None:
+    """Why PyTorch's attention would give wrong results beside a mask, or None. Seen in PyTorch 2.11."""
+    inputs = query, key, value, mask
+    if mask.dtype != torch.bool and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        # Weights are made again from a row's log-sum-exp: next to the lowest number a sum's logarithm vanishes. And if
+        # the mask alone wants a gradient, there is no log-sum-exp.
+        return "the gradients of PyTorch's fused attention are wrong where an additive mask holds large numbers"
+    if not query.is_cuda:
+        return None
+    if under_vmap(*inputs):
+        return "PyTorch's fused attention takes no mask under torch.func.vmap"
+    places = math.prod(mask.shape[-3:-1]) * _rounded_up(key.shape[-2], 8)
+    if places >= MAX_PLACES and query.dtype != torch.float64:
+        return f"PyTorch's fused attention counts places of a mask to {MAX_PLACES}, got {places}"
     return None
 
 
@@ -105,8 +213,8 @@ def unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    if attn_mask is not None and query.is_cuda and under_vmap(query, key, value, attn_mask):
-        return "PyTorch's fused attention takes no mask under torch.func.vmap"  # seen in PyTorch 2.11
+    if attn_mask is not None and (reason := _mask_faults(query, key, value, attn_mask)) is not None:
+        return reason
     return _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options) or faults(query, key, value)
 
 
@@ -137,9 +245,9 @@ def _pinned_unsupported(
     if (reason := _other_options(attn_mask, lengths, **options) or faults(query, key, value)) is not None:
         return reason
     causal = options["is_causal"]
+    if attn_mask is not None:  # with cuDNN it works, mostly: see `_efficient`
+        return f"PyTorch's {name} attention takes no mask but a causal one here"
     if name == "flash":
-        if attn_mask is not None:
-            return "PyTorch's flash attention takes no mask but a causal one"
         if value.shape[-1] != query.shape[-1]:
             return f"value's head dimension must be query's, {query.shape[-1]}, got {value.shape[-1]}"
         if causal is True and lengths[0] != lengths[1]:
@@ -150,8 +258,7 @@ def _pinned_unsupported(
         )
     elif query.shape[-1] % 8 or value.shape[-1] % 8:
         return f"head dimensions must be multiples of 8, got {query.shape[-1]} and {value.shape[-1]}"
-    attn_mask = None if attn_mask is None else _as_matrix(attn_mask, query, key)
-    params = torch.backends.cuda.SDPAParams(query, key, value, attn_mask, 0.0, causal is True, options["enable_gqa"])
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal is True, options["enable_gqa"])
     if not takes(params):
         return f"PyTorch's {name} attention does not take these shapes or strides on this GPU"
     return None

@@ -20,7 +20,7 @@ from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
-from torch_ref.attention_builtin import faults
+from torch_ref.attention_builtin import faults, too_many_heads, too_many_places
 
 
 def naive(
@@ -47,12 +47,17 @@ def naive(
     if enable_gqa and k.shape[0]:
         group = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    scores = q * (q.shape[-1] ** -0.5 if scale is None else float(scale)) @ k.transpose(-1, -2)
-    if scores.shape[-1] == 0:
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if k.shape[-2] == 0:
+        scores = q @ k.transpose(-1, -2)
         output = (scores @ v).transpose(0, 1).contiguous()
         return (output, scores.sum(-1, dtype=attention.lse_dtype(scores)) - math.inf) if return_lse else output
-    seen = _seen(cu_seqlens_q, cu_seqlens_k, scores.shape[-2:], is_causal, window_size)
-    results = weighted(scores.masked_fill(~seen, -math.inf), v, return_lse)
+    hidden = ~_seen(cu_seqlens_q, cu_seqlens_k, (q.shape[-2], k.shape[-2]), is_causal, window_size)
+
+    def scores_of(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query * scale @ key.transpose(-1, -2)).masked_fill(hidden, -math.inf)
+
+    results = weighted(scores_of, q, k, v, return_lse)
     if isinstance(results, tuple):
         return results[0].transpose(0, 1).contiguous(), results[1]
     return results.transpose(0, 1).contiguous()
@@ -383,7 +388,13 @@ def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
         return "PyTorch's flash attention gives no gradient through the log-sum-exp"
     if value.shape[2] != query.shape[2] or query.shape[2] % 8:
         return f"head dimensions must be equal and multiples of 8, got {query.shape[2]} and {value.shape[2]}"
-    return faults(query, key, value)
+    sequences, (total, heads, head_dim) = inputs[3].shape[0] - 1, query.shape
+    rows = total + 128 * sequences  # of query's gradient, as the backward pads it
+    return (
+        faults(query, key, value)
+        or too_many_heads(sequences, heads)
+        or too_many_places(heads, rows, head_dim, query, key, value)
+    )
 
 
 def _naive(*inputs: Any, **options: Any) -> tuple[Output, tuple]:

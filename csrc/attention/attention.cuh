@@ -51,11 +51,24 @@ struct Mask {
     __device__ int64_t at(int64_t batch_index, int head_index) const {
         return batch.offset(batch_index) + head_index * head;
     }
-    // A score, in powers of 2 (`unit` is log2 e) or of e (1), after what the mask says of it.
+    __host__ __device__ bool additive() const { return kind == MaskKind::ADDITIVE; }
+    // A product of query and key after what the mask says of it: times the scale plus a number, or −inf.
     template <typename T>
-    __device__ float apply(float score, int64_t element, float unit) const {
-        if (kind == MaskKind::BOOLEAN) return static_cast<const uint8_t*>(data)[element] != 0 ? score : -INFINITE;
-        return fmaf(to_float(static_cast<const T*>(data)[element]), unit, score);
+    __device__ float apply(float product, int64_t element, float scale) const {
+        if (kind == MaskKind::BOOLEAN) return static_cast<const uint8_t*>(data)[element] != 0 ? product : -INFINITE;
+        return fmaf(product, scale, to_float(static_cast<const T*>(data)[element]));
+    }
+};
+
+// A row's log-sum-exp as the fused kernels hand it on. Next to the numbers that an additive mask may hold the logarithm
+// of a sum vanishes: there the two are apart, the logarithms where `log_sum` points to.
+struct Lse {
+    float* data;
+    float* log_sum;  // null without an additive mask
+
+    __device__ void store(int64_t row, float max, float log_of_sum) const {
+        data[row] = log_sum == nullptr ? max + log_of_sum : max;
+        if (log_sum != nullptr) log_sum[row] = log_of_sum;
     }
 };
 
@@ -170,6 +183,19 @@ inline void check_attention_output(const Tensor& tensor, const Tensor& query, co
     bool same = tensor.dim() == query.dim() && tensor.size(tensor.dim() - 1) == a.D_v;
     for (int64_t d = 0; same && d < query.dim() - 1; ++d) same = tensor.size(d) == query.size(d);
     KL_CHECK(same, "attention_backward: argument `", name, "` must have the shape of the output");
+}
+
+// Room for log-sum-exps: (…, H, S_q), or with an additive mask (2, …, H, S_q), the maxima and the sums' logarithms.
+inline Tensor empty_lse(const Tensor& query, const Mask& mask) {
+    const auto shape = query.sizes();
+    std::vector<int64_t> sizes(shape.begin(), shape.end() - 1);
+    if (mask.additive()) sizes.insert(sizes.begin(), 2);
+    return empty(query, ScalarType::Float, sizes);
+}
+
+inline Lse make_lse(const Tensor& lse, const Mask& mask, const Attention& a) {
+    float* data = static_cast<float*>(lse.data_ptr());
+    return {data, mask.additive() ? data + a.rows() : nullptr};
 }
 
 // A dense tensor with query's batches, heads and length, and `columns` columns; without them where `columns` is 0.

@@ -35,7 +35,7 @@ constexpr int SHARED = S::BLOCK_BYTES + 2 * S::STREAM_BYTES;  // Q, K and V
 template <typename T>
 struct Operands {
     View<T> output, query, key, value;
-    float* lse;
+    Lse lse;
     Mask mask;
 };
 
@@ -82,17 +82,15 @@ __global__ void __launch_bounds__(S::THREADS, 2)
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const int64_t mask_offset = MASKED ? p.mask.at(batch, head) : 0;
-    const float to_log2 = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
-    const float scale = MASKED ? 1.0f : to_log2;
-    float row_max[M][2];
+    const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
+    const MaskedUnits units(p.mask, a);
+    float row_max[M][2], row_sum[M][2];  // the sum is of this lane's columns
     Squares<M, D / 8> output;
-    Squares<M, 1> row_sum;  // the same in every column
     output.clear();
-    row_sum.clear();
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) row_max[m][h] = -INFINITE;
+        for (int h = 0; h < 2; ++h) row_max[m][h] = -INFINITE, row_sum[m][h] = 0.0f;
     }
 
     // From the last tile of keys to the first: only the first steps have anything to mask.
@@ -109,7 +107,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         if (n > begin) load(k_tile, key, p.key, n - 1, a.D, std::false_type{});
 
         if constexpr (MASKED) {
-            hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, n * S::STREAM, a, to_log2);
+            hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, n * S::STREAM, a);
         } else if constexpr (decltype(masked)::value) {
             const int k0 = n * S::STREAM;
 #pragma unroll
@@ -127,7 +125,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
             }
         }
 
-        // scores becomes exp(scores − row_max).
+        // Weights exp(scores − row_max) are summed before they are rounded to 16 bits: the log-sum-exp is float32's.
+        Fragments<M, N> weights;
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -141,18 +140,21 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
                 // While a row has seen only −inf, nothing is subtracted: its exponentials are 0, not NaN.
-                const float shift = new_max == -INFINITE ? 0.0f : new_max * scale;
-                const float rescale = exp2_approx(fmaf(row_max[m][h], scale, -shift));
+                const float base = new_max == -INFINITE ? 0.0f : new_max, shift = base * scale;
+                const auto exponential = [&](float x) {
+                    return exp2_approx(MASKED ? (x - base) * units.factor : fmaf(x, scale, -shift));
+                };
+                const float rescale = exponential(row_max[m][h]);
                 row_max[m][h] = new_max;
+                float sum[2] = {};
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
+                    const float x[2] = {exponential(scores.x[m][j][2 * h]), exponential(scores.x[m][j][2 * h + 1])};
 #pragma unroll
-                    for (int e = 2 * h; e < 2 * h + 2; ++e) {
-                        scores.x[m][j][e] = exp2_approx(fmaf(scores.x[m][j][e], scale, -shift));
-                    }
+                    for (int e = 0; e < 2; ++e) sum[e] += x[e];
+                    weights.x[j / 2][m][j % 2 * 2 + h] = pack(x[0], x[1], T{});  // as round_squares places them
                 }
-#pragma unroll
-                for (int e = 2 * h; e < 2 * h + 2; ++e) row_sum.x[m][0][e] *= rescale;
+                row_sum[m][h] = fmaf(row_sum[m][h], rescale, sum[0] + sum[1]);
 #pragma unroll
                 for (int j = 0; j < D / 8; ++j) {
                     output.x[m][j][2 * h] *= rescale;
@@ -160,10 +162,6 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 }
             }
         }
-        // What is summed is the weights as the product takes them: they make up exactly one. Tensor cores do it, so
-        // that no weight has to stay in float32 until it is summed.
-        const auto weights = round_squares<T>(scores);
-        add_row_sums<T>(row_sum, weights);
         multiply_accumulate<T, D>(output, weights, v_tile, 0);
     };
     int n = steps - 1;
@@ -175,20 +173,25 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     }
 
     const int rows_left = a.S_q - q0 - warp_row;
-    float* lse = p.lse + int64_t{outer} * a.S_q + q0 + warp_row;
+    const int64_t first_row = int64_t{outer} * a.S_q + q0 + warp_row;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = lane_row(m, h);
+            row_sum[m][h] = quad_sum(row_sum[m][h]);
             if (threadIdx.x % 4 == 0 && row < rows_left) {
-                lse[row] = row_max[m][h] * (MASKED ? LN2 : a.scale) + logf(row_sum.x[m][0][2 * h]);
+                if constexpr (MASKED) {
+                    p.lse.store(first_row + row, row_max[m][h] * units.to_log, logf(row_sum[m][h]));
+                } else {
+                    p.lse.data[first_row + row] = row_max[m][h] * a.scale + logf(row_sum[m][h]);
+                }
             }
         }
     }
     // A row of nothing but −inf sums to 0, and its output is 0.
     store_squares(output, p.output.at(batch, head) + (q0 + warp_row) * p.output.row, p.output.row, rows_left, a.D_v,
-                  [&](int m, int h) { return row_sum.x[m][0][2 * h] == 0.0f ? 0.0f : 1.0f / row_sum.x[m][0][2 * h]; });
+                  [&](int m, int h) { return row_sum[m][h] == 0.0f ? 0.0f : 1.0f / row_sum[m][h]; });
 #endif
 }
 
@@ -211,16 +214,12 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
     const Mask mask = make_mask(attn_mask, query, a);
     const Launch launch(query);
     Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
-    Tensor lse = empty_like_query(query, ScalarType::Float, 0);
+    Tensor lse = empty_lse(query, mask);
     if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
     dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
         using T = decltype(zero);
-        const Operands<T> operands{make_view<T>(output),
-                                   make_view<T>(query),
-                                   make_view<T>(key, a.group()),
-                                   make_view<T>(value, a.group()),
-                                   static_cast<float*>(lse.data_ptr()),
-                                   mask};
+        const Operands<T> operands{make_view<T>(output),           make_view<T>(query),    make_view<T>(key, a.group()),
+                                   make_view<T>(value, a.group()), make_lse(lse, mask, a), mask};
         const int head_dim = std::max(a.D, a.D_v);
         if (mask.kind != MaskKind::NONE || a.hides_left()) {
             return dispatch_shape<MaskedShape64, MaskedShape128, Shape256>(

@@ -29,26 +29,41 @@ using KeyShape256 = FlashShape<256, 64, 32, 4, 128>;
 
 constexpr int DELTA_THREADS = 256;
 
-// Two tiles that stay, two that stream by, twice; the key kernel also streams log-sum-exp and delta.
+// Two tiles that stay, two that stream by, twice; the key kernel also streams log-sum-exp, maximum and delta.
 template <typename S>
 constexpr int SHARED = 2 * S::BLOCK_BYTES + 4 * S::STREAM_BYTES;
 template <typename S>
-constexpr int KEY_SHARED = SHARED<S> + 4 * S::STREAM * static_cast<int>(sizeof(float));
+constexpr int KEY_SHARED = SHARED<S> + 6 * S::STREAM * static_cast<int>(sizeof(float));
 
 template <typename T>
 struct Operands {
     View<T> query, key, value, grad;
     View<T> grad_query, grad_key, grad_value;
-    const float *lse, *delta;
+    const float *lse, *log_sum, *delta;  // `log_sum` as in Lse
     Mask mask;
 };
 
-// A log-sum-exp in powers of 2. Of a query that sees nothing, infinite: exp(−∞), its weights are 0.
-__device__ float weight_shift(float lse) { return lse == -INFINITE ? INFINITE : lse * LOG2E; }
+// What weights are made of again: exp(score − max) / sum. Without an additive mask the maximum is in the log-sum-exp.
+struct RowShift {
+    float max, log2_sum;
+};
 
-// No weight is more than 1. Under a mask of −10⁹ a score and the log-sum-exp round to numbers that lie far apart, and the
-// power of two of their difference would know no bound. NaN stays.
-__device__ float at_most_zero(float exponent) { return exponent > 0.0f ? 0.0f : exponent; }
+// Of a query outside, or that sees nothing, the logarithm is infinite: exp(−∞), its weights are 0.
+template <typename T>
+__device__ RowShift row_shift(const Operands<T>& p, int64_t row, bool inside) {
+    const float lse = inside ? p.lse[row] : -INFINITE;
+    if (lse == -INFINITE) return {0.0f, INFINITE};
+    if (p.log_sum == nullptr) return {0.0f, lse * LOG2E};
+    return {lse, p.log_sum[row] * LOG2E};
+}
+
+// The weight of a score in MaskedUnits. Scores under an additive mask are rounded as they were in the forward pass, or,
+// made from transposed tiles, to the other side of their maximum. NaN stays.
+__device__ inline float masked_weight(float score, float max, float log2_sum, float factor, bool additive) {
+    float below = score - max;
+    if (additive && below > 0.0f) below = 0.0f;
+    return exp2_approx(fmaf(below, factor, -log2_sum));
+}
 
 template <typename T>
 __global__ void attention_flash_delta_kernel(float* delta, const float* grad_lse, const __grid_constant__ View<T> grad,
@@ -102,12 +117,15 @@ __global__ void __launch_bounds__(S::THREADS)
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const float scale = a.scale * LOG2E;
-    float lse[2], delta[2];
+    const MaskedUnits units(p.mask, a);
+    const bool additive = p.mask.additive();
+    RowShift of_row[2];
+    float delta[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = q0 + warp_row + lane_row(0, h);
         const int64_t index = int64_t{outer} * a.S_q + row;
-        lse[h] = row < a.S_q ? weight_shift(p.lse[index]) : INFINITE;  // weights of rows outside are 0
+        of_row[h] = row_shift(p, index, row < a.S_q);
         delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
     }
     Squares<1, D / 8> grad_query;
@@ -122,7 +140,7 @@ __global__ void __launch_bounds__(S::THREADS)
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
         multiply_rows<T, D>(grad_weights, grad_tile, warp_row, v_tile(n));
         const int k0 = n * S::STREAM;
-        if constexpr (MASKED) hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, k0, a, scale);
+        if constexpr (MASKED) hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, k0, a);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = q0 + warp_row + lane_row(0, h);
@@ -132,7 +150,9 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& s = scores.x[0][j][2 * h + e];
-                    const float weight = exp2_approx(MASKED ? at_most_zero(s - lse[h]) : fmaf(s, scale, -lse[h]));
+                    const float weight =
+                        MASKED ? masked_weight(s, of_row[h].max, of_row[h].log2_sum, units.factor, additive)
+                               : exp2_approx(fmaf(s, scale, -of_row[h].log2_sum));
                     s = lane_column(j) + e < left ? weight * (grad_weights.x[0][j][2 * h + e] - delta[h]) : 0.0f;
                 }
             }
@@ -150,12 +170,13 @@ __global__ void __launch_bounds__(S::THREADS)
     attention_flash_key_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
     constexpr int N = S::STREAM / 8, D = S::HEAD_DIM, PARTS = D / S::COLUMNS;
-    static_assert(S::ROWS == 16 && 2 * S::STREAM <= S::THREADS);
+    static_assert(S::ROWS == 16 && 3 * S::STREAM <= S::THREADS);
+    constexpr int FACTS = MASKED ? 3 : 2;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t k_tile = shared_address(shared_bytes), v_tile = k_tile + S::BLOCK_BYTES;
     const auto q_tile = [&](int stage) { return v_tile + S::BLOCK_BYTES + stage * 2 * S::STREAM_BYTES; };
     const auto grad_tile = [&](int stage) { return q_tile(stage) + S::STREAM_BYTES; };
-    // Of each streamed query: the log-sum-exp, in powers of 2, then delta.
+    // Of each streamed query: the logarithm of the sum, to base 2, then delta, then the maximum.
     float* row_facts = reinterpret_cast<float*>(shared_bytes + SHARED<S>);
 
     const int tiles = (a.S_k + S::BLOCK - 1) / S::BLOCK;
@@ -176,13 +197,18 @@ __global__ void __launch_bounds__(S::THREADS)
         load_tile<S::STREAM, D, S::THREADS>(grad_tile(stage), p.grad.at(batch, next_head) + next_q0 * p.grad.row,
                                             p.grad, a.S_q - next_q0, a.D_v);
         cp_async_commit();
-        if (threadIdx.x < 2 * S::STREAM) {
-            const bool is_lse = threadIdx.x < S::STREAM;
+        if (threadIdx.x < FACTS * S::STREAM) {
             const int row = next_q0 + static_cast<int>(threadIdx.x % S::STREAM);
             const int64_t index = (int64_t{batch} * a.heads + next_head) * a.S_q + row;
-            float fact = is_lse ? INFINITE : 0.0f;  // exp(−∞): weights of rows outside are 0
-            if (row < a.S_q) fact = is_lse ? weight_shift(p.lse[index]) : p.delta[index];
-            row_facts[stage * 2 * S::STREAM + threadIdx.x] = fact;
+            const int kind = static_cast<int>(threadIdx.x) / S::STREAM;
+            float fact = 0.0f;
+            if (kind == 1) {
+                if (row < a.S_q) fact = p.delta[index];
+            } else {
+                const RowShift shift = row_shift(p, index, row < a.S_q);
+                fact = kind == 0 ? shift.log2_sum : shift.max;
+            }
+            row_facts[stage * FACTS * S::STREAM + threadIdx.x] = fact;
         }
         next_q0 += S::STREAM;
         if (next_q0 >= q_end) next_q0 = q_begin, ++next_head;
@@ -195,6 +221,8 @@ __global__ void __launch_bounds__(S::THREADS)
 
     const int warp_row = threadIdx.x / WARP * S::ROWS;
     const float scale = a.scale * LOG2E;
+    const MaskedUnits units(p.mask, a);
+    const bool additive = p.mask.additive();
     Squares<1, S::COLUMNS / 8> grad_key, grad_value;
     grad_key.clear();
     grad_value.clear();
@@ -208,8 +236,8 @@ __global__ void __launch_bounds__(S::THREADS)
             if (next_head < head_end) load_next(stage ^ 1);
 
             // Rows are keys here, and columns queries.
-            const float* lse = row_facts + stage * 2 * S::STREAM;
-            const float* delta = lse + S::STREAM;
+            const float* log2_sum = row_facts + stage * FACTS * S::STREAM;
+            const float *delta = log2_sum + S::STREAM, *row_max = delta + S::STREAM;  // the last where MASKED
             Squares<1, N> weights, grad_scores;
             multiply_rows<T, D>(weights, k_tile, warp_row, q_tile(stage));
             multiply_rows<T, D>(grad_scores, v_tile, warp_row, grad_tile(stage));
@@ -227,12 +255,15 @@ __global__ void __launch_bounds__(S::THREADS)
                         float& weight = weights.x[0][j][2 * h + e];
                         float& grad = grad_scores.x[0][j][2 * h + e];
                         const bool inside = column >= begin && (!MASKED || column < end);
-                        float score = fmaf(weight, scale, -lse[column]);
-                        if (MASKED && inside && p.mask.kind != MaskKind::NONE) {
-                            const int64_t element = mask_offset + (q0 + column) * p.mask.row + row * p.mask.column;
-                            score = at_most_zero(p.mask.template apply<T>(score, element, LOG2E));
+                        if constexpr (MASKED) {
+                            if (inside && p.mask.kind != MaskKind::NONE) {
+                                const int64_t element = mask_offset + (q0 + column) * p.mask.row + row * p.mask.column;
+                                weight = p.mask.template apply<T>(weight, element, a.scale);
+                            }
+                            weight = masked_weight(weight, row_max[column], log2_sum[column], units.factor, additive);
+                        } else {
+                            weight = exp2_approx(fmaf(weight, scale, -log2_sum[column]));
                         }
-                        weight = exp2_approx(score);
                         grad = inside ? weight * (grad - delta[column]) : 0.0f;
                         weight = inside ? weight : 0.0f;
                     }
@@ -292,7 +323,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
     check_attention_output(output, query, a, "output");
     check_cuda(lse, "attention_backward", "lse");
     KL_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
-                 lse.get_device_index() == query.get_device_index() && lse.numel() == a.rows(),
+                 lse.get_device_index() == query.get_device_index() &&
+                 lse.numel() == a.rows() * (mask.additive() ? 2 : 1),
              "attention_backward: argument `lse` must be what the forward pass returned");
     const Launch launch(query);
     Tensor grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
@@ -310,7 +342,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                    make_view<T>(grad_query),
                                    make_view<T>(grad_key),
                                    make_view<T>(grad_value),
-                                   static_cast<const float*>(lse.data_ptr()),
+                                   make_lse(lse, mask, a).data,
+                                   make_lse(lse, mask, a).log_sum,
                                    static_cast<const float*>(delta.data_ptr()),
                                    mask};
         const auto delta_grid = grid_size(ceil_div(a.rows(), DELTA_THREADS / WARP));

@@ -48,7 +48,7 @@ struct Operands {
     View<T> query, key, value;
     T* output;       // (batch, head, query, D_v), dense
     float* partial;  // the same for each run, where there are several
-    float* lse;      // (run, batch, head, query)
+    Lse lse;         // (run, batch, head, query)
     Mask mask;
 };
 
@@ -58,10 +58,14 @@ struct Runs {
     Divisor by_count, by_heads;
 };
 
-// Four columns of a row from those of its runs, and its log-sum-exp: each run's (D columns, log-sum-exp) stand in shared
-// memory, ROW_FLOATS apart.
+struct MaxAndSum {
+    float max, sum;
+};
+
+// Four columns of a row from those of its runs, and what its log-sum-exp is made of: each run's (D columns, log-sum-exp,
+// 0), or with an additive mask (D columns, maximum, logarithm of the sum), stand in shared memory, ROW_FLOATS apart.
 template <typename S>
-__device__ float combine_runs(float (&four)[4], const float* first, int runs, int column) {
+__device__ MaxAndSum combine_runs(float (&four)[4], const float* first, int runs, int column) {
     float lse[PORTABLE_CLUSTER], highest = -INFINITE, sum = 0.0f;
 #pragma unroll
     for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
@@ -72,7 +76,7 @@ __device__ float combine_runs(float (&four)[4], const float* first, int runs, in
 #pragma unroll
     for (int r = 0; r < PORTABLE_CLUSTER; ++r) {
         if (r >= runs) break;
-        const float weight = exp2_approx((lse[r] - shift) * LOG2E);
+        const float weight = exp2_approx((lse[r] - shift + first[r * S::ROW_FLOATS + S::HEAD_DIM + 1]) * LOG2E);
         sum += weight;
 #pragma unroll
         for (int e = 0; e < 4; ++e) four[e] = fmaf(weight, first[r * S::ROW_FLOATS + column + e], four[e]);
@@ -80,7 +84,7 @@ __device__ float combine_runs(float (&four)[4], const float* first, int runs, in
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
     for (float& x : four) x *= inverse;
-    return highest + logf(sum);
+    return {highest, sum};
 }
 
 template <typename T, typename S>
@@ -157,12 +161,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         end[h] = row < rows ? min(run_end, query + a.last + 1) : 0;
         mask_row[h] = p.mask.at(batch, head0 + min(row, rows - 1) / a.S_q) + query * p.mask.row;
     }
-    const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
-    float row_max[2] = {-INFINITE, -INFINITE};
+    const MaskedUnits units(p.mask, a);
+    float row_max[2] = {-INFINITE, -INFINITE}, row_sum[2] = {};  // the sum is of this lane's columns
     Squares<1, D / 8> output;
-    Squares<1, 1> row_sum;  // the same in every column
     output.clear();
-    row_sum.clear();
 
     for (int i = 0; i < mine; ++i) {
         cp_async_wait<S::STAGES - 2>();
@@ -182,11 +184,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
                 for (int e = 0; e < 2; ++e) {
                     const int column = k0 + lane_column(j) + e;
                     float& score = scores.x[0][j][2 * h + e];
-                    score *= scale;
                     if (column < first[h] || column >= end[h]) {
                         score = -INFINITE;
                     } else if (p.mask.kind != MaskKind::NONE) {
-                        score = p.mask.template apply<T>(score, mask_row[h] + column * p.mask.column, LOG2E);
+                        score = p.mask.template apply<T>(score, mask_row[h] + column * p.mask.column, a.scale);
                     }
                     new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
                 }
@@ -194,22 +195,26 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
             new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
             const float shift = new_max == -INFINITE ? 0.0f : new_max;
-            const float rescale = exp2_approx(row_max[h] - shift);
+            const float rescale = exp2_approx((row_max[h] - shift) * units.factor);
             row_max[h] = new_max;
+            float sum[2] = {};
 #pragma unroll
             for (int j = 0; j < N; ++j) {
 #pragma unroll
-                for (int e = 2 * h; e < 2 * h + 2; ++e) scores.x[0][j][e] = exp2_approx(scores.x[0][j][e] - shift);
+                for (int e = 0; e < 2; ++e) {
+                    float& x = scores.x[0][j][2 * h + e];
+                    x = exp2_approx((x - shift) * units.factor);
+                    sum[e] += x;
+                }
             }
+            row_sum[h] = fmaf(row_sum[h], rescale, sum[0] + sum[1]);
 #pragma unroll
             for (int e = 2 * h; e < 2 * h + 2; ++e) {
-                row_sum.x[0][0][e] *= rescale;
 #pragma unroll
                 for (int j = 0; j < D / 8; ++j) output.x[0][j][e] *= rescale;
             }
         }
         const auto weights = round_squares<T>(scores);
-        add_row_sums<T>(row_sum, weights);
         multiply_accumulate<T, D>(output, weights, k_tile + S::TILE_BYTES, 0);
     }
     cp_async_wait<0>();
@@ -228,9 +233,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             results[row * D + lane_column(j)] = output.x[0][j][2 * h];
             results[row * D + lane_column(j) + 1] = output.x[0][j][2 * h + 1];
         }
+        row_sum[h] = quad_sum(row_sum[h]);
         if (lane % 4 == 0) {
             facts[row * 2] = row_max[h];
-            facts[row * 2 + 1] = row_sum.x[0][0][2 * h];
+            facts[row * 2 + 1] = row_sum[h];
         }
     }
     __syncthreads();
@@ -252,11 +258,11 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         const float shift = max_of_all == -INFINITE ? 0.0f : max_of_all;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            factor[w] = exp2_approx(facts[(w * ROWS + row) * 2] - shift);
+            factor[w] = exp2_approx((facts[(w * ROWS + row) * 2] - shift) * units.factor);
             sum = fmaf(factor[w], facts[(w * ROWS + row) * 2 + 1], sum);
         }
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const float lse = max_of_all * LN2 + logf(sum);
+        const float highest = max_of_all * units.to_log, log_of_sum = logf(sum);
         const auto send = [&](const float4& four, int column) {  // to the block that finishes the row
 #if __CUDA_ARCH__ >= 900
             const uint32_t turn = runs.by_count.quotient(row), to = row - turn * runs.count;
@@ -271,9 +277,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         const int64_t index = index_of(row);
         if (lane == 0) {
             if constexpr (TOGETHER) {
-                send(make_float4(lse, 0.0f, 0.0f, 0.0f), D);
+                const bool apart = p.mask.additive();
+                send(make_float4(apart ? highest : highest + log_of_sum, apart ? log_of_sum : 0.0f, 0.0f, 0.0f), D);
             } else {
-                p.lse[run * all_rows + index] = lse;
+                p.lse.store(run * all_rows + index, highest, log_of_sum);
             }
         }
         for (int column = lane * 4; column < D; column += WARP * 4) {
@@ -303,9 +310,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         for (int i = threadIdx.x; i < finished * (D / 4); i += S::THREADS) {
             const int turn = i / (D / 4), column = i % (D / 4) * 4;
             float four[4] = {};
-            const float lse = combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
+            const MaxAndSum row =
+                combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
             const int64_t index = index_of(turn * runs.count + run);
-            if (column == 0) p.lse[index] = lse;
+            if (column == 0) p.lse.store(index, row.max, logf(row.sum));
             store(p.output + index * a.D_v, four, column);
         }
     }
@@ -317,19 +325,23 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 // is launched before that one has ended, and asks for all it needs at once.
 template <typename T>
 __global__ void __launch_bounds__(COMBINE_THREADS)
-    attention_split_kv_combine_kernel(T* output, float* lse, const float* partial, const float* partial_lse,
-                                      int64_t rows, int runs, int D_v) {
+    attention_split_kv_combine_kernel(T* output, Lse lse, const float* partial, Lse of_runs, int64_t rows, int runs,
+                                      int D_v) {
     wait_for_previous();
     const int64_t row = blockIdx.x;
     float max_of_all = -INFINITE, sum = 0.0f;
-    for (int r = threadIdx.x % WARP; r < runs; r += WARP) max_of_all = fmaxf(max_of_all, partial_lse[r * rows + row]);
+    for (int r = threadIdx.x % WARP; r < runs; r += WARP) max_of_all = fmaxf(max_of_all, of_runs.data[r * rows + row]);
     max_of_all = warp_reduce(max_of_all, Max{});
     const float shift = max_of_all == -INFINITE ? 0.0f : max_of_all;
-    const auto share = [&](int r) { return exp2_approx((partial_lse[r * rows + row] - shift) * LOG2E); };
+    const auto share = [&](int r) {
+        float exponent = of_runs.data[r * rows + row] - shift;
+        if (of_runs.log_sum != nullptr) exponent += of_runs.log_sum[r * rows + row];
+        return exp2_approx(exponent * LOG2E);
+    };
     for (int r = threadIdx.x % WARP; r < runs; r += WARP) sum += share(r);
     sum = warp_reduce(sum, Sum{});
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    if (threadIdx.x == 0) lse[row] = max_of_all + logf(sum);
+    if (threadIdx.x == 0) lse.store(row, max_of_all, logf(sum));
     for (int column = threadIdx.x; column < D_v; column += COMBINE_THREADS) {
         float total = 0.0f;
 #pragma unroll 8
@@ -372,26 +384,28 @@ bool launch_together(const Operands<T>& operands, const Attention& a, const Runs
 }
 
 template <typename T, typename S>
-void launch_split(Operands<T> operands, Tensor& lse, const Tensor& query, const Attention& a, const Launch& launch) {
+void launch_split(Operands<T> operands, const Tensor& query, const Attention& a, const Launch& launch) {
     const auto kernel = attention_split_kv_kernel<T, S>;
     static DeviceSet asked;
     allow_shared(kernel, S::SHARED, launch.device, asked);
     const Runs runs = split(a, S::BLOCKS, launch.device);
     if (launch_together<T, S>(operands, a, runs, launch)) return;
     const auto grid = grid_size(a.batches * a.heads_kv * runs.count);
+    const Lse lse = operands.lse;
     std::optional<Tensor> partial, partial_lse;
     if (runs.count > 1) {
         partial = empty(query, ScalarType::Float, {runs.count, a.rows(), a.D_v});
-        partial_lse = empty(query, ScalarType::Float, {runs.count, a.rows()});
+        const bool apart = operands.mask.additive();
+        partial_lse = empty(query, ScalarType::Float, {apart ? 2 : 1, runs.count, a.rows()});
         operands.partial = static_cast<float*>(partial->data_ptr());
-        operands.lse = static_cast<float*>(partial_lse->data_ptr());
+        operands.lse.data = static_cast<float*>(partial_lse->data_ptr());
+        operands.lse.log_sum = apart ? operands.lse.data + runs.count * a.rows() : nullptr;
     }
     kernel<<<grid, S::THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
     launch_early(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch, operands.output,
-                 static_cast<float*>(lse.data_ptr()), operands.partial, operands.lse, a.rows(), runs.count,
-                 static_cast<int>(a.D_v));
+                 lse, operands.partial, operands.lse, a.rows(), runs.count, static_cast<int>(a.D_v));
 }
 
 }  // namespace
@@ -405,7 +419,7 @@ std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor&
              " queries that share a head of keys, got ", int64_t{a.group()} * a.S_q);
     const Launch launch(query);
     Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
-    Tensor lse = empty_like_query(query, ScalarType::Float, 0);
+    Tensor lse = empty_lse(query, mask);
     if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
     dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
         using T = decltype(zero);
@@ -414,11 +428,10 @@ std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor&
                                    make_view<T>(value),
                                    static_cast<T*>(output.data_ptr()),
                                    nullptr,
-                                   static_cast<float*>(lse.data_ptr()),
+                                   make_lse(lse, mask, a),
                                    mask};
-        dispatch_shape<Split64, Split128, Split256>(std::max(a.D, a.D_v), [&](auto shape) {
-            launch_split<T, decltype(shape)>(operands, lse, query, a, launch);
-        });
+        dispatch_shape<Split64, Split128, Split256>(
+            std::max(a.D, a.D_v), [&](auto shape) { launch_split<T, decltype(shape)>(operands, query, a, launch); });
     });
     return {output, lse};
 }

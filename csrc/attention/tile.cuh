@@ -135,11 +135,20 @@ struct Squares {
 __device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
 __device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
 
-// Scores of a warp's squares, which begin at query row0 and key column0, in powers of 2 after mask and band: −inf where a
+// What follows where scores may be masked. With an additive mask, they are powers of e: times log2 e, the lowest number of
+// float32 would be −inf, and hide its key. Else they are not yet scaled. `factor` makes their differences powers of 2.
+struct MaskedUnits {
+    float factor, to_log;  // `to_log` makes a maximum a logarithm
+
+    __device__ MaskedUnits(const Mask& mask, const Attention& a)
+        : factor(mask.additive() ? LOG2E : a.scale * LOG2E), to_log(mask.additive() ? 1.0f : a.scale) {}
+};
+
+// Scores of a warp's squares, which begin at query row0 and key column0, after mask and band, in MaskedUnits: −inf where a
 // query does not see a key.
 template <typename T, int M, int N>
 __device__ void hide_squares(Squares<M, N>& scores, const Mask& mask, int64_t offset, int row0, int column0,
-                             const Attention& a, float to_log2) {
+                             const Attention& a) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -153,11 +162,10 @@ __device__ void hide_squares(Squares<M, N>& scores, const Mask& mask, int64_t of
                 for (int e = 0; e < 2; ++e) {
                     const int column = column0 + lane_column(n) + e;
                     float& score = scores.x[m][n][2 * h + e];
-                    score *= to_log2;
                     if (column < begin || column >= end) {
                         score = -INFINITE;
                     } else if (mask.kind != MaskKind::NONE) {
-                        score = mask.template apply<T>(score, mask_row + column * mask.column, LOG2E);
+                        score = mask.template apply<T>(score, mask_row + column * mask.column, a.scale);
                     }
                 }
             }
@@ -243,15 +251,10 @@ __device__ void multiply_accumulate(Squares<M, N>& c, const Fragments<M, K>& a, 
     }
 }
 
-// c += A · 1: every column of c gets the sums of A's rows.
-template <typename T, int M, int K>
-__device__ void add_row_sums(Squares<M, 1>& c, const Fragments<M, K>& a) {
-    const uint32_t ones = pack(1.0f, 1.0f, T{});
-#pragma unroll
-    for (int k = 0; k < K / 2; ++k) {
-#pragma unroll
-        for (int m = 0; m < M; ++m) mma(c.x[m][0], a.x[k][m], ones, ones, T{});
-    }
+// A row's sum, of which each of four lanes has a part.
+__device__ inline float quad_sum(float part) {
+    part += __shfl_xor_sync(FULL_MASK, part, 1);
+    return part + __shfl_xor_sync(FULL_MASK, part, 2);
 }
 
 // Writes squares, each row times its factor, to rows and columns of an output that begin at `out`.
