@@ -43,37 +43,62 @@ def naive(
     if enable_gqa and key.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
-    scores = query * (query.shape[-1] ** -0.5 if scale is None else float(scale)) @ key.transpose(-1, -2)
-    lengths = scores.shape[-2:]
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    lengths = query.shape[-2], key.shape[-2]
     if lengths[1] == 0:
+        scores = query @ key.transpose(-1, -2)
         output = scores @ value  # a sum over no keys: zeros, as PyTorch gives
         return (output, scores.sum(-1, dtype=lse_dtype(scores)) - math.inf) if return_lse else output
     limits = band(is_causal, window_size, *lengths)
-    if not hides_nothing(*limits, *lengths):
-        scores = scores.masked_fill(~seen(*limits, *lengths, scores.device), -math.inf)
-    if attn_mask is not None:
-        scores = scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -math.inf)
-    return weighted(scores, value, return_lse)
+    hidden = None if hides_nothing(*limits, *lengths) else ~seen(*limits, *lengths, query.device)
+
+    def scores_of(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        scores = query * scale @ key.transpose(-1, -2)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        if attn_mask is None:
+            return scores
+        return scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -math.inf)
+
+    return weighted(scores_of, query, key, value, return_lse)
 
 
-def weighted(scores: torch.Tensor, value: torch.Tensor, return_lse: bool) -> Output:
-    """Softmax of the scores, times the values. A row of nothing but −inf gives zeros."""
-    # The result does not depend on what is subtracted, so no gradient goes through the maximum.
-    row_max = scores.detach().amax(-1, keepdim=True)
-    row_max = row_max.masked_fill(row_max == -math.inf, 0)
-    exp = torch.exp(scores - row_max)
-    row_sum = exp.sum(-1, keepdim=True)
-    sees_nothing = row_sum == 0
-    output = (exp / row_sum.masked_fill(sees_nothing, 1)) @ value
+def weighted(
+    scores_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    return_lse: bool,
+) -> Output:
+    """Softmax of the scores, times the values. A row of nothing but −inf gives zeros.
+
+    Of 16-bit operands ``scores_of(query, key)`` are rounded to 16 bits, as every tensor is. Rows are summed in float32,
+    and a log-sum-exp, of which that is the type, is made from scores of that type.
+    """
+    scores = scores_of(query, key)
+    exp, _, row_sum = _exponentials(scores)
+    output = (exp / row_sum.masked_fill(row_sum == 0, 1)).to(value.dtype) @ value
     if not return_lse:
         return output
-    row_sum = exp.sum(-1, keepdim=True, dtype=lse_dtype(exp))
+    if (dtype := lse_dtype(scores)) != scores.dtype:
+        scores = scores_of(query.to(dtype), key.to(dtype))
+    _, row_max, row_sum = _exponentials(scores)
+    sees_nothing = row_sum == 0
     lse = row_max + row_sum.masked_fill(sees_nothing, 1).log()
     return output, lse.masked_fill(sees_nothing, -math.inf).squeeze(-1)
 
 
+def _exponentials(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """exp(scores − maximum), the maximum of each row, 0 for a row of nothing but −inf, and the sum of each."""
+    # The result does not depend on what is subtracted, so no gradient goes through the maximum.
+    row_max = scores.detach().amax(-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0)
+    exp = torch.exp(scores - row_max)
+    return exp, row_max, exp.sum(-1, keepdim=True, dtype=lse_dtype(exp))
+
+
 def lse_dtype(x: torch.Tensor) -> torch.dtype:
-    """Of the log-sum-exp: float32, or float64 for float64."""
+    """Of the log-sum-exp, and of the sums in it: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -524,11 +549,13 @@ def too_large(
     """Why the matrix of scores does not fit in the GPU's memory, or None."""
     if not query.is_cuda:
         return None
-    scores = math.prod(query.shape[:-1]) * key.shape[-2] * query.element_size()
+    scores = math.prod(query.shape[:-1]) * key.shape[-2]
     # Alive at once: without gradients the masked scores, the exponentials and one more;
     # with gradients exponentials and weights are kept, and two of their gradients with two intermediates come on top.
     wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    needed = scores * (6 if wants_grad else 3)
+    needed = scores * query.element_size() * (6 if wants_grad else 3)
+    if query.element_size() == 2:  # and weights in float32, before they are rounded; for a log-sum-exp all once more
+        needed += scores * 4 * (1 + (6 if wants_grad else 3) * bool(options.get("return_lse")))
     total = torch.cuda.get_device_properties(query.device).total_memory
     if needed > total:
         return f"the scores and what is made of them need {needed / 2**30:.0f} GiB; the GPU has {total / 2**30:.0f} GiB"

@@ -47,12 +47,17 @@ def naive(
     if enable_gqa and k.shape[0]:
         group = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    scores = q * (q.shape[-1] ** -0.5 if scale is None else float(scale)) @ k.transpose(-1, -2)
-    if scores.shape[-1] == 0:
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if k.shape[-2] == 0:
+        scores = q @ k.transpose(-1, -2)
         output = (scores @ v).transpose(0, 1).contiguous()
         return (output, scores.sum(-1, dtype=attention.lse_dtype(scores)) - math.inf) if return_lse else output
-    seen = _seen(cu_seqlens_q, cu_seqlens_k, scores.shape[-2:], is_causal, window_size)
-    results = weighted(scores.masked_fill(~seen, -math.inf), v, return_lse)
+    hidden = ~_seen(cu_seqlens_q, cu_seqlens_k, (q.shape[-2], k.shape[-2]), is_causal, window_size)
+
+    def scores_of(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query * scale @ key.transpose(-1, -2)).masked_fill(hidden, -math.inf)
+
+    results = weighted(scores_of, q, k, v, return_lse)
     if isinstance(results, tuple):
         return results[0].transpose(0, 1).contiguous(), results[1]
     return results.transpose(0, 1).contiguous()

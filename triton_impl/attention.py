@@ -21,7 +21,6 @@ from triton_impl.attention_tiles import (
     BELOW_DIAGONAL,
     BETWEEN_DIAGONALS,
     BOOLEAN,
-    LOG2_E,
     TUNING_KEY,
     Choices,
     choose,
@@ -34,6 +33,7 @@ from triton_impl.attention_tiles import (
     seqlen_class,
     sequence,
     soften,
+    store_lse,
     store_tile,
     wide,
 )
@@ -64,7 +64,6 @@ def _attend(
         start_n = tl.multiple_of(start_n, BLOCK_N)
         k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, WIDE)
         scores = dot(q, tl.trans(k), None, PRECISION)
-        factor = scale_log2
         if MASKED:
             rows = tl.arange(0, BLOCK_M)[:, None]
             cols = tl.arange(0, BLOCK_N)[None, :]
@@ -72,9 +71,7 @@ def _attend(
             scores = hide(
                 scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
-            if MASK == 2:
-                factor = 1.0
-        weights, acc, row_sum, row_max = soften(scores, factor, acc, row_sum, row_max)
+        weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max, MASK)
         v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
         acc = dot(weights.to(v.dtype), v, acc, PRECISION)
     return acc, row_sum, row_max
@@ -136,7 +133,7 @@ def _forward_kernel(
     )  # fmt: skip
 
     rows = start_m + tl.arange(0, BLOCK_M)
-    tl.store(lse_base + rows, row_max + tl.log2(row_sum), mask=rows < seqlen_q)
+    store_lse(lse_base + rows, tl.cast(num_heads, tl.int64) * lse_h, row_max, row_sum, rows < seqlen_q, MASK)
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for a row that sees nothing
     store_tile(out_ptr + b * o_b + h * o_h, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, WIDE)
 
@@ -178,7 +175,7 @@ def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launc
     constants = call.constants
     strides = call.strides(output), q.stride(), k.stride(), v.stride()
     arguments = (
-        call.scale * LOG2_E, *strides[0][:3], *strides[1], *strides[2], *strides[3], *call.mask_strides,
+        call.score_scale, *strides[0][:3], *strides[1], *strides[2], *strides[3], *call.mask_strides,
         *call.lse_strides, num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits,
         call.together, seqlen_class(seqlen_q),
     )  # fmt: skip

@@ -18,7 +18,6 @@ from kernel_ladder.spec import Output
 from triton_impl.attention_call import Call
 from triton_impl.attention_tiles import (
     BELOW_DIAGONAL,
-    LOG2_E,
     TUNING_KEY,
     Choices,
     block,
@@ -34,10 +33,10 @@ from triton_impl.attention_tiles import (
     seqlen_class,
     sequence,
     store_tile,
+    weights_again,
     wide,
 )
 from triton_impl.dot import dot
-from triton_impl.fast_math import exp2
 from triton_impl.tuned import Tuned
 from triton_impl.tuning import Launch, Launches
 
@@ -88,8 +87,8 @@ def _delta_kernel(
 
 @triton.jit
 def _gather_queries(
-    grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, start_n, start, end, scale_log2, first, last,
-    q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+    grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n, start, end,
+    scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
     MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
@@ -100,7 +99,7 @@ def _gather_queries(
         rows = start_m + tl.arange(0, BLOCK_M)
         q = load_tile(q_base, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, not MASKED, EVEN_D, WIDE)
         inside = rows < seqlen_q if MASKED else None
-        lse = load_lse(lse_base + rows, inside)
+        row_max, lse = load_lse(lse_base + rows, num_rows, inside, MASK)
         delta = tl.load(delta_base + rows, mask=inside)
         scores = dot(k, tl.trans(q), None, PRECISION)
         if MASKED:
@@ -111,7 +110,7 @@ def _gather_queries(
             scores = hide(
                 scores, scale_log2, mask, rows[None, :], start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
-        weights = exp2(scores * (1.0 if MASK == 2 else scale_log2) - lse[None, :])
+        weights = weights_again(scores, scale_log2, row_max[None, :], lse[None, :], MASK)
         g = load_tile(g_base, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
         grad_v = dot(weights.to(g.dtype), g, grad_v, PRECISION)
         grad_weights = dot(v, tl.trans(g), None, PRECISION)
@@ -137,6 +136,7 @@ def _key_value_kernel(
     b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
     start_n = tile * BLOCK_N
     row_offset = b * lse_b
+    num_rows = tl.cast(num_heads_kv, tl.int64) * group * lse_h
     if VARLEN:
         q_start, seqlen_q = sequence(cu_q_ptr, b)
         k_start, seqlen_k = sequence(cu_k_ptr, b)
@@ -180,19 +180,19 @@ def _key_value_kernel(
         delta_base = delta_ptr + row_offset + h * lse_h
         if BAND != 0 or ASK_ALL:
             grad_k, grad_v = _gather_queries(
-                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, start_n, begin, diagonal,
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n, begin, diagonal,
                 scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
                 True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
             )  # fmt: skip
         if not ASK_ALL:
             grad_k, grad_v = _gather_queries(
-                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, start_n, diagonal, whole,
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n, diagonal, whole,
                 scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
                 False, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
             )  # fmt: skip
         if not ASK_ALL and not EVEN_Q:
             grad_k, grad_v = _gather_queries(
-                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, start_n,
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 tl.maximum(diagonal, whole), seqlen_q, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
                 True, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
@@ -209,7 +209,7 @@ def _key_value_kernel(
 
 @triton.jit
 def _gather_keys(
-    grad_q, q, g, lse, delta, k_base, v_base, mask_base, start_m, start, end, scale_log2, first, last,
+    grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, start, end, scale_log2, first, last,
     k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
     MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -227,7 +227,7 @@ def _gather_keys(
             scores = hide(
                 scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
-        weights = exp2(scores * (1.0 if MASK == 2 else scale_log2) - lse[:, None])
+        weights = weights_again(scores, scale_log2, row_max[:, None], lse[:, None], MASK)
         v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
         grad_weights = dot(g, tl.trans(v), None, PRECISION)
         grad_scores = weights * (grad_weights - delta[:, None])
@@ -274,7 +274,8 @@ def _query_kernel(
     g = load_tile(
         grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, EVEN_DV, WIDE
     )
-    lse = load_lse(lse_ptr + row_offset + rows, rows < seqlen_q)
+    num_rows = tl.cast(num_heads, tl.int64) * lse_h
+    row_max, lse = load_lse(lse_ptr + row_offset + rows, num_rows, rows < seqlen_q, MASK)
     delta = tl.load(delta_ptr + row_offset + rows, mask=rows < seqlen_q, other=0.0)
     k_base = k_ptr + b * k_b + h_kv * k_h
     v_base = v_ptr + b * v_b + h_kv * v_h
@@ -284,13 +285,13 @@ def _query_kernel(
     begin, whole, end = key_range(start_m, seqlen_k, first, last, BAND, BLOCK_M, BLOCK_N)
     if BAND != 2 and MASK == 0:
         grad_q = _gather_keys(
-            grad_q, q, g, lse, delta, k_base, v_base, mask_base, start_m, 0, whole, scale_log2, first, last,
+            grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, 0, whole, scale_log2, first, last,
             k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
             False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
         )  # fmt: skip
         begin = whole
     grad_q = _gather_keys(
-        grad_q, q, g, lse, delta, k_base, v_base, mask_base, start_m, begin, end, scale_log2, first, last,
+        grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, begin, end, scale_log2, first, last,
         k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
         True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
     )  # fmt: skip
@@ -341,7 +342,7 @@ def gradients(
             if each is not None:
                 each.zero_()
     else:
-        delta = torch.empty_like(lse)
+        delta = torch.empty_like(lse[0] if call.additive else lse)
         others = call.others
         of_delta = (delta, output, grad, delta if grad_lse is None else grad_lse)
         of_keys = (grad_k, grad_v, grad, lse, delta, q, k, v, *others)
@@ -396,7 +397,7 @@ def _first_launches(
             lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * num_heads_kv,),
             of_keys,
             (
-                scale * LOG2_E, scale, *outputs, *inputs, *others,
+                call.score_scale, scale, *outputs, *inputs, *others,
                 num_heads_kv, heads_kv, group, *lengths, min(together, num_heads_kv), seqlen_class(seqlen_k),
             ),
             {
@@ -411,7 +412,7 @@ def _first_launches(
             lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,),
             of_queries,
             (
-                scale * LOG2_E, scale, *outputs, *inputs, *others,
+                call.score_scale, scale, *outputs, *inputs, *others,
                 num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q),
             ),
             {**constants, "WIDE": wide(outputs, inputs, call.mask_strides)},

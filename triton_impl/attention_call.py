@@ -17,6 +17,7 @@ from triton_impl.attention_tiles import (
     BETWEEN_DIAGONALS,
     EVERYTHING,
     LN_2,
+    LOG2_E,
     band_kind,
     blocks,
     mask_kind,
@@ -118,6 +119,16 @@ class Call(NamedTuple):
         return (mask, self.cu_q, self.cu_k) if self.packed else (mask, self.q, self.q)  # type: ignore[return-value]
 
     @property
+    def additive(self) -> bool:
+        """Whether a mask is added to the scores."""
+        return self.mask is not None and self.mask.dtype != torch.uint8
+
+    @property
+    def score_scale(self) -> float:
+        """What the kernels multiply scores by: they are powers of two then, or of e where a mask is added to them."""
+        return self.scale if self.additive else self.scale * LOG2_E
+
+    @property
     def constants(self) -> dict[str, Any]:
         """The kernels' constants but tile sizes, WIDE and what one of them has alone."""
         head_dim, head_dim_v = self.q.shape[3], self.v.shape[3]
@@ -171,14 +182,17 @@ class Call(NamedTuple):
         return x.new_empty((total, heads, dim))
 
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the output, in the memory order of the query where that leaves rows dense, and the log-sum-exp."""
+        """Room for the output, in the memory order of the query where that leaves rows dense, and the log-sum-exp.
+
+        The latter has two parts where a mask is added to the scores: see attention_tiles.store_lse.
+        """
         (batch, heads, rows, head_dim), dim = self.q.shape, self.v.shape[3]
         output = torch.empty_like(self.q)
         if dim != head_dim or output.stride(3) != 1:
             output = self.q.new_empty((batch, heads, rows, dim))
-        return output, self.empty_lse((batch * heads, rows))
+        return output, self.empty_lse((2, batch * heads, rows) if self.additive else (batch * heads, rows))
 
-    def empty_lse(self, shape: tuple[int, int]) -> torch.Tensor:
+    def empty_lse(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
@@ -209,7 +223,10 @@ def finished(
     if query.dim() != 4:  # not a view, which autograd would forbid to be modified
         output = torch.ops.aten._unsafe_view(output, (*query.shape[:-1], output.shape[-1]))
     saved = (output, lse, tuple(query.shape[:-3]), *call)
-    return ((output, lse.view(query.shape[:-1]) * LN_2) if return_lse else output), saved
+    if not return_lse:
+        return output, saved
+    lse = lse[0] + lse[1] * LN_2 if call.additive else lse * LN_2
+    return (output, lse.view(query.shape[:-1])), saved
 
 
 def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:

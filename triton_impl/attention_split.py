@@ -22,12 +22,15 @@ from triton_impl.attention_tiles import (
     hide,
     load_tile,
     soften,
+    store_lse,
     wide,
 )
 from triton_impl.dot import dot
 from triton_impl.fast_math import exp2
 from triton_impl.tuned import Tuned
 from triton_impl.tuning import Launch, Launches
+
+_LOG2_E = tl.constexpr(LOG2_E)
 
 #: Queries, of all heads that share keys, that one tile holds.
 MAX_ROWS = 32
@@ -54,28 +57,27 @@ def _split_kernel(
 ):  # fmt: skip
     """Attention to the keys ``key_begin + i · run …`` of program i, of all queries that share them."""
     scale_log2 = tl.cast(scale_log2, tl.float32)  # torch.compile passes a float as float64
-    index, head = tl.program_id(0), tl.program_id(1)
+    # Of batches and heads there may be more than a grid's second axis holds, 65,535; of runs never.
+    head, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
     rows = tl.arange(0, BLOCK_M)
     inside = rows < group * seqlen_q
     h = h_kv * group + rows // seqlen_q
     query = rows % seqlen_q
-    dims = tl.arange(0, BLOCK_D)
-    q_rows = q_ptr + b * q_b + (h * q_h + query * q_s)
+    of_query = query.to(tl.int64)
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)
+    q_rows = q_ptr + b * q_b + (h * q_h + of_query * q_s)
     q = tl.load(q_rows[:, None] + dims[None, :] * q_d, mask=inside[:, None] & (dims[None, :] < head_dim), other=0.0)
     k_base = k_ptr + b * k_b + h_kv * k_h
     v_base = v_ptr + b * v_b + h_kv * v_h
-    mask_rows = mask_ptr + b * m_b + (h * m_h + query.to(tl.int64) * m_q)
+    mask_rows = mask_ptr + b * m_b + (h * m_h + of_query * m_q)
     # Rows outside see nothing.
     query = tl.where(inside, query, seqlen_q)
 
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, dtype=tl.float32)
     row_sum = tl.full([BLOCK_M], 0.0, dtype=tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
-    factor = scale_log2
-    if MASK == 2:
-        factor = 1.0
-    start = key_begin + index * run
+    start = key_begin + tl.program_id(1) * run
     for start_n in range(start, tl.minimum(start + run, key_end), BLOCK_N):
         k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, WIDE)
         scores = dot(q, tl.trans(k), None, PRECISION)
@@ -85,16 +87,16 @@ def _split_kernel(
             scores, scale_log2, mask, query[:, None], cols[None, :], seqlen_q, tl.minimum(start + run, key_end),
             first, last, BAND, MASK,
         )  # fmt: skip
-        weights, acc, row_sum, row_max = soften(scores, factor, acc, row_sum, row_max)
+        weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max, MASK)
         v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE)
         acc = dot(weights.to(v.dtype), v, acc, PRECISION)
 
-    query = rows % seqlen_q
-    lse_rows = (b * heads_kv * group + h) * seqlen_q + query
-    tl.store(lse_ptr + index * lse_run + lse_rows, row_max + tl.log2(row_sum), mask=inside)
+    lse_rows = (b * heads_kv * group + h) * seqlen_q + of_query
+    num_rows = tl.num_programs(1) * tl.cast(lse_run, tl.int64)
+    store_lse(lse_ptr + index * lse_run + lse_rows, num_rows, row_max, row_sum, inside, MASK)
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     dims_v = tl.arange(0, BLOCK_DV)
-    out_rows = out_ptr + index.to(tl.int64) * o_run + b * o_b + (h * o_h + query * o_s)
+    out_rows = out_ptr + index * o_run + b * o_b + (h * o_h + of_query * o_s)
     tl.store(
         out_rows[:, None] + dims_v[None, :], acc.to(out_ptr.dtype.element_ty),
         mask=inside[:, None] & (dims_v[None, :] < head_dim_v),
@@ -104,18 +106,24 @@ def _split_kernel(
 @triton.jit(do_not_specialize=["runs"])
 def _combine_kernel(
     partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, o_b, o_h, o_s, heads, seqlen_q, head_dim_v, num_rows, runs,
-    BLOCK_RUNS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr, BLOCK_DV: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Weigh the runs' results of one query by their share of its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_RUNS)
     dims = tl.arange(0, BLOCK_DV)
-    lse = tl.load(partial_lse_ptr + row + i * num_rows, mask=i < runs, other=-float("inf"))
+    of_runs = partial_lse_ptr + row + i.to(tl.int64) * num_rows
+    lse = tl.load(of_runs, mask=i < runs, other=-float("inf"))
     row_max = tl.max(lse, 0)
     shift = tl.where(row_max == -float("inf"), 0.0, row_max)
-    weights = exp2(lse - shift)
+    if MASK == 2:  # maxima and the sums' logarithms are apart
+        of_runs += runs * tl.cast(num_rows, tl.int64)
+        log_sum = tl.load(of_runs, mask=i < runs, other=-float("inf"))
+        weights = exp2((lse - shift) * _LOG2_E + log_sum)
+    else:
+        weights = exp2(lse - shift)
     row_sum = tl.sum(weights, 0)
-    tl.store(lse_ptr + row, row_max + tl.log2(row_sum))
+    store_lse(lse_ptr + row, num_rows, row_max, row_sum, None, MASK)
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = tl.full([BLOCK_DV], 0.0, dtype=tl.float32)
     for index in range(0, runs):
@@ -159,7 +167,8 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     of_runs, partial_lse = output, lse
     if runs > 1:
         of_runs = q.new_empty((runs, batch, heads, seqlen_q, v.shape[3]), dtype=torch.float32)
-        partial_lse = q.new_empty((runs, batch * heads * seqlen_q), dtype=torch.float32)
+        rows = (runs, batch * heads * seqlen_q)
+        partial_lse = call.empty_lse((2, *rows) if call.additive else rows)
     tensors = (of_runs, partial_lse, q, k, v, call.others[0])
     combining = (of_runs, partial_lse, output, lse)
     what = (call.what, runs)
@@ -191,16 +200,16 @@ def _first_launches(
     runs = of_runs.shape[0] if of_runs is not output else 1
     to_run, strides = (0, output.stride()) if runs == 1 else (of_runs.stride(0), of_runs.stride()[1:])
     arguments = (
-        call.scale * LOG2_E, to_run, *strides[:3], batch * heads * seqlen_q,
+        call.score_scale, to_run, *strides[:3], batch * heads * seqlen_q,
         *q.stride(), *k.stride(), *v.stride(), *call.mask_strides,
         heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits, *keys,
     )  # fmt: skip
-    split = _split(lambda meta: (runs, batch * heads_kv), tensors, arguments, constants)
+    split = _split(lambda meta: (batch * heads_kv, runs), tensors, arguments, constants)
     if runs == 1:
         return split, None
     rows = batch * heads * seqlen_q
     arguments = (*output.stride()[:3], heads, seqlen_q, head_dim_v, rows, runs)
-    arguments += (triton.next_power_of_2(runs), constants["BLOCK_DV"])
+    arguments += (triton.next_power_of_2(runs), constants["BLOCK_DV"], constants["MASK"])
     _combine_kernel[(rows,)](*combining, *arguments)
     return split, None if torch.compiler.is_compiling() else Launch(_combine_kernel, (rows,), arguments, {})
 

@@ -83,8 +83,10 @@ def store_tile(
 
 
 @triton.jit
-def hide(scores, scale_log2, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND: tl.constexpr, MASK: tl.constexpr):
-    """Scores, −inf where a query does not see a key; with an additive mask times their scale, in base two.
+def hide(scores, scale, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND: tl.constexpr, MASK: tl.constexpr):
+    """Scores, −inf where a query does not see a key; with an additive mask times `scale`, plus what it holds.
+
+    Such scores are powers of e: times log2 e, the lowest number of float32 would be −inf, and hide the key.
 
     `rows` and `cols` are the places of queries and keys, in the shapes that make a matrix of them, and `mask` points to
     each score's own.
@@ -100,7 +102,7 @@ def hide(scores, scale_log2, mask, rows, cols, seqlen_q, seqlen_k, first, last, 
         if MASK == 1:
             seen = seen & (value != 0)
         else:
-            scores = scores * scale_log2 + value.to(tl.float32) * _LOG2_E
+            scores = scores * scale + value.to(tl.float32)
     return tl.where(seen, scores, -float("inf"))
 
 
@@ -114,16 +116,24 @@ def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, WIDE: tl.constexpr):
 
 
 @triton.jit
-def soften(scores, factor, acc, row_sum, row_max):
+def soften(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0):
     """The weights of scores, and what their row has summed up, rescaled, with their sum and maximum taken in.
 
-    `factor` makes scores powers of two.
+    `factor` makes scores powers of two. With an additive mask scores and maxima are powers of e, and only their
+    difference is multiplied: it is exact next to any number that a mask holds.
     """
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    if MASK == 2:
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+    else:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = exp2(scores * factor - shift[:, None])
-    correction = exp2(row_max - shift)
+    if MASK == 2:
+        weights = exp2((scores - shift[:, None]) * _LOG2_E)
+        correction = exp2((row_max - shift) * _LOG2_E)
+    else:
+        weights = exp2(scores * factor - shift[:, None])
+        correction = exp2(row_max - shift)
     return weights, acc * correction[:, None], row_sum * correction + tl.sum(weights, 1), new_max
 
 
@@ -142,10 +152,40 @@ def key_range(start_m, seqlen_k, first, last, BAND: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
-def load_lse(pointer, mask):
-    """Log-sum-exps in base two; +inf for rows outside and for those that see nothing, whose weights are then 0."""
+def store_lse(pointer, num_rows, row_max, row_sum, mask, MASK: tl.constexpr):
+    """Write log-sum-exps in base two; with an additive mask, in whose numbers a sum's logarithm could vanish, apart:
+    maxima, powers of e, and `num_rows` further on the sums' logarithms in base two.
+    """
+    if MASK == 2:
+        tl.store(pointer, row_max, mask=mask)
+        tl.store(pointer + tl.cast(num_rows, tl.int64), tl.log2(row_sum), mask=mask)
+    else:
+        tl.store(pointer, row_max + tl.log2(row_sum), mask=mask)
+
+
+@triton.jit
+def load_lse(pointer, num_rows, mask, MASK: tl.constexpr):
+    """(maxima, log-sum-exps in base two) as :func:`store_lse` wrote them; without an additive mask the first are unused.
+
+    The latter are +inf for rows outside and for those that see nothing, whose weights are then 0.
+    """
     lse = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=float("inf"))
-    return tl.where(lse == -float("inf"), float("inf"), lse)
+    row_max = lse
+    if MASK == 2:
+        pointer += tl.cast(num_rows, tl.int64)
+        lse = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=float("inf"))
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    return tl.where(lse == float("inf"), 0.0, row_max), lse
+
+
+@triton.jit
+def weights_again(scores, factor, row_max, lse, MASK: tl.constexpr):
+    """The weights of scores from what :func:`load_lse` gives of their rows, in shapes that broadcast to the scores."""
+    if MASK == 2:
+        below = scores - row_max
+        # Scores made anew may round to the other side of their maximum. NaN stays.
+        return exp2(tl.where(below > 0.0, 0.0, below) * _LOG2_E - lse)
+    return exp2(scores * factor - lse)
 
 
 @triton.jit
