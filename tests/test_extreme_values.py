@@ -77,6 +77,8 @@ class Extreme(NamedTuple):
 
 #: Rows whose squares float32 adds up, as PyTorch's own kernels do in every 16-bit dtype.
 SQUARES = 1e15
+#: The range of bfloat16 is that of float32, in which sums of a row, and products with a gradient, must find room too.
+SUMS = 1e30
 LONG = 65536
 
 
@@ -88,14 +90,20 @@ def _norm(op: str, *more: tuple[tuple[int, ...], Values]) -> list[Extreme]:
     ]
 
 
+def _registers(row: tuple[int, ...], *bias: None) -> Extreme:
+    """Rows that every variant takes whole."""
+    options = {"normalized_shape": row, "eps": 1e-5}
+    return Extreme("registers", (((2, *row), alternating(0.5)), (row, normal), *bias), options, SQUARES)
+
+
 def _gelu(form: str) -> list[Extreme]:
-    return [Extreme(form, (((4, 257), spread(0.99)),), {"approximate": form})]
+    return [Extreme(form, (((4, 257), spread(0.99)),), {"approximate": form}, SUMS)]
 
 
 def _bias_gelu(form: str) -> list[Extreme]:
     of = {"approximate": form}
     return [
-        Extreme(form, (((4, 257), spread(0.4)), ((257,), spread(0.4))), of),
+        Extreme(form, (((4, 257), spread(0.4)), ((257,), spread(0.4))), of, SUMS),
         # Its sum is more negative than float16 holds, and its GELU zero.
         Extreme(f"{form}-past", (((3, 40), constant(-60000.0)), ((40,), constant(-60000.0))), of),
     ]
@@ -104,7 +112,7 @@ def _bias_gelu(form: str) -> list[Extreme]:
 def _linear(activation: str | None) -> list[Extreme]:
     of = {"activation": activation}
     return [
-        Extreme(f"{activation}", (((9, 1), spread(0.9)), ((11, 1), constant(1.0)), ((11,), normal)), of),
+        Extreme(f"{activation}", (((9, 1), spread(0.9)), ((11, 1), constant(1.0)), ((11,), normal)), of, SUMS),
         Extreme(f"{activation}-long", (((2, 8192), constant(2.0)), ((3, 8192), constant(2.0)), ((3,), normal)), of),
     ]
 
@@ -115,7 +123,7 @@ EXTREMES: dict[str, list[Extreme]] = {
     "linear": [*_linear(None), *_linear("gelu"), *_linear("gelu_tanh")],
     "swiglu": [
         Extreme("spread", (((4, 257), spread(0.9)), ((4, 257), spread(0.9))), most=65504.0),
-        Extreme("spread-gate", (((4, 257), spread(0.9)), ((4, 257), normal))),
+        Extreme("spread-gate", (((4, 257), spread(0.9)), ((4, 257), normal)), most=SUMS),
     ],
     "softmax": [
         Extreme("zeros", (((1, LONG), constant(0.0)),), {"dim": -1}),
@@ -126,14 +134,19 @@ EXTREMES: dict[str, list[Extreme]] = {
     ],
     "layer_norm": [
         e._replace(arguments=(*e.arguments, ((LONG,), normal))) for e in _norm("layer_norm")
-    ] + [Extreme("registers", (((2, 4096), alternating(0.5)), ((4096,), normal), None), {"normalized_shape": (4096,), "eps": 1e-5}, SQUARES)],
+    ] + [_registers((4096,), None)],
     "rms_norm": [
         *_norm("rms_norm"),
-        Extreme("registers", (((2, 4096), alternating(0.5)), ((4096,), normal)), {"normalized_shape": (4096,), "eps": 1e-5}, SQUARES),
+        _registers((4096,)),
     ],
     "add_rms_norm": [
         *_norm("add_rms_norm", ((1, LONG), alternating(-0.4))),
-        Extreme("registers", (((2, 4096), spread(0.5)), ((2, 4096), spread(0.4)), ((4096,), normal)), {"eps": 1e-5}, SQUARES),
+        Extreme(
+            "registers",
+            (((2, 4096), spread(0.5)), ((2, 4096), spread(0.4)), ((4096,), normal)),
+            {"eps": 1e-5},
+            SQUARES,
+        ),
     ],
     "bias_dropout_add_layer_norm": [
         # A kept element, doubled, is past float16 until the residual brings it back.
@@ -153,13 +166,13 @@ EXTREMES: dict[str, list[Extreme]] = {
     ],
     "sum": [
         Extreme("ones", (((1, 60000), constant(1.0)),), {"dim": -1, "keepdim": False}),
-        Extreme("alternating", (((3, LONG), alternating(0.99)),), {"dim": -1, "keepdim": False}),
+        Extreme("alternating", (((3, LONG), alternating(0.99)),), {"dim": -1, "keepdim": False}, SUMS),
         Extreme("columns", (((LONG, 3), constant(0.5)),), {"dim": 0, "keepdim": False}),
-        Extreme("all", (((256, 200), alternating(0.99)),), {"dim": None, "keepdim": False}),
+        Extreme("all", (((256, 200), alternating(0.99)),), {"dim": None, "keepdim": False}, SUMS),
     ],
     "matmul": [
         Extreme("twos", (((2, 8192), constant(2.0)), ((8192, 3), constant(2.0)))),
-        Extreme("alternating", (((3, 4096), alternating(0.99)), ((4096, 2), constant(1.0)))),
+        Extreme("alternating", (((3, 4096), alternating(0.99)), ((4096, 2), constant(1.0))), most=SUMS),
     ],
     "dropout": [Extreme("spread", (((4, 257), spread(0.99)),), {"p": 0.5, "seed": 3})],
     "add": [Extreme("spread", (((4, 257), spread(0.99)), ((4, 257), alternating(0.99))))],
@@ -202,7 +215,20 @@ class Departure(NamedTuple):
     reason: str
 
 
-KNOWN: list[Departure] = []
+_TANH = "PyTorch multiplies a slope of zero by a square that overflows float32"
+KNOWN = [
+    Departure("gelu", ("torch.builtin",), ("tanh",), (torch.bfloat16,), _TANH),
+    Departure("bias_gelu", ("torch.builtin",), ("tanh",), (torch.bfloat16,), _TANH),
+    Departure("linear", ("torch.builtin",), ("gelu_tanh",), (torch.bfloat16,), _TANH),
+    Departure(
+        *("bias_gelu", ("torch.builtin",), ("none-past", "tanh-past"), (torch.float16,)),
+        "PyTorch's sum of input and bias is rounded, to −∞, of which GELU is NaN",
+    ),
+    Departure(
+        *("swiglu", ("torch.builtin",), ("spread",), (torch.float16,)),
+        "the gradient of PyTorch's silu(gate) is rounded, to infinity, before a slope of zero meets it",
+    ),
+]
 
 
 def known_departure(op: str, variant: str, case: str, dtype: torch.dtype) -> str | None:
