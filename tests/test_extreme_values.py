@@ -277,6 +277,8 @@ def test_extreme_values(variant, dtype):
     for index, case in enumerate(EXTREMES[variant.op]):
         if known_departure(variant.op, variant.name, case.id, dtype):
             continue
+        if case.id == "equal-keys" and variant.level == "triton" and DEVICE.type == "cpu":
+            continue  # the interpreter goes through its thousand tiles for minutes
         inputs, grad, to = expected(variant.op, index, dtype)
         if (reason := variant.unsupported(*as_leaves(inputs), **case.options)) is not None:
             refused.append(reason)
