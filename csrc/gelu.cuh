@@ -52,7 +52,9 @@ struct Tanh {
     __device__ static float derivative(float x) {
         float slope;
         const float s = sigmoid(x, &slope);
-        return fmaf(x * slope, fmaf(6.0f * SCALE * CUBIC * x, x, 2.0f * SCALE), s);
+        // Bounded: where the square overflows, the slope is zero, and zero times infinity would be NaN.
+        const float inner = fminf(fmaf(6.0f * SCALE * CUBIC * x, x, 2.0f * SCALE), 1e30f);
+        return fmaf(x * slope, inner, s);
     }
 };
 

@@ -197,9 +197,12 @@ def attention_varlen(
         key: ``(T_k, H_kv, D)``.
         value: ``(T_k, H_kv, D_v)``.
         cu_seqlens_q: ``(B + 1,)``, int32, dense: sequence b has the queries from ``cu_seqlens_q[b]`` up to, but not
-            including, ``cu_seqlens_q[b + 1]``. From 0 up to T_q; what it says is not looked at on the host.
+            including, ``cu_seqlens_q[b + 1]``. From 0 to T_q, never falling. Offsets on the CPU are checked, those on
+            a GPU are clamped to 0 … T_q where they are read. There wrong ones give wrong rows, and rows of no sequence
+            have no defined value, but nothing outside of the tensors is read or written.
         cu_seqlens_k: likewise for keys and values.
-        max_seqlen_q: at least the longest number of queries; None for T_q, which is right, but costs time.
+        max_seqlen_q: at least the longest number of queries, which is checked as the offsets are; None for T_q, which
+            is right, but costs time.
         max_seqlen_k: likewise for keys.
         is_causal: within each sequence, aligned at the lower right: the last query sees every key.
         scale: a positive factor on the scores; ``1/√D`` where None.

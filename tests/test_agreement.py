@@ -129,12 +129,6 @@ SINGLE_AND_DOUBLE = (torch.float32, torch.float64)
 #: Where the formula itself does, anywhere.
 KNOWN = [
     Departure(
-        *("swiglu", "torch.naive", ("large",)),
-        "the sigmoid's gradient overflows float16 before a slope of zero meets it",
-        (torch.float16,),
-        ("backward",),
-    ),
-    Departure(
         *("attention_varlen", "compile.default", ("nan", "inf")),
         "the formula has every score: what is no number in one sequence makes NaN of all",
     ),

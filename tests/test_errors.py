@@ -34,8 +34,8 @@ NUMBERS = [
     ("attention", {"scale": np.float64(0.25), "window_size": (np.int64(2), 0)}, {"scale": 0.25, "window_size": (2, 0)}),
     (
         "attention_varlen",
-        {"max_seqlen_q": np.int64(99), "scale": np.float32(0.25)},
-        {"max_seqlen_q": 99, "scale": 0.25},
+        {"max_seqlen_q": np.int64(200), "scale": np.float32(0.25)},
+        {"max_seqlen_q": 200, "scale": 0.25},
     ),
 ]
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.compiler import is_compiling
 
 from kernel_ladder.band import LONGEST, LOWER_RIGHT, NO_WINDOW, band, pairs
 from kernel_ladder.samples import offsets
 from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
+from kernel_ladder.transforms import is_wrapped
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted
 from torch_ref.attention_builtin import faults, too_many_heads, too_many_places
@@ -155,11 +157,16 @@ def check(
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"{op}: argument `{name}` has head dimension {dim}; accepted are 1 to {MAX_HEAD_DIM}")
     _check_offsets(op, query, cu_seqlens_q, cu_seqlens_k)
+    assert isinstance(cu_seqlens_q, torch.Tensor)
+    assert isinstance(cu_seqlens_k, torch.Tensor)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
             raise TypeError(f"{op}: argument `{name}` must be an int or None, got {type(length).__name__}")
         if length is not None and length < 0:
             raise ValueError(f"{op}: argument `{name}` must be a length, got {length}")
+    if _readable(cu_seqlens_q):
+        _check_places(op, "q", cu_seqlens_q.tolist(), "query", query.shape[0], max_seqlen_q)
+        _check_places(op, "k", cu_seqlens_k.tolist(), "key", key.shape[0], max_seqlen_k)
     check_options(op, query.shape[1], key.shape[1], is_causal, scale, enable_gqa, window_size, return_lse)
 
 
@@ -186,6 +193,29 @@ def _check_offsets(op: str, query: torch.Tensor, cu_seqlens_q: object, cu_seqlen
             f"{op}: argument `cu_seqlens_k` must have as many offsets as `cu_seqlens_q`, {cu_seqlens_q.shape[0]}, "
             f"got {cu_seqlens_k.shape[0]}"
         )
+
+
+def _readable(offsets: torch.Tensor) -> bool:
+    """Whether offsets can be looked at for nothing: those of a GPU would have to be waited for, a trace has none."""
+    return offsets.is_cpu and type(offsets) is torch.Tensor and not is_compiling() and not is_wrapped(offsets)
+
+
+def _check_places(op: str, of: str, places: list[int], rows: str, total: int, longest: object) -> None:
+    """Raise unless offsets begin at 0, never fall, and end at the last row, and no sequence is past the longest."""
+    name = f"cu_seqlens_{of}"
+    if places[0] != 0 or places[-1] != total:
+        raise ValueError(
+            f"{op}: argument `{name}` must go from 0 to {total}, the rows of `{rows}`, "
+            f"got offsets from {places[0]} to {places[-1]}"
+        )
+    for a, b in itertools.pairwise(places):
+        if b < a:
+            raise ValueError(f"{op}: argument `{name}` must hold offsets that never fall, got {b} after {a}")
+        if isinstance(longest, int) and b - a > longest:
+            raise ValueError(
+                f"{op}: argument `max_seqlen_{of}` must be at least the longest sequence of `{name}`, "
+                f"got {longest} for one of {b - a}"
+            )
 
 
 def _options(causal: bool, h: int, h_kv: int, **more: Any) -> dict[str, Any]:
@@ -272,6 +302,13 @@ ERRORS = [
     ),
     ErrorCase("offsets-one", _bad(of_q=(0,)), ValueError, r"`cu_seqlens_q` must be a dense vector of at least two"),
     ErrorCase("offsets-many", _bad(of_k=(0, 7)), ValueError, r"`cu_seqlens_k` must have as many offsets .* 3, got 2"),
+    # Offsets on a GPU are not looked at: these cases have theirs on the CPU.
+    ErrorCase("offsets-past", _bad(of_k=(0, 4, 50)), ValueError, r"`cu_seqlens_k` must go from 0 to 7, .* to 50"),
+    ErrorCase("offsets-short", _bad(of_q=(0, 2, 4)), ValueError, r"`cu_seqlens_q` must go from 0 to 5, .* from 0 to 4"),
+    ErrorCase("offsets-start", _bad(of_q=(1, 2, 5)), ValueError, r"`cu_seqlens_q` must go from 0 to 5, .* from 1 to 5"),
+    ErrorCase("offsets-fall", _bad(of_q=(0, 8, 4, 5), of_k=(0, 1, 2, 7)), ValueError, r"never fall, got 4 after 8"),
+    ErrorCase("offsets-below", _bad(of_k=(0, -3, 7)), ValueError, r"`cu_seqlens_k` .* never fall, got -3 after 0"),
+    ErrorCase("max-short", _bad(max_seqlen_k=3), ValueError, r"`max_seqlen_k` must be at least .* got 3 for one of 4"),
     ErrorCase("dimensions", _bad(q=(1, 5, 4, 8)), ValueError, r"`query` must have 3 dimensions .* got \(1, 5, 4, 8\)"),
     ErrorCase(
         "value", _bad(v=(6, 4, 8)), ValueError, r"`value` must have the length and heads .* \(7, 4\), got \(6, 4"
@@ -368,12 +405,18 @@ def _flash(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, tuple]:
+    cu_seqlens_q, cu_seqlens_k = _inside(cu_seqlens_q, query.shape[0]), _inside(cu_seqlens_k, key.shape[0])
     left, right = (min(side, LONGEST) for side in window_size)
     results = torch.ops.aten._flash_attention_forward(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, bool(is_causal), False,
         scale=None if scale is None else float(scale), window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return results[0], ()
+
+
+def _inside(offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """Offsets that never fall and stay inside of the tensors, which PyTorch's kernel would read and write past."""
+    return offsets.clamp(0, total).cummax(0).values
 
 
 def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
@@ -398,9 +441,7 @@ def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
 
 
 def _naive(*inputs: Any, **options: Any) -> tuple[Output, tuple]:
-    # On the CPU it costs nothing to read offsets, unless there are none to read: torch.compile's are no plain tensors.
-    readable = inputs[3].is_cpu and type(inputs[3]) is torch.Tensor and not torch.compiler.is_compiling()
-    return (by_sequence if readable else naive)(*inputs, **options), ()
+    return (by_sequence if _readable(inputs[3]) else naive)(*inputs, **options), ()
 
 
 register("attention_varlen", "torch.naive", forward=_naive, unsupported=_too_large)

@@ -12,7 +12,7 @@ import math
 import torch
 
 from kernel_ladder import philox
-from kernel_ladder.norms import check_eps
+from kernel_ladder.norms import check_eps, computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import dropout, layer_norm
@@ -30,9 +30,12 @@ def naive(
     seed: int | torch.Tensor,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """The formula, one kernel per operator: every intermediate goes out to memory, rounded to the dtype."""
-    total = residual + dropout.naive(input + bias, p=p, seed=seed)
-    return layer_norm.naive(total, weight, norm_bias, normalized_shape=tuple(total.shape[-1:]), eps=eps)
+    """The formula in float32 or wider, one kernel per operator: every intermediate goes out to memory."""
+    wide = computation_dtype(input.dtype)
+    branch = dropout.naive(input.to(wide) + bias.to(wide), p=p, seed=seed)
+    total = residual.to(wide) + branch
+    output = layer_norm.naive(total, weight, norm_bias, normalized_shape=tuple(total.shape[-1:]), eps=eps)
+    return output.to(input.dtype)
 
 
 def check(

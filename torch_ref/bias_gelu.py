@@ -7,14 +7,16 @@ import math
 import torch
 import torch.nn.functional as F
 
+from kernel_ladder.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import gelu
 
 
 def naive(input: torch.Tensor, bias: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    """The formula, one kernel per operator: the sum goes out to memory, rounded to the dtype, and comes back."""
-    return gelu.naive(input + bias, approximate=approximate)
+    """The formula in float32 or wider, one kernel per operator: the sum goes out to memory and comes back."""
+    wide = computation_dtype(input.dtype)
+    return gelu.naive(input.to(wide) + bias.to(wide), approximate=approximate).to(input.dtype)
 
 
 def builtin(input: torch.Tensor, bias: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:

@@ -9,18 +9,23 @@ import math
 import torch
 import torch.nn.functional as F
 
+from kernel_ladder.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
 APPROXIMATIONS = ("none", "tanh")
+#: Past this x², tanh is −1 or 1 exactly, in float64 too. A square that overflows, times a slope of zero, would be NaN.
+SATURATED = 100.0
 
 
 def naive(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    """The formula, one kernel per operator: every intermediate goes out to memory and comes back."""
+    """The formula in float32 or wider, one kernel per operator: every intermediate goes to memory and comes back."""
+    x = input.to(computation_dtype(input.dtype))
     if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (input + 0.044715 * input * input * input)
-        return 0.5 * input * (1 + torch.tanh(inner))
-    return 0.5 * input * (1 + torch.erf(input / math.sqrt(2)))
+        square = x.square().clamp(max=SATURATED)
+        inner = math.sqrt(2 / math.pi) * x * (1 + 0.044715 * square)
+        return (0.5 * x * (1 + torch.tanh(inner))).to(input.dtype)
+    return (0.5 * x * (1 + torch.erf(x / math.sqrt(2)))).to(input.dtype)
 
 
 def builtin(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:

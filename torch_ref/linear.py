@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_ladder.linear_shapes import ACTIVATIONS
+from kernel_ladder.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import gelu, matmul
@@ -20,7 +21,19 @@ def naive(
     *,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """The formula, one kernel per operator: the product and the sum go out to memory, rounded, and come back."""
+    """The formula in float32 or wider, one kernel per operator: the product and the sum go to memory and come back."""
+    wide = computation_dtype(input.dtype)
+    return _activated(torch.matmul(input.to(wide), weight.mT.to(wide)), bias, activation).to(input.dtype)
+
+
+def with_rounded_product(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """The formula over PyTorch's product in the operands' dtype: fast in 16 bits, and rounded to them."""
     return _activated(torch.matmul(input, weight.mT), bias, activation)
 
 
@@ -48,8 +61,11 @@ def running_sum(
 
 
 def _activated(product: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    output = product if bias is None else product + bias
-    return output if activation is None else gelu.naive(output, approximate=ACTIVATIONS[activation])
+    """Bias and activation in float32 or wider, rounded to the product's dtype."""
+    wide = product.to(computation_dtype(product.dtype))
+    output = wide if bias is None else wide + bias.to(wide.dtype)
+    output = output if activation is None else gelu.naive(output, approximate=ACTIVATIONS[activation])
+    return output.to(product.dtype)
 
 
 def check(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None) -> None:

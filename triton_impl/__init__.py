@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,26 @@ def _interpret_standard_library() -> None:
                 setattr(owner, name, remade.setdefault(id(value), InterpretedFunction(value.fn)))
 
 
+def _interpret_one_launch_at_a_time() -> None:
+    """Hold a lock while a kernel is interpreted, whoever launches it: another thread waits.
+
+    The interpreter keeps what it replaces in the language, and the number of the program that it runs, in globals.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, lock = GridExecutor.__call__, threading.RLock()
+
+    @functools.wraps(launch)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    GridExecutor.__call__ = locked
+
+
 if interpreted():
     _interpret_standard_library()
+    _interpret_one_launch_at_a_time()
 
 
 @triton.jit

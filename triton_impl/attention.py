@@ -78,11 +78,12 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class"])
+@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
 def _forward_kernel(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, scale_log2,
     o_b, o_h, o_s, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k, lse_b, lse_h,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
+    total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -98,8 +99,8 @@ def _forward_kernel(
     start_m = tile * BLOCK_M
     lse_base = lse_ptr + b * lse_b + h * lse_h
     if VARLEN:
-        q_start, seqlen_q = sequence(cu_q_ptr, b)
-        k_start, seqlen_k = sequence(cu_k_ptr, b)
+        q_start, seqlen_q = sequence(cu_q_ptr, b, total_q)
+        k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
         first += seqlen_k - seqlen_q
         last += seqlen_k - seqlen_q
         seqlen_k = tl.where(start_m < seqlen_q, seqlen_k, 0)  # past the last query there is nothing to do
@@ -177,7 +178,7 @@ def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launc
     arguments = (
         call.score_scale, *strides[0][:3], *strides[1], *strides[2], *strides[3], *call.mask_strides,
         *call.lse_strides, num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits,
-        call.together, seqlen_class(seqlen_q),
+        call.together, seqlen_class(seqlen_q), *call.totals,
     )  # fmt: skip
 
     def grid(meta):

@@ -120,13 +120,14 @@ def _gather_queries(
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class"])
+@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
 def _key_value_kernel(
     grad_k_ptr, grad_v_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
     scale_log2, scale,
     dk_b, dk_h, dk_s, dk_d, dv_b, dv_h, dv_s, dv_d, g_b, g_h, g_s, g_d,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k, lse_b, lse_h,
     num_heads_kv, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
+    total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     EVEN_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -139,8 +140,8 @@ def _key_value_kernel(
     row_offset = b * lse_b
     num_rows = tl.cast(num_heads_kv, tl.int64) * group * lse_h
     if VARLEN:
-        q_start, seqlen_q = sequence(cu_q_ptr, b)
-        k_start, seqlen_k = sequence(cu_k_ptr, b)
+        q_start, seqlen_q = sequence(cu_q_ptr, b, total_q)
+        k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
         first += seqlen_k - seqlen_q
         last += seqlen_k - seqlen_q
         seqlen_q = tl.where(start_n < seqlen_k, seqlen_q, 0)  # past the last key there is nothing to do
@@ -238,12 +239,13 @@ def _gather_keys(
     return grad_q
 
 
-@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class"])
+@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
 def _query_kernel(
     grad_q_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, scale_log2, scale,
     dq_b, dq_h, dq_s, dq_d, g_b, g_h, g_s, g_d, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
     m_b, m_h, m_q, m_k, lse_b, lse_h,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
+    total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -260,8 +262,8 @@ def _query_kernel(
     rows = start_m + tl.arange(0, BLOCK_M)
     row_offset = b * lse_b + h * lse_h
     if VARLEN:
-        q_start, seqlen_q = sequence(cu_q_ptr, b)
-        k_start, seqlen_k = sequence(cu_k_ptr, b)
+        q_start, seqlen_q = sequence(cu_q_ptr, b, total_q)
+        k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
         first += seqlen_k - seqlen_q
         last += seqlen_k - seqlen_q
         seqlen_k = tl.where(start_m < seqlen_q, seqlen_k, 0)  # past the last query there is nothing to do
@@ -399,6 +401,7 @@ def _first_launches(
             (
                 call.score_scale, scale, *outputs, *inputs, *others,
                 num_heads_kv, heads_kv, group, *lengths, min(together, num_heads_kv), seqlen_class(seqlen_k),
+                *call.totals,
             ),
             {
                 **constants,
@@ -413,7 +416,7 @@ def _first_launches(
             of_queries,
             (
                 call.score_scale, scale, *outputs, *inputs, *others,
-                num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q),
+                num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q), *call.totals,
             ),
             {**constants, "WIDE": wide(outputs, inputs, call.mask_strides)},
         )  # fmt: skip

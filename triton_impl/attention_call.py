@@ -105,6 +105,11 @@ class Call(NamedTuple):
         return self.cu_q is not None
 
     @property
+    def totals(self) -> tuple[int, int]:
+        """Rows of queries and of keys in memory: of packed sequences, those of all together."""
+        return self.q.shape[2], self.k.shape[2]
+
+    @property
     def what(self) -> tuple:
         """All that decides a launch."""
         q, k, v, mask, _, _, lengths, limits, kind, scale = self

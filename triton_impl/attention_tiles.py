@@ -189,10 +189,11 @@ def weights_again(scores, factor, row_max, lse, MASK: tl.constexpr):
 
 
 @triton.jit
-def sequence(cu_seqlens_ptr, b):
-    """Where a packed sequence begins, and its length."""
-    start = tl.load(cu_seqlens_ptr + b)
-    return start.to(tl.int64), tl.load(cu_seqlens_ptr + b + 1) - start
+def sequence(cu_seqlens_ptr, b, total):
+    """Where a packed sequence begins, and its length: whatever the offsets say, inside of the `total` rows."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start), total)
+    return start.to(tl.int64), end - start
 
 
 #: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions, negative for

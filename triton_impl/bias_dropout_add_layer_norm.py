@@ -152,7 +152,7 @@ def _backward_kernel(
     end = tl.minimum((share + 1) * rows_a_share, rows)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first_row in range(share * rows_a_share, end, BLOCK_M):
-        row = first_row + tl.arange(0, BLOCK_M)
+        row = tl.cast(first_row, tl.int64) + tl.arange(0, BLOCK_M)
         mask = (row < end)[:, None] & (column < length)[None, :]
         i = row[:, None] * length + column[None, :]
         grad = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32)

@@ -75,7 +75,7 @@ def _bias_gelu_backward_kernel(
     end = tl.minimum((share + 1) * rows_a_share, rows)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(share * rows_a_share, end, BLOCK_M, num_stages=STAGES):
-        row = start + tl.arange(0, BLOCK_M)
+        row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
         mask = (row < end)[:, None] & (column < columns)[None, :]
         i = row[:, None] * columns + column[None, :]
         # What the mask leaves out has a gradient of zero.
@@ -111,7 +111,7 @@ def _bias_gelu_backward_strided_kernel(
     end = tl.minimum((share + 1) * rows_a_share, rows)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(share * rows_a_share, end, BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
+        row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)  # interpreted, `start` is a number of no type
         mask = (row < end)[:, None] & (column < columns)[None, :]
         out = grad_input_ptr + offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None] + column[None, :] * o_step
         grad = grad_ptr + offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column[None, :] * g_step

@@ -63,7 +63,9 @@ def gelu_derivative(x, TANH: tl.constexpr):
     """gelu's derivative at a float32."""
     if TANH:
         s, slope = _sigmoid_and_slope(x)
-        return s + x * slope * (2 * SQRT_2_OVER_PI + x * x * (6 * SQRT_2_OVER_PI * CUBIC))
+        # Bounded: where the square overflows, the slope is zero, and zero times infinity would be NaN.
+        inner = tl.minimum(2 * SQRT_2_OVER_PI + x * x * (6 * SQRT_2_OVER_PI * CUBIC), 1e30)
+        return s + x * slope * inner
     cdf, density = _cdf_and_density(x)
     return cdf + x * density
 

@@ -47,7 +47,8 @@ def _linear_kernel(
     if KEEP:
         tl.store(kept_ptr + i, acc.to(kept_ptr.dtype.element_ty), mask=mask)
     if BIAS:
-        acc += tl.load(bias_ptr + offs_n * bias_step, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        at = offs_n.to(tl.int64) * bias_step
+        acc += tl.load(bias_ptr + at, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(c_ptr + i, activate(acc, ACTIVATION).to(c_ptr.dtype.element_ty), mask=mask)
 
 

@@ -95,7 +95,8 @@ def _finish(
         _store_run(kept, batch, m, n, M, N, x, DESCRIBED, BLOCK_M, COLUMNS)
     if BIAS:
         offs_n = n + tl.arange(0, COLUMNS)
-        x += tl.load(bias_ptr + offs_n * bias_step, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        at = offs_n.to(tl.int64) * bias_step
+        x += tl.load(bias_ptr + at, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     _store_run(c, batch, m, n, M, N, activate(x, ACTIVATION), DESCRIBED, BLOCK_M, COLUMNS)
 
 

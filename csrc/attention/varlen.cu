@@ -44,10 +44,12 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                                      const __grid_constant__ Attention all, const __grid_constant__ Packed packed) {
 #if KL_SM90A
     const unsigned outer = blockIdx.x / packed.tiles, head = outer % all.heads, sequence = outer / all.heads;
-    const int query_row = max(packed.cu_seqlens_q[sequence], 0), key_row = max(packed.cu_seqlens_k[sequence], 0);
+    // Whatever the offsets say, a sequence lies inside of the tensors, and has no fewer than zero rows.
+    const int query_row = min(max(packed.cu_seqlens_q[sequence], 0), all.S_q);
+    const int key_row = min(max(packed.cu_seqlens_k[sequence], 0), all.S_k);
     Attention a = all;
-    a.S_q = min(packed.cu_seqlens_q[sequence + 1], all.S_q) - query_row;
-    a.S_k = max(min(packed.cu_seqlens_k[sequence + 1], all.S_k) - key_row, 0);
+    a.S_q = min(max(packed.cu_seqlens_q[sequence + 1], query_row), all.S_q) - query_row;
+    a.S_k = min(max(packed.cu_seqlens_k[sequence + 1], key_row), all.S_k) - key_row;
     a.first = max(a.S_k - a.S_q - packed.left, -a.S_q);
     a.last = min(a.S_k - a.S_q + packed.right, a.S_k);
     QueryTile<S> tile(a, head, packed.tiles - 1 - blockIdx.x % packed.tiles);
