@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pass", dest="pass_", default="forward", metavar="PASS", help="forward, backward or both")
     parser.add_argument("--ncu", action="store_true", help="counters of the GPU, read by Nsight Compute")
     parser.add_argument(
-        "--save", action="store_true", help="with --ncu: keep the counters in bench/results/<gpu>.profile.jsonl"
+        "--save", action="store_true", help="with --ncu: keep the counters in bench-results/<gpu>.profile.jsonl"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (one for each backend)")
     parser.add_argument("--full-names", action="store_true", help="kernels' names with all types and parameters")

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+from cuda_impl import not_built
 from kernel_ladder.matmul_shapes import as_matrices
 from kernel_ladder.table import untraced
 
@@ -24,7 +25,7 @@ def extension() -> ModuleType | None:
 def unavailable() -> str | None:
     """Why CUDA variants cannot run here, or None."""
     if extension() is None:
-        return "the extension kernel_ladder._C was not built; install nvcc, then run `pip install -e .` again"
+        return not_built.reason()
     if not torch.cuda.is_available():
         return "no CUDA GPU is visible"
     return None

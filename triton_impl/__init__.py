@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
 
 import triton
 
+from triton_impl.interpreter_session import in_session
+
 #: Read once, as a constant that torch.compile can trace.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -99,14 +101,17 @@ def register(
     *,
     forward: Callable[..., tuple[torch.Tensor, tuple]],
     inference: Callable[..., torch.Tensor] | None = None,
+    backward: Callable[..., tuple] | None = None,
     **more: Any,
 ) -> None:
     """:func:`kernel_ladder.table.register`, for kernels that Triton launches on the current device.
 
     Where the tensors are on another GPU, that one is made current for the call. (For a backward, autograd does so.)
     """
+    if interpreted():
+        forward, inference, backward = (f and in_session(f) for f in (forward, inference, backward))
     alone = None if inference is None else _on_device(inference)
-    table.register(op, name, forward=_on_device(forward), inference=alone, **more)
+    table.register(op, name, forward=_on_device(forward), inference=alone, backward=backward, **more)
 
 
 def _on_device(function: Callable[..., Any]) -> Callable[..., Any]:
