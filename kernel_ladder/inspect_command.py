@@ -19,7 +19,7 @@ from rich.table import Table
 from kernel_ladder import table
 from kernel_ladder.columns import Column, LeftOut, Line, fit
 from kernel_ladder.errors import BackendError, InspectError
-from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, tensors
+from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, select, tensors
 from kernel_ladder.samples import empty_inputs
 from kernel_ladder.shapes import case_named
 
@@ -39,10 +39,17 @@ SUFFIXES = {"sass": "sass", "ptx": "ptx", "ttgir": "ttgir", "cuda": "cu", "cpp":
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", help=f"operation: {', '.join(table.OPS)}")
     parser.add_argument(
-        "--backend", required=True, metavar="NAME", help="a variant, or a level for its most optimised variant"
+        "--backend",
+        required=True,
+        metavar="NAME",
+        help="a variant; or a level, for the variant that a call of --shape selects there (without --shape the most "
+        "optimised one)",
     )
     parser.add_argument(
-        "--shape", metavar="CASE", help="a case of the sweep, or the like in other sizes (default: the first that fits)"
+        "--shape",
+        metavar="CASE",
+        help="a case of the sweep, or the like in other sizes (default: the first that fits); "
+        "at the cuda level it needs a GPU, which alone tells what a call launches",
     )
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: bfloat16)")
     parser.add_argument("--pass", dest="pass_", default="forward", metavar="PASS", help="forward or backward")
@@ -81,7 +88,7 @@ def request_of(chosen: argparse.Namespace) -> Request:
         tensors(empty_inputs, case, dtype, torch.device("meta"))  # none of them takes memory
     code = frozenset(kind for kind in CODE if getattr(chosen, kind))
     pass_ = _known("pass", chosen.pass_, list(PASSES))
-    return Request(named[0], case, dtype, pass_, chosen.arch, code, chosen.kernel)
+    return select(named, Request(named[0], case, dtype, pass_, chosen.arch, code, chosen.kernel))
 
 
 def run(chosen: argparse.Namespace, console: Console) -> int:
