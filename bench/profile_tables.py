@@ -76,7 +76,7 @@ def show(target: Target, found: Profile, console: Console, full_names: bool) -> 
         moved = None if kernel.bytes is None else kernel.bytes * len(group)
         name = kernel.name if full_names else kernel.short if on_gpu else kernel.name
         cells = [str(first), name, *([kernel.operator or ""] if on_gpu else []), str(len(group)), microseconds(us)]
-        cells.append(f"{us / found.device_us:.1%}" if found.device_us else "")
+        cells.append(f"{us / found.whole_us:.1%}" if found.whole_us else "")
         cells += [_dims(kernel.grid), _dims(kernel.block)] if on_gpu else []
         cells += [byte_count(moved), _rate(moved, us)]
         lines.append(Line(cells))
@@ -100,7 +100,7 @@ def summary(target: Target, found: Profile) -> list[str]:
         if found.host_us > found.span_us:
             lines.append("The GPU waits for the host, save where calls are captured in a CUDA graph.")
     else:
-        lines = [f"{count}: {microseconds(found.span_us)} on the CPU; no GPU is visible"]
+        lines = [_on_the_cpu(count, found)]
         if target.backend.startswith("triton"):
             lines.append("The kernels are interpreted: these are the interpreter's own operators.")
     least = f"the least is {byte_count(target.least_bytes)}"
@@ -115,6 +115,20 @@ def summary(target: Target, found: Profile) -> list[str]:
         least += f" ({found.operand_bytes / target.least_bytes:.3g}×)"
     lines.append(f"{moved}; {least}.")
     return lines
+
+
+def _on_the_cpu(count: str, found: Profile) -> str:
+    """How the times of a call's operators, of the whole call, and of one without the profiler go together."""
+    plain = "" if found.plain_us is None else f"; without the profiler a call takes {microseconds(found.plain_us)}"
+    if found.apart:
+        return (
+            f"{count}: {microseconds(found.device_us)} in a run that records them, which takes longer; the call takes "
+            f"{microseconds(found.span_us)} under the profiler alone{plain}; no GPU is visible"
+        )
+    return (
+        f"{count}: {microseconds(found.device_us)} in them and {microseconds(found.gap_us)} between them (Python, "
+        f"dispatch, the profiler), {microseconds(found.span_us)} on the CPU in all{plain}; no GPU is visible"
+    )
 
 
 def compare(results: Sequence[tuple[Target, Profile | None]], console: Console) -> None:

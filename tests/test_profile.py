@@ -241,7 +241,7 @@ def test_bad_command_lines(argv, message, capsys):
     [
         (["gelu", "--ncu"], "no GPU is visible"),
         (["gelu", "--one-call"], "no GPU is visible"),
-        (["gelu", "--backend", "cuda"], "nothing to profile; cuda.naive: "),
+        (["gelu", "--backend", "cuda"], "nothing to profile; cuda"),
     ],
 )
 def test_without_a_gpu(argv, message, capsys):
