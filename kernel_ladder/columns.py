@@ -19,7 +19,7 @@ from rich.text import Text
 #: Characters that a column whose text folds needs at least.
 LEAST_FOLDED = 24
 #: Characters to which a column of names is narrowed at most where nothing is left to leave out.
-LEAST_NAME = 12
+LEAST_NAME = 6
 
 
 @dataclass(frozen=True)
