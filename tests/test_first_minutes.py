@@ -488,7 +488,7 @@ def test_a_rung_without_code_for_an_architecture_says_so(monkeypatch, tmp_path):
     of_80 = [i for i in all_ if i.resources.arch == "sm_80"]
     assert [i.function for i in of_cuda._with_code(of_80, all_, "it", "sm_80")] == ["matmul_full_kernel"]
     alone = [i for i in fake if i.resources.arch == "sm_80"]
-    with pytest.raises(InspectError, match="matmul: cuda.fake has no code for sm_80.*it has code for sm_90a"):
+    with pytest.raises(InspectError, match=r"matmul: cuda\.fake has no code for sm_80.*it has code for sm_90a"):
         of_cuda._with_code(alone, fake, "matmul: cuda.fake", "sm_80")
 
 
