@@ -45,16 +45,17 @@ $(if $(PYTHON),,$(PY)):
 	@$(BASE_PYTHON) -m venv .venv
 
 $(INSTALLED): $(if $(PYTHON),,$(PY)) $(BUILT_FROM) $(STALE)
-	@echo "== Installing into $(PY): torch if it is missing (a download of 0.2 to 3 GB), then the package with its CUDA"
-	@echo "   extension if there is an nvcc (1 to 5 minutes on two cores or more)"
+	@echo "== Installing into $(PY): torch if it is missing (a download of 0.2 to 3 GB), then the package; with an nvcc"
+	@echo "   its CUDA extension, compiled by $(CORES) cores (10 minutes on 2 cores, 5 on 4, 2 to 3 on 8 or more)"
 	$(if $(TORCH),@$(PY) -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)"))
-	@$(PY) -m pip install -q -e .
+	@$(PY) _build/install.py
 	@mkdir -p build && touch $@
 
 again:
 
 install: $(INSTALLED)  ## set up .venv and install the package into it
 	@$(PY) -m kernel_ladder doctor
+	$(if $(PYTHON),,@printf '\n== Installed. In every new shell, before the commands of README.md:\n   source .venv/bin/activate\n')
 
 test: $(INSTALLED)  ## set up and run the tests
 	@$(PY) -m pip install -q $(call extra,test)

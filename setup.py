@@ -17,6 +17,11 @@ from environment import check_toolkit, cuda_home, say, show_installed_torch, sto
 
 PACKAGES = ["kernel_ladder", "torch_ref", "compile_impl", "triton_impl", "cuda_impl"]
 
+#: Minutes of one core that the sources take for one architecture, on a cloud machine's virtual core.
+CORE_MINUTES = 9.5
+#: The file that takes longest, which is what many cores wait for, in minutes.
+LONGEST_MINUTES = 2
+
 #: Commands that compile; any other (metadata, sdist) needs neither torch nor nvcc.
 BUILDS = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
 
@@ -91,6 +96,13 @@ def extension(home: Path) -> dict:
         stale.unlink()
     where = Path(torch.__file__).parent
     say(f"building for {os.environ['TORCH_CUDA_ARCH_LIST']} with {home}/bin/nvcc, torch {torch.__version__} in {where}")
+    architectures = len(os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").strip(";").split(";"))
+    jobs = int(os.environ["MAX_JOBS"])
+    minutes = max(LONGEST_MINUTES, round(CORE_MINUTES * architectures / jobs))
+    say(
+        f"compiling {len(module.sources)} files for {architectures} architecture{'s' * (architectures > 1)}, {jobs} at "
+        f"a time: about {minutes} minutes where none was compiled before, half of that on fast cores"
+    )
     return {
         "ext_modules": [module],
         "cmdclass": {"build_ext": cpp_extension.BuildExtension.with_options(no_python_abi_suffix=False)},
@@ -98,4 +110,10 @@ def extension(home: Path) -> dict:
 
 
 home = cuda_home() if BUILDS & set(sys.argv[1:]) else None
-setup(packages=PACKAGES, **(extension(home) if home else {}))
+arguments = extension(home) if home else {}
+if {"bdist_wheel", "install"} & set(sys.argv[1:]):
+    # `inspect --source` shows the kernels from an installed package too. An editable one has csrc beside it.
+    PACKAGES.append("cuda_impl.csrc")
+    arguments["package_dir"] = {"cuda_impl.csrc": "csrc"}
+package_data = {"kernel_ladder": ["_not_built.txt"], "cuda_impl.csrc": ["**/*"]}
+setup(packages=PACKAGES, package_data=package_data, **arguments)

@@ -24,6 +24,27 @@ def stop(message: str) -> None:
     sys.exit(f"kernel_ladder: {message}")
 
 
+#: Where the installed package finds why it has no extension (``cuda_impl/not_built.py``).
+RECORD = Path(__file__).resolve().parent.parent / "kernel_ladder" / "_not_built.txt"
+
+
+def leave_out(reason: str, way_out: str = "") -> None:
+    """Say that the package is installed without the cuda level, and leave the reason on record."""
+    say(f"{reason}: installing without the cuda level{way_out}")
+    record(reason)
+
+
+def record(reason: str | None) -> None:
+    """Keep the reason why the extension is left out; None takes an older one away."""
+    try:
+        if reason is None:
+            RECORD.unlink(missing_ok=True)
+        else:
+            RECORD.write_text(f"{reason}\n", encoding="utf-8")
+    except OSError as error:  # sources that may not be written to are installed all the same
+        say(f"{RECORD} cannot be written: {error.strerror}")
+
+
 def environment_path() -> list[str]:
     """``sys.path`` of the environment that is installed into.
 
@@ -59,13 +80,15 @@ def cuda_home() -> Path | None:
     if wanted not in ("", "0", "1"):
         stop(f"KERNEL_LADDER_CUDA must be 0 or 1, got {wanted!r}")
     if wanted == "0":
-        say("KERNEL_LADDER_CUDA=0: installing without the cuda level")
+        leave_out("KERNEL_LADDER_CUDA=0")
         return None
     home = _find_cuda_home()
     if home is None and wanted == "1":
         stop("KERNEL_LADDER_CUDA=1 but no nvcc was found; put it on the PATH or set CUDA_HOME")
     if home is None:
-        say("no nvcc found: installing without the cuda level (set CUDA_HOME and install again to add it)")
+        leave_out("no nvcc found", " (set CUDA_HOME and install again to add it)")
+    else:
+        record(None)
     return home
 
 

@@ -15,6 +15,7 @@ import kernel_ladder
 from bench import environment, peers, resume, rows, sweep, table
 from bench.choice import LONG_TUNING, Choice
 from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
+from kernel_ladder.columns import console_for
 from kernel_ladder.table import LEVELS, variants
 
 ALL_PEERS = "all"
@@ -28,7 +29,7 @@ Other commands, all reading rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
   python -m bench pictures [FILE]      draw the pictures again
   python -m bench report [FILE…]       the rows as one HTML page to explore
-  python -m bench readme [--check]     renew the tables in README.md between their markers
+  python -m bench readme [--check]     renew the tables in README.md from the committed rows in bench/results/
   python -m bench merge FILE…          join the rows of several files, such as the shares of one sweep
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
@@ -137,7 +138,7 @@ def _sweep_parser() -> argparse.ArgumentParser:
         help="the I-th of N parts, for N GPUs of one model side by side, each with an --output of its own; "
         "`python -m bench merge` joins them",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench/results/<gpu>.jsonl)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench-results/<machine>.jsonl)")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -176,7 +177,7 @@ def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Co
     if run:
         console.print(f"{len(run)} rows are in {output}", soft_wrap=True)
     if run and not args.no_pictures:
-        _draw(output, console)
+        _draw(output, console, run[-1].gpu)
     wrong = [row for row in run if row.wrong]
     for row in wrong:
         print(f"WRONG: {row.op} {row.backend} {row.pass_} {row.dtype} {row.shape}: {row.wrong}", file=sys.stderr)
@@ -184,20 +185,26 @@ def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Co
     return 130 if interrupted else 1 if any(row.level != peers.LEVEL for row in wrong) else 0
 
 
-def _draw(path: Path, console: Console) -> None:
+def _draw(path: Path, console: Console, gpu: str | None = None) -> None:
     try:
         from bench import memory, pictures, roofline
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in (*pictures.draw(path), *memory.draw(path), *roofline.draw(path)):
+    for picture in (*pictures.draw(path, gpu), *memory.draw(path, gpu), *roofline.draw(path, gpu)):
         console.print(f"drew {picture}", soft_wrap=True)
 
 
 def _read_command(name: str, argv: Sequence[str], console: Console) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}")
     parser.add_argument("file", type=Path, nargs="?", help="rows (default: this machine's)")
-    path = parser.parse_args(argv).file or environment.results_file()
+    given, own = parser.parse_args(argv).file, environment.results_file()
+    if given is None and not own.exists():
+        raise rows.ResultsError(
+            f"this machine has no rows yet ({own} does not exist): `python -m bench` writes them; "
+            f"`python -m bench {name} FILE` takes others, such as the committed ones in bench/results"
+        )
+    path = given or own
     found = rows.read_given(path)
     if name == "table":
         table.show(rows.latest(found), console)
@@ -213,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     2 for a bad command line or file; 130 after an interrupt.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = console_for(200)
     try:
         if argv[:1] == ["readme"]:
             from bench import readme

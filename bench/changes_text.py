@@ -20,6 +20,7 @@ from bench.intervals import LEAST_VALUES
 from bench.ratio import Estimate, has_interval
 from bench.rows import Row
 from bench.table import microseconds
+from kernel_ladder.columns import Column, Footnotes, LeftOut, Line, fit
 
 #: GitHub takes comments of 65,536 characters: the largest changes are shown, the rest counted.
 MARKDOWN_LINES = 40
@@ -198,24 +199,51 @@ def show(report: Report, console: Console, everything: bool) -> None:
 
     for text in paragraphs(report):
         line(text)
+    left_out = LeftOut()
     for grid in grids(report, everything):
         style = "bold red" if grid.alarming else "bold"
-        table = Table(box=box.ROUNDED if rich else None, padding=(0, 1) if rich else (0, 2, 0, 0), pad_edge=rich)
-        for i, name in enumerate(grid.header):
-            table.add_column(name, justify="left" if i < grid.names or name == "note" else "right")
-        for cells in grid.lines:
-            table.add_row(*map(Text, cells))
         line("")
         line(grid.title, style)
         if rich:
-            console.print(table)
+            notes = Footnotes()
+            console.print(_fitted(grid, console, left_out, notes))
+            notes.show(console)
         else:
+            table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+            for i, name in enumerate(grid.header):
+                table.add_column(name, justify="left" if i < grid.names or name == "note" else "right")
+            for cells in grid.lines:
+                table.add_row(*map(Text, cells))
             with console.capture() as capture:
                 console.print(table)
             for text in capture.get().splitlines():
                 line(text.rstrip())
+    left_out.show(console, "; a pipe, --markdown and --json have them all")
     line("")
     line(report.verdict, {"PASS": "bold green", "FAIL": "bold red"}.get(report.outcome, "bold yellow"))
+
+
+#: How soon a column makes way where a terminal has no room; what is not named is always shown.
+SPARE = {"paired": 5, "interval": 2, "A": 4, "B": 4, "B / A": 3, "dtype": 6, "undecided": 7, "unchanged": 8}
+#: Columns of sentences, which stand below a table in a terminal.
+SENTENCES = ("note", "reason")
+
+
+def _fitted(grid: Grid, console: Console, left_out: LeftOut, notes: Footnotes) -> Table:
+    columns = [
+        Column("" if name in SENTENCES else name, i >= grid.names, SPARE.get(name, 0), folds=name == "shapes")
+        for i, name in enumerate(grid.header)
+    ]
+    lines = [
+        Line(
+            [
+                notes.mark(cell) if name in SENTENCES and cell else cell
+                for name, cell in zip(grid.header, cells, strict=True)
+            ]
+        )
+        for cells in grid.lines
+    ]
+    return fit(console, columns, lines, left_out, box=box.ROUNDED)
 
 
 def to_markdown(report: Report, everything: bool) -> str:

@@ -14,6 +14,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: Where a sweep writes its rows, and pictures of them: git ignores this folder.
+MEASURED = ROOT / "bench-results"
+#: The committed rows, which README.md and KERNEL_LOG.md show. No command writes here unless it is told to by name.
+PUBLISHED = ROOT / "bench" / "results"
+
 #: Names the source's commit (and whether files differ from it), as where git cannot be asked or knows another one, in a
 #: copy of the files.
 ENV_COMMIT = "KERNEL_LADDER_COMMIT"
@@ -37,9 +42,8 @@ def machine_name() -> str:
 
 
 def results_file() -> Path:
-    """Where this machine's rows go: one file per model of GPU, one for every CPU."""
-    name = re.sub(r"[^a-z0-9]+", "-", machine_name().lower()).strip("-") if torch.cuda.is_available() else "cpu"
-    return ROOT / "bench" / "results" / f"{name}.jsonl"
+    """Where this machine's rows go: one file per model of GPU, or of CPU where there is no GPU."""
+    return MEASURED / f"{re.sub(r'[^a-z0-9]+', '-', machine_name().lower()).strip('-')}.jsonl"
 
 
 def _output(*command: str) -> str | None:

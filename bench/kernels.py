@@ -57,6 +57,8 @@ class Profile:
     span_us: float  # from the start of the first to the end of the last
     host_us: float | None  # to issue the call, the device not waited for
     steps: list[Step] | None  # None where it does not run as operators of PyTorch
+    plain_us: float | None = None  # on a CPU: of the call without the profiler
+    apart: bool = False  # the kernels' times are of another run than the span, with more to record
     trace: dict[str, Any] = field(repr=False, default_factory=dict)
 
     @property
@@ -71,8 +73,16 @@ class Profile:
 
     @property
     def gap_us(self) -> float:
-        """Between kernels, where the device waits for the host or for the kernel before to drain."""
+        """Between kernels, where the device waits for the host or for the kernel before to drain.
+
+        On a CPU between operators, which is Python, dispatch, and the profiler itself.
+        """
         return max(0.0, self.span_us - self.device_us)
+
+    @property
+    def whole_us(self) -> float:
+        """What shares are of, measured in one run with the kernels: their sum on a GPU, the whole call on a CPU."""
+        return self.device_us if self.device == "cuda" or self.apart else self.span_us
 
     @property
     def operand_bytes(self) -> int | None:
@@ -136,7 +146,7 @@ def profile(call: Callable[[], Any], operators: bool, device: torch.device) -> P
     kernels, span = _medians(runs)
     if recorded is not None:
         _join(kernels, recorded)
-    return Profile("cuda", kernels, span, host_us, recorded, trace)
+    return Profile("cuda", kernels, span, host_us, recorded, trace=trace)
 
 
 def _trace(call: Callable[[], Any], device: torch.device, repeats: int) -> dict[str, Any]:
@@ -228,16 +238,42 @@ def _join(kernels: list[Kernel], steps: list[Step]) -> None:
 
 
 def _on_host(call: Callable[[], Any], recorded: list[Step] | None, device: torch.device, repeats: int) -> Profile:
-    """The operators of a call and their times on the host."""
+    """The operators of a call and their times on the host, all of the call of median length.
+
+    Operators that were recorded get their times from that call too: the run that recorded them spends more on that than
+    on many an operator. Where they cannot be found in it, they keep the times of their own run, and are `apart`.
+    """
+    plain_us = 1e6 * statistics.median(timing.wall(call, device)[0] for _ in range(repeats))
     trace = _trace(call, device, repeats)
-    windows = _ranges(trace, CALL)
-    span = statistics.median(window["dur"] for window in windows)
-    if recorded is not None:
-        kernels = [Kernel(s.name, s.us or 0.0, operator=s.name, bytes=s.bytes) for s in recorded]
-    else:
-        events = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op" and _within(e, windows[-1])]
+    windows = sorted(_ranges(trace, CALL), key=lambda window: window["dur"])
+    window = windows[len(windows) // 2]
+    events = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op" and _within(e, window)]
+    apart = False
+    if recorded is None:
         kernels = [Kernel(e["name"], e["dur"]) for e in _outermost(events)]
-    return Profile("cpu", kernels, span, None, recorded, trace)
+    else:
+        times = _times_of(recorded, events)
+        apart = times is None
+        for step, us in zip(recorded, times or (), strict=not apart):
+            step.us = us
+        kernels = [Kernel(s.name, s.us or 0.0, operator=s.name, bytes=s.bytes) for s in recorded]
+    return Profile("cpu", kernels, window["dur"], None, recorded, plain_us, apart, trace)
+
+
+def _times_of(steps: list[Step], events: list[dict[str, Any]]) -> list[float] | None:
+    """The time of each step in a run that did not record them, by their names in order; None where one is missing."""
+    rest = iter(sorted(events, key=lambda e: (e["ts"], -e["dur"])))
+    times, end = [], 0.0
+    for step in steps:
+        space, name, *_ = step.name.split(".")
+        # Gradients are summed up in place, save where operators are recorded.
+        names = (f"{space}::{name}", f"{space}::{name}_")
+        event = next((e for e in rest if e["name"] in names and e["ts"] >= end), None)
+        if event is None:
+            return None
+        times.append(event["dur"])
+        end = event["ts"] + event["dur"]
+    return times
 
 
 def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,12 +12,15 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from bench.lengths import OP, PICTURE, family, length, setting
 from bench.pictures import STYLE, look, spread
-from bench.rows import Row, latest, picture_file, read
+from bench.rows import Row, latest, of_one_machine, picture_file, read
 
 
-def draw(results: Path) -> list[Path]:
-    """Draw memory and time of the forward pass, where rows of two lengths have both; returns the picture's file."""
-    rows = family(latest(read(results)))
+def draw(results: Path, gpu: str | None = None) -> list[Path]:
+    """Draw memory and time of the forward pass, where rows of two lengths have both; returns the picture's file.
+
+    Of one machine, as :func:`bench.pictures.draw`.
+    """
+    rows = family(of_one_machine(latest(read(results)), gpu))
     if not rows:
         return []
     path = picture_file(results, PICTURE)

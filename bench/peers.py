@@ -25,12 +25,12 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from bench.gate import one_line
 from bench.rows import PEER
+from kernel_ladder.columns import Column, LeftOut, Line, fit
 from kernel_ladder.norms import eps_or_default
 from kernel_ladder.table import Variant
 
@@ -398,12 +398,16 @@ def version(backend: str) -> str | None:
 
 def show(console: Console) -> None:
     """Print every peer: what it covers, and its version or how to get it."""
-    table = Table(title="peers", title_justify="left", title_style="bold", padding=(0, 1))
-    for heading in ("peer", "operations", "backend"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("version", overflow="fold")
+    columns = [
+        Column("peer"),
+        Column("version", folds=True),
+        Column("operations", spare=1, folds=True),
+        Column("backend", spare=2),
+    ]
+    lines, left_out = [], LeftOut()
     for name in known():
         status = "the table's own variant" if name in IN_TABLE else PEERS[name].version or PEERS[name].absent
         backends = ", ".join(dict.fromkeys(ops_of(name).values()))
-        table.add_row(*map(Text, (name, ", ".join(ops_of(name)), backends, status)))
-    console.print(table)
+        lines.append(Line([name, status or "", ", ".join(ops_of(name)), backends], ends_section=True))
+    console.print(fit(console, columns, lines, left_out, title="peers", box=box.HEAVY_HEAD))
+    left_out.show(console)

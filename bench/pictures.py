@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 import kernel_ladder
 from bench.roofs import operations
-from bench.rows import Row, latest, picture_file, read
+from bench.rows import Row, latest, of_one_machine, picture_file, read
 
 # Okabe and Ito's colours, told apart by colour-blind eyes: a hue for each level, a marker for each step of its climb.
 # Peers are dashed, too.
@@ -47,9 +47,12 @@ STYLE = {
 }
 
 
-def draw(results: Path) -> list[Path]:
-    """Draw every operation that has times in a file of rows; returns the pictures' files."""
-    timed = [row for row in operations(latest(read(results))) if row.us is not None]
+def draw(results: Path, gpu: str | None = None) -> list[Path]:
+    """Draw every operation that has times in a file of rows, of the machine `gpu` or that of the newest row.
+
+    Returns the pictures' files.
+    """
+    timed = [row for row in operations(of_one_machine(latest(read(results)), gpu)) if row.us is not None]
     paths = []
     for op in dict.fromkeys(row.op for row in timed):
         paths.append(picture_file(results, op))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pass", dest="pass_", default="forward", metavar="PASS", help="forward, backward or both")
     parser.add_argument("--ncu", action="store_true", help="counters of the GPU, read by Nsight Compute")
     parser.add_argument(
-        "--save", action="store_true", help="with --ncu: keep the counters in bench/results/<gpu>.profile.jsonl"
+        "--save", action="store_true", help="with --ncu: keep the counters in bench-results/<gpu>.profile.jsonl"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (one for each backend)")
     parser.add_argument("--full-names", action="store_true", help="kernels' names with all types and parameters")
@@ -87,7 +88,8 @@ def _targets(args: argparse.Namespace, device: torch.device) -> Iterator[Target]
     backends = split("--backend", args.backend, targets.backends_of(args.op))
     variants = targets.variants_of(args.op, backends)
     case = targets.case_of(args.op, args.shape, options, dtype, device)
-    return targets.of_operation(variants, case, passes, dtype, device)
+    missing = targets.absent(args.op, backends, case, passes, dtype)
+    return itertools.chain(targets.of_operation(variants, case, passes, dtype, device), missing)
 
 
 def _one_call(targets_: Iterator[Target], device: torch.device) -> int:
@@ -156,7 +158,7 @@ def _as_json(target: Target, found: kernels.Profile | None) -> dict[str, Any]:
     value: dict[str, Any] = {**{name: getattr(target, name) for name in names}, "pass": target.pass_}
     value |= environment.facts()
     if found is not None:
-        more = ("device", "device_us", "gap_us", "span_us", "host_us", "operands", "operand_bytes")
+        more = ("device", "device_us", "gap_us", "span_us", "plain_us", "host_us", "operands", "operand_bytes")
         value |= {name: getattr(found, name) for name in more}
         value["kernels"] = [{**dataclasses.asdict(kernel), "short": kernel.short} for kernel in found.kernels]
         value["operators"] = None if found.steps is None else [dataclasses.asdict(step) for step in found.steps]

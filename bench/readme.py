@@ -233,8 +233,8 @@ def _memory(path: Path, found: list[Row], folder: Path) -> str:
 
 
 def default_results() -> list[Path]:
-    """Every GPU's file; the CPU's where there is no other."""
-    files = sorted((environment.ROOT / "bench" / "results").glob("*.jsonl"))
+    """Every GPU's committed file; the CPU's where there is no other."""
+    files = sorted(environment.PUBLISHED.glob("*.jsonl"))
     files = [f for f in files if not f.name.endswith(counters.SUFFIX)]
     return [f for f in files if f.stem != "cpu"] or files
 
@@ -249,7 +249,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
     args = parser.parse_args(argv)
     # In the order of the file, which the sweep sorted: the same on machines that do not know every variant.
-    machines = {path: rows.latest(rows.read_given(path)) for path in args.results or default_results()}
+    machines = {
+        path: rows.of_one_machine(rows.latest(rows.read_given(path))) for path in args.results or default_results()
+    }
     stale = False
     for file in args.file:
         try:

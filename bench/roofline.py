@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from bench.headline import headline
 from bench.pictures import COLOURS, OTHER, STYLE, look, spread
 from bench.roofs import CAPTION, Roof, intensity, operations, roofs
-from bench.rows import Row, latest, picture_file, read
+from bench.rows import Row, latest, of_one_machine, picture_file, read
 
 PASSES = ("forward", "backward")
 #: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines
@@ -23,9 +23,12 @@ ASIDE = 1.07
 ROOM = 3000
 
 
-def draw(results: Path) -> list[Path]:
-    """Draw the roofline of every operation that has times in a file of rows, and one of all; returns their files."""
-    found = latest(read(results))
+def draw(results: Path, gpu: str | None = None) -> list[Path]:
+    """Draw the roofline of every operation that has times in a file of rows, and one of all; returns their files.
+
+    Of one machine, as :func:`bench.pictures.draw`.
+    """
+    found = of_one_machine(latest(read(results)), gpu)
     shown = {op: _standing(op, found) for op in dict.fromkeys(row.op for row in operations(found))}
     shown = {op: rows for op, rows in shown.items() if rows}
     pictures = [(f"roofline-{op}", rows, True) for op, rows in shown.items()]

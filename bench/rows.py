@@ -359,6 +359,14 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     replace(path, "".join(to_json(row) + "\n" for row in rows))
 
 
+def of_one_machine(rows: Iterable[Row], gpu: str | None = None) -> list[Row]:
+    """The rows of the machine `gpu`, or of the one that made the newest row: a picture carries one machine's name."""
+    rows = list(rows)
+    if gpu is None and rows:
+        gpu = max(rows, key=lambda row: row.when).gpu
+    return [row for row in rows if row.gpu == gpu]
+
+
 def picture_file(path: Path, op: str) -> Path:
     """Where the picture of an operation, drawn from the rows of a file, is kept."""
     return path.resolve().parent / "pictures" / f"{op}-{path.stem}.svg"

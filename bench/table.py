@@ -1,16 +1,36 @@
-"""Rows as a table to read in a terminal: by operation, pass and shape, the fastest marked."""
+"""Rows as tables to read in a terminal: by operation, pass and shape, the fastest marked; at the end what it comes to.
+
+Reasons stand below each table, numbered; a level that could run nothing has one line before all tables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from bench.headline import headline
 from bench.order import by_climb
 from bench.rows import CEILING, Row
+from kernel_ladder.columns import Column, Footnotes, LeftOut, Line, fit, say
+
+#: The columns of a call's rows, the first three always shown.
+COLUMNS = (
+    Column("shape"),
+    Column("backend"),
+    Column("time", right=True),
+    Column("speedup", right=True, spare=1),
+    Column("rate", right=True, spare=3),
+    Column("of ceiling", right=True, spare=2),
+    Column("quartiles", right=True, spare=7),
+    Column("95 % of speedup", right=True, spare=9),
+    Column("host", right=True, spare=5),
+    Column("first call", right=True, spare=6),
+    Column("error / bound", right=True, spare=8),
+)
 
 
 def microseconds(us: float) -> str:
@@ -63,87 +83,147 @@ def with_legend(written: str) -> str:
 
 
 def show(rows: Iterable[Row], console: Console) -> None:
-    """Print the ceilings, then one table for each operation, pass and dtype."""
+    """Print the ceilings, one table for each operation, pass and dtype, and a summary."""
     rows = list(rows)
+    left_out = LeftOut()
     if measured := [row for row in rows if row.op == CEILING and row.us is not None]:
-        console.print(_ceilings(measured))
+        console.print(_ceilings(measured, console, left_out))
 
     def group(row: Row) -> tuple[str, ...]:
         return (row.op, row.pass_, row.dtype, row.gpu or "")
 
     rows = by_climb(row for row in rows if row.op != CEILING)
-    order = {key: i for i, key in reversed(list(enumerate(map(group, rows))))}
-    for (op, pass_, dtype, gpu), members in groupby(sorted(rows, key=lambda r: order[group(r)]), group):
-        console.print(_table(f"{op} {pass_}, {dtype}, on {gpu}", list(members)))
+    absent = idle_levels(rows)
+    for (level, gpu), reason in absent.items():
+        count = sum((row.level, row.gpu) == (level, gpu) for row in rows)
+        say(console, f"{level}: {reason} (on {gpu}; {count} rows)")
+    shown = [row for row in rows if (row.level, row.gpu) not in absent]
+    order = {key: i for i, key in reversed(list(enumerate(map(group, shown))))}
+    for (op, pass_, dtype, gpu), members in groupby(sorted(shown, key=lambda r: order[group(r)]), group):
+        notes = Footnotes()
+        table = _table(f"{op} {pass_}, {dtype}, on {gpu}", list(members), console, left_out, notes)
+        console.print(table)
+        notes.show(console)
+    for gpu in dict.fromkeys(row.gpu for row in shown if row.us is not None):
+        console.print(_summary([row for row in shown if row.gpu == gpu], console))
+    if rows:
+        say(console, _counts(rows))
+    left_out.show(console, "; so does `python -m bench report`")
 
 
-def _ceilings(rows: list[Row]) -> Table:
-    title = f"what {rows[0].gpu} can do at most"
-    table = Table(title=title, title_justify="left", title_style="bold", padding=(0, 1))
-    for heading in ("ceiling", "dtype", "shape"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("time", "rate"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("reached by", overflow="fold")
+def idle_levels(rows: Sequence[Row]) -> dict[tuple[str, str | None], str]:
+    """Levels that ran nothing on a machine, all for one reason: ``(level, machine) -> reason``."""
+    reasons: dict[tuple[str, str | None], set[str | None]] = {}
+    for row in rows:
+        refused = row.unsupported if row.us is None and not row.wrong else None
+        reasons.setdefault((row.level, row.gpu), set()).add(refused)
+    counts = {key: sum((row.level, row.gpu) == key for row in rows) for key in reasons}
+    idle = {key: next(iter(found)) for key, found in reasons.items() if len(found) == 1 and counts[key] > 1}
+    return {key: reason for key, reason in idle.items() if reason is not None}
+
+
+def _ceilings(rows: list[Row], console: Console, left_out: LeftOut) -> Table:
+    columns = [
+        Column("ceiling"),
+        Column("dtype"),
+        Column("shape", spare=1),
+        Column("time", right=True),
+        Column("rate", right=True),
+        Column("reached by", spare=2, folds=True),
+    ]
+    lines = []
     for row in rows:
         speed = rate(row, row.gbs is not None) if row.gbs is not None or row.tflops is not None else ""
-        by = str(row.options.get("by", ""))
         name = row.backend.removeprefix(f"{CEILING}.")
-        table.add_row(name, row.dtype, row.shape, microseconds(row.us), speed, by)
-    return table
+        lines.append(Line([name, row.dtype, row.shape, microseconds(row.us), speed, str(row.options.get("by", ""))]))
+    title = f"what {rows[0].gpu} can do at most"
+    return fit(console, columns, lines, left_out, title=title, box=box.HEAVY_HEAD)
 
 
-def _table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", padding=(0, 1))
-    table.add_column("shape", no_wrap=True)
-    table.add_column("backend", no_wrap=True)
-    for heading in ("time", "quartiles", "rate", "of ceiling", "speedup", "host", "first call", "error / bound"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
+def _table(title: str, rows: list[Row], console: Console, left_out: LeftOut, notes: Footnotes) -> Table:
     by_shape: dict[str, list[Row]] = {}
     for row in rows:
         by_shape.setdefault(row.shape, []).append(row)
+    lines = []
     for shape, members in by_shape.items():
         best = fastest(members)
         for i, row in enumerate(members):
             marked = row.backend in best
-            style = "bold green" if marked else "red" if row.wrong else "dim" if row.us is None else None
-            cells = [shape if i == 0 else "", f"{row.backend}{' ◀' if marked else ''}", *_cells(row)]
-            table.add_row(*(Text(c, style=style or "") for c in cells), end_section=i == len(members) - 1)
-    return table
+            style = "bold green" if marked else "red" if row.wrong else "dim" if row.us is None else ""
+            cells = [shape if i == 0 else "", f"{row.backend}{' ◀' if marked else ''}", *_cells(row, notes)]
+            lines.append(Line(cells, style, ends_section=i == len(members) - 1))
+    return fit(console, COLUMNS, lines, left_out, title=title, box=box.HEAVY_HEAD)
 
 
 def _speedup(row: Row) -> str:
-    if row.speedup is None:
-        return ""
+    return f"{row.speedup:.2f}×" if row.speedup is not None else ""
+
+
+def _speedup_interval(row: Row) -> str:
     if row.speedup_low is None or row.speedup_low == row.speedup_high:
-        return f"{row.speedup:.2f}×"
-    return f"{row.speedup:.2f}× ({row.speedup_low:.3f} – {row.speedup_high:.3f})"
+        return ""
+    return f"{row.speedup_low:.3f} – {row.speedup_high:.3f}"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, notes: Footnotes) -> list[str]:
     host = f"{row.host_us:.1f} µs" if row.host_us is not None else ""
     first = f"{row.compile_s:.2f} s" if row.compile_s is not None else ""
     error = f"{row.error:.1e} / {row.bound:.1e}" if row.error is not None and row.bound is not None else ""
-    notes = [
-        f"WRONG: {row.wrong}" if row.wrong else "",
-        row.unsupported or "",
-        f"version {row.peer_version}" if row.peer_version and row.unsupported is None else "",
-        "interpreted" if row.interpreted and row.us is not None else "",
+    if row.us is None:
+        found = f"WRONG: {row.wrong}" if row.wrong else row.unsupported or "not measured"
+        said = f"{'wrong' if row.wrong else '—'} {notes.mark(found)}"
+        return [said, *[""] * 5, host, first, error]
+    remarks = [
+        f"version {row.peer_version}" if row.peer_version else "",
+        "interpreted" if row.interpreted else "",
         "launch gaps included" if row.graph is False else "",
         "its clock was not its neighbours'" if row.clocks_moved else "",
     ]
-    note = "; ".join(filter(None, notes))
-    if row.us is None:
-        return ["—", "", "", "", "", host, first, error, note]
     return [
-        microseconds(row.us),
-        f"{microseconds(row.us_q1)} – {microseconds(row.us_q3)}",
+        microseconds(row.us) + "".join(f" {notes.mark(remark)}" for remark in filter(None, remarks)),
+        _speedup(row),
         rate(row),
         f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
-        _speedup(row),
+        f"{microseconds(row.us_q1)} – {microseconds(row.us_q3)}",
+        _speedup_interval(row),
         host,
         first,
         error,
-        note,
     ]
+
+
+def _summary(rows: Sequence[Row], console: Console) -> Table:
+    """The fastest at the headline shape of each operation, pass by pass."""
+    columns = [
+        Column("operation"),
+        Column("pass"),
+        Column("shape", spare=1),
+        Column("dtype", spare=4),
+        Column("fastest"),
+        Column("time", right=True),
+        Column("speedup", right=True),
+        Column("of ceiling", right=True, spare=2),
+        Column("of", right=True, spare=3),
+    ]
+    lines = []
+    timed = [row for row in rows if row.us is not None]
+    for op, pass_ in dict.fromkeys((row.op, row.pass_) for row in timed):
+        mine = [row for row in timed if (row.op, row.pass_) == (op, pass_)]
+        at = headline(op, mine)
+        steps = [row for row in mine if (row.shape, row.dtype) == at]
+        known = speeds(steps)
+        row = max(steps, key=lambda row: known[row.backend][0])
+        share = f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else ""
+        cells = [op, pass_, row.shape, row.dtype, row.backend, microseconds(row.us), _speedup(row), share]
+        lines.append(Line([*cells, str(len(steps))]))
+    title = f"\nSummary: the fastest at each operation's headline shape, on {rows[0].gpu}"
+    return fit(console, columns, lines, LeftOut(), title=title)
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    timed = sum(row.us is not None for row in rows)
+    wrong = sum(row.wrong is not None for row in rows)
+    refused = len(rows) - timed - wrong
+    interpreted = sum(row.interpreted and row.us is not None for row in rows)
+    said = f"{timed} calls timed, {refused} not supported here, {wrong} wrong"
+    return said + (f"; {interpreted} times are of interpreted kernels and say nothing of a GPU" if interpreted else "")

@@ -92,6 +92,19 @@ def variants_of(op: str, backends: Sequence[str]) -> list[Variant]:
     return found
 
 
+def absent(op: str, backends: Sequence[str], case: Case, passes: Sequence[str], dtype: torch.dtype) -> list[Target]:
+    """A target with its reason for each level of `backends` (none for all) that could not be loaded at all."""
+    levels = [level for level in LEVELS if level in backends or not backends]
+    reasons = {level: table.unavailable(op, level) for level in levels if not table.variants(op, level)}
+    name = str(dtype).removeprefix("torch.")
+    return [
+        Target(op, level, pass_, name, case.id, reason=reason)
+        for pass_ in passes
+        for level, reason in reasons.items()
+        if reason is not None
+    ]
+
+
 def case_of(op: str, shape: str | None, options: Options, dtype: torch.dtype, device: torch.device) -> Case:
     """The case that `shape` names: by its id, or by sizes. None: the first quick one, shrunk where there is no GPU.
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from cuda_impl import built_for
+from cuda_impl import built_for, not_built
 from kernel_ladder import gpu
 from kernel_ladder.matmul_shapes import as_matrices
 from kernel_ladder.tracing import address
@@ -32,7 +32,7 @@ def architectures() -> list[str]:
 def unavailable() -> str | None:
     """Why CUDA variants cannot run here, or None."""
     if (module := extension()) is None:
-        return "the extension kernel_ladder._C was not built; install nvcc, then run `pip install -e .` again"
+        return not_built.reason()
     if not hasattr(module, "architectures"):
         return "the extension kernel_ladder._C is older than this package; run `pip install -e .` again"
     if not gpu.visible():

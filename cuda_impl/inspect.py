@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ from kernel_ladder.inspect import (
     located,
     one_pass,
     real_inputs,
+    refusal_here,
     this_gpu,
 )
 from kernel_ladder.launches import launched
+from kernel_ladder.table import Variant
 
 CODE = ("source", "ptx", "sass")
 AHEAD_OF_TIME = True
@@ -135,10 +138,17 @@ def of_variant(op: str, step: str) -> list[Instance]:
     return [i for i in instances() if named.fullmatch(i.function)]
 
 
+def sources() -> Path | None:
+    """The folder of the kernels' sources: that of the project, or the copy that an installed package carries."""
+    copies = (Path(__file__).resolve().parent / "csrc", ROOT / "csrc")
+    return next((folder for folder in copies if (folder / "bindings.cpp").exists()), None)
+
+
 @functools.cache
 def source_of(function: str) -> str | None:
     """Where a kernel is defined, None where the package was installed without its sources."""
-    for path in sorted((ROOT / "csrc").rglob("*.cu*")):
+    folder = sources()
+    for path in sorted(folder.rglob("*.cu*")) if folder is not None else ():
         text = path.read_text()
         found = re.search(rf"__global__[^;{{]*?\b{function}\(", text)
         if found is not None:
@@ -199,13 +209,17 @@ def inspect(request: Request) -> Inspection:
         for i in of_all
         if i.resources.arch == arch and i.dtype in (request.dtype_name, None) and request.pass_ in i.passes
     ]
+    mine = _with_code(mine, of_all, f"{variant.op}: {variant.name}", arch)
+    runs_here = _that_runs_here([_number(arch)]) is not None
+    if request.case is not None and not runs_here:
+        raise InspectError(_ONLY_A_GPU.format(f"of {variant.name}", arch))
     found = begin(request)
     found.arch = arch
     given = request.pass_ == "forward" or variant.backward is not None
-    ran = _launches(request, found) if given and _that_runs_here([_number(arch)]) else {}
+    ran = _launches(request, found) if given and runs_here else {}
     mine += [i for i in instances() if i.name in ran and i.resources.arch == arch and i not in mine]
-    if request.case is not None and not ran:
-        found.notes.append("which kernels a shape launches, and how large, is known on a GPU that runs them only")
+    if request.case is not None:
+        mine = [i for i in mine if i.name in ran]
     facts = {readable(fact.type): fact for fact in _facts(request.dtype_name)}
     of_launch = {_launch_key(name): fact for name, fact in facts.items()}
     named = {i.name for i in mine if i.name in (ran or facts)}
@@ -217,12 +231,60 @@ def inspect(request: Request) -> Inspection:
     for instance in mine:
         if instance.name in kept and (instance.name in named or request.kernel is not None):
             found.code += [code for code in _code(request, instance) if code not in found.code]
+    if "source" in request.code and sources() is None:
+        found.notes.append("the package was installed without csrc, so the kernels' source is not here to show")
     if "ptx" in request.code and not any(c.language == "ptx" for c in found.code):
         capability = re.sub(r"sm_(\d+)(\d)", r"\1.\2", arch)
         found.notes.append(
             f"the extension holds no PTX for {arch}; install it with TORCH_CUDA_ARCH_LIST='{capability}+PTX' to have it"
         )
     return found
+
+
+#: Why a shape says nothing where no GPU runs the kernels; of which kernels, and the architecture.
+_ONLY_A_GPU = (
+    "`shape`: which kernels {} a call of it launches is known on a GPU that runs them alone, and none that runs {} is "
+    "visible; leave `shape` away to see all of a variant's"
+)
+
+
+def judge(request: Request) -> Callable[[Variant], str | None]:
+    """See :func:`kernel_ladder.inspect.select`."""
+    arch = _architecture(request, sorted({i.resources.arch for i in instances()}))
+    if _that_runs_here([_number(arch)]) is None:
+        raise InspectError(_ONLY_A_GPU.format("and which variant of the cuda level", arch) + ", and name one")
+    return refusal_here(request)
+
+
+def _with_code(mine: list[Instance], of_all: list[Instance], what: str, arch: str) -> list[Instance]:
+    """Instances without those whose body is empty: compiled for an architecture that has not the instructions.
+
+    Raises:
+        InspectError: none is left.
+    """
+    full = [i for i in mine if not _is_empty(i)]
+    if mine and not full:
+        names = {i.name for i in mine}
+        others = sorted({i.resources.arch for i in of_all if i.name in names and not _is_empty(i)})
+        where = f"; it has code for {', '.join(others)}" if others else ""
+        raise InspectError(f"{what} has no code for {arch}, where its kernels are compiled to nothing{where}")
+    return full
+
+
+#: Registers of an instance that may be empty: a kernel that does anything takes more.
+EMPTY_REGISTERS = 8
+#: Instructions that an empty body has.
+_EMPTY_BODY = re.compile(r"^(@!?U?P\w+ )?(EXIT|BRA|NOP|RET|MOV R1|LDC R1|BPT)\b")
+
+
+@functools.cache
+def _is_empty(instance: Instance) -> bool:
+    """Whether an instance has no body."""
+    of = instance.resources
+    if of.registers > EMPTY_REGISTERS or of.local:
+        return False
+    lines = cubin.sass(_library(), of.symbol, of.arch).splitlines()
+    return all(_EMPTY_BODY.match(re.sub(r"^/\*[0-9a-f]+\*/\s*", "", line)) for line in lines)
 
 
 def _facts(dtype: str) -> list[Any]:

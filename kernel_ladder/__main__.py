@@ -8,9 +8,8 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-
 from kernel_ladder import ceilings, doctor, inspect_command, listing, table
+from kernel_ladder.columns import console_for
 from kernel_ladder.errors import UnavailableError
 
 
@@ -30,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
 
     # When piped, rich takes 80 columns and folds what a script or a log would rather have whole.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = console_for(160)
     if chosen.command == "list":
         for op in chosen.op:
             if op not in table.OPS:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kernel_ladder import ceilings, device, survey, table
 from kernel_ladder._version import __version__
+from kernel_ladder.columns import Column, LeftOut, Line, fit, say
 from kernel_ladder.listing import status
 
 ENVIRONMENT = (
@@ -89,16 +90,50 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
             levels.add_row(level, which, status(level, reason))
     console.print(levels)
 
-    if found["kernels"]:
-        console.print("\n[bold]CUDA kernels[/] (bfloat16 where there is a choice; memory in bytes)")
-        grid = Table(box=None, pad_edge=False, header_style="dim")
-        grid.add_column("kernel", no_wrap=True)
-        for name in ("registers", "static shared", "dynamic shared", "local", "threads", "blocks per SM"):
-            grid.add_column(name, justify="right")
-        for kernel in found["kernels"]:
-            name, *numbers = kernel.values()
-            # The driver alone knows; without a GPU the extension answers −1.
-            grid.add_row(name, *("?" if n < 0 else str(n) for n in numbers))
-        console.print(grid)
-        if not found["gpus"]:
-            console.print("What stands as ? the driver tells where there is a GPU; `inspect` reads it from the code.")
+    _print_kernels(console, found)
+    _print_summary(console, found)
+
+
+#: Heading, field and how soon a column makes way where there is no room.
+KERNEL_COLUMNS = (
+    ("registers", "registers", 1),
+    ("static shared", "static_shared", 6),
+    ("dynamic shared", "dynamic_shared", 4),
+    ("local", "local", 2),
+    ("threads", "threads", 5),
+    ("blocks per SM", "blocks_per_sm", 3),
+)
+
+
+def _print_kernels(console: Console, found: dict[str, Any]) -> None:
+    """What the driver says of each CUDA kernel. It alone knows: without a GPU there is nothing to list."""
+    kernels = found["kernels"]
+    if not kernels:
+        return
+    if all(kernel["registers"] < 0 for kernel in kernels):
+        console.print("\n[bold]CUDA kernels[/]")
+        say(
+            console,
+            f"{len(kernels)} are built in; a GPU's driver tells their registers, memory and occupancy. Without a GPU, "
+            "`python -m kernel_ladder inspect OP --backend cuda` reads those of one variant from the code.",
+        )
+        return
+    console.print("\n[bold]CUDA kernels[/] (bfloat16 where there is a choice; memory in bytes)")
+    columns = [Column("kernel"), *(Column(heading, right=True, spare=n) for heading, _, n in KERNEL_COLUMNS)]
+    lines = [
+        Line([kernel["name"], *("?" if kernel[name] < 0 else str(kernel[name]) for _, name, _ in KERNEL_COLUMNS)])
+        for kernel in kernels
+    ]
+    left_out = LeftOut()
+    console.print(fit(console, columns, lines, left_out))
+    left_out.show(console, "; so does --json")
+
+
+def _print_summary(console: Console, found: dict[str, Any]) -> None:
+    """Which levels run here, in one line."""
+    runs = {level: sum(by_level[level] is None for by_level in found["levels"].values()) for level in table.LEVELS}
+    count = len(found["levels"])
+    usable = [level if n == count else f"{level} ({n} of {count} operations)" for level, n in runs.items() if n]
+    missing = [level for level, n in runs.items() if not n]
+    console.print("\n[bold]summary[/]")
+    say(console, f"usable here: {', '.join(usable)}" + (f"; unavailable: {', '.join(missing)}" if missing else ""))

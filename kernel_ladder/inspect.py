@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,38 @@ def inspect(request: Request) -> Inspection:
     if not (found.kernels or found.operators or found.launches or found.kernel_count or unknown):
         found.notes.append(NO_KERNEL)
     return found
+
+
+def select(candidates: Sequence[table.Variant], request: Request) -> Request:
+    """The request, of the variant that a call of its case would run among those that a level's name stands for.
+
+    `candidates` come most optimised first. Where no case was asked for, the first of them is taken.
+
+    Raises:
+        InspectError: none of them takes the case, or nothing here can tell.
+    """
+    if request.case is None or len(candidates) == 1:
+        return dataclasses.replace(request, variant=candidates[0])
+    level = importlib.import_module(f"{table.LEVELS[candidates[0].level]}.inspect")
+    refusal = getattr(level, "judge", refusal_here)(request)
+    reasons = []
+    for variant in candidates:
+        if (reason := refusal(variant)) is None:
+            return dataclasses.replace(request, variant=variant)
+        reasons.append(f"{variant.name}: {reason}")
+    raise InspectError(
+        f"{candidates[0].op}: no variant at level {candidates[0].level!r} supports this call: {'; '.join(reasons)}"
+    )
+
+
+def refusal_here(request: Request) -> Callable[[table.Variant], str | None]:
+    """What says why a variant does not take a request's case on this machine, or None where it does."""
+    case = request.case
+    assert case is not None, "a case was asked for"
+    inputs = tensors(make_inputs, case, request.dtype, run_device())
+    if request.pass_ == "backward":
+        inputs = as_leaves(inputs)
+    return lambda variant: variant.here() or variant.unsupported(*inputs, **case.options)
 
 
 def keep_named(request: Request, kernels: list[Kernel]) -> list[Kernel]:

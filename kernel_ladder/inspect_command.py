@@ -17,8 +17,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from kernel_ladder import table
+from kernel_ladder.columns import Column, LeftOut, Line, fit
 from kernel_ladder.errors import BackendError, InspectError
-from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, tensors
+from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, select, tensors
 from kernel_ladder.samples import empty_inputs
 from kernel_ladder.shapes import case_named
 
@@ -38,10 +39,17 @@ SUFFIXES = {"sass": "sass", "ptx": "ptx", "ttgir": "ttgir", "cuda": "cu", "cpp":
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", help=f"operation: {', '.join(table.OPS)}")
     parser.add_argument(
-        "--backend", required=True, metavar="NAME", help="a variant, or a level for its most optimised variant"
+        "--backend",
+        required=True,
+        metavar="NAME",
+        help="a variant; or a level, for the variant that a call of --shape selects there (without --shape the most "
+        "optimised one)",
     )
     parser.add_argument(
-        "--shape", metavar="CASE", help="a case of the sweep, or the like in other sizes (default: the first that fits)"
+        "--shape",
+        metavar="CASE",
+        help="a case of the sweep, or the like in other sizes (default: the first that fits); "
+        "at the cuda level it needs a GPU, which alone tells what a call launches",
     )
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: bfloat16)")
     parser.add_argument("--pass", dest="pass_", default="forward", metavar="PASS", help="forward or backward")
@@ -80,7 +88,7 @@ def request_of(chosen: argparse.Namespace) -> Request:
         tensors(empty_inputs, case, dtype, torch.device("meta"))  # none of them takes memory
     code = frozenset(kind for kind in CODE if getattr(chosen, kind))
     pass_ = _known("pass", chosen.pass_, list(PASSES))
-    return Request(named[0], case, dtype, pass_, chosen.arch, code, chosen.kernel)
+    return select(named, Request(named[0], case, dtype, pass_, chosen.arch, code, chosen.kernel))
 
 
 def run(chosen: argparse.Namespace, console: Console) -> int:
@@ -157,34 +165,36 @@ def _grid(header: str) -> Table:
     return Table(box=None, pad_edge=False, header_style="dim", show_header=bool(header), padding=(0, 2, 0, 0))
 
 
-#: Column and how a kernel's value in it is written.
-COLUMNS: dict[str, Any] = {
-    "registers": lambda k: k.registers,
-    "local": lambda k: k.local,
-    "static shared": lambda k: k.static_shared,
-    "dynamic shared": lambda k: k.dynamic_shared,
-    "threads": lambda k: k.threads,
-    "grid": lambda k: None if k.grid is None else "×".join(str(n) for n in k.grid),
-    "blocks per SM": lambda k: k.blocks_per_sm,
-    "occupancy": lambda k: None if k.occupancy is None else f"{100 * k.occupancy:.3g} %",
-    "limited by": lambda k: ", ".join(k.limited_by) or None,
+#: Column, how a kernel's value in it is written, and how soon the column makes way where there is no room.
+COLUMNS: dict[str, tuple[Any, int]] = {
+    "registers": (lambda k: k.registers, 1),
+    "local": (lambda k: k.local, 3),
+    "static shared": (lambda k: k.static_shared, 8),
+    "dynamic shared": (lambda k: k.dynamic_shared, 4),
+    "threads": (lambda k: k.threads, 5),
+    "grid": (lambda k: None if k.grid is None else "×".join(str(n) for n in k.grid), 6),
+    "blocks per SM": (lambda k: k.blocks_per_sm, 7),
+    "occupancy": (lambda k: None if k.occupancy is None else f"{100 * k.occupancy:.3g} %", 2),
+    "limited by": (lambda k: ", ".join(k.limited_by) or None, 9),
 }
 
 
 def _show_kernels(console: Console, kernels: list[Kernel]) -> None:
     """A row a kernel, without the columns of which nothing is known; below, where they stand and what else there is."""
-    columns = [name for name, value in COLUMNS.items() if any(value(k) is not None for k in kernels)]
+    columns = {name: each for name, each in COLUMNS.items() if any(each[0](k) is not None for k in kernels)}
     if columns:
-        grid = _grid("kernels")
-        grid.add_column("kernel", overflow="fold")
         apart = any(k.static_shared is not None for k in kernels)
-        for name in columns:
-            name = "shared" if name == "dynamic shared" and not apart else name
-            grid.add_column(name, justify="left" if name == "limited by" else "right")
+        heads = [Column("kernel", folds=True)]
+        for name, (_, spare) in columns.items():
+            shown = "shared" if name == "dynamic shared" and not apart else name
+            heads.append(Column(shown, right=name != "limited by", spare=spare))
+        lines = []
         for kernel in kernels:
-            values = [COLUMNS[name](kernel) for name in columns]
-            grid.add_row(escape(kernel.name), *("?" if value is None else escape(str(value)) for value in values))
-        console.print(grid)
+            values = [value(kernel) for value, _ in columns.values()]
+            lines.append(Line([kernel.name, *("?" if value is None else str(value) for value in values)]))
+        left_out = LeftOut()
+        console.print(fit(console, heads, lines, left_out))
+        left_out.show(console, "; so does --json")
     remarks = [(k.name.partition("<")[0] if columns else k.name, k.source, k.note) for k in kernels]
     for name, source, note in dict.fromkeys(remarks) if columns else remarks:
         more = ", ".join(part for part in (source, note) if part)

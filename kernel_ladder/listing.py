@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from kernel_ladder import table
+from kernel_ladder.columns import Column, Footnotes, LeftOut, Line, fit, say
 from kernel_ladder.level_packages import load as load_package
 
 
@@ -50,19 +51,21 @@ def rows_of_list(ops: list[str]) -> list[dict[str, Any]]:
 
 
 def print_list(console: Console, rows: list[dict[str, Any]]) -> None:
-    with_summaries = any(row["summary"] for row in rows)
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    grid.add_column("op", no_wrap=True)
-    grid.add_column("variant", no_wrap=True)
-    grid.add_column("status", overflow="fold")
-    if with_summaries:
-        grid.add_column("idea", overflow="fold")
-    shown = None
-    for row in rows:
-        if shown is not None and row["op"] != shown:
-            grid.add_row()
-        level = row["variant"].partition(".")[0]
-        cells = [row["op"] if row["op"] != shown else "", row["variant"], status(level, row["reason"])]
-        grid.add_row(*cells, *([escape(row["summary"])] if with_summaries else []))
-        shown = row["op"]
-    console.print(grid)
+    """A line a variant under its operation; reasons and what holds for a whole level once, below."""
+    lines, reasons, left_out = [], Footnotes(), LeftOut()
+    for op in dict.fromkeys(row["op"] for row in rows):
+        lines.append(Line([Text(op, style="bold"), "", ""]))
+        for row in (row for row in rows if row["op"] == op):
+            said = row["reason"]
+            if said is not None:
+                state = Text(f"no {reasons.mark(said)}", style="yellow")
+            else:
+                more = note(row["variant"].partition(".")[0])
+                state = Text(f"yes {reasons.mark(more)}" if more else "yes", style="green")
+            lines.append(Line([f"  {row['variant']}", state, row["summary"]]))
+    columns = [Column("variant"), Column("available"), Column("idea", spare=1, folds=True)]
+    console.print(fit(console, columns, lines, left_out))
+    available = sum(row["reason"] is None for row in rows)
+    say(console, f"\n{available} of {len(rows)} variants are available on this machine.")
+    reasons.show(console)
+    left_out.show(console, "; so does --json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import kernel_ladder
 from bench import cases, choice
@@ -206,3 +208,8 @@ def skip_unless_it_runs(variant: Variant, inputs: Inputs = (), options: dict | N
         reason = variant.unsupported(*inputs, **(options or {}))
     if reason is not None:
         pytest.skip(reason)
+
+
+def make_narrow(width: int) -> Console:
+    """A terminal of a width, whose text can be read back."""
+    return Console(record=True, width=width, force_terminal=True, highlight=False, file=io.StringIO())

@@ -179,11 +179,11 @@ def test_spoiled_counters(line, message, page, capsys):
 
 
 def test_counters_are_no_rows(tmp_path, monkeypatch):
-    folder = tmp_path / "bench" / "results"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "results"
+    folder.mkdir()
     for name in ("gpu-1.jsonl", "gpu-1.profile.jsonl", "cpu.jsonl"):
         (folder / name).touch()
-    monkeypatch.setattr("bench.environment.ROOT", tmp_path)
+    monkeypatch.setattr("bench.environment.PUBLISHED", folder)
     assert [path.name for path in default_results()] == ["gpu-1.jsonl"]
 
 

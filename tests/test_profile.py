@@ -241,7 +241,7 @@ def test_bad_command_lines(argv, message, capsys):
     [
         (["gelu", "--ncu"], "no GPU is visible"),
         (["gelu", "--one-call"], "no GPU is visible"),
-        (["gelu", "--backend", "cuda"], "nothing to profile; cuda.naive: "),
+        (["gelu", "--backend", "cuda"], "nothing to profile; cuda"),
     ],
 )
 def test_without_a_gpu(argv, message, capsys):
@@ -578,9 +578,9 @@ def test_a_broken_file_of_counters(tmp_path, line, message):
 
 
 def test_counters_are_no_rows_of_a_sweep(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
-    folder = tmp_path / "bench" / "results"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "results"
+    monkeypatch.setattr(environment, "PUBLISHED", folder)
+    folder.mkdir()
     (folder / "gpu.jsonl").touch()
     (folder / "gpu.profile.jsonl").touch()
     assert readme.default_results() == [folder / "gpu.jsonl"]

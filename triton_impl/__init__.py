@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
 
 import triton
 
+from triton_impl.interpreter_session import surround_launches
+
 #: Read once, as a constant that torch.compile can trace.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -51,26 +53,9 @@ def _interpret_standard_library() -> None:
                 setattr(owner, name, remade.setdefault(id(value), InterpretedFunction(value.fn)))
 
 
-def _interpret_one_launch_at_a_time() -> None:
-    """Hold a lock while a kernel is interpreted, whoever launches it: another thread waits.
-
-    The interpreter keeps what it replaces in the language, and the number of the program that it runs, in globals.
-    """
-    from triton.runtime.interpreter import GridExecutor
-
-    launch, lock = GridExecutor.__call__, threading.RLock()
-
-    @functools.wraps(launch)
-    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return launch(self, *args, **kwargs)
-
-    GridExecutor.__call__ = locked
-
-
 if interpreted():
     _interpret_standard_library()
-    _interpret_one_launch_at_a_time()
+    surround_launches()
 
 
 @triton.jit

@@ -17,6 +17,8 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,12 @@ from kernel_ladder.inspect import (
     located,
     one_pass,
     real_inputs,
+    refusal_here,
     this_gpu,
 )
 from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, each, has_gradient
-from triton_impl import interpreted, tuning
+from triton_impl import gluon, interpreted, tuning
 from triton_impl.aot import Call, traced
 
 CODE = ("source", "ttgir", "ptx", "sass")
@@ -147,7 +150,7 @@ def _choice(choice: tuning.Choice) -> Choice:
 
 
 def _in_a_process(request: Request, arch: architecture.Architecture) -> Inspection:
-    case = _supported(request)
+    case = _supported(request, arch)
     asked = {
         "op": request.variant.op,
         "variant": request.variant.name,
@@ -234,22 +237,52 @@ def _compiler(capability: int) -> _Compiler:
     return _compilers[key]
 
 
-def _supported(request: Request) -> Case:
-    """The case that was asked for, or the first of the sweep, if the variant takes it; no tensor is made."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _supported(request: Request, arch: architecture.Architecture) -> Case:
+    """The case that was asked for, or the first of the sweep, if the variant takes it; no tensor is made.
 
+    Raises:
+        InspectError: it takes none of them, or has no code for the architecture.
+    """
     variant, spec = request.variant, table.spec(request.variant.op)
-    gpu = torch.device("cuda")
+    if (reason := _no_code(variant, arch)) is not None:
+        raise InspectError(reason)
     reasons = []
-    for case in [request.case] if request.case is not None else default_cases(spec, gpu):
-        with FakeTensorMode():
-            shaped = empty_inputs(case, request.dtype, "meta")
-            inputs = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu), shaped)
-            reason = variant.unsupported(*inputs, **case.options)
+    for case in [request.case] if request.case is not None else default_cases(spec, torch.device("cuda")):
+        reason = _refusal(variant, case, request.dtype, arch)
         if reason is None:
             return case
         reasons.append(reason)
     raise InspectError(f"{variant.op}: {variant.name} does not support this call: {reasons[0]}")
+
+
+def _no_code(variant: table.Variant, arch: architecture.Architecture) -> str | None:
+    """Why a variant's kernels cannot be compiled for an architecture, or None."""
+    if variant.here is gluon.here and arch.number // 10 != 9:
+        return f"{variant.op}: {variant.name} has no code for {arch.name}: its kernels are for compute capability 9.0"
+    return None
+
+
+def _refusal(variant: table.Variant, case: Case, dtype: torch.dtype, arch: architecture.Architecture) -> str | None:
+    """Why a variant would not take a case on a GPU of an architecture, or None. No tensor is made."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    gpu = torch.device("cuda")
+    with FakeTensorMode(), warnings.catch_warnings():
+        # Tensors without memory start nowhere, and are taken to start where they should.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        shaped = empty_inputs(case, dtype, "meta")
+        inputs = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu), shaped)
+        return _no_code(variant, arch) or variant.unsupported(*inputs, **case.options)
+
+
+def judge(request: Request) -> Callable[[table.Variant], str | None]:
+    """See :func:`kernel_ladder.inspect.select`."""
+    case, here = request.case, this_gpu()
+    assert case is not None, "a case was asked for"
+    arch = architecture.named(request.arch or (f"sm_{here}" if here else DEFAULT_ARCH))
+    if not interpreted() and arch.number == here:
+        return refusal_here(request)
+    return lambda variant: _refusal(variant, case, request.dtype, arch)
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from bench import rows
+from bench import environment, rows
 from bench.climb import by_call, gains
 from bench.headline import headline_shape
 from bench.ratio import Estimate, baseline_of
@@ -143,16 +143,21 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         nargs="*",
         metavar="FILE",
-        help="rows (default: bench/results/*.jsonl, the CPU's only where it is the only one); of two rows that measure "
-        "the same on the same machine the newer counts",
+        help="rows (default: this machine's in bench-results; before it has any, the committed ones in bench/results); "
+        "of two rows that measure the same on the same machine the newer counts",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)"
     )
     args = parser.parse_args(argv)
-    files = args.files or default_results()
-    if not files:
-        raise rows.ResultsError("no results in bench/results yet; `python -m bench` writes them")
+    files, own = args.files, environment.results_file()
+    if not files and own.exists():
+        files = [own]
+    elif not files:
+        files = default_results()
+        if not files:
+            raise rows.ResultsError(f"{own} does not exist and bench/results is empty; `python -m bench` writes rows")
+        print(f"This machine has no rows yet ({own} does not exist): the page shows the committed rows of others")
     text = page([row for path in files for row in rows.read_given(path)])
     try:
         rows.replace(args.output, text)
