@@ -275,10 +275,11 @@ def attention_varlen(
 
 
 def _no_dropout(op: str, dropout_p: Any) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{op}: argument `dropout_p` must be a number, got {type(dropout_p).__name__}")
-    if dropout_p != 0:
-        raise ValueError(f"{op}: argument `dropout_p` must be 0: weights are not dropped here, got {dropout_p}")
+    wrong = isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real)
+    if wrong or dropout_p != 0:
+        given = type(dropout_p).__name__ if wrong else dropout_p
+        error = TypeError if wrong else ValueError
+        raise error(f"{op}: argument `dropout_p` must be 0: weights are not dropped here, got {given}")
 
 
 def add(

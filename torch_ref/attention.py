@@ -457,7 +457,7 @@ ERRORS = [
     ErrorCase("is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool or .*, got ndarray"),
     ErrorCase("return-lse", _bad(return_lse=1), TypeError, r"`return_lse` must be a bool, got int"),
     ErrorCase("dropout", _bad(dropout_p=0.1), ValueError, r"`dropout_p` must be 0: .* got 0\.1"),
-    ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be a number, got NoneType"),
+    ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be 0: .* got NoneType"),
     ErrorCase("window-type", _bad(window_size=3), TypeError, r"`window_size` must be two ints .* or None, got 3"),
     ErrorCase(
         "window-array",
