@@ -135,9 +135,7 @@ def softmax(
     return _call("softmax", backend, (input,), {"dim": dim if type(dim) is int else _int(dim)})
 
 
-def matmul(
-    input: torch.Tensor, other: torch.Tensor, *, out: None = None, backend: str | None = None
-) -> torch.Tensor:
+def matmul(input: torch.Tensor, other: torch.Tensor, *, out: None = None, backend: str | None = None) -> torch.Tensor:
     """Matrix product with the shapes of :func:`torch.matmul`: vectors, matrices and broadcast batches of them.
 
     Args:
@@ -196,9 +194,9 @@ def attention(
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(B, H, S_q, D_v)``, or ``(S_q, D_v)`` of matrices; with `return_lse` that and one of shape ``(B, H, S_q)`` in float32 (float64 for
-        float64), −inf for a query that sees no key. Differentiable once, in the query, key and value, and at the torch
-        and compile levels in an additive mask.
+        A tensor ``(B, H, S_q, D_v)``, or ``(S_q, D_v)`` of matrices; with `return_lse` that and one of shape
+        ``(B, H, S_q)``, or ``(S_q,)``, in float32 (float64 for float64), −inf for a query that sees no key.
+        Differentiable once, in the query, key and value, and at the torch and compile levels in an additive mask.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
@@ -589,12 +587,11 @@ def linear(
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(..., N)``, or ``(...)`` of a weight that is a vector, of the same dtype, accumulated in float32 or better; the cuda and triton levels round it
-        once. tf32 as for :func:`matmul`. Differentiable once; where a gradient is wanted through an activation, the
-        product is kept for it, a tensor of the output's size. At the triton level an input, and in every backward pass
-        a gradient, whose leading dimensions do not fold into one by their strides is copied.
-
-    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
+        A tensor ``(..., N)``, or ``(...)`` of a weight that is a vector, of the same dtype, accumulated in float32 or
+        better; the cuda and triton levels round it once. tf32 as for :func:`matmul`. Differentiable once; where a
+        gradient is wanted through an activation, the product is kept for it, a tensor of the output's size. At the
+        triton level an input, and in every backward pass a gradient, whose leading dimensions do not fold into one by
+        their strides is copied.
     """
     if out is not None:
         _no_out("linear", out)

@@ -240,7 +240,7 @@ def backends(op: str) -> dict[str, str | None]:
     return found
 
 
-class use(ContextDecorator):  # noqa: N801 - called as a function is
+class use(ContextDecorator):
     """Choose the backend of every call in this thread that names none, inside a ``with`` block.
 
     Blocks nest. As a decorator it holds for every call of the function. Alone, outside of both, it chooses nothing, and

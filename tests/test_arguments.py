@@ -206,7 +206,8 @@ CALLS = [
     Call("sum", "narrower", [(5, 33)], (0,), {"dtype": torch.bfloat16}),
     Call("sum", "integers", [integers(5, 33)], (), {"dtype": torch.float32}),
     Call("dropout", "evaluation", [(5, 7)], (0.5, False), arguments=names("p", "training")),
-    Call("layer_norm", "negative-eps", [(5, 32)], ((32,), None, None, -1e-3), arguments=names("normalized_shape", "eps")),
+    Call("layer_norm", "negative-eps", [(5, 32)], ((32,), None, None, -1e-3),
+         arguments=names("normalized_shape", "eps")),
     Call("layer_norm", "parameters", [(5, 4, 8)], (), {"normalized_shape": [4, 8], "weight": None, "bias": None}),
     Call("layer_norm", "below-zero", [(5, 32)], ((32,),), {"eps": -1e3}),
     Call("rms_norm", "negative-eps", [(5, 32)], ((32,), None, -1e-3), arguments=names("normalized_shape", "eps")),
@@ -356,8 +357,10 @@ def test_evaluation_refuses_what_training_does():
         kernel_ladder.dropout(x)
 
 
-@pytest.mark.parametrize("call", [c for c in CALLS if c.id in ("dtype", "batch-broadcast", "vector-weight", "matrices")],
-                         ids=lambda call: f"{call.op}-{call.id}")  # fmt: skip
+RESTATED = [c for c in CALLS if c.id in ("dtype", "batch-broadcast", "vector-weight", "matrices")]
+
+
+@pytest.mark.parametrize("call", RESTATED, ids=lambda call: f"{call.op}-{call.id}")
 def test_inside_compile(call):
     torch._dynamo.reset()
     function = getattr(kernel_ladder, call.op)

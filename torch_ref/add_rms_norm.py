@@ -103,7 +103,10 @@ ERRORS = [
         r"`weight` must have the shape \(3,\) of a row, got \(2,\)",
     ),
     ErrorCase(
-        "eps-type", lambda: ((_zeros(3), _zeros(3)), {"eps": True}), TypeError, r"`eps` must be a number or None, got bool"
+        "eps-type",
+        lambda: ((_zeros(3), _zeros(3)), {"eps": True}),
+        TypeError,
+        r"`eps` must be a number or None, got bool",
     ),
 ]
 

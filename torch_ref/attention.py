@@ -248,8 +248,8 @@ def _check_mask(query: torch.Tensor, key: torch.Tensor, attn_mask: object) -> No
     """Raise unless a mask is boolean or of query's dtype, on its device, and broadcasts to the scores."""
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(
-            f"attention: argument `attn_mask` must be a torch.Tensor, a causal bias of torch.nn.attention.bias or None, "
-            f"got {type(attn_mask).__name__}"
+            f"attention: argument `attn_mask` must be a torch.Tensor, a causal bias of torch.nn.attention.bias or "
+            f"None, got {type(attn_mask).__name__}"
         )
     if attn_mask.dtype is torch.bool:
         check_tensors("attention", (torch.bool,), attn_mask=attn_mask)
@@ -454,7 +454,9 @@ ERRORS = [
     ErrorCase(
         "is-causal-name", _bad(is_causal="left"), ValueError, r"`is_causal` must be a bool or 'lower_right', got"
     ),
-    ErrorCase("is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool or .*, got ndarray"),
+    ErrorCase(
+        "is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool or .*, got ndarray"
+    ),
     ErrorCase("return-lse", _bad(return_lse=1), TypeError, r"`return_lse` must be a bool, got int"),
     ErrorCase("dropout", _bad(dropout_p=0.1), ValueError, r"`dropout_p` must be 0: .* got 0\.1"),
     ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be 0: .* got NoneType"),
@@ -478,7 +480,10 @@ ERRORS = [
         "window-low", _bad(window_size=(-2, 0)), ValueError, r"`window_size` must hold numbers from -1, .* \(-2, 0\)"
     ),
     ErrorCase(
-        "mask-type", _bad(attn_mask=1), TypeError, r"`attn_mask` must be a torch\.Tensor, a causal bias .* or None, got int"
+        "mask-type",
+        _bad(attn_mask=1),
+        TypeError,
+        r"`attn_mask` must be a torch\.Tensor, a causal bias .* or None, got int",
     ),
     ErrorCase(
         "mask-integer",

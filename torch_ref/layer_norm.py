@@ -107,7 +107,9 @@ ERRORS = [
         ValueError,
         r"`bias` must have the shape \(3,\) of a row, got \(1, 3\)",
     ),
-    ErrorCase("shape-type", lambda: ((_zeros(2, 3), 3), {}), TypeError, r"`normalized_shape` must be a tuple or list of ints"),
+    ErrorCase(
+        "shape-type", lambda: ((_zeros(2, 3), 3), {}), TypeError, r"`normalized_shape` must be a tuple or list of ints"
+    ),
     ErrorCase(
         "shape",
         lambda: ((_zeros(2, 3), (2,)), {}),
@@ -118,9 +120,7 @@ ERRORS = [
     ErrorCase(
         "eps-none", lambda: ((_zeros(3), (3,)), {"eps": None}), TypeError, r"`eps` must be a number, got NoneType"
     ),
-    ErrorCase(
-        "eps-nan", lambda: ((_zeros(3), (3,)), {"eps": math.nan}), ValueError, r"`eps` must be finite, got nan"
-    ),
+    ErrorCase("eps-nan", lambda: ((_zeros(3), (3,)), {"eps": math.nan}), ValueError, r"`eps` must be finite, got nan"),
 ]
 
 

@@ -181,7 +181,7 @@ ERRORS = [
         "weight-vector-bias",
         lambda: _zeros((2, 2), (2,), (2,)),
         ValueError,
-        r"`weight` must .* be a vector \(K,\) with a `bias` of no dimension or None, got shape \(2,\) and `bias` \(2,\)",
+        r"`weight` must .* be a vector \(K,\) with a `bias` of no dimension or None, got shape \(2,\) and `bias`",
     ),
     ErrorCase(
         "inner",
