@@ -16,6 +16,7 @@ from bench import environment, peers, resume, rows, sweep, table
 from bench.choice import LONG_TUNING, Choice
 from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
 from kernel_ladder.columns import console_for
+from kernel_ladder.errors import UnavailableError, VariableError
 from kernel_ladder.table import LEVELS, variants
 
 ALL_PEERS = "all"
@@ -249,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)
-    except (UsageError, rows.ResultsError) as error:
+    except (UsageError, rows.ResultsError, UnavailableError, VariableError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

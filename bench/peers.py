@@ -17,7 +17,6 @@ the one that it gives to autograd.
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from bench.rows import PEER
 from kernel_ladder.columns import Column, LeftOut, Line, fit
 from kernel_ladder.norms import eps_or_default
 from kernel_ladder.table import Variant
+from kernel_ladder.variables import switch
 
 LEVEL = PEER
 HALVES = (torch.float16, torch.bfloat16)
@@ -299,7 +299,7 @@ def _unaligned_matrices(input: torch.Tensor, other: torch.Tensor) -> str | None:
 def _quack_matmul() -> Call:
     from quack.linear import linear_func
 
-    tune = os.environ.get("KERNEL_LADDER_AUTOTUNE", "1") != "0"
+    tune = switch("KERNEL_LADDER_AUTOTUNE")
 
     def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         # In vain for the tiny shape on which host cost is measured.

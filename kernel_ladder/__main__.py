@@ -10,10 +10,19 @@ import sys
 
 from kernel_ladder import ceilings, doctor, inspect_command, listing, table
 from kernel_ladder.columns import console_for
-from kernel_ladder.errors import UnavailableError
+from kernel_ladder.errors import BackendError, UnavailableError, VariableError
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 for a bad command line or environment variable."""
+    try:
+        return _run(arguments)
+    except (BackendError, UnavailableError, VariableError) as error:
+        print(f"python -m kernel_ladder: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernel_ladder", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     lister = commands.add_parser("list", help="every operation and variant, with its status and the reason")

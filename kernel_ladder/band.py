@@ -74,7 +74,7 @@ def causal_of(op: str, bias: Any, is_causal: Any, query: Any, key: Any) -> bool 
     if is_causal is not False:
         raise ValueError(f"{op}: argument `is_causal` must be False where `attn_mask` is a causal bias")
     lengths = bias.seq_len_q, bias.seq_len_kv
-    if all(isinstance(x, torch.Tensor) and x.dim() >= 3 for x in (query, key)):
+    if all(isinstance(x, torch.Tensor) and x.dim() >= 2 for x in (query, key)):
         expected = query.shape[-2], key.shape[-2]
         if lengths != expected:
             raise ValueError(f"{op}: argument `attn_mask` is a causal bias for lengths {lengths}, got {expected}")

@@ -15,6 +15,10 @@ class UnsupportedError(NotImplementedError):
     """A variant exists and is available, but does not take these inputs."""
 
 
+class VariableError(ValueError):
+    """An environment variable of this package has a value that is not accepted."""
+
+
 class InspectError(ValueError):
     """What was asked to be looked into does not exist, or cannot be looked into on this machine."""
 

@@ -24,14 +24,15 @@ def check_normalized(
     input: torch.Tensor,
     normalized_shape: tuple[int, ...],
     eps: float | None,
+    eps_optional: bool = True,
     **parameters: torch.Tensor | None,
 ) -> None:
     """Raise unless `normalized_shape` is the end of the input's shape, and of that shape each parameter given."""
     given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
-    check_tensors(op, input=input, **given)
+    check_tensors(op, optional=("weight", "bias"), input=input, **given)
     shape = normalized_shape
     if not isinstance(shape, tuple) or not _all_ints(shape):
-        raise TypeError(f"{op}: argument `normalized_shape` must be a tuple of ints, got {normalized_shape!r}")
+        raise TypeError(f"{op}: argument `normalized_shape` must be a tuple or list of ints, got {normalized_shape!r}")
     if not shape or input.shape[-len(shape) :] != shape:
         raise ValueError(
             f"{op}: argument `normalized_shape` must be the last dimensions of `input`, at least one: "
@@ -40,17 +41,18 @@ def check_normalized(
     for name, x in given.items():
         if x.shape != shape:
             raise ValueError(f"{op}: argument `{name}` must have the shape {shape} of a row, got {tuple(x.shape)}")
-    check_eps(op, eps)
+    check_eps(op, eps, eps_optional)
 
 
-def check_eps(op: str, eps: float | None) -> None:
-    """Raise unless `eps` is a number from zero up, or None."""
-    if eps is None or (type(eps) is float and 0 <= eps < math.inf):
+def check_eps(op: str, eps: float | None, optional: bool = True) -> None:
+    """Raise unless `eps` is a finite number, of either sign as in PyTorch, or None where it is `optional`."""
+    if (eps is None and optional) or (type(eps) is float and -math.inf < eps < math.inf):
         return
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: argument `eps` must be a float, got {type(eps).__name__}")
-    if not 0 <= eps <= sys.float_info.max:
-        raise ValueError(f"{op}: argument `eps` must be a finite number from 0 up, got {eps}")
+        absent = " or None" if optional else ""
+        raise TypeError(f"{op}: argument `eps` must be a number{absent}, got {type(eps).__name__}")
+    if not abs(eps) <= sys.float_info.max:
+        raise ValueError(f"{op}: argument `eps` must be finite, got {eps}")
 
 
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:

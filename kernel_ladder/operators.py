@@ -370,7 +370,10 @@ def _called(op: str, backend: str, inputs: Inputs, options: str, integers: Seque
     """A call, on tensors without data as torch.compile traces it, or on data where a backend compiles nothing."""
     inputs = tuple(inputs)
     named = _options(options, integers)
-    table.spec(op).check(*inputs, **{name: _hinted(value) for name, value in named.items()})
+    restated = table.spec(op).check(*inputs, **{name: _hinted(value) for name, value in named.items()})
+    if restated is not None:
+        outputs = _called(op, backend, restated.inputs, options, integers)
+        return list(as_tuple(restated.output(_one_or_all(outputs))))
     named = {name: value if name in _CHANGING else _constant(value) for name, value in named.items()}
     inputs = _fixed_widths(op, inputs)
     variant = table.choose(op, backend, inputs, named, False)
@@ -385,12 +388,19 @@ def _called(op: str, backend: str, inputs: Inputs, options: str, integers: Seque
     return torch.ops.kernel_ladder.forward(op, variant.name, inputs, *call, False)
 
 
+def _one_or_all(outputs: Sequence[torch.Tensor]) -> Output:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
 _library.impl("call", _called, "CompositeImplicitAutograd")
 
 
 def call(op: str, backend: str, inputs: Inputs, options: dict[str, Any]) -> Output:
     """A public function's call while torch.compile traces it."""
+    for x in inputs:
+        if x is not None and not isinstance(x, torch.Tensor):  # which an operator would refuse in its own words
+            table.spec(op).check(*inputs, **options)
     integers: list[Any] = []
     template = tuple([(name, _without_integers(value, integers)) for name, value in options.items()])
     outputs = torch.ops.kernel_ladder.call(op, backend, list(inputs), _encoded_constant(template), integers)
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+    return _one_or_all(outputs)

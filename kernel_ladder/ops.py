@@ -15,7 +15,7 @@ from kernel_ladder import autograd, operators, table
 from kernel_ladder.band import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.reduction import Dim
-from kernel_ladder.spec import Inputs, each
+from kernel_ladder.spec import DTYPES, Inputs, each, names_of
 from kernel_ladder.transforms import transforms_active
 
 
@@ -24,9 +24,12 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
     if compiling:
         if not transforms_active() and forward_ad._current_level < 0:
             return operators.call(op, table.asked_for(op, backend), inputs, options)
-        table.spec(op).check(*inputs, **options)
+        restated = table.spec(op).check(*inputs, **options)
     else:
-        (table.specs.get(op) or table.spec(op)).check(*inputs, **options)
+        restated = (table.specs.get(op) or table.spec(op)).check(*inputs, **options)
+    if restated is not None:
+        return restated.output(_call(op, backend, restated.inputs, options))
+    if not compiling:
         for x in inputs:
             if x is not None and x.is_neg():  # kernels read memory, which has the other sign
                 inputs = each(torch.resolve_neg, inputs)
@@ -68,12 +71,34 @@ def _ints(given: Any) -> Any:
     return tuple(given)
 
 
-def gelu(input: torch.Tensor, *, approximate: str = "none", backend: str | None = None) -> torch.Tensor:
+# Arguments of PyTorch's functions that are taken by name and refused, or worked out before a variant sees the call.
+
+
+def _no_out(op: str, out: Any) -> None:
+    raise ValueError(
+        f"{op}: argument `out` must be None, got {type(out).__name__}: the result is a tensor of its own; "
+        "copy it with `out.copy_(...)`"
+    )
+
+
+def _to_dtype(op: str, input: Any, dtype: Any) -> Any:
+    """The input as PyTorch converts it before it computes."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: argument `dtype` must be a torch.dtype or None, got {type(dtype).__name__}")
+    if dtype not in DTYPES:
+        raise TypeError(f"{op}: argument `dtype` is {names_of([dtype])}; accepted are {names_of(DTYPES)} and None")
+    return input.to(dtype) if isinstance(input, torch.Tensor) else input
+
+
+def gelu(
+    input: torch.Tensor, *, approximate: str = "none", out: None = None, backend: str | None = None
+) -> torch.Tensor:
     """Gaussian error linear unit, elementwise: ``x · Φ(x)``, as :func:`torch.nn.functional.gelu`.
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         approximate: ``"none"`` for the exact form with erf, ``"tanh"`` for the approximation with tanh.
+        out: None; results are tensors of their own.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -81,36 +106,55 @@ def gelu(input: torch.Tensor, *, approximate: str = "none", backend: str | None 
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
     """
+    if out is not None:
+        _no_out("gelu", out)
     return _call("gelu", backend, (input,), {"approximate": approximate})
 
 
-def softmax(input: torch.Tensor, dim: int = -1, *, backend: str | None = None) -> torch.Tensor:
+def softmax(
+    input: torch.Tensor,
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
+    *,
+    out: None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
     """Softmax along one dimension: ``exp(x − max x) / Σ exp(x − max x)``, as :func:`torch.softmax`.
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         dim: the dimension that sums to one, from ``-input.dim()`` to ``input.dim() - 1``.
+        dtype: what `input`, then of any dtype, is converted to first, in a pass of its own; None leaves it.
+        out: None; results are tensors of their own.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor of the same shape and dtype. A row of −inf gives NaN, as in PyTorch. Differentiable once.
+        A tensor of the same shape, and of `dtype` or the input's. A row of −inf gives NaN, as in PyTorch.
+        Differentiable once.
     """
+    if dtype is not None:
+        input = _to_dtype("softmax", input, dtype)
+    if out is not None:
+        _no_out("softmax", out)
     return _call("softmax", backend, (input,), {"dim": dim if type(dim) is int else _int(dim)})
 
 
-def matmul(input: torch.Tensor, other: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
+def matmul(input: torch.Tensor, other: torch.Tensor, *, out: None = None, backend: str | None = None) -> torch.Tensor:
     """Matrix product with the shapes of :func:`torch.matmul`: vectors, matrices and broadcast batches of them.
 
     Args:
         input: ``(K,)``, ``(M, K)`` or ``(..., M, K)``; float16, bfloat16, float32
             (float64 at the torch and compile levels); any strides.
         other: ``(K,)``, ``(K, N)`` or ``(..., K, N)``, of the same dtype on the same device.
+        out: None; results are tensors of their own.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
         The product, accumulated in float32 or better. Float32 inputs are multiplied as float32 unless
         ``torch.backends.cuda.matmul.allow_tf32`` permits tf32. Differentiable once.
     """
+    if out is not None:
+        _no_out("matmul", out)
     return _call("matmul", backend, (input, other), {})
 
 
@@ -119,13 +163,13 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    *,
+    dropout_p: float = 0.0,
     is_causal: bool | str = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
     window_size: Sequence[int] | None = NO_WINDOW,
     return_lse: bool = False,
-    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Any:
     """``softmax(query · keyᵀ · scale + mask) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
@@ -133,27 +177,30 @@ def attention(
     A query that sees no key, because everything is hidden from it or there is none, gives a row of zeros.
 
     Args:
-        query: ``(B, H, S_q, D)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any strides.
-        key: ``(B, H_kv, S_k, D)``.
+        query: ``(B, H, S_q, D)``, or with any other number of batch dimensions, or ``(S_q, D)``; float16, bfloat16,
+            float32 (float64 at the torch and compile levels); any strides.
+        key: ``(B, H_kv, S_k, D)``. The batch dimensions of all three broadcast; so do the heads without `enable_gqa`.
+            Where key and value are broadcast, gradients of their broadcast shapes are made and then summed.
         value: ``(B, H_kv, S_k, D_v)``.
         attn_mask: broadcasts to the scores ``(B, H, S_q, S_k)``, and is read where it lies. Boolean, True where a query
             sees a key; or of the query's dtype, to be added to the scores; or PyTorch's own
             :func:`torch.nn.attention.bias.causal_upper_left` or ``causal_lower_right``, which is never expanded.
+        dropout_p: 0; there is no dropout of weights.
         is_causal: True: query i sees keys 0 … i, aligned at the upper left as PyTorch does. ``"lower_right"``: the last
             query sees every key, query i keys 0 … i + S_k − S_q, as with ``causal_lower_right``. Either may stand
             beside a mask.
         scale: a positive factor on the scores; ``1/√D`` where None.
-        enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head.
+        enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head. Of one head
+            for all queries it makes a gradient of that head alone.
         window_size: (left, right): query i sees keys i + S_k − S_q − left … i + S_k − S_q + right alone, aligned at the
             lower right as FlashAttention's is, whatever `is_causal` says; −1 or None for no limit.
         return_lse: return the logarithm of each row's sum of exponentials as well.
-        dropout_p: 0; there is no dropout of weights.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(B, H, S_q, D_v)``; with `return_lse` that and one of shape ``(B, H, S_q)`` in float32 (float64 for
-        float64), −inf for a query that sees no key. Differentiable once, in the query, key and value, and at the torch
-        and compile levels in an additive mask.
+        A tensor ``(B, H, S_q, D_v)``, or ``(S_q, D_v)`` of matrices; with `return_lse` that and one of shape
+        ``(B, H, S_q)``, or ``(S_q,)``, in float32 (float64 for float64), −inf for a query that sees no key.
+        Differentiable once, in the query, key and value, and at the torch and compile levels in an additive mask.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
@@ -233,29 +280,61 @@ def attention_varlen(
 
 
 def _no_dropout(op: str, dropout_p: Any) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"{op}: argument `dropout_p` must be a number, got {type(dropout_p).__name__}")
-    if dropout_p != 0:
-        raise ValueError(f"{op}: argument `dropout_p` must be 0: weights are not dropped here, got {dropout_p}")
+    wrong = isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real)
+    if wrong or dropout_p != 0:
+        given = type(dropout_p).__name__ if wrong else dropout_p
+        error = TypeError if wrong else ValueError
+        raise error(f"{op}: argument `dropout_p` must be 0: weights are not dropped here, got {given}")
 
 
-def add(input: torch.Tensor, other: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
-    """Sum of two tensors, element by element, as :func:`torch.add` without `alpha`.
+def add(
+    input: torch.Tensor,
+    other: torch.Tensor,
+    *,
+    alpha: float = 1,
+    out: None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Sum of two tensors, element by element, as :func:`torch.add` without factors, numbers and mixed dtypes.
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         other: of the same dtype on the same device, of a shape that broadcasts with that of `input`.
+        alpha: 1; multiply `other` beforehand.
+        out: None; results are tensors of their own.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
         A tensor of the broadcast shape and of the same dtype. Differentiable once; the gradient of an operand of that
         shape is the output's own, not a copy.
     """
+    if type(alpha) is not int or alpha != 1:
+        _no_alpha(alpha)
+    if type(other) is not torch.Tensor and isinstance(other, numbers.Number):
+        raise TypeError(
+            f"add: argument `other` must be a torch.Tensor, got {type(other).__name__}; give a number as a tensor of "
+            f"no dimension, `torch.tensor({other!r}, dtype=input.dtype, device=input.device)`"
+        )
+    if out is not None:
+        _no_out("add", out)
     return _call("add", backend, (input, other), {})
 
 
+def _no_alpha(alpha: Any) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
+        raise TypeError(f"add: argument `alpha` must be 1, got {type(alpha).__name__}")
+    if alpha != 1:
+        raise ValueError(f"add: argument `alpha` must be 1, got {alpha}; multiply `other` by it beforehand")
+
+
 def sum(
-    input: torch.Tensor, dim: Dim | list[int] = None, keepdim: bool = False, *, backend: str | None = None
+    input: torch.Tensor,
+    dim: Dim | list[int] = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Sum over one dimension, several or all, as :func:`torch.sum`.
 
@@ -263,27 +342,43 @@ def sum(
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         dim: the dimensions to sum over, each from ``-input.dim()`` to ``input.dim() - 1``; None or none for all.
         keepdim: keep them, with size 1.
+        dtype: what `input`, then of any dtype, is converted to first, in a pass of its own; None leaves it.
+        out: None; results are tensors of their own.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor of the other dimensions and of the same dtype, added up in float32 or wider and rounded once. A sum of
-        nothing is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton levels add
-        in a fixed order: the same tensor gives the same bits.
+        A tensor of the other dimensions, and of `dtype` or the input's, added up in float32 or wider and rounded once.
+        A sum of nothing is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton
+        levels add in a fixed order: the same tensor gives the same bits.
     """
+    if dtype is not None:
+        input = _to_dtype("sum", input, dtype)
+    if out is not None:
+        _no_out("sum", out)
     dims = dim if dim is None or type(dim) is int else _ints(dim)
     return _call("sum", backend, (input,), {"dim": dims, "keepdim": keepdim})
 
 
-def dropout(input: torch.Tensor, p: float = 0.5, *, seed: int, backend: str | None = None) -> torch.Tensor:
+def dropout(
+    input: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    seed: int | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
     """Dropout: each element is dropped with probability p, the others are divided by 1 − p.
 
-    As :func:`torch.nn.functional.dropout` in training, with a seed in the place of a global generator: the same seed
-    draws the same mask for the same shape, at every backend, on every device and in the backward pass, which keeps no
-    mask. Every call needs a seed of its own. :mod:`kernel_ladder.philox` says which mask, bit for bit.
+    As :func:`torch.nn.functional.dropout`, with a seed in the place of a global generator: the same seed draws the same
+    mask for the same shape, at every backend, on every device and in the backward pass, which keeps no mask. Every call
+    needs a seed of its own. :mod:`kernel_ladder.philox` says which mask, bit for bit.
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         p: the probability to drop an element, from 0 up to but not including 1.
+        training: False: `input` itself is returned, and needs no seed.
+        inplace: False; the result is a tensor of its own.
         seed: an integer from 0 to 2⁶³ − 1. Inside ``torch.compile`` it may change from call to call.
         backend: see :func:`kernel_ladder.use`.
 
@@ -294,7 +389,28 @@ def dropout(input: torch.Tensor, p: float = 0.5, *, seed: int, backend: str | No
     Source: Srivastava et al., Dropout, JMLR 15 (2014); Salmon et al., Parallel Random Numbers, SC'11.
     """
     options = {"p": p if type(p) is float else _number(p), "seed": seed if type(seed) is int else _int(seed)}
+    if inplace is not False:
+        _not_inplace("dropout", inplace)
+    if training is not True:
+        return _not_training("dropout", training, backend, input, options)
     return _call("dropout", backend, (input,), options)
+
+
+def _not_inplace(op: str, inplace: Any) -> None:
+    if not isinstance(inplace, bool):
+        raise TypeError(f"{op}: argument `inplace` must be False, got {type(inplace).__name__}")
+    raise ValueError(f"{op}: argument `inplace` must be False, got True: the result is a tensor of its own")
+
+
+def _not_training(op: str, training: Any, backend: str | None, input: torch.Tensor, options: dict[str, Any]) -> Any:
+    """The input, of a call whose other arguments are right and that some variant would take."""
+    if not isinstance(training, bool):
+        raise TypeError(f"{op}: argument `training` must be a bool, got {type(training).__name__}")
+    if options["seed"] is None:
+        options["seed"] = 0
+    table.spec(op).check(input, **options)
+    table.choose(op, backend, (input,), options, is_compiling())
+    return input
 
 
 def bias_gelu(
@@ -350,7 +466,7 @@ def layer_norm(
         normalized_shape: the last dimensions, together one row; at least one.
         weight: of shape `normalized_shape` and the input's dtype, or None for ones.
         bias: likewise, or None for zeros.
-        eps: added to the variance; from zero up.
+        eps: added to the variance; finite. A sum below zero gives NaN, as in PyTorch.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -377,8 +493,8 @@ def rms_norm(
             and compile levels). The 16-bit dtypes are computed in float32.
         normalized_shape: the last dimensions, together one row; at least one.
         weight: of shape `normalized_shape` and the input's dtype, or None for ones.
-        eps: added to the mean of squares; from zero up. None stands for the machine epsilon of the dtype of the
-            computation: of float32, or of float64 for float64.
+        eps: added to the mean of squares; finite. A sum below zero gives NaN, as in PyTorch. None stands for the
+            machine epsilon of the dtype of the computation: of float32, or of float64 for float64.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -462,6 +578,7 @@ def linear(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
+    out: None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """``activation(input · weightᵀ + bias)``, as :func:`torch.nn.functional.linear` followed by its ``gelu``.
@@ -469,17 +586,20 @@ def linear(
     Args:
         input: ``(K,)`` or ``(..., K)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any
             strides.
-        weight: ``(N, K)``, of the same dtype on the same device; any strides.
-        bias: ``(N,)`` likewise, or None for zeros.
+        weight: ``(N, K)``, or ``(K,)`` for one feature without a dimension of its own; of the same dtype on the same
+            device; any strides.
+        bias: ``(N,)``, or ``()`` beside a vector; likewise, or None for zeros.
         activation: None, ``"gelu"`` for the exact form with erf, or ``"gelu_tanh"`` for the approximation with tanh.
+        out: None; results are tensors of their own.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(..., N)`` of the same dtype, accumulated in float32 or better; the cuda and triton levels round it
-        once. tf32 as for :func:`matmul`. Differentiable once; where a gradient is wanted through an activation, the
-        product is kept for it, a tensor of the output's size. At the triton level an input, and in every backward pass
-        a gradient, whose leading dimensions do not fold into one by their strides is copied.
-
-    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, arXiv:1606.08415.
+        A tensor ``(..., N)``, or ``(...)`` of a weight that is a vector, of the same dtype, accumulated in float32 or
+        better; the cuda and triton levels round it once. tf32 as for :func:`matmul`. Differentiable once; where a
+        gradient is wanted through an activation, the product is kept for it, a tensor of the output's size. At the
+        triton level an input, and in every backward pass a gradient, whose leading dimensions do not fold into one by
+        their strides is copied.
     """
+    if out is not None:
+        _no_out("linear", out)
     return _call("linear", backend, (input, weight, bias), {"activation": activation})

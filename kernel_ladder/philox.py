@@ -42,11 +42,12 @@ WORD = 2**32 - 1
 def check(op: str, p: object, seed: object) -> None:
     """Raise unless `p` is a probability less than one, and `seed` an integer of 63 bits."""
     if isinstance(p, bool) or not isinstance(p, int | float):
-        raise TypeError(f"{op}: argument `p` must be a float, got {type(p).__name__}")
+        raise TypeError(f"{op}: argument `p` must be a number, got {type(p).__name__}")
     if not 0 <= p < 1:  # NaN too
         raise ValueError(f"{op}: argument `p` must be at least 0 and less than 1, got {p}")
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"{op}: argument `seed` must be an int, got {type(seed).__name__}")
+        needed = "; every call draws its mask from a seed of its own" if seed is None else ""
+        raise TypeError(f"{op}: argument `seed` must be an int, got {type(seed).__name__}{needed}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"{op}: argument `seed` must be from 0 to 2^63 - 1, got {seed}")
 

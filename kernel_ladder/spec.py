@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,19 @@ class Case:
         return self.id
 
 
+def unchanged(output: Any) -> Any:
+    """An output as it is."""
+    return output
+
+
+class Restated(NamedTuple):
+    """A call in the shapes that every variant takes, where PyTorch takes others: views of the same tensors."""
+
+    inputs: Inputs
+    #: The output of the call as it was made, from that of this one.
+    output: Callable[[Any], Any] = unchanged
+
+
 @dataclass(frozen=True)
 class ErrorCase:
     """Bad arguments, and the error that each level must raise for them.
@@ -74,7 +87,8 @@ class Spec:
             called on float64 inputs; and what ``torch.compile`` compiles.
         builtin: PyTorch's own function, or the same from several of them, an independent check of the formula. None
             where PyTorch has nothing that computes the same.
-        check: raises the argument errors, so that they read the same at every level.
+        check: raises the argument errors, so that they read the same at every level. Returns None, or the call that
+            variants get in place of this one.
         samples: small and awkward cases for the tests.
         errors: bad arguments with the message that each must raise.
         sweep: the cases of the benchmark; those marked ``quick`` make the short sweep.
@@ -93,7 +107,7 @@ class Spec:
     name: str
     reference: Callable[..., Output]
     builtin: Callable[..., Output] | None
-    check: Callable[..., None]
+    check: Callable[..., Restated | None]
     samples: Sequence[Case]
     errors: Sequence[ErrorCase]
     sweep: Sequence[Case]
@@ -149,8 +163,13 @@ def as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-def check_tensors(op: str, dtypes: Sequence[torch.dtype] = DTYPES, **tensors: object) -> None:
-    """Raise unless every argument is a tensor of an accepted dtype, and all have one dtype and one device."""
+def check_tensors(
+    op: str, dtypes: Sequence[torch.dtype] = DTYPES, optional: Sequence[str] = (), **tensors: object
+) -> None:
+    """Raise unless every argument is a tensor of an accepted dtype, and all have one dtype and one device.
+
+    `optional` names those that may be absent, which a message then says.
+    """
     # Every call of every operation comes by here: first whether all is well, and only else what is not.
     first, *others = tensors.values()
     if isinstance(first, _Tensor) and first.layout is _STRIDED and (dtype := first.dtype) in dtypes:
@@ -160,25 +179,33 @@ def check_tensors(op: str, dtypes: Sequence[torch.dtype] = DTYPES, **tensors: ob
                 break
         else:
             return
-    _raise_for_tensors(op, dtypes, tensors)
+    _raise_for_tensors(op, dtypes, optional, tensors)
 
 
-def _raise_for_tensors(op: str, dtypes: Sequence[torch.dtype], tensors: Mapping[str, object]) -> None:
+def names_of(dtypes: Sequence[torch.dtype]) -> str:
+    """Dtypes as a message lists them."""
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _raise_for_tensors(
+    op: str, dtypes: Sequence[torch.dtype], optional: Sequence[str], tensors: Mapping[str, object]
+) -> None:
     first_name, first = next(iter(tensors.items()))
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{op}: argument `{name}` must be a torch.Tensor, got {type(value).__name__}")
+            absent = " or None" if name in optional else ""
+            raise TypeError(f"{op}: argument `{name}` must be a torch.Tensor{absent}, got {type(value).__name__}")
         if value.layout is not torch.strided:
             raise TypeError(f"{op}: argument `{name}` must be a dense (strided) tensor, got layout {value.layout}")
         if value.dtype not in dtypes:
-            accepted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-            given = str(value.dtype).removeprefix("torch.")
-            raise TypeError(f"{op}: argument `{name}` has dtype {given}; accepted are {accepted}")
+            raise TypeError(
+                f"{op}: argument `{name}` has dtype {names_of([value.dtype])}; accepted are {names_of(dtypes)}"
+            )
         assert isinstance(first, torch.Tensor)
         if value.dtype != first.dtype:
             raise TypeError(
                 f"{op}: arguments `{first_name}` and `{name}` must have the same dtype, "
-                f"got {str(first.dtype).removeprefix('torch.')} and {str(value.dtype).removeprefix('torch.')}"
+                f"got {names_of([first.dtype])} and {names_of([value.dtype])}"
             )
         if value.device != first.device:
             raise ValueError(

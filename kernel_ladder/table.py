@@ -6,8 +6,9 @@ import difflib
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
+from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError, VariableError
 from kernel_ladder.level_packages import load as load_package
 from kernel_ladder.spec import Inputs, Options, Output, Spec
 from kernel_ladder.transforms import is_wrapped, transforms_active
@@ -166,8 +167,9 @@ def _required() -> list[str]:
     names = [name.strip() for name in os.environ.get("KERNEL_LADDER_REQUIRE", "").split(",")]
     for name in names:
         if name and name not in LEVELS:
-            raise BackendError(
-                f"KERNEL_LADDER_REQUIRE names {name!r}, which is no level; levels are {', '.join(LEVELS)}"
+            raise VariableError(
+                f"the environment variable KERNEL_LADDER_REQUIRE names {name!r}, which is no level; "
+                f"levels are {', '.join(LEVELS)}, and names stand apart by commas"
             )
     return names
 
@@ -186,7 +188,9 @@ def _load(op: str, level: str) -> None:
         except ImportError as error:
             reason = f"the {level} level could not be imported: {error}"
         if level in _required() and reason is not None:
-            raise UnavailableError(f"KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}")
+            raise UnavailableError(
+                f"the environment variable KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}"
+            )
         _unavailable[op, level] = reason
 
 
@@ -245,27 +249,61 @@ def backends(op: str) -> dict[str, str | None]:
     return found
 
 
-@contextmanager
-def use(backend: str) -> Iterator[None]:
+class use(ContextDecorator):
     """Choose the backend of every call in this thread that names none, inside a ``with`` block.
 
-    Blocks nest. `backend` is a level (``"triton"``), a variant (``"cuda.flash"``) or ``"auto"``.
-    A name that no operation has is refused at once; one that only some have is refused by the others when called.
+    Blocks nest. As a decorator it holds for every call of the function. Alone, outside of both, it chooses nothing, and
+    a RuntimeWarning says so.
+
+    Args:
+        backend: a level (``"triton"``), a variant (``"cuda.flash"``) or ``"auto"``. A name that no operation has is
+            refused at once; one that only some have is refused by the others when called.
+
+    Raises:
+        TypeError: `backend` is no str.
+        BackendError: no operation has it.
     """
-    if not isinstance(backend, str):
-        raise TypeError(f"use: argument `backend` must be a str, got {type(backend).__name__}")
-    if backend != "auto" and backend not in LEVELS:
-        known = _known_to(*OPS)
-        level = _level_of(backend)
-        out_of_reach = level is not None and not any(name.startswith(f"{level}.") for name in known)
-        if backend not in known and not out_of_reach:
-            raise BackendError(_unknown_backend(None, backend, known))
-    before = getattr(_chosen, "backend", None)
-    _chosen.backend = backend
-    try:
-        yield
-    finally:
-        _chosen.backend = before
+
+    # Read where __init__ was not run, as of the objects that torch.compile makes up while it traces.
+    _waits = False
+
+    def __init__(self, backend: str) -> None:
+        if not isinstance(backend, str):
+            raise TypeError(f"use: argument `backend` must be a str, got {type(backend).__name__}")
+        if backend != "auto" and backend not in LEVELS:
+            known = _known_to(*OPS)
+            level = _level_of(backend)
+            out_of_reach = level is not None and not any(name.startswith(f"{level}.") for name in known)
+            if backend not in known and not out_of_reach:
+                raise BackendError(_unknown_backend("use", backend, known))
+        self.backend = backend
+        self._entered = False
+        self._before: str | None = None
+        self._waits = True
+
+    def __enter__(self) -> None:
+        if self._entered:
+            raise RuntimeError(f"use: this block is entered already; call use({self.backend!r}) anew for each block")
+        self._waits, self._entered = False, True
+        self._before = getattr(_chosen, "backend", None)
+        _chosen.backend = self.backend
+
+    def __exit__(self, *exception: object) -> None:
+        _chosen.backend = self._before
+        self._entered = False
+
+    def _recreate_cm(self) -> use:  # what ContextDecorator enters around each call of a function
+        self._waits = False
+        return use(self.backend)
+
+    def __del__(self) -> None:
+        if self._waits:
+            warnings.warn(
+                f"kernel_ladder.use({self.backend!r}) alone chooses nothing; write `with kernel_ladder.use("
+                f"{self.backend!r}):` around the calls, or set the environment variable {ENV_BACKEND}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _level_of(backend: str) -> str | None:
@@ -274,16 +312,26 @@ def _level_of(backend: str) -> str | None:
     return level if level in LEVELS and bool(dot) == bool(step) else None
 
 
-def _unknown_backend(op: str | None, backend: str, known: list[str]) -> str:
+def _unknown_backend(caller: str, backend: str, known: list[str], source: str = "") -> str:
     names = [name for name in dict.fromkeys([*LEVELS, "auto", *known]) if name != backend]
     near = difflib.get_close_matches(backend, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return f"{op or 'use'}: unknown `backend` {backend!r}; {hint}Known are {', '.join(names)}"
+    return f"{caller}: {source}unknown `backend` {backend!r}; {hint}Known are {', '.join(names)}"
 
 
 @untraced
 def _from_environment(value: Any) -> str | None:
     return None if value is None else os.fsdecode(value)
+
+
+def _source(backend: str | None) -> str:
+    """Where the backend of a call comes from that was given this one, if not from the call: how a message begins."""
+    if backend is not None:
+        return ""
+    if chosen := getattr(_chosen, "backend", None):
+        return f"kernel_ladder.use({chosen!r}): "
+    value = _from_environment(_environment.get(_ENV_KEY))
+    return f"the environment variable {ENV_BACKEND} is {value!r}: " if value else ""
 
 
 def named(op: str, backend: str) -> list[Variant]:
@@ -326,11 +374,11 @@ def asked_for(op: str, backend: str | None) -> str:
 
 def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool) -> Variant:
     """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing."""
-    backend = asked_for(op, backend)
+    given, backend = backend, asked_for(op, backend)
     call = (op, backend, inputs[0].is_cuda)
     candidates = None if compiling else _known.get(call)
     if candidates is None:
-        candidates = _candidates(*call)
+        candidates = _candidates(*call, _source(given))
         if not compiling:
             _known[call] = candidates
     followed = transforms_active() or forward_ad._current_level >= 0
@@ -340,7 +388,7 @@ def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compi
         if variant.unsupported(*inputs, **options) is None:
             return variant
     why = _refusal(backend, candidates, inputs, options, followed, compiling)
-    raise UnsupportedError(f"{op}: {why}")
+    raise UnsupportedError(f"{op}: {_source(given)}{why}")
 
 
 def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:
@@ -361,7 +409,7 @@ def _given(inputs: Inputs) -> list[torch.Tensor]:
     return [x for x in inputs if x is not None]
 
 
-def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
+def _candidates(op: str, backend: str, on_gpu: bool, source: str) -> tuple[Variant, ...]:
     """The variants that a backend's name may stand for, most optimised first; there is at least one."""
     if backend == "auto":
         first = spec(op).auto if on_gpu else ()
@@ -371,12 +419,12 @@ def _candidates(op: str, backend: str, on_gpu: bool) -> tuple[Variant, ...]:
         return tuple(dict.fromkeys(v for name in names for v in _available(op, name)))
     level = _level_of(backend)
     if level is None:
-        raise BackendError(_unknown_backend(op, backend, _known_to(op)))
+        raise BackendError(_unknown_backend(op, backend, _known_to(op), source))
     reason, climb = _at_level(op, level)
     if backend != level and climb and backend not in climb:
-        raise BackendError(_unknown_backend(op, backend, _known_to(op)))
+        raise BackendError(_unknown_backend(op, backend, _known_to(op), source))
     if reason is not None:
-        raise UnavailableError(f"{op}: backend {backend!r} is unavailable: {reason}")
+        raise UnavailableError(f"{op}: {source}backend {backend!r} is unavailable: {reason}")
     return tuple(_available(op, backend))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -137,6 +138,56 @@ def test_an_unknown_backend_of_use_is_refused_at_once():
         pytest.fail("entered")
     with pytest.raises(TypeError, match="`backend` must be a str, got NoneType"), kernel_ladder.use(None):
         pytest.fail("entered")
+
+
+def test_use_alone_chooses_nothing_and_says_so():
+    with pytest.warns(RuntimeWarning, match=r"use\('torch\.naive'\) alone .* `with kernel_ladder\.use\(") as warned:
+        kernel_ladder.use("torch.naive")
+    assert table.ENV_BACKEND in str(warned[0].message)
+    assert warned[0].filename == __file__, "the warning is for the line that dropped it"
+    assert resolve("gelu", None) is resolve("gelu", "auto")
+
+
+def test_use_is_silent_wherever_it_chooses(recwarn):
+    @kernel_ladder.use("torch.naive")
+    def decorated(depth: int = 2) -> str:
+        with kernel_ladder.use("torch.builtin"):
+            inner = decorated(depth - 1) if depth else "torch.naive"
+        return inner if resolve("gelu", None).name == inner else "lost"
+
+    with kernel_ladder.use("torch"):
+        pass
+    block = kernel_ladder.use("torch.naive")
+    for _ in range(2):
+        with block:
+            assert resolve("gelu", None).name == "torch.naive"
+            with pytest.raises(RuntimeError, match=r"entered already; call use\('torch\.naive'\) anew"), block:
+                pytest.fail("entered")
+        assert resolve("gelu", None) is resolve("gelu", "auto")
+    assert decorated() == "torch.naive"
+    for wrong in ("torch.naif", 3):
+        with pytest.raises((BackendError, TypeError)):
+            kernel_ladder.use(wrong)
+    del block
+    gc.collect()
+    assert not recwarn.list
+
+
+def test_a_decorated_function_in_several_threads():
+    @kernel_ladder.use("torch.naive")
+    def name(together: threading.Barrier) -> str:
+        together.wait()
+        found = resolve("gelu", None).name
+        together.wait()
+        return found
+
+    barrier, seen = threading.Barrier(4), []
+    threads = [threading.Thread(target=lambda: seen.append(name(barrier))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["torch.naive"] * 4
 
 
 def test_a_backend_that_is_not_a_string():

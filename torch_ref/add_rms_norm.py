@@ -39,7 +39,8 @@ def builtin(
 
 def check(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *, eps: float | None) -> None:
     op = "add_rms_norm"
-    check_tensors(op, input=input, residual=residual, **({} if weight is None else {"weight": weight}))
+    given = {} if weight is None else {"weight": weight}
+    check_tensors(op, optional=("weight",), input=input, residual=residual, **given)
     if input.dim() == 0:
         raise ValueError(f"{op}: argument `input` must have at least one dimension, got a scalar")
     if residual.shape != input.shape:
@@ -102,7 +103,10 @@ ERRORS = [
         r"`weight` must have the shape \(3,\) of a row, got \(2,\)",
     ),
     ErrorCase(
-        "eps-type", lambda: ((_zeros(3), _zeros(3)), {"eps": True}), TypeError, r"`eps` must be a float, got bool"
+        "eps-type",
+        lambda: ((_zeros(3), _zeros(3)), {"eps": True}),
+        TypeError,
+        r"`eps` must be a number or None, got bool",
     ),
 ]
 

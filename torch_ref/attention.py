@@ -21,7 +21,19 @@ from torch.nn.attention import SDPBackend
 
 from kernel_ladder import gpu
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
-from kernel_ladder.spec import Case, ErrorCase, Inputs, Output, Spec, check_tensors
+from kernel_ladder.spec import (
+    DTYPES,
+    Case,
+    ErrorCase,
+    Inputs,
+    Output,
+    Restated,
+    Spec,
+    check_tensors,
+    each,
+    names_of,
+    unchanged,
+)
 from kernel_ladder.table import register, register_spec
 from torch_ref import attention_builtin as own
 
@@ -114,7 +126,7 @@ def check(
     enable_gqa: bool = False,
     window_size: object = NO_WINDOW,
     return_lse: bool = False,
-) -> None:
+) -> Restated | None:
     check_tensors("attention", query=query, key=key, value=value)
     q, k, v = query.shape, key.shape, value.shape
     # Every call comes by here: first whether all is as it mostly is, and only else what is not, if anything.
@@ -129,30 +141,87 @@ def check(
         and window_size is NO_WINDOW  # and not ==, of which an array makes an array
         and isinstance(return_lse, bool)
     ):
-        _check_each(q, k, v)
+        if not (
+            len(q) >= 3
+            and k[:-3] == q[:-3] == v[:-3]
+            and k[-3:-1] == v[-3:-1]
+            and (k[-3] == q[-3] or enable_gqa is True)
+        ):
+            return _broadcast(query, key, value, attn_mask, enable_gqa is True)
+        _check_head_dims(q[-1], k[-1], v[-1])
         check_options("attention", q[-3], k[-3], is_causal, scale, enable_gqa, window_size, return_lse)
     if attn_mask is not None:
         _check_mask(query, key, attn_mask)
+    return None
 
 
-def _check_each(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
-    """Raise for the first thing wrong with the shapes, if there is one."""
-    if len(q) < 3:
-        raise ValueError(f"attention: argument `query` must have at least 3 dimensions (..., H, S, D), got {tuple(q)}")
-    for name, shape in (("key", k), ("value", v)):
-        if len(shape) != len(q) or shape[:-3] != q[:-3]:
+def _broadcast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: object, grouped: bool
+) -> Restated:
+    """The call with query, key and value as views of the batch dimensions, and heads, that they broadcast to.
+
+    Raises:
+        ValueError: they do not broadcast, or a length does not fit.
+    """
+    q, k, v = query.shape, key.shape, value.shape
+    for name, shape in (("query", q), ("key", k), ("value", v)):
+        if len(shape) < 2:
             raise ValueError(
-                f"attention: argument `{name}` must have as many dimensions and the same batch dimensions as `query` "
-                f"{tuple(q)}, got {tuple(shape)}"
+                f"attention: argument `{name}` must have at least 2 dimensions (..., H, S, D), got {tuple(shape)}"
             )
-    if v[-3:-1] != k[-3:-1]:
+    for name, shape, (of, others) in (("key", k, ("query", q)), ("value", v, ("query", q)), ("value", v, ("key", k))):
+        if _joined(shape[:-3], others[:-3]) is None:
+            raise ValueError(
+                f"attention: argument `{name}` must have batch dimensions that broadcast (are equal, or 1) with those "
+                f"of `{of}` {tuple(others)}, got {tuple(shape)}"
+            )
+    heads_kv = _joined(k[-3:-2], v[-3:-2])
+    if v[-2] != k[-2] or heads_kv is None:
         raise ValueError(
-            f"attention: argument `value` must have the heads and length of `key` (H, S) = {tuple(k[-3:-1])}, "
-            f"got {tuple(v[-3:-1])}"
+            f"attention: argument `value` must have the heads, or 1, and the length of `key` (H, S) = "
+            f"{tuple(k[-3:-1])}, got {tuple(v[-3:-1])}"
         )
-    if k[-1] != q[-1]:
-        raise ValueError(f"attention: argument `key` must have the head dimension of `query`, {q[-1]}, got {k[-1]}")
-    for name, dim in (("query", q[-1]), ("value", v[-1])):
+    heads = _joined(q[-3:-2], heads_kv)
+    if heads is None and not grouped:
+        raise ValueError(
+            f"attention: argument `key` must have the {q[-3]} heads of `query`, or 1, unless `enable_gqa` is True, "
+            f"got {heads_kv[-1]}"
+        )
+    batch = _joined(q[:-3], k[:-3], v[:-3])
+    assert batch is not None
+    of_query, of_key = (q[-3:-2], heads_kv) if grouped else (heads, heads)
+    inputs = [
+        x.expand(*batch, *(lead or (1,)), *x.shape[-2:])
+        for x, lead in ((query, of_query), (key, of_key), (value, of_key))
+    ]
+    if attn_mask is not None:
+        inputs.append(attn_mask)  # broadcasts by itself
+    return Restated(tuple(inputs), _without_heads if len(q) == len(k) == len(v) == 2 else unchanged)
+
+
+def _without_heads(output: Output) -> Output:
+    return each(lambda x: x.squeeze(0), output) if isinstance(output, tuple) else output.squeeze(0)
+
+
+def _joined(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that shapes broadcast to, or None where they do not."""
+    joined = []
+    for d in range(-max(map(len, shapes)), 0):
+        size = 1
+        for shape in shapes:
+            if len(shape) >= -d and shape[d] != 1:
+                if size not in (1, shape[d]):
+                    return None
+                size = shape[d]
+        joined.append(size)
+    return tuple(joined)
+
+
+def _check_head_dims(of_query: int, of_key: int, of_value: int) -> None:
+    """Raise for the first thing wrong with the head dimensions, if there is one."""
+    if of_key != of_query:
+        raise ValueError(f"attention: argument `key` must have the head dimension of `query`, {of_query}, got {of_key}")
+    for name, dim in (("query", of_query), ("value", of_value)):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"attention: argument `{name}` has head dimension {dim}; accepted are 1 to {MAX_HEAD_DIM}")
 
@@ -172,7 +241,7 @@ def check_options(
         if is_causal != LOWER_RIGHT:
             raise ValueError(f"{op}: argument `is_causal` must be a bool or {LOWER_RIGHT!r}, got {is_causal!r}")
     elif not isinstance(is_causal, bool):
-        raise TypeError(f"{op}: argument `is_causal` must be a bool, got {type(is_causal).__name__}")
+        raise TypeError(f"{op}: argument `is_causal` must be a bool or {LOWER_RIGHT!r}, got {type(is_causal).__name__}")
     for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{op}: argument `{name}` must be a bool, got {type(flag).__name__}")
@@ -203,13 +272,30 @@ def check_options(
 
 def _check_mask(query: torch.Tensor, key: torch.Tensor, attn_mask: object) -> None:
     """Raise unless a mask is boolean or of query's dtype, on its device, and broadcasts to the scores."""
-    if not (isinstance(attn_mask, torch.Tensor) and attn_mask.dtype is torch.bool):
-        check_tensors("attention", query=query, attn_mask=attn_mask)
-    elif attn_mask.device != query.device:
-        raise ValueError(
-            f"attention: arguments `query` and `attn_mask` must be on the same device, "
-            f"got {query.device} and {attn_mask.device}"
+    if not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(
+            f"attention: argument `attn_mask` must be a torch.Tensor, a causal bias of torch.nn.attention.bias or "
+            f"None, got {type(attn_mask).__name__}"
         )
+    if attn_mask.dtype is torch.bool:
+        check_tensors("attention", (torch.bool,), attn_mask=attn_mask)
+        if attn_mask.device != query.device:
+            raise ValueError(
+                f"attention: arguments `query` and `attn_mask` must be on the same device, "
+                f"got {query.device} and {attn_mask.device}"
+            )
+    elif attn_mask.dtype not in DTYPES:
+        raise TypeError(
+            f"attention: argument `attn_mask` has dtype {names_of([attn_mask.dtype])}; accepted are bool and the dtype "
+            f"of `query`, {names_of([query.dtype])}"
+        )
+    elif attn_mask.dtype is not query.dtype:
+        raise TypeError(
+            f"attention: arguments `query` and `attn_mask` must have the same dtype, "
+            f"got {names_of([query.dtype, attn_mask.dtype]).replace(', ', ' and ')}; a bool one goes with any"
+        )
+    else:
+        check_tensors("attention", query=query, attn_mask=attn_mask)
     scores, mask = (*query.shape[:-1], key.shape[-2]), tuple(attn_mask.shape)
     if len(mask) > len(scores) or any(m not in (1, s) for m, s in zip(mask[::-1], scores[::-1], strict=False)):
         raise ValueError(
@@ -366,26 +452,40 @@ ERRORS = [
     ErrorCase("complex", _bad(dtype=torch.complex64), TypeError, r"`query` has dtype complex64"),
     ErrorCase("dtypes", _mixed_dtypes, TypeError, r"`key` must have the same dtype, got float32 and float16"),
     ErrorCase("devices", _mixed_devices, ValueError, r"`value` must be on the same device, got cpu and meta"),
-    ErrorCase("matrix", _bad((5, 8), (5, 8)), ValueError, r"`query` must have at least 3 dimensions .* got \(5, 8\)"),
-    ErrorCase("dimensions", _bad(k=(4, 5, 8)), ValueError, r"`key` must have as many dimensions .* got \(4, 5, 8\)"),
-    ErrorCase("batch", _bad(k=(1, 4, 5, 8)), ValueError, r"`key` must .* same batch dimensions .* got \(1, 4, 5, 8\)"),
+    ErrorCase("vector", _bad((8,), (5, 8)), ValueError, r"`query` must have at least 2 dimensions .* got \(8,\)"),
+    ErrorCase("vector-key", _bad(k=(8,)), ValueError, r"`key` must have at least 2 dimensions .* got \(8,\)"),
+    ErrorCase(
+        "batch",
+        _bad(k=(3, 4, 5, 8)),
+        ValueError,
+        r"`key` must have batch dimensions that broadcast .* of `query` \(2, 4, 5, 8\), got \(3, 4, 5, 8\)",
+    ),
+    ErrorCase(
+        "value-batch",
+        _bad((1, 4, 5, 8), (2, 4, 5, 8), (3, 4, 5, 8)),
+        ValueError,
+        r"`value` must have batch dimensions that broadcast .* of `key` \(2, 4, 5, 8\), got \(3, 4, 5, 8\)",
+    ),
     ErrorCase("length", _bad(v=(2, 4, 6, 8)), ValueError, r"`value` must have .* \(H, S\) = \(4, 5\), got \(4, 6\)"),
-    ErrorCase("value-heads", _bad(v=(2, 1, 5, 8)), ValueError, r"`value` must have .* \(4, 5\), got \(1, 5\)"),
+    ErrorCase("length-1", _bad(v=(2, 4, 1, 8)), ValueError, r"`value` must have .* \(H, S\) = \(4, 5\), got \(4, 1\)"),
+    ErrorCase("value-heads", _bad(v=(2, 3, 5, 8)), ValueError, r"`value` must have .* \(4, 5\), got \(3, 5\)"),
     ErrorCase("head-dim", _bad(k=(2, 4, 5, 16)), ValueError, r"`key` must have the head dimension .* 8, got 16"),
     ErrorCase("head-dim-0", _bad((2, 4, 5, 0), (2, 4, 5, 0)), ValueError, r"`query` has head dimension 0; accepted"),
     ErrorCase("head-dim-257", _bad(v=(2, 4, 5, 257)), ValueError, r"`value` has .* 257; accepted are 1 to 256"),
-    ErrorCase("heads", _bad(k=(2, 2, 5, 8)), ValueError, r"`key` must have the 4 heads of `query` unless .* got 2"),
+    ErrorCase("heads", _bad(k=(2, 2, 5, 8)), ValueError, r"`key` must have the 4 heads .*, or 1, unless .* got 2"),
     ErrorCase(
         "group", _bad(k=(2, 3, 5, 8), enable_gqa=True), ValueError, r"`key` must have .* divides query's 4, got 3"
     ),
-    ErrorCase("is-causal", _bad(is_causal=1), TypeError, r"`is_causal` must be a bool, got int"),
+    ErrorCase("is-causal", _bad(is_causal=1), TypeError, r"`is_causal` must be a bool or 'lower_right', got int"),
     ErrorCase(
         "is-causal-name", _bad(is_causal="left"), ValueError, r"`is_causal` must be a bool or 'lower_right', got"
     ),
-    ErrorCase("is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool, got ndarray"),
+    ErrorCase(
+        "is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool or .*, got ndarray"
+    ),
     ErrorCase("return-lse", _bad(return_lse=1), TypeError, r"`return_lse` must be a bool, got int"),
     ErrorCase("dropout", _bad(dropout_p=0.1), ValueError, r"`dropout_p` must be 0: .* got 0\.1"),
-    ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be a number, got NoneType"),
+    ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be 0: .* got NoneType"),
     ErrorCase("window-type", _bad(window_size=3), TypeError, r"`window_size` must be two ints .* or None, got 3"),
     ErrorCase(
         "window-array",
@@ -405,15 +505,23 @@ ERRORS = [
     ErrorCase(
         "window-low", _bad(window_size=(-2, 0)), ValueError, r"`window_size` must hold numbers from -1, .* \(-2, 0\)"
     ),
-    ErrorCase("mask-type", _bad(attn_mask=1), TypeError, r"`attn_mask` must be a torch\.Tensor, got int"),
     ErrorCase(
-        "mask-integer", _bad(attn_mask=torch.ones(5, 5).int()), TypeError, r"`attn_mask` has dtype int32; accepted"
+        "mask-type",
+        _bad(attn_mask=1),
+        TypeError,
+        r"`attn_mask` must be a torch\.Tensor, a causal bias .* or None, got int",
+    ),
+    ErrorCase(
+        "mask-integer",
+        _bad(attn_mask=torch.ones(5, 5).int()),
+        TypeError,
+        r"`attn_mask` has dtype int32; accepted are bool and the dtype of `query`, float32",
     ),
     ErrorCase(
         "mask-dtype",
         _bad(attn_mask=torch.ones(5, 5).half()),
         TypeError,
-        r"`query` and `attn_mask` must have the same dtype, got float32 and float16",
+        r"`query` and `attn_mask` must have the same dtype, got float32 and float16; a bool one goes with any",
     ),
     ErrorCase(
         "mask-device",

@@ -318,9 +318,16 @@ ERRORS = [
     ErrorCase("heads", _bad(k=(7, 2, 8)), ValueError, r"`key` must have the 4 heads of `query` unless .* got 2"),
     ErrorCase("max-type", _bad(max_seqlen_q=2.0), TypeError, r"`max_seqlen_q` must be an int or None, got float"),
     ErrorCase("max-negative", _bad(max_seqlen_k=-1), ValueError, r"`max_seqlen_k` must be a length, got -1"),
-    ErrorCase("is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool, got ndarray"),
+    ErrorCase(
+        "is-causal-array",
+        _bad(is_causal=np.ones(2)),
+        TypeError,
+        r"`is_causal` must be a bool or .lower_right., got ndarray",
+    ),
     ErrorCase("window-array", _bad(window_size=np.array([3, 0])), TypeError, r"`window_size` must be two ints .*array"),
-    ErrorCase("is-causal", _bad(is_causal=None), TypeError, r"`is_causal` must be a bool, got NoneType"),
+    ErrorCase(
+        "is-causal", _bad(is_causal=None), TypeError, r"`is_causal` must be a bool or .lower_right., got NoneType"
+    ),
     ErrorCase("window", _bad(window_size=(0, -3)), ValueError, r"`window_size` must hold numbers from -1"),
     ErrorCase("dropout", _bad(dropout_p=0.5), ValueError, r"`dropout_p` must be 0"),
 ]

@@ -63,8 +63,8 @@ def _bad(id: str, error: type[Exception], message: str, **options: object) -> Er
 ERRORS = [
     ErrorCase("not-a-tensor", lambda: (([1.0],), {"seed": 0}), TypeError, r"`input` must be a torch\.Tensor, got list"),
     ErrorCase("integer", lambda: ((torch.arange(3),), {"seed": 0}), TypeError, r"`input` has dtype int64; accepted"),
-    _bad("p-bool", TypeError, "`p` must be a float, got bool", p=True),
-    _bad("p-tensor", TypeError, "`p` must be a float, got Tensor", p=torch.tensor(0.5)),
+    _bad("p-bool", TypeError, "`p` must be a number, got bool", p=True),
+    _bad("p-tensor", TypeError, "`p` must be a number, got Tensor", p=torch.tensor(0.5)),
     _bad("p-one", ValueError, "`p` must be at least 0 and less than 1, got 1", p=1.0),
     _bad("p-negative", ValueError, "`p` must be at least 0 and less than 1, got -0.1", p=-0.1),
     _bad("p-nan", ValueError, "`p` must be at least 0 and less than 1, got nan", p=math.nan),

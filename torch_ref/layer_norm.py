@@ -57,9 +57,7 @@ def check(
     normalized_shape: tuple[int, ...],
     eps: float,
 ) -> None:
-    check_normalized("layer_norm", input, normalized_shape, eps, weight=weight, bias=bias)
-    if eps is None:
-        raise TypeError("layer_norm: argument `eps` must be a float, got NoneType")
+    check_normalized("layer_norm", input, normalized_shape, eps, False, weight=weight, bias=bias)
 
 
 def _shapes(shape: tuple[int, ...], dims: int) -> tuple[tuple[int, ...], ...]:
@@ -109,7 +107,9 @@ ERRORS = [
         ValueError,
         r"`bias` must have the shape \(3,\) of a row, got \(1, 3\)",
     ),
-    ErrorCase("shape-type", lambda: ((_zeros(2, 3), 3), {}), TypeError, r"`normalized_shape` must be a tuple of ints"),
+    ErrorCase(
+        "shape-type", lambda: ((_zeros(2, 3), 3), {}), TypeError, r"`normalized_shape` must be a tuple or list of ints"
+    ),
     ErrorCase(
         "shape",
         lambda: ((_zeros(2, 3), (2,)), {}),
@@ -118,11 +118,9 @@ ERRORS = [
     ),
     ErrorCase("shape-empty", lambda: ((_zeros(2, 3), ()), {}), ValueError, r"at least one: got \(\) for"),
     ErrorCase(
-        "eps-none", lambda: ((_zeros(3), (3,)), {"eps": None}), TypeError, r"`eps` must be a float, got NoneType"
+        "eps-none", lambda: ((_zeros(3), (3,)), {"eps": None}), TypeError, r"`eps` must be a number, got NoneType"
     ),
-    ErrorCase(
-        "eps-nan", lambda: ((_zeros(3), (3,)), {"eps": math.nan}), ValueError, r"`eps` must be a finite number from 0"
-    ),
+    ErrorCase("eps-nan", lambda: ((_zeros(3), (3,)), {"eps": math.nan}), ValueError, r"`eps` must be finite, got nan"),
 ]
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kernel_ladder.linear_shapes import ACTIVATIONS
 from kernel_ladder.norms import computation_dtype
-from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
+from kernel_ladder.spec import Case, ErrorCase, Restated, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import gelu, matmul
 
@@ -68,15 +68,23 @@ def _activated(product: torch.Tensor, bias: torch.Tensor | None, activation: str
     return output.to(product.dtype)
 
 
-def check(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None) -> None:
+def check(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
+) -> Restated | None:
     if bias is None:
         check_tensors("linear", input=input, weight=weight)
     else:
-        check_tensors("linear", input=input, weight=weight, bias=bias)
+        check_tensors("linear", optional=("bias",), input=input, weight=weight, bias=bias)
     if input.dim() == 0:
         raise ValueError("linear: argument `input` must have at least 1 dimension, got a 0-dimensional tensor")
     if weight.dim() != 2:
-        raise ValueError(f"linear: argument `weight` must have 2 dimensions, got shape {tuple(weight.shape)}")
+        if weight.dim() == 1 and (bias is None or bias.dim() == 0):
+            return Restated((input, weight[None], None if bias is None else bias[None]), _without_last)
+        raise ValueError(
+            f"linear: argument `weight` must have 2 dimensions (N, K), or be a vector (K,) with a `bias` of no "
+            f"dimension or None, got shape {tuple(weight.shape)}"
+            + ("" if bias is None else f" and `bias` {tuple(bias.shape)}")
+        )
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear: the last dimension of `input` must equal that of `weight`, got {input.shape[-1]} and "
@@ -89,6 +97,11 @@ def check(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         )
     if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
         raise ValueError(f"linear: argument `activation` must be None, 'gelu' or 'gelu_tanh', got {activation!r}")
+    return None
+
+
+def _without_last(output: torch.Tensor) -> torch.Tensor:
+    return output.squeeze(-1)
 
 
 Shape = tuple[int, ...]
@@ -175,7 +188,16 @@ ERRORS = [
     ),
     ErrorCase("input-0d", lambda: _zeros((), (2, 2)), ValueError, r"`input` must have at least 1 dimension, got a 0-"),
     ErrorCase(
-        "weight-1d", lambda: _zeros((2, 2), (2,)), ValueError, r"`weight` must have 2 dimensions, got shape \(2,\)"
+        "weight-3d",
+        lambda: _zeros((2, 2), (2, 2, 2)),
+        ValueError,
+        r"`weight` must have 2 dimensions .* or be a vector .* got shape \(2, 2, 2\)",
+    ),
+    ErrorCase(
+        "weight-vector-bias",
+        lambda: _zeros((2, 2), (2,), (2,)),
+        ValueError,
+        r"`weight` must .* be a vector \(K,\) with a `bias` of no dimension or None, got shape \(2,\) and `bias`",
     ),
     ErrorCase(
         "inner",

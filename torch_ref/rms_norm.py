@@ -91,9 +91,14 @@ ERRORS = [
         ValueError,
         r"`weight` must have the shape \(3,\) of a row, got \(4,\)",
     ),
-    ErrorCase("shape-type", lambda: ((_zeros(2, 3), 3), {}), TypeError, r"`normalized_shape` must be a tuple of ints"),
     ErrorCase(
-        "shape-of-floats", lambda: ((_zeros(2, 3), (3.0,)), {}), TypeError, r"must be a tuple of ints, got \(3.0,\)"
+        "shape-type", lambda: ((_zeros(2, 3), 3), {}), TypeError, r"`normalized_shape` must be a tuple or list of ints"
+    ),
+    ErrorCase(
+        "shape-of-floats",
+        lambda: ((_zeros(2, 3), (3.0,)), {}),
+        TypeError,
+        r"must be a tuple or list of ints, got \(3.0,\)",
     ),
     ErrorCase(
         "shape",
@@ -103,12 +108,14 @@ ERRORS = [
     ),
     ErrorCase("shape-empty", lambda: ((_zeros(2, 3), ()), {}), ValueError, r"at least one: got \(\) for"),
     ErrorCase("shape-long", lambda: ((_zeros(3), (2, 3)), {}), ValueError, r"got \(2, 3\) for a shape of \(3,\)"),
-    ErrorCase("eps-type", lambda: ((_zeros(3), (3,)), {"eps": "small"}), TypeError, r"`eps` must be a float, got str"),
     ErrorCase(
-        "eps-beyond", lambda: ((_zeros(3), (3,)), {"eps": 10**309}), ValueError, r"`eps` must be a finite number"
+        "eps-type", lambda: ((_zeros(3), (3,)), {"eps": "small"}), TypeError, r"`eps` must be a number or None, got str"
     ),
     ErrorCase(
-        "eps-negative", lambda: ((_zeros(3), (3,)), {"eps": -1.0}), ValueError, r"`eps` must be a finite number from 0"
+        "eps-beyond", lambda: ((_zeros(3), (3,)), {"eps": 10**309}), ValueError, r"`eps` must be finite, got 1000"
+    ),
+    ErrorCase(
+        "eps-infinite", lambda: ((_zeros(3), (3,)), {"eps": -math.inf}), ValueError, r"`eps` must be finite, got -inf"
     ),
 ]
 

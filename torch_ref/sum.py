@@ -57,7 +57,7 @@ def check(input: torch.Tensor, *, dim: object, keepdim: object) -> None:
         if isinstance(d, bool) or not isinstance(d, int):
             inside = "a tuple with " if isinstance(dim, tuple) else ""
             raise TypeError(
-                f"sum: argument `dim` must be an int, a tuple of ints or None, got {inside}{type(d).__name__}"
+                f"sum: argument `dim` must be an int, a tuple or list of ints, or None, got {inside}{type(d).__name__}"
             )
         if not -dims <= d < dims:
             raise IndexError(

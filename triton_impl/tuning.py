@@ -6,7 +6,6 @@ says of that, the list of choices that :func:`recorded` keeps, and :class:`Launc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,21 +14,15 @@ import torch
 import triton
 
 from kernel_ladder.tracing import shapes_only
+from kernel_ladder.variables import switch
 from triton_impl import early, interpreted
 from triton_impl.keys import settle
 
 ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
 
 
-def _from_environment() -> bool:
-    value = os.environ.get(ENV_AUTOTUNE, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"the environment variable {ENV_AUTOTUNE} must be 0 or 1, got {value!r}")
-    return value == "1"
-
-
 #: Read once: Triton's tuners are made when kernels are, and torch.compile can trace a constant.
-TUNING = _from_environment()
+TUNING = switch(ENV_AUTOTUNE)
 
 #: Operands remembered per operation; past that, all are forgotten.
 MAX_LAUNCHES = 4096
