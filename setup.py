@@ -96,11 +96,11 @@ def extension(home: Path) -> dict:
         stale.unlink()
     where = Path(torch.__file__).parent
     say(f"building for {os.environ['TORCH_CUDA_ARCH_LIST']} with {home}/bin/nvcc, torch {torch.__version__} in {where}")
-    architectures = len(os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").strip(";").split(";"))
+    count = len(os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").strip(";").split(";"))
     jobs = int(os.environ["MAX_JOBS"])
-    minutes = max(LONGEST_MINUTES, round(CORE_MINUTES * architectures / jobs))
+    minutes = max(LONGEST_MINUTES, round(CORE_MINUTES * count / jobs))
     say(
-        f"compiling {len(module.sources)} files for {architectures} architecture{'s' * (architectures > 1)}, {jobs} at "
+        f"compiling {len(module.sources)} files for {count} architecture{'s' * (count > 1)}, {jobs} at "
         f"a time: about {minutes} minutes where none was compiled before, half of that on fast cores"
     )
     return {
