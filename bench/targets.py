@@ -142,7 +142,8 @@ def _parameters(op: str) -> tuple[list[str], dict[str, Any]]:
     known = {p.name for p in arguments if p.kind is p.KEYWORD_ONLY}
     options = [p for p in inspect.signature(getattr(kernel_ladder, op)).parameters.values() if p.name in known]
     usual = kernel_ladder.spec(op).sweep[0].options  # for an option that has no default
-    return tensors, {p.name: usual[p.name] if p.default is p.empty else p.default for p in options}
+    # A seed has a default for calls that drop nothing.
+    return tensors, {p.name: usual[p.name] if p.default is p.empty or p.name == "seed" else p.default for p in options}
 
 
 def _accepted(defaults: Options) -> str:

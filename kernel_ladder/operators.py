@@ -29,9 +29,9 @@ from kernel_ladder.tracing import building_graph, inferring_shapes
 
 _library = torch.library.Library("kernel_ladder", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_CALL = "(str op, str backend, Tensor?[] inputs, str options, SymInt[] integers)"
-_library.define(f"call{_CALL} -> Tensor[]", tags=_TAGS)
-_library.define(f"forward{_CALL[:-1]}, bool save) -> Tensor[]", tags=_TAGS)
+_CALL = "Tensor?[] inputs, str options, SymInt[] integers"
+_library.define(f"call(str op, str backend, str source, {_CALL}) -> Tensor[]", tags=_TAGS)
+_library.define(f"forward(str op, str variant, {_CALL}, bool save) -> Tensor[]", tags=_TAGS)
 _library.define(
     "backward(str op, str variant, Tensor[] grads, Tensor[] tensors, str saved, SymInt[] integers, bool[] needs)"
     " -> Tensor[]",
@@ -233,9 +233,9 @@ def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | No
 
 
 def _forward(
-    op: str, backend: str, inputs: Inputs, options: str, integers: Sequence[Any], save: bool
+    op: str, variant_name: str, inputs: Inputs, options: str, integers: Sequence[Any], save: bool
 ) -> list[torch.Tensor]:
-    variant, named = _variant(op, backend), _options(options, integers)
+    variant, named = _variant(op, variant_name), _options(options, integers)
     if not save:
         return _without_aliases(as_tuple(variant.output(*inputs, **named)), *inputs)
     output, saved = variant.forward(*inputs, **named)
@@ -366,17 +366,22 @@ def _is_real(x: Any) -> bool:
     return x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _called(op: str, backend: str, inputs: Inputs, options: str, integers: Sequence[Any]) -> list[torch.Tensor]:
-    """A call, on tensors without data as torch.compile traces it, or on data where a backend compiles nothing."""
+def _called(
+    op: str, backend: str, source: str, inputs: Inputs, options: str, integers: Sequence[Any]
+) -> list[torch.Tensor]:
+    """A call, on tensors without data as torch.compile traces it, or on data where a backend compiles nothing.
+
+    `source` says where the backend's name comes from, if not from the call.
+    """
     inputs = tuple(inputs)
     named = _options(options, integers)
     restated = table.spec(op).check(*inputs, **{name: _hinted(value) for name, value in named.items()})
     if restated is not None:
-        outputs = _called(op, backend, restated.inputs, options, integers)
+        outputs = _called(op, backend, source, restated.inputs, options, integers)
         return list(as_tuple(restated.output(_one_or_all(outputs))))
     named = {name: value if name in _CHANGING else _constant(value) for name, value in named.items()}
     inputs = _fixed_widths(op, inputs)
-    variant = table.choose(op, backend, inputs, named, False)
+    variant = table.choose(op, backend, inputs, named, False, source)
     if all(_is_real(x) for x in inputs):
         return list(as_tuple(autograd.run(variant, inputs, named)))
     if variant.backward is None:
@@ -395,12 +400,14 @@ def _one_or_all(outputs: Sequence[torch.Tensor]) -> Output:
 _library.impl("call", _called, "CompositeImplicitAutograd")
 
 
-def call(op: str, backend: str, inputs: Inputs, options: dict[str, Any]) -> Output:
+def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Output:
     """A public function's call while torch.compile traces it."""
     for x in inputs:
         if x is not None and not isinstance(x, torch.Tensor):  # which an operator would refuse in its own words
             table.spec(op).check(*inputs, **options)
     integers: list[Any] = []
     template = tuple([(name, _without_integers(value, integers)) for name, value in options.items()])
-    outputs = torch.ops.kernel_ladder.call(op, backend, list(inputs), _encoded_constant(template), integers)
+    outputs = torch.ops.kernel_ladder.call(
+        op, table.asked_for(op, backend), table.source_of(backend), list(inputs), _encoded_constant(template), integers
+    )
     return _one_or_all(outputs)

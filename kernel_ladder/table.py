@@ -324,7 +324,7 @@ def _from_environment(value: Any) -> str | None:
     return None if value is None else os.fsdecode(value)
 
 
-def _source(backend: str | None) -> str:
+def source_of(backend: str | None) -> str:
     """Where the backend of a call comes from that was given this one, if not from the call: how a message begins."""
     if backend is not None:
         return ""
@@ -372,13 +372,18 @@ def asked_for(op: str, backend: str | None) -> str:
     return backend
 
 
-def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool) -> Variant:
-    """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing."""
+def choose(
+    op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool, source: str | None = None
+) -> Variant:
+    """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing.
+
+    `source` is how messages begin, where the caller has asked for it too (:func:`source_of`).
+    """
     given, backend = backend, asked_for(op, backend)
     call = (op, backend, inputs[0].is_cuda)
     candidates = None if compiling else _known.get(call)
     if candidates is None:
-        candidates = _candidates(*call, _source(given))
+        candidates = _candidates(*call, source_of(given) if source is None else source)
         if not compiling:
             _known[call] = candidates
     followed = transforms_active() or forward_ad._current_level >= 0
@@ -388,7 +393,7 @@ def choose(op: str, backend: str | None, inputs: Inputs, options: Options, compi
         if variant.unsupported(*inputs, **options) is None:
             return variant
     why = _refusal(backend, candidates, inputs, options, followed, compiling)
-    raise UnsupportedError(f"{op}: {_source(given)}{why}")
+    raise UnsupportedError(f"{op}: {source_of(given) if source is None else source}{why}")
 
 
 def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:

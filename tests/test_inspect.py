@@ -540,7 +540,7 @@ def test_json_and_text_tell_the_same(capsys):
     assert found["source"] in text
     for operator in found["operators"]:
         assert operator in text
-    assert "torch.erf(input / math.sqrt(2))" in text
+    assert "torch.erf(x / math.sqrt(2))" in text
 
 
 def test_code_goes_into_a_folder(capsys, tmp_path):

@@ -228,6 +228,7 @@ def test_what_peers_cover_is_in_the_table():
 
 def test_the_listing(monkeypatch, fakes, capsys):
     monkeypatch.setattr(peers, "PEERS", fakes)
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["peers"]) == 0
     lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
     assert set(lines) == {*fakes, *peers.IN_TABLE}

@@ -166,7 +166,7 @@ ERRORS = [
         "bias-not-a-tensor",
         lambda: ((torch.zeros(1, 1), torch.zeros(1, 1), 2.0), {}),
         TypeError,
-        r"`bias` must be a torch\.Tensor, got float",
+        r"`bias` must be a torch\.Tensor or None, got float",
     ),
     ErrorCase(
         "integer",

@@ -77,7 +77,10 @@ ERRORS = [
     ErrorCase("not-a-tensor", lambda: (([1.0], (1,)), {}), TypeError, r"`input` must be a torch\.Tensor, got list"),
     ErrorCase("integer", lambda: ((torch.arange(3), (3,)), {}), TypeError, r"`input` has dtype int64; accepted are"),
     ErrorCase(
-        "weight-type", lambda: ((_zeros(2), (2,), 1.0), {}), TypeError, r"`weight` must be a torch\.Tensor, got float"
+        "weight-type",
+        lambda: ((_zeros(2), (2,), 1.0), {}),
+        TypeError,
+        r"`weight` must be a torch\.Tensor or None, got float",
     ),
     ErrorCase(
         "weight-dtype",
