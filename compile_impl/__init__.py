@@ -13,6 +13,10 @@ import torch
 from kernel_ladder.spec import Inputs, Output, as_tuple, each
 from kernel_ladder.tracing import in_graph
 
+#: Inductor keeps what it fuses in float32, also where the formula rounds. A backward pass that makes scores again in
+#: float32, and takes their maximum as it was rounded, is wrong by factors next to large masks: so it rounds alike.
+ROUNDED = {"emulate_precision_casts": True}
+
 
 @functools.cache
 def unavailable() -> str | None:
@@ -22,9 +26,19 @@ def unavailable() -> str | None:
     return None
 
 
+def last_offset(x: torch.Tensor) -> int:
+    """How far the last element lies from the first, in elements."""
+    return sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _readable(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as a compiled backward pass reads it: its sign in memory, its offsets in 32 bits."""
+    grad = torch.resolve_neg(grad)
+    return grad.contiguous() if last_offset(grad) >= 2**31 > grad.numel() else grad
+
+
 def _resolved(grads: Inputs) -> Inputs:
-    """Gradients whose sign is in memory, which is all that a compiled backward pass reads."""
-    return each(torch.resolve_neg, grads)
+    return each(_readable, grads)
 
 
 def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., tuple[Output, tuple]]:

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from compile_impl import compiled
+from compile_impl import compiled, last_offset
 from kernel_ladder.table import register
 from torch_ref.matmul import builtin, naive, product_sizes
 
@@ -31,14 +31,9 @@ def _gpu_only(input: torch.Tensor, other: torch.Tensor) -> str | None:
     if not input.is_cuda:
         return "max-autotune chooses among GPU kernels; on the CPU it is the same as the built-in"
     for name, x in (("input", input), ("other", other)):
-        if _last_offset(x) >= 2**31:
-            return f"the compiler's templates have offsets of 32 bits; `{name}` reaches {_last_offset(x)} elements"
+        if last_offset(x) >= 2**31:
+            return f"the compiler's templates have offsets of 32 bits; `{name}` reaches {last_offset(x)} elements"
     return None
-
-
-def _last_offset(x: torch.Tensor) -> int:
-    """How far the last element lies from the first, in elements."""
-    return sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 register("matmul", "compile.default", forward=compiled(naive), unsupported=_too_many_products)

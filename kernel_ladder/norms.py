@@ -55,9 +55,18 @@ def check_eps(op: str, eps: float | None, optional: bool = True) -> None:
         raise ValueError(f"{op}: argument `eps` must be finite, got {eps}")
 
 
+#: Looked up, since torch.promote_types is an operator, which would stand among those of a formula.
+_COMPUTATION = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+
+
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which rows of `dtype` are normalised: float32 for the 16-bit ones, else their own."""
-    return torch.promote_types(dtype, torch.float32)
+    return _COMPUTATION.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
 _EPS = {dtype: torch.finfo(computation_dtype(dtype)).eps for dtype in DTYPES}

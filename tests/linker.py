@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import subprocess
 import tempfile
 
 
@@ -20,4 +21,21 @@ def choose() -> None:
     folder = tempfile.mkdtemp(prefix="linker-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.symlink(gold, os.path.join(folder, "ld"))
-    os.environ["COMPILER_PATH"] = folder
+    if _links(folder):
+        os.environ["COMPILER_PATH"] = folder
+
+
+def _links(folder: str) -> bool:
+    """Whether g++ makes a library with the linker in a folder. Some installations need the linker that they came with."""
+    try:
+        subprocess.run(
+            ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", os.path.join(folder, "tried.so")],
+            input=b"#include <string>\nstd::string f() { return std::to_string(1); }",
+            env={**os.environ, "COMPILER_PATH": folder},
+            capture_output=True,
+            check=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True

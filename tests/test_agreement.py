@@ -196,10 +196,16 @@ KNOWN_ON_GPU = [
         "the formula has every score: what is no number in one sequence makes NaN of all",
     ),
     Departure(
-        *("bias_gelu", "torch.builtin", ("tanh-one",)),
-        "PyTorch rounds the sum to bfloat16 before the activation's slope",
-        (torch.bfloat16,),
+        *("bias_gelu", "torch.builtin", ("none-one", "tanh-one")),
+        "PyTorch rounds the sum to 16 bits before the activation's slope",
+        (torch.float16, torch.bfloat16),
         ("backward",),
+    ),
+    Departure(
+        *("attention", "torch.builtin", ("mask-additive-number",)),
+        "PyTorch's memory-efficient kernel multiplies scores by log2 e in float32 after it has added the mask",
+        (torch.float32,),
+        ("forward",),
     ),
     Departure(
         *("attention", "torch.builtin", ("scale-causal", "d256-causal")),

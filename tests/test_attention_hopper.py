@@ -67,20 +67,6 @@ def _reason(*inputs: torch.Tensor) -> str | None:
     return attention.hopper_unsupported("persistent", 256)(*inputs)
 
 
-def test_what_takes_a_call_can_be_asked_by_torch_compile(monkeypatch):
-    # Of tensors that come from outside and of those made inside, whose storage is not known yet.
-    reasons = []
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def ask(x):
-        reasons.append(_reason(x, x + 1, x.transpose(1, 2).contiguous().transpose(1, 2)))
-        return x
-
-    monkeypatch.setattr(attention, "_runs_hopper_steps", lambda device, dtype: True)
-    ask(torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16))
-    assert reasons == [None]
-
-
 def test_memory_that_does_not_begin_on_16_bytes_is_not_for_tma(monkeypatch):
     whole = torch.zeros(1024 + 8, dtype=torch.bfloat16)
     off = torch.from_dlpack(whole[4 : 4 + 1024]).view(1, 2, 32, 16)

@@ -7,7 +7,6 @@ element along a dimension lies 2³¹ elements past the first. Results are held t
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -89,34 +88,19 @@ KNOWN: dict[tuple[str, str], str] = {}
 
 
 @functools.cache
-def no_room() -> str | None:
-    """Why there is no room for the buffer, or None."""
-    needed = 2 * FAR * DTYPE.itemsize + 2**30
-    if DEVICE.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        return f"needs {needed >> 30} GiB of GPU memory, {free >> 30} are free" if free < needed else None
-    try:
-        buffer()
-    except RuntimeError as error:
-        return f"needs {needed >> 30} GiB of address space: {error}"
-    return None
-
-
-@functools.cache
 def buffer() -> torch.Tensor:
     """Room on both sides of its middle, for offsets that wrap. On a CPU it is address space until it is written to."""
     return torch.empty(2 * FAR + 2**20, dtype=DTYPE, device=DEVICE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def room() -> Iterator[None]:
-    if (reason := no_room()) is not None:
-        pytest.skip(reason)
-    yield
-    buffer.cache_clear()
+@pytest.fixture(autouse=True)
+def room(gpu_memory) -> Iterator[None]:
+    """The buffer's memory, while a test lasts: other tests ask for theirs."""
     if DEVICE.type == "cuda":
+        gpu_memory(2 * FAR * DTYPE.itemsize + 4 * 2**30)
+    yield
+    if DEVICE.type == "cuda":
+        buffer.cache_clear()
         torch.cuda.empty_cache()
 
 

@@ -220,7 +220,10 @@ def test_a_tenth_more_bytes_takes_a_tenth_longer():
 @alone
 @needs_gpu
 def test_two_copies_of_one_variant_come_out_equal():
-    """Within their interval, which misses once in twenty times: three tries miss together once in eight thousand."""
+    """Within their interval, or closer than two buffers of one size are alike: a thousandth.
+
+    The interval misses once in twenty times. Where it is narrower than a few ten-thousandths, where memory lies shows.
+    """
     copies = [torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(6)]
     found = []
     for _ in range(max(3, TRIES)):
@@ -230,7 +233,7 @@ def test_two_copies_of_one_variant_come_out_equal():
         found.append((float(np.median(ratios)), *intervals.median_interval(ratios)))
         ratio, low, high = found[-1]
         assert TRIES > 1 or abs(ratio - 1) <= 0.01
-        if low <= 1 <= high:
+        if low <= 1 <= high or abs(ratio - 1) <= 0.001:
             return
     pytest.fail(f"expected an interval that holds 1, measured (median, low, high) {found}")
 

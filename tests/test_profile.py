@@ -50,8 +50,8 @@ def profiled(capsys, *argv: str) -> list[dict]:
         # Tensors of the input's size, an operator a bracket:
         # ½x (2), x/√2 (2), erf (2), 1 + erf (2), product (3)
         ("gelu", {"approximate": "none"}, 11),
-        # 0.044715 x (2), · x (3), · x (3), x + (3), · √(2/π) (2), ½x (2), tanh (2), 1 + (2), product (3)
-        ("gelu", {"approximate": "tanh"}, 22),
+        # x² (2), clamp (2), 0.044715 x (2), · x² (3), x + (3), · √(2/π) (2), ½x (2), tanh (2), 1 + (2), product (3)
+        ("gelu", {"approximate": "tanh"}, 23),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 
 from kernel_ladder import gpu
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
+from kernel_ladder.norms import computation_dtype
 from kernel_ladder.spec import (
     DTYPES,
     Case,
@@ -112,7 +113,7 @@ def _exponentials(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def lse_dtype(x: torch.Tensor) -> torch.dtype:
     """Of the log-sum-exp, and of the sums in it: float32, or float64 for float64."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return computation_dtype(x.dtype)
 
 
 def check(

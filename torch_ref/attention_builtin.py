@@ -23,6 +23,11 @@ def _rounded_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def _repeats(x: torch.Tensor) -> bool:
+    """Whether an operand's dimensions are broadcast: several elements lie at one place."""
+    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+
+
 def lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor | None:
     """PyTorch's own object for the mask, or None where it hides nothing."""
     if seqlen_q == 1:
@@ -51,7 +56,11 @@ def _aligned_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> tor
     """A mask as numbers to add, seen in the scores' shape: where it lies, if its rows are aligned, or else copied.
 
     The memory-efficient kernel reads 16 bytes at a time. PyTorch asks for aligned strides, but not where a mask starts.
+    Numbers that overflow float32 when the kernel multiplies them by log2 e are halved: they hide as much.
     """
+    if mask.dtype in (torch.float32, torch.bfloat16):
+        lowest = torch.finfo(mask.dtype).min / 2
+        mask = mask.clamp(min=lowest).masked_fill(mask == -math.inf, -math.inf)
     in_place = (
         mask.dtype != torch.bool
         and mask.dim() > 0
@@ -111,6 +120,8 @@ def builtin(
         if _takes_efficient(query, key, value):
             return _efficient(query, key, value, attn_mask, scale)
         attn_mask = _as_matrix(attn_mask, query, key)
+    if query.is_cuda:  # where cuDNN fails on operands that repeat their memory
+        query, key, value = (x.contiguous() if _repeats(x) else x for x in (query, key, value))
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -134,6 +145,13 @@ def _other_options(
         return "scaled_dot_product_attention takes no causal mask beside another mask"
     if is_causal == LOWER_RIGHT and lengths[0] > lengths[1]:
         return f"PyTorch's lower right causal bias gives NaN for more queries than keys, {lengths[0]} and {lengths[1]}"
+    return None
+
+
+def _scale_faults(query: torch.Tensor, scale: float | None) -> str | None:
+    """Why PyTorch's fused kernels would give NaN at a scale, or None: they multiply −inf by it, in float32."""
+    if scale is not None and query.is_cuda and query.dtype != torch.float64 and float(scale) < 2.0**-126:
+        return f"PyTorch's fused attention gives NaN at a scale that float32 does not hold, {scale}"
     return None
 
 
@@ -215,7 +233,8 @@ def unsupported(
 ) -> str | None:
     if attn_mask is not None and (reason := _mask_faults(query, key, value, attn_mask)) is not None:
         return reason
-    return _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options) or faults(query, key, value)
+    reason = _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options)
+    return reason or _scale_faults(query, options.get("scale")) or faults(query, key, value)
 
 
 def pinned(backend: SDPBackend) -> Callable[..., tuple[torch.Tensor, tuple]]:
@@ -244,6 +263,11 @@ def _pinned_unsupported(
     lengths = query.shape[-2], key.shape[-2]
     if (reason := _other_options(attn_mask, lengths, **options) or faults(query, key, value)) is not None:
         return reason
+    if (reason := _scale_faults(query, options.get("scale"))) is not None:
+        return reason
+    for operand, x in (("query", query), ("key", key), ("value", value)):
+        if _repeats(x):
+            return f"PyTorch's {name} attention fails on operands that are broadcast, as `{operand}` is"
     causal = options["is_causal"]
     if attn_mask is not None:  # with cuDNN it works, mostly: see `_efficient`
         return f"PyTorch's {name} attention takes no mask but a causal one here"

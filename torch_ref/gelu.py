@@ -23,7 +23,7 @@ def naive(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     x = input.to(computation_dtype(input.dtype))
     if approximate == "tanh":
         square = x.square().clamp(max=SATURATED)
-        inner = math.sqrt(2 / math.pi) * x * (1 + 0.044715 * square)
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * square)
         return (0.5 * x * (1 + torch.tanh(inner))).to(input.dtype)
     return (0.5 * x * (1 + torch.erf(x / math.sqrt(2)))).to(input.dtype)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kernel_ladder.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
@@ -57,7 +58,7 @@ def _add_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _wide_matrices(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both in the dtype of the sum, a vector as a row (`input`) or a column (`other`)."""
-    wide = torch.promote_types(input.dtype, torch.float32)
+    wide = computation_dtype(input.dtype)
     a = input if input.dim() > 1 else input.unsqueeze(0)
     b = other if other.dim() > 1 else other.unsqueeze(1)
     return a.to(wide), b.to(wide)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kernel_ladder.norms import computation_dtype
 from kernel_ladder.reduction import Dim, reduced_dims, sum_shape
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
@@ -42,7 +43,7 @@ def unluckiest(input: torch.Tensor, *, dim: Dim = None, keepdim: bool = False) -
 
 
 def _wide(input: torch.Tensor) -> torch.Tensor:
-    return input.to(torch.promote_types(input.dtype, torch.float32))
+    return input.to(computation_dtype(input.dtype))
 
 
 def check(input: torch.Tensor, *, dim: object, keepdim: object) -> None:

@@ -232,7 +232,7 @@ def finished(
     if not return_lse:
         return output, saved
     lse = lse[0] + lse[1] * LN_2 if call.additive else lse * LN_2
-    return (output, lse.view(query.shape[:-1])), saved
+    return (output, torch.ops.aten._unsafe_view(lse, query.shape[:-1])), saved
 
 
 def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ tutorial 09-persistent-matmul.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -259,6 +260,20 @@ def leaves_idle(c: torch.Tensor) -> bool:
 # ---- host: launches -------------------------------------------------------------------------------------------------
 
 
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def _enter_context(tensor: torch.Tensor) -> None:
+    """Make the GPU's context this thread's. A descriptor is made in it, and no call before need have entered it."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).query()
+    _thread.has_context = True
+
+
 class DescriptorLaunch:
     """As :class:`triton_impl.tuning.Launch`, for a kernel that takes descriptors of some of its tensors.
 
@@ -281,6 +296,8 @@ class DescriptorLaunch:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         given = [t if d is None else _moved(d, t) for d, t in zip(self._describe, tensors, strict=True)]
+        if not _thread.has_context:
+            _enter_context(tensors[0])
         if interpreted() or any(d is None and t.data_ptr() % 16 for d, t in zip(self._describe, tensors, strict=True)):
             self._run(*given, *self._arguments, **self._options)
             return

@@ -55,7 +55,7 @@ def _ask_for_stats(stats_ptr, turn, count, CENTRED: gl.constexpr):
     }"""
     row = row_of(turn)
     kinds = gl.where(row < count, 3 if CENTRED else 1, 0)
-    operands = (stats_ptr + row, count.to(gl.int64) * 4, kinds)
+    operands = (stats_ptr + row, gl.cast(count, gl.int64) * 4, kinds)
     return gl.inline_asm_elementwise(text, "=f,l,l,r", operands, dtype=gl.float32, is_pure=False, pack=1)
 
 
