@@ -26,7 +26,7 @@ def choose() -> None:
 
 
 def _links(folder: str) -> bool:
-    """Whether g++ makes a library with the linker in a folder. Some installations need the linker that they came with."""
+    """Whether g++ makes a library with the linker in a folder. Some compilers need the one they came with."""
     try:
         subprocess.run(
             ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", os.path.join(folder, "tried.so")],

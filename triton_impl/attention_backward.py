@@ -132,7 +132,6 @@ def _key_value_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     EVEN_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    scale_log2, scale = tl.cast(scale_log2, tl.float32), tl.cast(scale, tl.float32)  # torch.compile passes float64
     # The first keys are seen by most queries, so the order of tiles puts the longest first.
     tile, head = program_tile(tl.cdiv(seqlen_k, BLOCK_N), num_heads_kv, section)
     b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
@@ -250,7 +249,6 @@ def _query_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    scale_log2, scale = tl.cast(scale_log2, tl.float32), tl.cast(scale, tl.float32)  # torch.compile passes float64
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, head = program_tile(num_tiles, num_heads, section)
     if BAND == 1:

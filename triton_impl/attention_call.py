@@ -171,8 +171,7 @@ class Call(NamedTuple):
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """Packed (total, H, D) as (B, H, total, D), every batch entry the same memory: to be read alone.
 
-        autograd forbids a view that an operation returns to be modified, and torch.compile, once a kernel has written
-        to memory that is seen several times, adds up what it is seen as.
+        Of a view that an operation returns, autograd forbids modification.
         """
         return x.transpose(0, 1).expand(self.q.shape[0], -1, -1, -1)
 

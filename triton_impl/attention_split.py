@@ -57,7 +57,6 @@ def _split_kernel(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention to the keys ``key_begin + i · run …`` of program i, of all queries that share them."""
-    scale_log2 = tl.cast(scale_log2, tl.float32)  # torch.compile passes a float as float64
     # Of batches and heads there may be more than a grid's second axis holds, 65,535; of runs never.
     head, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)

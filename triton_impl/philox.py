@@ -28,7 +28,6 @@ def arguments(p: float, seed: int) -> tuple[int, int, int, float]:
 
 @triton.jit
 def _word(argument):
-    # torch.compile passes integers as int64 where they change, and floats as float64.
     return tl.cast(argument, tl.int32).to(tl.uint32, bitcast=True)
 
 

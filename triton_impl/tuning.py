@@ -21,7 +21,7 @@ from triton_impl.keys import settle
 ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
 
 
-#: Read once: Triton's tuners are made when kernels are, and torch.compile can trace a constant.
+#: Read once, when kernels and their lists of configurations are made.
 TUNING = switch(ENV_AUTOTUNE)
 
 #: Operands remembered per operation; past that, all are forgotten.
