@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kernel_ladder.spec import Inputs, Output, as_tuple, each
+from kernel_ladder.strides import last_offset
 from kernel_ladder.tracing import in_graph
 
 #: Inductor keeps what it fuses in float32, also where the formula rounds. A backward pass that makes scores again in
@@ -24,11 +25,6 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available() and not any(shutil.which(cxx) for cxx in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler where there is no GPU; put g++ or clang++ on the PATH"
     return None
-
-
-def last_offset(x: torch.Tensor) -> int:
-    """How far the last element lies from the first, in elements."""
-    return sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _readable(grad: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ import math
 
 import torch
 
-from compile_impl import compiled, last_offset
+from compile_impl import compiled
+from kernel_ladder.strides import last_offset
 from kernel_ladder.table import register
 from torch_ref.matmul import builtin, naive, product_sizes
 

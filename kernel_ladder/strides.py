@@ -44,3 +44,8 @@ def has_rows_at(x: torch.Tensor, multiple: int) -> bool:
         if sizes[dim] > 1 and (strides[dim] <= 0 or strides[dim] % multiple):
             return False
     return True
+
+
+def last_offset(x: torch.Tensor) -> int:
+    """How far the last element lies from the first, in elements."""
+    return sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -5,8 +5,8 @@ its turn. A gap of half a microsecond between two kernels is gone. CUDA C++ Prog
 Launch".
 
 Kernels that may begin early have a last argument for it, a constant, which :class:`triton_impl.tuning.Launch` decides.
-Telling the next kernel to begin costs the GPU 1.2 ns a program. Kernels whose programs end faster than that, with 16 bytes to read
-and to write a thread, have none.
+Telling the next kernel to begin costs the GPU 1.2 ns a program. Kernels whose programs end faster than that, with 16
+bytes to read and to write a thread, have none.
 """
 
 from __future__ import annotations
