@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernel_ladder import gpu
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW
 from kernel_ladder.transforms import under_vmap
 
@@ -46,7 +47,7 @@ def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """Whether operands, none of which :func:`faults`, are such as PyTorch's memory-efficient kernel takes on a GPU."""
     if not query.is_cuda or query.dim() != 4 or query.dtype == torch.float64:
         return False
-    if torch.cuda.get_device_properties(query.device).major < 8:
+    if gpu.of(query.get_device()).capability < (8, 0):
         return False
     aligned = 16 // query.element_size()
     return all(x.stride(3) == 1 and x.shape[3] % aligned == 0 for x in (query, key, value))
