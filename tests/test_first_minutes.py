@@ -116,8 +116,9 @@ def test_list_fits(width):
     for row in found:
         assert row["variant"] in words
         assert row["reason"] is None or "".join(row["reason"].split()) in "".join(words)
-    reasons = {row["reason"] for row in found if row["reason"] is not None}
-    assert all("".join(words).count("".join(reason.split())) == 1 for reason in reasons)
+    reasons = {"".join(row["reason"].split()) for row in found if row["reason"] is not None}
+    for reason in reasons:  # each is told once, by itself or as a part of another
+        assert "".join(words).count(reason) == sum(reason in other for other in reasons)
 
 
 def _kernel(registers: int) -> dict[str, object]:
