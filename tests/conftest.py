@@ -61,12 +61,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that none begins when others end
+    if DEVICE.type == "cpu":
+        compiled = [item for item in items if item.get_closest_marker("few_compiled") and _is_compiled(item)]
+        left_out = {id(item) for number, item in enumerate(compiled) if number % 3}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+        items[:] = [item for item in items if id(item) not in left_out]
     if (chosen := config.getoption("--alone")) is not None:
         parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
             parts[(item.get_closest_marker("alone") is not None) == (chosen == "only")].append(item)
         config.hook.pytest_deselected(items=parts[False])
         items[:] = parts[True]
+
+
+def _is_compiled(item: pytest.Item) -> bool:
+    """Whether a test's case is of the compile level."""
+    params = getattr(item, "callspec", None) and item.callspec.params
+    return bool(params) and "compile" in (params.get("level"), getattr(params.get("variant"), "level", None))
 
 
 @pytest.hookimpl(wrapper=True)

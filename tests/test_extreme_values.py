@@ -267,6 +267,7 @@ def test_every_operation_has_extreme_values():
     assert set(EXTREMES) | {"attention"} == set(kernel_ladder.OPS)  # attention's own are in test_large_scores.py
 
 
+@pytest.mark.few_compiled
 @pytest.mark.parametrize(("variant", "dtype"), list(parameters()))
 def test_extreme_values(variant, dtype):
     spec, refused, failed = kernel_ladder.spec(variant.op), [], []
