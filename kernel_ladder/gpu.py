@@ -45,34 +45,20 @@ KNOWN: dict[str, Gpu] = {
 }
 
 _pretended: Gpu | None = None
-_caches: list[dict[Any, Any]] = []
+_caches: list[Any] = []  # of functools.cache
 
 
 def cached(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep what a function of a device's index (and more) returns, until another GPU is pretended.
-
-    torch.compile calls it while it traces, and takes the result as a constant. Into ``functools.cache`` it would trace,
-    with a warning.
-    """
-    known: dict[Any, Any] = {}
+    """Keep what a function of a device's index (and more) returns, until another GPU is pretended."""
+    known = functools.cache(function)
     _caches.append(known)
-
-    @functools.wraps(function)
-    def ask(*key: Any) -> Any:
-        try:
-            return known[key]
-        except KeyError:
-            return known.setdefault(key, function(*key))
-
-    ask._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as table.untraced does, which imports this level
-    ask.cache_clear = known.clear  # type: ignore[attr-defined]  # by the name that functools.cache has for it
-    return ask
+    return known
 
 
 def forget() -> None:
     """Ask anew whatever :func:`cached` has kept."""
     for known in _caches:
-        known.clear()
+        known.cache_clear()
 
 
 def visible() -> bool:

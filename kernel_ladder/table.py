@@ -379,7 +379,9 @@ def choose(
 
     `source` is how messages begin, where the caller has asked for it too (:func:`source_of`).
     """
-    given, backend = backend, asked_for(op, backend)
+    given = backend
+    if type(backend) is not str:  # every call comes by here, and most name one
+        backend = asked_for(op, backend)
     call = (op, backend, inputs[0].is_cuda)
     candidates = None if compiling else _known.get(call)
     if candidates is None:

@@ -240,19 +240,6 @@ def test_what_is_kept_of_a_gpu_is_asked_once_until_another_is_pretended():
         assert name(0) == "A10"
 
 
-def test_what_is_kept_of_a_gpu_is_a_constant_to_torch_compile(recwarn):
-    @gpu.cached
-    def known(index, dtype):
-        return None if index < 0 else str(dtype)
-
-    def function(x):
-        return x + 1 if known(x.get_device(), x.dtype) is None else x
-
-    compiled = torch.compile(function, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
-    assert not [w for w in recwarn if "cache" in str(w.message)]
-
-
 @needs_gpu
 @needs_extension
 def test_the_gpu_that_is_here():
