@@ -18,6 +18,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,7 @@ class _Tensor(NamedTuple):
 
     place: int
     view_dims: int | None
+    dtype: torch.dtype | None = None  # of a view of another dtype: booleans seen as bytes
 
 
 class _Sequence(NamedTuple):
@@ -147,11 +149,38 @@ class _Tensors:
             if x is y or (_memory(x) == _memory(y) and x.numel() and _same_view(x, y)):
                 return _Tensor(place, None)
         for place, y in enumerate(self.all):
-            if x.numel() and _memory(x) == _memory(y) and x.dtype == y.dtype:
+            if x.numel() and _memory(x) == _memory(y):
+                if x.element_size() != y.element_size():
+                    x = x.clone()
+                    break
                 integers += [*x.shape, *x.stride(), x.storage_offset() - y.storage_offset()]
-                return _Tensor(place, x.dim())
+                return _Tensor(place, x.dim(), None if x.dtype == y.dtype else x.dtype)
         self.all.append(x)
         return _Tensor(len(self.all) - 1, None)
+
+
+def _own(values: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that :meth:`_Tensors.describe` finds new among values, in order, without the descriptions."""
+    sizes = {_memory(x): x.element_size() for x in given if x.numel()}
+    found: list[torch.Tensor] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if any(value is x for x in given) or any(value is x for x in found):
+                return
+            if value.numel() and (size := sizes.get(_memory(value))) is not None:
+                if size == value.element_size():
+                    return
+                value = value.clone()
+            found.append(value)
+            if value.numel():
+                sizes[_memory(value)] = value.element_size()
+        elif isinstance(value, (tuple, list)):
+            for v in value:
+                visit(v)
+
+    visit(tuple(values))
+    return found
 
 
 def _described(value: Any, tensors: _Tensors, integers: list[Any]) -> Any:
@@ -172,6 +201,7 @@ def _restored(described: Any, tensors: Sequence[torch.Tensor], integers: Iterato
         x = tensors[described.place]
         if described.view_dims is None:
             return x
+        x = x if described.dtype is None else x.view(described.dtype)
         shape = [next(integers) for _ in range(described.view_dims)]
         stride = [next(integers) for _ in range(described.view_dims)]
         return x.as_strided(shape, stride, x.storage_offset() + next(integers))
@@ -214,8 +244,12 @@ def _renumbered(described: Any, places: dict[int, int]) -> Any:
 
 
 class _Last(threading.local):
-    """What the latest operator of this thread has found beside the tensors that it returned."""
+    """What the latest operator of this thread has found beside the tensors that it returned.
 
+    Only where a graph is made is it asked for. A compiled program has it as constants.
+    """
+
+    asked = False
     saved: _Saved | None = None
     gradients: tuple[Any, list[Any]] | None = None
 
@@ -223,8 +257,19 @@ class _Last(threading.local):
 _last = _Last()
 
 
+@contextmanager
+def _asking() -> Iterator[None]:
+    _last.asked, _last.saved, _last.gradients = True, None, None
+    try:
+        yield
+    finally:
+        _last.asked = False
+
+
 def _variant(op: str, name: str) -> Variant:
-    return next(v for v in table.variants(op, name.partition(".")[0]) if v.name == name)
+    level = name.partition(".")[0]
+    found = table._variants.get((op, level), {}).get(name)
+    return found or next(v for v in table.variants(op, level) if v.name == name)
 
 
 def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -258,6 +303,8 @@ def _forward(
     outputs = as_tuple(output)
     if any(x.numel() and _memory(x) == _memory(y) for x in outputs for y in inputs if y is not None):
         outputs = tuple(_without_aliases(outputs, *inputs))
+    if not _last.asked:
+        return [*outputs, *_own(saved, [*(x for x in inputs if x is not None), *outputs])]
     _last.saved = _taken_apart(inputs, outputs, saved)
     return [*outputs, *_last.saved.own]
 
@@ -274,8 +321,10 @@ def _backward(
     left = iter(integers)
     values = tuple([_restored(v, tensors, left) for v in _decoded(saved)])
     gradients = autograd.gradients(_variant(op, variant), values, tuple(grads), tuple(needs))
-    found, numbers = _Tensors(grads), list[Any]()
     wanted = [x if need else None for x, need in zip(gradients, needs, strict=True)]
+    if not _last.asked:
+        return _own(wanted, grads)
+    found, numbers = _Tensors(grads), list[Any]()
     described = [None if x is None else found.describe(x, numbers) for x in wanted]
     _last.gradients = described, numbers
     return found.all[len(grads) :]
@@ -314,7 +363,8 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, variant: Variant, call: tuple[Any, ...], *inputs: torch.Tensor | None) -> Any:
-        results = torch.ops.kernel_ladder.forward(variant.op, variant.name, inputs, *call, True)
+        with _asking():
+            results = torch.ops.kernel_ladder.forward(variant.op, variant.name, inputs, *call, True)
         saved = _last.saved
         assert saved is not None
         outputs, own = results[: len(results) - len(saved.own)], results[len(results) - len(saved.own) :]
@@ -327,9 +377,10 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         variant, needs = ctx.variant, ctx.needs_input_grad[2:]
-        fresh = torch.ops.kernel_ladder.backward(
-            variant.op, variant.name, list(grads), list(ctx.saved_tensors), ctx.text, ctx.integers, list(needs)
-        )
+        with _asking():
+            fresh = torch.ops.kernel_ladder.backward(
+                variant.op, variant.name, list(grads), list(ctx.saved_tensors), ctx.text, ctx.integers, list(needs)
+            )
         assert _last.gradients is not None
         described, numbers = _last.gradients
         left, tensors = iter(numbers), [*grads, *fresh]

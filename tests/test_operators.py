@@ -36,11 +36,14 @@ def test_text_from_elsewhere_names_no_function(harmful):
 def test_saved_values_are_put_together_again():
     x, y = torch.arange(12.0).view(3, 4), torch.arange(4.0)
     own = torch.ones(2)
+    seen = torch.tensor([True, False, True])
     saved = (x, x[1:, ::2], y.view(2, 2), own, own[:1], None, "none", Kind(True, False), torch.Size([3, 4]), 2.5, 7)
-    taken = operators._taken_apart((x, None), (y,), saved)
-    assert taken.kept == ((0,), (0,))
+    saved = (*saved, seen.view(torch.uint8), own)
+    taken = operators._taken_apart((x, None, seen), (y,), saved)
+    assert taken.kept == ((0, 1), (0,))
+    assert [t.data_ptr() for t in taken.own] == [t.data_ptr() for t in operators._own(saved, (x, seen, y))]
     assert [t.shape for t in taken.own] == [own.shape]
-    tensors, integers = [x, y, *taken.own], iter(taken.integers)
+    tensors, integers = [x, seen, y, *taken.own], iter(taken.integers)
     back = [operators._restored(value, tensors, integers) for value in operators._decoded(taken.text)]
     for found, expected in zip(back, saved, strict=True):
         if isinstance(expected, torch.Tensor):
