@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 
+import kernel_ladder
 from kernel_ladder import operators, table
 from kernel_ladder.norms import check_eps
 from kernel_ladder.samples import make_inputs
@@ -110,3 +111,26 @@ def test_results_share_no_memory_with_arguments(op):
         y = function(*inputs)
         (found,) = torch.autograd.grad(y.sum(), x)
         torch.testing.assert_close(found, torch.full_like(x, 3.0 if op == "add" else 1.0))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+def test_an_exported_program_takes_any_number_of_rows(level, strict):
+    for op in ("gelu", "rms_norm"):
+        if (reason := table.unavailable(op, level)) is not None:
+            pytest.skip(reason)
+
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(24, device=DEVICE))
+
+        def forward(self, x):
+            return kernel_ladder.gelu(kernel_ladder.rms_norm(x, (24,), self.weight, backend=level), backend=level)
+
+    module, rows = Norm(), torch.export.Dim("rows", min=2, max=64)
+    exported = torch.export.export(
+        module, (torch.randn(3, 24, device=DEVICE),), dynamic_shapes={"x": {0: rows}}, strict=strict
+    )
+    x = torch.randn(7, 24, device=DEVICE)
+    torch.testing.assert_close(exported.module()(x), module(x))
