@@ -60,7 +60,7 @@ install: $(INSTALLED)  ## set up .venv and install the package into it
 test: $(INSTALLED)  ## set up and run the tests
 	@$(PY) -m pip install -q $(call extra,test)
 	@$(PY) -m kernel_ladder doctor
-	@echo "== Running the tests (about 12 minutes on 2 cores without a GPU, about 10 on an H100 with 16 cores, where those"
+	@echo "== Running the tests (about 25 minutes on 2 cores without a GPU, about 10 on an H100 with 16 cores, where those"
 	@echo "   that need the GPU alone run first)"
 	@$(PY) -m tests $(if $(WORKERS),--workers $(WORKERS)) $(TEST)
 
