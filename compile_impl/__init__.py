@@ -30,6 +30,8 @@ def unavailable() -> str | None:
 def _readable(grad: torch.Tensor) -> torch.Tensor:
     """A gradient as a compiled backward pass reads it: its sign in memory, its offsets in 32 bits."""
     grad = torch.resolve_neg(grad)
+    if grad.is_contiguous():  # what most are, and quick to ask
+        return grad
     return grad.contiguous() if last_offset(grad) >= 2**31 > grad.numel() else grad
 
 

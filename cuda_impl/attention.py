@@ -80,12 +80,16 @@ def _flash_unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    if (reason := _mma_unsupported(query, attn_mask)) is not None:
-        return reason
-    if (limit := _small(query.get_device())) is not None:
-        reason = _too_large(limit, "tiles", FLASH_KIB, query, value)
-        return reason or _backward_too_large(query, key, value)
-    return None
+    return _mma_unsupported(query, attn_mask) or _tiles_too_large("tiles", FLASH_KIB, query, key, value)
+
+
+def _tiles_too_large(
+    tiles: str, kib: dict[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> str | None:
+    """Why a step's tiles, or those of the backward pass where one is to come, do not fit in a block, or None."""
+    if (limit := _small(query.get_device())) is None:
+        return None
+    return _too_large(limit, tiles, kib, query, value) or _backward_too_large(query, key, value)
 
 
 def _mma_unsupported(query: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
@@ -148,12 +152,7 @@ def _split_unsupported(
     rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
     if rows > SPLIT_ROWS:
         return f"split_kv is for few queries: at most {SPLIT_ROWS} share a head of keys, got {rows}"
-    if (reason := _mma_unsupported(query, attn_mask)) is not None:
-        return reason
-    if (limit := _small(query.get_device())) is not None:
-        reason = _too_large(limit, "tiles of split_kv", SPLIT_KIB, query, value)
-        return reason or _backward_too_large(query, key, value)
-    return None
+    return _mma_unsupported(query, attn_mask) or _tiles_too_large("tiles of split_kv", SPLIT_KIB, query, key, value)
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

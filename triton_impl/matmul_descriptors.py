@@ -269,7 +269,8 @@ _thread = _Thread()
 
 def _enter_context(tensor: torch.Tensor) -> None:
     """Make the GPU's context this thread's. A descriptor is made in it, and no call before need have entered it."""
-    if tensor.is_cuda:
+    # A stream that is being captured may not be asked; who captures it has a context.
+    if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(tensor.device).query()
     _thread.has_context = True
 
