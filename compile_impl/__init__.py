@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import shutil
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kernel_ladder.spec import Inputs, Output, as_tuple, each
-from kernel_ladder.strides import last_offset
+from kernel_ladder.spec import Inputs, Output, each
+from kernel_ladder.strides import near_gradients
 from kernel_ladder.tracing import in_graph
 
 #: Inductor keeps what it fuses in float32, also where the formula rounds. A backward pass that makes scores again in
 #: float32, and takes their maximum as it was rounded, is wrong by factors next to large masks: so it rounds alike.
 ROUNDED = {"emulate_precision_casts": True}
+
+#: While one thread traces, Dynamo refuses the compiled functions that another calls.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @functools.cache
@@ -25,18 +29,6 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available() and not any(shutil.which(cxx) for cxx in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler where there is no GPU; put g++ or clang++ on the PATH"
     return None
-
-
-def _readable(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as a compiled backward pass reads it: its sign in memory, its offsets in 32 bits."""
-    grad = torch.resolve_neg(grad)
-    if grad.is_contiguous():  # what most are, and quick to ask
-        return grad
-    return grad.contiguous() if last_offset(grad) >= 2**31 > grad.numel() else grad
-
-
-def _resolved(grads: Inputs) -> Inputs:
-    return each(_readable, grads)
 
 
 def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., tuple[Output, tuple]]:
@@ -63,10 +55,8 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
             )
             copy.__kwdefaults__ = formula.__kwdefaults__
             runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, **settings)
-        output = runs[key](*inputs, **options)
-        for y in as_tuple(output):
-            if y.grad_fn is not None:
-                y.grad_fn.register_prehook(_resolved)
-        return output, ()
+        with _ONE_AT_A_TIME:
+            output = runs[key](*inputs, **options)
+        return near_gradients(output), ()
 
     return forward

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernel_ladder.spec import Inputs, Output, as_tuple, each
+
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
     """Merge neighbouring dimensions that every operand walks as one; drop those of size one.
@@ -49,3 +51,22 @@ def has_rows_at(x: torch.Tensor, multiple: int) -> bool:
 def last_offset(x: torch.Tensor) -> int:
     """How far the last element lies from the first, in elements."""
     return sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def near_gradients(output: Output) -> Output:
+    """`output`, whose gradients reach its backward pass with their sign in memory and offsets that 32 bits hold."""
+    for y in as_tuple(output):
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(_all_near)
+    return output
+
+
+def _all_near(grads: Inputs) -> Inputs:
+    return each(_near, grads)
+
+
+def _near(grad: torch.Tensor) -> torch.Tensor:
+    grad = torch.resolve_neg(grad)
+    if grad.is_contiguous():  # what most are, and quick to ask
+        return grad
+    return grad.contiguous() if last_offset(grad) >= 2**31 > grad.numel() else grad

@@ -10,7 +10,7 @@ import tempfile
 
 
 def choose() -> None:
-    """Let g++ find gold by the name of ld, in this process and those that it starts.
+    """Let the compiler find gold by the name of ld, in this process and those that it starts.
 
     Each of Inductor's kernels is a library of its own, linked with PyTorch's. To read the names in those takes GNU's ld
     0.4 s, a quarter of what such a kernel takes in all, and gold 0.13 s.
@@ -26,10 +26,10 @@ def choose() -> None:
 
 
 def _links(folder: str) -> bool:
-    """Whether g++ makes a library with the linker in a folder. Some compilers need the one they came with."""
+    """Whether Inductor's compiler makes a library with the linker in a folder. Some need the one they came with."""
     try:
         subprocess.run(
-            ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", os.path.join(folder, "tried.so")],
+            [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", os.path.join(folder, "tried.so")],
             input=b"#include <string>\nstd::string f() { return std::to_string(1); }",
             env={**os.environ, "COMPILER_PATH": folder},
             capture_output=True,

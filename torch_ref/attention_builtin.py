@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_ladder import gpu
 from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW
+from kernel_ladder.strides import near_gradients
+from kernel_ladder.tracing import in_graph
 from kernel_ladder.transforms import under_vmap
 
 #: The most batches, or heads, that a grid of PyTorch's fused kernels holds.
@@ -124,9 +126,12 @@ def builtin(
         attn_mask = _as_matrix(attn_mask, query, key)
     if query.is_cuda:  # where cuDNN fails on operands that repeat their memory
         query, key, value = (x.contiguous() if _repeats(x) else x for x in (query, key, value))
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
+    if not query.is_cuda or in_graph():
+        return output
+    return near_gradients(output)  # cuDNN's backward counts a gradient's strides in 32 bits
 
 
 def _other_options(
@@ -228,6 +233,16 @@ def _mask_faults(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
     return None
 
 
+def _heads_too_far(*inputs: torch.Tensor) -> str | None:
+    """Why the backward of PyTorch's memory-efficient kernel would read other heads' places, or None."""
+    if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return None
+    for name, x in zip(("query", "key", "value"), inputs, strict=True):
+        if x.dim() > 2 and (x.shape[-3] - 1) * x.stride(-3) >= 2**31:
+            return f"PyTorch's memory-efficient attention counts places of heads in 32 bits, too few for `{name}`"
+    return None
+
+
 def unsupported(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -237,6 +252,9 @@ def unsupported(
 ) -> str | None:
     if attn_mask is not None and (reason := _mask_faults(query, key, value, attn_mask)) is not None:
         return reason
+    if attn_mask is not None or query.dtype == torch.float32:  # which that kernel is for
+        if (reason := _heads_too_far(query, key, value)) is not None:
+            return reason
     reason = _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options)
     return reason or _scale_faults(query, options.get("scale")) or faults(query, key, value)
 
