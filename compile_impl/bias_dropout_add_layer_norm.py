@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from compile_impl import compiled
+from kernel_ladder import philox
 from kernel_ladder.table import register
 from torch_ref.bias_dropout_add_layer_norm import naive
 
@@ -20,7 +21,7 @@ _run = compiled(_seeded)
 
 def forward(input: torch.Tensor, *others: torch.Tensor | None, seed: int, **options: Any) -> tuple[torch.Tensor, tuple]:
     """The seed goes in as a tensor: an integer would be compiled in, and every seed would be compiled anew."""
-    return _run(torch.full((), seed, device=input.device), input, *others, **options)
+    return _run(philox.seed_tensor(seed, input.device), input, *others, **options)
 
 
 register("bias_dropout_add_layer_norm", "compile.default", forward=forward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_impl import compiled
+from kernel_ladder import philox
 from kernel_ladder.table import register
 from torch_ref.dropout import naive
 
@@ -18,7 +19,7 @@ _run = compiled(_seeded)
 
 def forward(input: torch.Tensor, *, p: float, seed: int) -> tuple[torch.Tensor, tuple]:
     """The seed goes in as a tensor: an integer would be compiled in, and every seed would be compiled anew."""
-    return _run(input, torch.full((), seed, device=input.device), p=p)
+    return _run(input, philox.seed_tensor(seed, input.device), p=p)
 
 
 register("dropout", "compile.default", forward=forward)

@@ -99,12 +99,17 @@ def words(numel: int, seed: torch.Tensor | int, device: torch.device | str) -> t
 def words_of_calls(call: torch.Tensor, seed: torch.Tensor | int) -> torch.Tensor:
     """The words of eight elements for each number of a call: int64, of shape ``(calls, 8)``."""
     if not isinstance(seed, torch.Tensor) and in_graph():
-        seed = _loaded(seed, call.device)
+        seed = seed_tensor(seed, call.device)
     zero, key = torch.zeros_like(call), (seed & WORD, seed >> 32)
     uppers, lowers = (philox((call & WORD, call >> 32, zero + n, zero), key) for n in (0, 1))
     first = [u & 0xFFFF0000 | v >> 16 for u, v in zip(uppers, lowers, strict=True)]
     second = [u << 16 & WORD | v & 0xFFFF for u, v in zip(uppers, lowers, strict=True)]
     return torch.stack(first + second, -1)
+
+
+def seed_tensor(seed: int, device: torch.device) -> torch.Tensor:
+    """A seed as a tensor of one int64, for whoever compiles :func:`words`: one compilation serves all seeds."""
+    return _loaded(seed, device) if in_graph() else torch.full((), seed, device=device)
 
 
 @torch.library.custom_op("kernel_ladder::loaded_seed", mutates_args=())
