@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "_build"))
@@ -15,7 +15,8 @@ import architectures  # noqa: E402
 import together  # noqa: E402
 from environment import check_toolkit, cuda_home, say, show_installed_torch, stop  # noqa: E402
 
-PACKAGES = ["kernel_ladder", "torch_ref", "compile_impl", "triton_impl", "cuda_impl"]
+LEVELS = ["torch_ref", "compile_impl", "triton_impl", "cuda_impl"]
+PACKAGES = find_packages(str(ROOT), include=[f"{name}{rest}" for name in ("kernel_ladder", *LEVELS) for rest in ("", ".*")])
 
 #: Minutes of one core that the sources take for one architecture, on a cloud machine's virtual core.
 CORE_MINUTES = 9.5

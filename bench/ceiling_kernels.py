@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from triton_impl.aot import entry
+from triton_impl.runtime.aot import entry
 
 #: 2048 elements over 4 warps are four 16-byte loads a thread, all in flight at once.
 BLOCK = 2048

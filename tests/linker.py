@@ -29,7 +29,16 @@ def _links(folder: str) -> bool:
     """Whether Inductor's compiler makes a library with the linker in a folder. Some need the one they came with."""
     try:
         subprocess.run(
-            [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", os.path.join(folder, "tried.so")],
+            [
+                os.environ.get("CXX", "g++"),
+                "-shared",
+                "-fPIC",
+                "-x",
+                "c++",
+                "-",
+                "-o",
+                os.path.join(folder, "tried.so"),
+            ],
             input=b"#include <string>\nstd::string f() { return std::to_string(1); }",
             env={**os.environ, "COMPILER_PATH": folder},
             capture_output=True,

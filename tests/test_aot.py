@@ -54,7 +54,7 @@ def name(e) -> str:
 
 def facts(op: str, index: int, capability: int) -> dict:
     """What the compiled code of an operation's entry is like. Runs where kernels are compiled, not interpreted."""
-    from triton_impl.aot import compile_entry, local_memory
+    from triton_impl.runtime.aot import compile_entry, local_memory
 
     kernel = compile_entry(entries(op, capability)[index], capability)
     ptx = kernel.asm["ptx"]

@@ -164,7 +164,7 @@ def test_the_kernels_of_the_ceilings_do_what_they_say(monkeypatch):
 def test_the_kernels_of_the_ceilings_compile_for_gpus():
     code = """
 from bench.ceiling_kernels import AOT
-from triton_impl.aot import compile_entry, local_memory
+from triton_impl.runtime.aot import compile_entry, local_memory
 for capability in (80, 90):
     for entry in AOT:
         compiled = compile_entry(entry, capability)

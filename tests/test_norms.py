@@ -14,7 +14,7 @@ from kernel_ladder import autograd
 from kernel_ladder.agreement import agreement
 from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, as_tuple
-from triton_impl import chain_cluster
+from triton_impl.bias_dropout_add_layer_norm import cluster
 
 from .conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
 
@@ -175,12 +175,12 @@ CLUSTERED_CHAINS = [
 @pytest.mark.parametrize(("shape", "strides", "reason"), CLUSTERED_CHAINS, ids=str)
 def test_what_the_chain_on_clusters_takes(monkeypatch, shape, strides, reason):
     """Rows that are copied in whole vectors; of one row, and of dimensions of one, no stride matters."""
-    monkeypatch.setattr(chain_cluster, "unsupported", lambda x: None)  # there need be no GPU
-    monkeypatch.setattr(chain_cluster, "unsupported_by_gluon", lambda x: None)
+    monkeypatch.setattr(cluster, "unsupported", lambda x: None)  # there need be no GPU
+    monkeypatch.setattr(cluster, "unsupported_by_gluon", lambda x: None)
     with FakeTensorMode():
         x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="cuda")
         dense, row = torch.empty(shape, dtype=x.dtype, device="cuda"), x.new_empty(shape[-1])
-        found = chain_cluster.refused(x, row, dense, row, None)
+        found = cluster.refused(x, row, dense, row, None)
     assert found is None if reason is None else reason in found
 
 

@@ -21,8 +21,10 @@ if (reason := table.unavailable("matmul", "triton")) is not None:
 
 import triton
 
-from triton_impl import attention, choosing, interpreted, matmul, matmul_descriptors, matmul_tiles, tuning
-from triton_impl.tuned import Tuned
+from triton_impl import attention, interpreted, matmul
+from triton_impl.matmul import tiles, tma
+from triton_impl.runtime import autotuner, launch_cache
+from triton_impl.runtime.autotuned_kernel import Tuned
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -44,11 +46,11 @@ def test_a_wrong_value_of_the_environment_variable_is_an_error():
 
 def test_without_tuning_the_first_choice_and_then_the_last(monkeypatch):
     configs = [triton.Config({"BLOCK": n}) for n in (64, 32, 16)]
-    monkeypatch.setattr(tuning, "TUNING", False)
-    assert tuning.to_time(configs) == [configs[0], configs[2]]
-    assert tuning.to_time(configs[:1]) == configs[:1]
-    monkeypatch.setattr(tuning, "TUNING", True)
-    assert tuning.to_time(configs) == configs
+    monkeypatch.setattr(launch_cache, "TUNING", False)
+    assert launch_cache.to_time(configs) == [configs[0], configs[2]]
+    assert launch_cache.to_time(configs[:1]) == configs[:1]
+    monkeypatch.setattr(launch_cache, "TUNING", True)
+    assert launch_cache.to_time(configs) == configs
 
 
 class _SmallMemory:
@@ -69,8 +71,8 @@ class _SmallMemory:
 
 
 def test_a_choice_that_does_not_fit_gives_way_to_the_next(monkeypatch):
-    monkeypatch.setattr(tuning, "TUNING", False)
-    monkeypatch.setattr(tuning, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_cache, "TUNING", False)
+    monkeypatch.setattr(launch_cache, "interpreted", lambda: False)
 
     @triton.jit
     def kernel(x_ptr, n, BLOCK):
@@ -102,7 +104,7 @@ def _attention(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("module", "call"), [(matmul, _matmul), (attention, _attention)])
 def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
-    monkeypatch.setattr(module, "_launches", tuning.Launches())
+    monkeypatch.setattr(module, "_launches", launch_cache.Launches())
     calls = []
     choose = Tuned._choose
     monkeypatch.setattr(Tuned, "_choose", lambda *args: calls.append(args) or choose(*args))
@@ -113,13 +115,13 @@ def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
 
 
 def test_choices_can_be_recorded(monkeypatch):
-    monkeypatch.setattr(matmul, "_launches", tuning.Launches())
+    monkeypatch.setattr(matmul, "_launches", launch_cache.Launches())
     _matmul()
-    monkeypatch.setattr(matmul, "_launches", tuning.Launches())
-    with tuning.recorded() as choices:
+    monkeypatch.setattr(matmul, "_launches", launch_cache.Launches())
+    with launch_cache.recorded() as choices:
         _matmul()
         _matmul()
-    if tuning.TUNING or interpreted():
+    if launch_cache.TUNING or interpreted():
         (choice,) = choices
         assert choice.kernel is matmul._matmul_kernel
         assert choice.config in matmul._matmul["ieee"]._configs
@@ -132,7 +134,7 @@ def test_choices_can_be_recorded(monkeypatch):
 
 
 def test_switching_tf32_is_seen(monkeypatch):
-    monkeypatch.setattr(matmul, "_launches", tuning.Launches())
+    monkeypatch.setattr(matmul, "_launches", launch_cache.Launches())
     for allowed in (False, True):
         monkeypatch.setattr(matmul, "tf32_allowed", lambda allowed=allowed: allowed)
         _matmul()
@@ -140,20 +142,20 @@ def test_switching_tf32_is_seen(monkeypatch):
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(tuning, "MAX_LAUNCHES", 3)
-    launches = tuning.Launches()
+    monkeypatch.setattr(launch_cache, "MAX_LAUNCHES", 3)
+    launches = launch_cache.Launches()
     for key in range(10):
         launches.remember(key, key)
         assert len(launches) <= 3
         assert launches[key] == key
 
 
-def _chooser() -> choosing.Chooser:
-    return choosing.Chooser(matmul._matmul_kernel)
+def _chooser() -> autotuner.Chooser:
+    return autotuner.Chooser(matmul._matmul_kernel)
 
 
 def test_a_choice_is_made_once_for_a_key(monkeypatch):
-    monkeypatch.setattr(tuning, "TUNING", False)
+    monkeypatch.setattr(launch_cache, "TUNING", False)
     configs, ran = [triton.Config({"BLOCK": n}) for n in (64, 32, 16)], []
 
     def run(config, only_compile):
@@ -175,19 +177,19 @@ def test_a_choice_on_disk_that_cannot_be_read_is_made_anew(tmp_path):
     configs = [triton.Config({"BLOCK": n}) for n in (64, 32)]
     path = tmp_path / "kernel.choice.json"
     path.write_text(json.dumps({str(configs[0]): 2.0, str(configs[1]): None}))
-    assert choosing._read(str(path), configs) == {configs[0]: 2.0, configs[1]: float("inf")}
+    assert autotuner._read(str(path), configs) == {configs[0]: 2.0, configs[1]: float("inf")}
     for text in ("{", "[]", json.dumps({str(configs[0]): 2.0})):
         path.write_text(text)
         with pytest.warns(UserWarning, match="cannot be read and is made anew"):
-            assert choosing._read(str(path), configs) is None
-    assert choosing._read(None, configs) is None
+            assert autotuner._read(str(path), configs) is None
+    assert autotuner._read(None, configs) is None
 
 
 @pytest.mark.parametrize("shape", [(8192, 8192, 8192), (512, 512, 512), (64, 8192, 8192), (2048, 2048, 65536)], ids=str)
 def test_the_cost_model_leaves_few_configurations(shape):
     m, n, k = shape
-    configs = matmul_descriptors.CONFIGS
-    found = matmul_tiles.likeliest(configs, 8, m, n, k, 1, 2, torch.device("cpu"))
+    configs = tma.CONFIGS
+    found = tiles.likeliest(configs, 8, m, n, k, 1, 2, torch.device("cpu"))
     assert len(found) <= 9
     assert len(set(map(str, found))) == len(found)
     first = found[0].kwargs
@@ -202,10 +204,10 @@ def test_the_cost_model_leaves_few_configurations(shape):
 @pytest.mark.skipif(interpreted(), reason="the interpreter has nothing to tune")
 def test_every_configuration_compiles_side_by_side_and_is_timed():
     a = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
-    run, configs, done = None, matmul_descriptors.CONFIGS[:4], []
-    step = matmul_descriptors.Step(matmul_descriptors.persistent.kernel, persistent=True)
+    run, configs, done = None, tma.CONFIGS[:4], []
+    step = tma.Step(tma.persistent.kernel, persistent=True)
 
-    class First(choosing.Chooser):
+    class First(autotuner.Chooser):
         def __call__(self, key, candidates, given):
             nonlocal run
             run = given
@@ -214,11 +216,11 @@ def test_every_configuration_compiles_side_by_side_and_is_timed():
 
     step.choose = First(step.kernel)
     step(torch.empty_like(a), a, a)
-    compiled = choosing.compile_side_by_side(configs, lambda *args: done.append(args) or run(*args))
+    compiled = autotuner.compile_side_by_side(configs, lambda *args: done.append(args) or run(*args))
     assert compiled == dict.fromkeys(configs, True)
     assert all(only for _, only in done)
-    timings = choosing.time_in_rounds({**compiled, matmul_descriptors.CONFIGS[4]: False}, run)
-    assert timings.pop(matmul_descriptors.CONFIGS[4]) == float("inf")
+    timings = autotuner.time_in_rounds({**compiled, tma.CONFIGS[4]: False}, run)
+    assert timings.pop(tma.CONFIGS[4]) == float("inf")
     assert all(0 < ms < 10 for ms in timings.values())
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernel_ladder.inspect import Request, inspect
 from kernel_ladder.spec import Case
-from triton_impl.units import unit_of
+from triton_impl.common.divisibility import unit_of
 
 from . import test_norms
 from .conftest import every_variant, variant_id

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from triton_impl.interpreter_session import surround_launches
+from triton_impl.runtime.interpreter import surround_launches
 
 #: Read once, as a constant that torch.compile can trace.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)

@@ -12,13 +12,13 @@ from kernel_ladder.reduction import gradients_of_broadcast
 from kernel_ladder.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.aot import entry
-from triton_impl.early import begin_early
-from triton_impl.elementwise import MAX_DIMS, offset_of, pad
-from triton_impl.once import ONCE
+from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad
+from triton_impl.common.pdl import begin_early
+from triton_impl.runtime.aot import entry
+from triton_impl.runtime.launch_cache import Launches, Step
 from triton_impl.sum import summed_gradient
-from triton_impl.tuning import Launches, Step
-from triton_impl.units import in_units, unit_of
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
 BLOCK = 1024

@@ -1,4 +1,4 @@
-"""Residual sum and RMSNorm in Triton: the kernels of :mod:`triton_impl.norms`, whose rows are a sum."""
+"""Residual sum and RMSNorm in Triton: the kernels of :mod:`triton_impl.norm.rows`, whose rows are a sum."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 from kernel_ladder.norms import eps_or_default, forwards
 from triton_impl import register
-from triton_impl.norm_steps import STEPS, Step, ahead_of_time
-from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
+from triton_impl.norm.ladder import STEPS, Step, ahead_of_time
+from triton_impl.norm.rows import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=False, residual=True)
 

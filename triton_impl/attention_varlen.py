@@ -12,10 +12,10 @@ from kernel_ladder.band import NO_WINDOW
 from kernel_ladder.spec import Output
 from triton_impl import register, unsupported
 from triton_impl.attention import _forward_kernel, forward
-from triton_impl.attention_aot import ahead_of_time
-from triton_impl.attention_backward import _key_value_kernel, _query_kernel, gradients
-from triton_impl.attention_call import Call
-from triton_impl.attention_tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LN_2
+from triton_impl.attention.aot_kernels import ahead_of_time
+from triton_impl.attention.backward import _key_value_kernel, _query_kernel, gradients
+from triton_impl.attention.call import Call
+from triton_impl.attention.tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LN_2
 
 
 def attention_varlen(

@@ -12,14 +12,14 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.aot import entry
-from triton_impl.columns import row_shares, sum_shares, sum_shares_kernel, sum_tile, sum_warps
-from triton_impl.early import begin_early
-from triton_impl.elementwise import along, offset_of, row_indexing, tile, tile_of, too_many_row_dims
+from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.column_sum import row_shares, sum_shares, sum_shares_kernel, sum_tile, sum_warps
+from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.elementwise import along, offset_of, row_indexing, tile, tile_of, too_many_row_dims
+from triton_impl.common.pdl import begin_early
 from triton_impl.gelu import gelu_derivative, gelu_of
-from triton_impl.once import ONCE
-from triton_impl.tuning import Known
-from triton_impl.units import in_units, unit_of
+from triton_impl.runtime.aot import entry
+from triton_impl.runtime.launch_cache import Known
 
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
 FORWARD_TILE, FORWARD_WARPS = 4096, 4

@@ -8,11 +8,11 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.aot import entry
-from triton_impl.elementwise import indexing, offset_of, too_many_dims
-from triton_impl.once import ONCE
-from triton_impl.philox import ARGUMENTS, arguments, factors_at, factors_in_order
-from triton_impl.tuning import Known
+from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.elementwise import indexing, offset_of, too_many_dims
+from triton_impl.common.philox import ARGUMENTS, arguments, factors_at, factors_in_order
+from triton_impl.runtime.aot import entry
+from triton_impl.runtime.launch_cache import Known
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
 BLOCK = 1024

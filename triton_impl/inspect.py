@@ -45,8 +45,10 @@ from kernel_ladder.inspect import (
 )
 from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, each, has_gradient
-from triton_impl import gluon, interpreted, tuning
-from triton_impl.aot import Call, traced
+from triton_impl import interpreted
+from triton_impl.common.gluon import requirements
+from triton_impl.runtime import launch_cache
+from triton_impl.runtime.aot import Call, traced
 
 CODE = ("source", "ttgir", "ptx", "sass")
 AHEAD_OF_TIME = True
@@ -62,13 +64,13 @@ def inspect(request: Request) -> Inspection:
         return _in_a_process(request, arch)
     case, inputs = real_inputs(request, torch.device("cuda"))
     call = one_pass(request, inputs, case)
-    with tuning.recorded() as choices:
+    with launch_cache.recorded() as choices:
         call()
     found = _trace(request, case, arch)
     shown = {kernel.name for kernel in found.kernels}
     found.choices = [_choice(choice) for choice in choices if choice.kernel.fn.__name__ in shown]
-    if not tuning.TUNING:
-        found.notes.append(f"{tuning.ENV_AUTOTUNE}=0: nothing is timed, the first guess is taken")
+    if not launch_cache.TUNING:
+        found.notes.append(f"{launch_cache.ENV_AUTOTUNE}=0: nothing is timed, the first guess is taken")
     return found
 
 
@@ -139,7 +141,7 @@ def _code(request: Request, call: Call, path: Path) -> list[Code]:
     return found
 
 
-def _choice(choice: tuning.Choice) -> Choice:
+def _choice(choice: launch_cache.Choice) -> Choice:
     # Triton notes infinity for a configuration that did not fit.
     timed = [Timed(str(config), None if ms == float("inf") else ms * 1e3) for config, ms in choice.timings.items()]
     timed.sort(key=lambda t: (t.us is None, t.us))
@@ -229,7 +231,7 @@ def _compiler(capability: int) -> _Compiler:
             {
                 **os.environ,
                 "TRITON_INTERPRET": "0",
-                tuning.ENV_AUTOTUNE: "0",
+                launch_cache.ENV_AUTOTUNE: "0",
                 "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
                 "PYTHONWARNINGS": "ignore",
             }
@@ -257,7 +259,7 @@ def _supported(request: Request, arch: architecture.Architecture) -> Case:
 
 def _no_code(variant: table.Variant, arch: architecture.Architecture) -> str | None:
     """Why a variant's kernels cannot be compiled for an architecture, or None."""
-    if variant.here is gluon.here and arch.number // 10 != 9:
+    if variant.here is requirements.here and arch.number // 10 != 9:
         return f"{variant.op}: {variant.name} has no code for {arch.name}: its kernels are for compute capability 9.0"
     return None
 

@@ -17,16 +17,16 @@ from kernel_ladder.matmul_shapes import as_matrices
 from kernel_ladder.precision import tf32_allowed
 from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, register, unsupported
-from triton_impl import matmul_descriptors as descriptors
-from triton_impl.aot import entry
 from triton_impl.bias_gelu import bias_gelu_backward
 from triton_impl.gelu import gelu_backward
 from triton_impl.matmul import Write, described_entry, product, write_persistent, write_tiled
-from triton_impl.matmul_descriptors import activate
-from triton_impl.matmul_tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, grouped, kind_of
+from triton_impl.matmul import tma as descriptors
+from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, grouped, kind_of
+from triton_impl.matmul.tma import activate
+from triton_impl.runtime.aot import entry
+from triton_impl.runtime.autotuned_kernel import Tuned
+from triton_impl.runtime.launch_cache import Launch, Launches
 from triton_impl.sum import summed
-from triton_impl.tuned import Tuned
-from triton_impl.tuning import Launch, Launches
 
 
 @triton.jit(do_not_specialize=["tuning_key"])

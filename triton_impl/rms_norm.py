@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: the kernels of :mod:`triton_impl.norms`, without a mean."""
+"""RMSNorm in Triton: the kernels of :mod:`triton_impl.norm.rows`, without a mean."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from kernel_ladder.norms import eps_or_default, forwards
 from triton_impl import register
-from triton_impl.norm_steps import STEPS, Step, ahead_of_time
-from triton_impl.norms import Kind, Needs, as_matrix, as_parameter
+from triton_impl.norm.ladder import STEPS, Step, ahead_of_time
+from triton_impl.norm.rows import Kind, Needs, as_matrix, as_parameter
 
 KIND = Kind(centred=False, residual=False)
 

@@ -13,11 +13,11 @@ from kernel_ladder.reduction import Dim, reduced_dims, spread, sum_shape
 from kernel_ladder.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.aot import entry
-from triton_impl.early import begin_early
-from triton_impl.elementwise import MAX_DIMS, offset_of, pad
-from triton_impl.tuning import Launches, Step
-from triton_impl.units import in_units, unit_of
+from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad
+from triton_impl.common.pdl import begin_early
+from triton_impl.runtime.aot import entry
+from triton_impl.runtime.launch_cache import Launches, Step
 
 #: Elements of a tile by the bytes of one: a 16-byte load of each thread of 4 warps. A thread has several on their way.
 TILE = {2: 1024, 4: 512, 8: 256}

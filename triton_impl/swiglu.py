@@ -8,12 +8,12 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.aot import entry
-from triton_impl.early import begin_early
-from triton_impl.elementwise import along, is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
-from triton_impl.fast_math import exp2, rcp
-from triton_impl.once import ONCE
-from triton_impl.tuning import Known
+from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.elementwise import along, is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
+from triton_impl.common.fast_math import exp2, rcp
+from triton_impl.common.pdl import begin_early
+from triton_impl.runtime.aot import entry
+from triton_impl.runtime.launch_cache import Known
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -1,0 +1,421 @@
+"""Backward of attention in Triton: scores and weights are made again, tile by tile, from the saved log-sum-exp.
+
+With weights P, output gradient dO and delta = Σ_d dO · O per row (FlashAttention-2, arXiv:2307.08691, algorithm 2):
+
+dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − delta)      dQ = scale · dS K      dK = scale · dSᵀ Q
+
+One kernel takes a tile of keys and walks over the queries (of every head that shares these keys) for dK and dV;
+another takes a tile of queries and walks over the keys for dQ. Nothing is added atomically, so results repeat exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_ladder.spec import Output
+from kernel_ladder.tracing import shapes_only
+from triton_impl.attention.call import Call
+from triton_impl.attention.tiles import (
+    BELOW_DIAGONAL,
+    TUNING_KEY,
+    Choices,
+    block,
+    choose,
+    configs,
+    hide,
+    key_range,
+    load_lse,
+    load_tile,
+    mask_tile,
+    program_tile,
+    section,
+    seqlen_class,
+    sequence,
+    store_tile,
+    weights_again,
+    wide,
+)
+from triton_impl.common.dot import dot
+from triton_impl.runtime.autotuned_kernel import Tuned
+from triton_impl.runtime.launch_cache import Launch, Launches
+
+#: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
+MAX_BLOCK_M = 64
+
+
+KEY_VALUE_CHOICES: Choices = {
+    -64: ((32, 64, 4, 1), (32, 32, 4, 1)),
+    -128: ((32, 32, 8, 1), (32, 16, 8, 1)),
+    -256: ((32, 16, 8, 1), (16, 16, 8, 1)),
+    64: ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    128: ((32, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 2)),
+    256: ((32, 64, 8, 2), (64, 64, 8, 1), (32, 32, 8, 2)),
+}
+QUERY_CHOICES: Choices = {
+    -64: ((64, 32, 4, 1), (32, 32, 4, 1)),
+    -128: ((32, 32, 8, 1), (16, 32, 8, 1)),
+    -256: ((16, 16, 8, 1),),
+    64: ((128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2)),
+    128: ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    256: ((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+}
+
+
+@triton.jit
+def _delta_kernel(
+    delta_ptr, out_ptr, grad_ptr, grad_lse_ptr, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, seqlen_q, head_dim_v,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LSE_GRAD: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    head = tl.program_id(0) // tiles
+    start_m = tl.program_id(0) % tiles * BLOCK_M
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    o = load_tile(
+        out_ptr + b * o_b + h * o_h, start_m, o_s, o_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False, WIDE
+    )
+    g = load_tile(
+        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False, WIDE
+    )
+    rows = start_m + tl.arange(0, BLOCK_M)
+    delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    row_offset = head.to(tl.int64) * seqlen_q
+    if LSE_GRAD:
+        delta -= tl.load(grad_lse_ptr + row_offset + rows, mask=rows < seqlen_q, other=0.0)
+    tl.store(delta_ptr + row_offset + rows, delta, mask=rows < seqlen_q)
+
+
+@triton.jit
+def _gather_queries(
+    grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n, start, end,
+    scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+    MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add what queries ``start … end`` give to the gradients of BLOCK_N keys and values. Scores are transposed."""
+    for start_m in range(start, end, BLOCK_M):
+        start_m = tl.multiple_of(start_m, BLOCK_M)
+        rows = start_m + tl.arange(0, BLOCK_M)
+        q = load_tile(q_base, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, not MASKED, EVEN_D, WIDE)
+        inside = rows < seqlen_q if MASKED else None
+        row_max, lse = load_lse(lse_base + rows, num_rows, inside, MASK)
+        delta = tl.load(delta_base + rows, mask=inside)
+        scores = dot(k, tl.trans(q), None, PRECISION)
+        if MASKED:
+            delta = tl.where(inside, delta, 0.0)
+            inner_rows = tl.arange(0, BLOCK_M)[None, :]
+            cols = tl.arange(0, BLOCK_N)[:, None]
+            mask = mask_tile(mask_base, start_m, start_n, inner_rows, cols, m_q, m_k, WIDE)
+            scores = hide(
+                scores, scale_log2, mask, rows[None, :], start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
+            )
+        weights = weights_again(scores, scale_log2, row_max[None, :], lse[None, :], MASK)
+        g = load_tile(g_base, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
+        grad_v = dot(weights.to(g.dtype), g, grad_v, PRECISION)
+        grad_weights = dot(v, tl.trans(g), None, PRECISION)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        grad_k = dot(grad_scores.to(q.dtype), q, grad_k, PRECISION)
+    return grad_k, grad_v
+
+
+@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
+def _key_value_kernel(
+    grad_k_ptr, grad_v_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
+    scale_log2, scale,
+    dk_b, dk_h, dk_s, dk_d, dv_b, dv_h, dv_s, dv_d, g_b, g_h, g_s, g_d,
+    q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k, lse_b, lse_h,
+    num_heads_kv, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
+    total_q, total_k,
+    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # The first keys are seen by most queries, so the order of tiles puts the longest first.
+    tile, head = program_tile(tl.cdiv(seqlen_k, BLOCK_N), num_heads_kv, section)
+    b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
+    start_n = tile * BLOCK_N
+    row_offset = b * lse_b
+    num_rows = tl.cast(num_heads_kv, tl.int64) * group * lse_h
+    if VARLEN:
+        q_start, seqlen_q = sequence(cu_q_ptr, b, total_q)
+        k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
+        first += seqlen_k - seqlen_q
+        last += seqlen_k - seqlen_q
+        seqlen_q = tl.where(start_n < seqlen_k, seqlen_q, 0)  # past the last key there is nothing to do
+        q_ptr += q_start * q_s
+        grad_ptr += q_start * g_s
+        row_offset += q_start
+        k_ptr += k_start * k_s
+        v_ptr += k_start * v_s
+        grad_k_ptr += k_start * dk_s
+        grad_v_ptr += k_start * dv_s
+    k = load_tile(
+        k_ptr + b * k_b + h_kv * k_h, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, WIDE
+    )
+    v = load_tile(
+        v_ptr + b * v_b + h_kv * v_h, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE
+    )
+    grad_k = tl.full([BLOCK_N, BLOCK_D], 0.0, dtype=tl.float32)
+    grad_v = tl.full([BLOCK_N, BLOCK_DV], 0.0, dtype=tl.float32)
+
+    # Queries in three runs: those on the diagonal, those that see every key of the tile, and the ragged end. Where all
+    # scores must be asked about, one; and of packed sequences, whose places leave no registers for three.
+    ASK_ALL: tl.constexpr = BAND == 2 or MASK != 0 or VARLEN
+    whole = seqlen_q // BLOCK_M * BLOCK_M
+    begin, diagonal, end = 0, 0, seqlen_q
+    if BAND != 0:
+        begin = tl.maximum(start_n - last, 0) // BLOCK_M * BLOCK_M
+        diagonal = tl.minimum(tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - last, 0), BLOCK_M) * BLOCK_M, seqlen_q)
+    if BAND == 2:
+        end = tl.minimum(seqlen_q, tl.maximum(start_n + BLOCK_N - first, 0))
+    if ASK_ALL:
+        diagonal = end
+    for i in range(group):
+        h = h_kv * group + i
+        q_base = q_ptr + b * q_b + h * q_h
+        g_base = grad_ptr + b * g_b + h * g_h
+        mask_base = mask_ptr + b * m_b + h * m_h
+        lse_base = lse_ptr + row_offset + h * lse_h
+        delta_base = delta_ptr + row_offset + h * lse_h
+        if BAND != 0 or ASK_ALL:
+            grad_k, grad_v = _gather_queries(
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
+                begin, diagonal, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
+                seqlen_q, seqlen_k, head_dim, head_dim_v,
+                True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            )  # fmt: skip
+        if not ASK_ALL:
+            grad_k, grad_v = _gather_queries(
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
+                diagonal, whole, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
+                seqlen_q, seqlen_k, head_dim, head_dim_v,
+                False, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            )  # fmt: skip
+        if not ASK_ALL and not EVEN_Q:
+            grad_k, grad_v = _gather_queries(
+                grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
+                tl.maximum(diagonal, whole), seqlen_q, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
+                seqlen_q, seqlen_k, head_dim, head_dim_v,
+                True, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            )  # fmt: skip
+
+    store_tile(
+        grad_k_ptr + b * dk_b + h_kv * dk_h, start_n, dk_s, dk_d, seqlen_k, head_dim, grad_k * scale,
+        BLOCK_N, BLOCK_D, WIDE,
+    )  # fmt: skip
+    store_tile(
+        grad_v_ptr + b * dv_b + h_kv * dv_h, start_n, dv_s, dv_d, seqlen_k, head_dim_v, grad_v, BLOCK_N, BLOCK_DV, WIDE
+    )
+
+
+@triton.jit
+def _gather_keys(
+    grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, start, end, scale_log2, first, last,
+    k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+    MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add what keys ``start … end`` give to the gradient of BLOCK_M queries."""
+    for start_n in range(start, end, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, WIDE)
+        scores = dot(q, tl.trans(k), None, PRECISION)
+        if MASKED:
+            rows = tl.arange(0, BLOCK_M)[:, None]
+            cols = tl.arange(0, BLOCK_N)[None, :]
+            mask = mask_tile(mask_base, start_m, start_n, rows, cols, m_q, m_k, WIDE)
+            scores = hide(
+                scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
+            )
+        weights = weights_again(scores, scale_log2, row_max[:, None], lse[:, None], MASK)
+        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
+        grad_weights = dot(g, tl.trans(v), None, PRECISION)
+        grad_scores = weights * (grad_weights - delta[:, None])
+        grad_q = dot(grad_scores.to(k.dtype), k, grad_q, PRECISION)
+    return grad_q
+
+
+@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
+def _query_kernel(
+    grad_q_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, scale_log2, scale,
+    dq_b, dq_h, dq_s, dq_d, g_b, g_h, g_s, g_d, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
+    m_b, m_h, m_q, m_k, lse_b, lse_h,
+    num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
+    total_q, total_k,
+    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, head = program_tile(num_tiles, num_heads, section)
+    if BAND == 1:
+        tile = num_tiles - 1 - tile  # the longest first
+    b, h = (head // heads).to(tl.int64), head % heads
+    h_kv = (h // group).to(tl.int64)
+    h = h.to(tl.int64)
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    row_offset = b * lse_b + h * lse_h
+    if VARLEN:
+        q_start, seqlen_q = sequence(cu_q_ptr, b, total_q)
+        k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
+        first += seqlen_k - seqlen_q
+        last += seqlen_k - seqlen_q
+        seqlen_k = tl.where(start_m < seqlen_q, seqlen_k, 0)  # past the last query there is nothing to do
+        q_ptr += q_start * q_s
+        grad_ptr += q_start * g_s
+        grad_q_ptr += q_start * dq_s
+        row_offset += q_start
+        k_ptr += k_start * k_s
+        v_ptr += k_start * v_s
+    q = load_tile(
+        q_ptr + b * q_b + h * q_h, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False, EVEN_D, WIDE
+    )
+    g = load_tile(
+        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, EVEN_DV, WIDE
+    )
+    num_rows = tl.cast(num_heads, tl.int64) * lse_h
+    row_max, lse = load_lse(lse_ptr + row_offset + rows, num_rows, rows < seqlen_q, MASK)
+    delta = tl.load(delta_ptr + row_offset + rows, mask=rows < seqlen_q, other=0.0)
+    k_base = k_ptr + b * k_b + h_kv * k_h
+    v_base = v_ptr + b * v_b + h_kv * v_h
+    grad_q = tl.full([BLOCK_M, BLOCK_D], 0.0, dtype=tl.float32)
+
+    mask_base = mask_ptr + b * m_b + h * m_h
+    begin, whole, end = key_range(start_m, seqlen_k, first, last, BAND, BLOCK_M, BLOCK_N)
+    if BAND != 2 and MASK == 0:
+        grad_q = _gather_keys(
+            grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, 0, whole, scale_log2, first, last,
+            k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+            False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+        )  # fmt: skip
+        begin = whole
+    grad_q = _gather_keys(
+        grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, begin, end, scale_log2, first, last,
+        k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+        True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+    )  # fmt: skip
+    store_tile(
+        grad_q_ptr + b * dq_b + h * dq_h, start_m, dq_s, dq_d, seqlen_q, head_dim, grad_q * scale,
+        BLOCK_M, BLOCK_D, WIDE,
+    )  # fmt: skip
+
+
+def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return choose(KEY_VALUE_CHOICES, configs, kwargs)
+
+
+def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
+    return choose(QUERY_CHOICES, configs, kwargs)
+
+
+_key_value = Tuned(_key_value_kernel, configs(KEY_VALUE_CHOICES), TUNING_KEY, _suitable_for_keys)
+_query = Tuned(_query_kernel, configs(QUERY_CHOICES), TUNING_KEY, _suitable_for_queries)
+
+#: By all that decides a backward pass: its launches.
+_launches: Launches = Launches()
+
+
+def attention_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    output, lse, batch_shape, *of_call = saved
+    call = Call(*of_call)
+    if output.dim() != 4:
+        output = output.view(*call.q.shape[:3], output.shape[-1])
+    grads = gradients(call, output, lse, grad, needs)
+    grads = tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)
+    return (*grads, *(None for _ in needs[3:]))
+
+
+def gradients(
+    call: Call, output: torch.Tensor, lse: torch.Tensor, grad: Output, needs: tuple[bool, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of query, key and value, of four dimensions as these are, or packed (total, H, D)."""
+    q, k, v = call.q, call.k, call.v
+    grad, grad_lse = grad if isinstance(grad, tuple) else (grad, None)
+    grad = call.spread(grad) if call.packed else grad.reshape(output.shape)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    grad_q = call.new_like(q) if needs[0] else None
+    # Where only one of the two is wanted, the other is thrown away: they share a kernel.
+    grad_k, grad_v = (call.new_like(k), call.new_like(v)) if needs[1] or needs[2] else (None, None)
+    if shapes_only():
+        pass
+    elif output.numel() == 0 or k.shape[2] == 0:
+        for each in (grad_q, grad_k, grad_v):
+            if each is not None:
+                each.zero_()
+    else:
+        delta = torch.empty_like(lse[0] if call.additive else lse)
+        others = call.others
+        of_delta = (delta, output, grad, delta if grad_lse is None else grad_lse)
+        of_keys = (grad_k, grad_v, grad, lse, delta, q, k, v, *others)
+        of_queries = (grad_q, grad, lse, delta, q, k, v, *others)
+        what = (call.what, output.stride(), grad.stride(), grad_q is None, grad_k is None, grad_lse is None)
+        known = _launches.get(what)
+        if known is None:
+            _launches.remember(what, _first_launches(call, of_delta, of_keys, of_queries))
+        else:
+            for launch, tensors in zip(known, (of_delta, of_keys, of_queries), strict=True):
+                if launch is not None:
+                    launch(*tensors)
+    return grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None
+
+
+def _first_launches(
+    call: Call, of_delta: tuple, of_keys: tuple, of_queries: tuple
+) -> tuple[Launch, Launch | None, Launch | None]:
+    """Run the kernels on their tensors; the launches that repeat it, None for what is not wanted."""
+    delta, output, grad, grad_lse = of_delta
+    grad_k, grad_v, *_ = of_keys
+    grad_q, q, k, v, scale = of_queries[0], call.q, call.k, call.v, call.scale
+    batch, heads, total_q, head_dim = q.shape
+    _, heads_kv, _, head_dim_v = v.shape
+    num_heads, num_heads_kv, group = batch * heads, batch * heads_kv, heads // heads_kv
+    seqlen_q, seqlen_k = call.lengths
+    constants = call.constants
+
+    # Packed sequences lie in one row of queries, and what each row needs depends on it alone.
+    rows = 32
+    grid = (triton.cdiv(total_q, rows) * (heads if call.packed else num_heads),)
+    arguments = (*output.stride(), *grad.stride(), heads, total_q, head_dim_v)
+    arguments += (rows, block(head_dim_v), wide(output.stride(), grad.stride()), grad_lse is not delta)
+    _delta_kernel[grid](*of_delta, *arguments)
+    for_delta = Launch(_delta_kernel, grid, arguments, {})
+
+    inputs = (*grad.stride(), *q.stride(), *k.stride(), *v.stride())
+    others = (*call.mask_strides, *call.lse_strides)
+    lengths = (seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits)
+    row_bytes = (head_dim + head_dim_v) * q.element_size()
+    is_causal = constants["BAND"] == BELOW_DIAGONAL
+    for_keys = for_queries = None
+    if grad_k is not None:
+        together = section(is_causal, 1, seqlen_q * row_bytes * group)
+        outputs = (*call.strides(grad_k), *call.strides(grad_v))
+        for_keys = _key_value(
+            lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * num_heads_kv,),
+            of_keys,
+            (
+                call.score_scale, scale, *outputs, *inputs, *others,
+                num_heads_kv, heads_kv, group, *lengths, min(together, num_heads_kv), seqlen_class(seqlen_k),
+                *call.totals,
+            ),
+            {
+                **constants,
+                "WIDE": wide(outputs, inputs, call.mask_strides),
+                "EVEN_Q": not call.packed and seqlen_q % MAX_BLOCK_M == 0,
+            },
+        )  # fmt: skip
+    if grad_q is not None:
+        outputs = call.strides(grad_q)
+        for_queries = _query(
+            lambda meta: (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,),
+            of_queries,
+            (
+                call.score_scale, scale, *outputs, *inputs, *others,
+                num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q), *call.totals,
+            ),
+            {**constants, "WIDE": wide(outputs, inputs, call.mask_strides)},
+        )  # fmt: skip
+    return for_delta, for_keys, for_queries

@@ -1,0 +1,229 @@
+"""Attention of few queries over long keys in Triton, as in decoding: the keys are split, so that every SM has some.
+
+One program has all queries that share a head of keys and values, packed as the rows of one tile (grouped heads read
+their keys once), and a run of the keys. It leaves its own softmax and log-sum-exp; a second kernel weighs the runs by
+these (Flash-Decoding, Dao et al., https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The runs are added up in
+their order, so that results repeat; how many there are, and so the last bits, depends on the GPU's number of SMs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_ladder.tracing import shapes_only
+from triton_impl import interpreted, multiprocessors
+from triton_impl.attention.aot_kernels import ahead_of_time
+from triton_impl.attention.call import Call, forward_by, mask_grad_unsupported, see_nothing
+from triton_impl.attention.tiles import BELOW_DIAGONAL, BOOLEAN, LOG2_E, hide, load_tile, soften, store_lse, wide
+from triton_impl.common.dot import dot
+from triton_impl.common.fast_math import exp2
+from triton_impl.runtime.autotuned_kernel import Tuned
+from triton_impl.runtime.launch_cache import Launch, Launches
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
+#: Queries, of all heads that share keys, that one tile holds.
+MAX_ROWS = 32
+#: Fewer keys than this are not worth a program of their own.
+MIN_RUN = 256
+#: Programs an SM has at a time, about.
+PROGRAMS_PER_SM = 4
+
+CONFIGS = [
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=4),
+    triton.Config({"BLOCK_N": 128}, num_warps=4, num_stages=2),
+    triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=2),
+]
+
+
+@triton.jit(do_not_specialize=["first", "last", "key_begin", "key_end", "run"])
+def _split_kernel(
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, scale_log2,
+    o_run, o_b, o_h, o_s, lse_run, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k,
+    heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, key_begin, key_end, run,
+    BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention to the keys ``key_begin + i · run …`` of program i, of all queries that share them."""
+    # Of batches and heads there may be more than a grid's second axis holds, 65,535; of runs never.
+    head, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
+    rows = tl.arange(0, BLOCK_M)
+    inside = rows < group * seqlen_q
+    h = h_kv * group + rows // seqlen_q
+    query = rows % seqlen_q
+    of_query = query.to(tl.int64)
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)
+    q_rows = q_ptr + b * q_b + (h * q_h + of_query * q_s)
+    q = tl.load(q_rows[:, None] + dims[None, :] * q_d, mask=inside[:, None] & (dims[None, :] < head_dim), other=0.0)
+    k_base = k_ptr + b * k_b + h_kv * k_h
+    v_base = v_ptr + b * v_b + h_kv * v_h
+    mask_rows = mask_ptr + b * m_b + (h * m_h + of_query * m_q)
+    # Rows outside see nothing.
+    query = tl.where(inside, query, seqlen_q)
+
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, dtype=tl.float32)
+    row_sum = tl.full([BLOCK_M], 0.0, dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    start = key_begin + tl.program_id(1) * run
+    for start_n in range(start, tl.minimum(start + run, key_end), BLOCK_N):
+        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, WIDE)
+        scores = dot(q, tl.trans(k), None, PRECISION)
+        cols = start_n + tl.arange(0, BLOCK_N)
+        mask = mask_rows[:, None] + cols[None, :].to(tl.int64) * m_k
+        scores = hide(
+            scores, scale_log2, mask, query[:, None], cols[None, :], seqlen_q, tl.minimum(start + run, key_end),
+            first, last, BAND, MASK,
+        )  # fmt: skip
+        weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max, MASK)
+        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE)
+        acc = dot(weights.to(v.dtype), v, acc, PRECISION)
+
+    lse_rows = (b * heads_kv * group + h) * seqlen_q + of_query
+    num_rows = tl.num_programs(1) * tl.cast(lse_run, tl.int64)
+    store_lse(lse_ptr + index * lse_run + lse_rows, num_rows, row_max, row_sum, inside, MASK)
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    dims_v = tl.arange(0, BLOCK_DV)
+    out_rows = out_ptr + index * o_run + b * o_b + (h * o_h + of_query * o_s)
+    tl.store(
+        out_rows[:, None] + dims_v[None, :], acc.to(out_ptr.dtype.element_ty),
+        mask=inside[:, None] & (dims_v[None, :] < head_dim_v),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["runs"])
+def _combine_kernel(
+    partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, o_b, o_h, o_s, heads, seqlen_q, head_dim_v, num_rows, runs,
+    BLOCK_RUNS: tl.constexpr, BLOCK_DV: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Weigh the runs' results of one query by their share of its sum of exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_RUNS)
+    dims = tl.arange(0, BLOCK_DV)
+    of_runs = partial_lse_ptr + row + i.to(tl.int64) * num_rows
+    lse = tl.load(of_runs, mask=i < runs, other=-float("inf"))
+    row_max = tl.max(lse, 0)
+    shift = tl.where(row_max == -float("inf"), 0.0, row_max)
+    if MASK == 2:  # maxima and the sums' logarithms are apart
+        of_runs += runs * tl.cast(num_rows, tl.int64)
+        log_sum = tl.load(of_runs, mask=i < runs, other=-float("inf"))
+        weights = exp2((lse - shift) * _LOG2_E + log_sum)
+    else:
+        weights = exp2(lse - shift)
+    row_sum = tl.sum(weights, 0)
+    store_lse(lse_ptr + row, num_rows, row_max, row_sum, None, MASK)
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = tl.full([BLOCK_DV], 0.0, dtype=tl.float32)
+    for index in range(0, runs):
+        weight = tl.sum(tl.where(i == index, weights, 0.0), 0)
+        of_run = (row + tl.cast(index, tl.int64) * num_rows) * head_dim_v
+        acc += weight * tl.load(partial_ptr + of_run + dims, mask=dims < head_dim_v, other=0.0)
+    b, h, query = row // (heads * seqlen_q), row // seqlen_q % heads, row % seqlen_q
+    tl.store(out_ptr + b * o_b + h * o_h + query * o_s + dims, (acc / total).to(out_ptr.dtype.element_ty),
+             mask=dims < head_dim_v)  # fmt: skip
+
+
+_split = Tuned(
+    _split_kernel,
+    CONFIGS[-1:] if interpreted() else CONFIGS,
+    ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "BLOCK_M"),
+)
+
+#: By all that decides a forward pass: its launches.
+_launches: Launches = Launches()
+
+
+def runs_of(programs: int, keys: int, num_sms: int) -> tuple[int, int]:
+    """(runs, keys of each) for as many programs a run: enough runs to fill the GPU, none of too few keys."""
+    runs = max(1, min(PROGRAMS_PER_SM * num_sms // max(programs, 1), keys // MIN_RUN))
+    run = max(1, triton.cdiv(triton.cdiv(keys, runs), 128)) * 128
+    return max(1, triton.cdiv(keys, run)), run
+
+
+def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    output, lse = call.empty_results()
+    q, k, v = call.q, call.k, call.v
+    batch, heads, seqlen_q, _ = q.shape
+    heads_kv, seqlen_k = k.shape[1:3]
+    if shapes_only():
+        return output, lse
+    if seqlen_k == 0 or output.numel() == 0:
+        see_nothing(output, lse)
+        return output, lse
+    first, last = call.limits
+    begin, end = max(0, first), max(0, min(seqlen_k, seqlen_q + last))
+    # A band may pass by every key.
+    runs, run = runs_of(batch * heads_kv, max(0, end - begin), multiprocessors(q.device, 16))
+    of_runs, partial_lse = output, lse
+    if runs > 1:
+        of_runs = q.new_empty((runs, batch, heads, seqlen_q, v.shape[3]), dtype=torch.float32)
+        rows = (runs, batch * heads * seqlen_q)
+        partial_lse = call.empty_lse((2, *rows) if call.additive else rows)
+    tensors = (of_runs, partial_lse, q, k, v, call.others[0])
+    combining = (of_runs, partial_lse, output, lse)
+    what = (call.what, runs)
+    known = _launches.get(what)
+    if known is None:
+        _launches.remember(what, _first_launches(call, tensors, combining, (begin, end, run)))
+    else:
+        split, combine = known
+        split(*tensors)
+        if combine is not None:
+            combine(*combining)
+    return output, lse
+
+
+def _first_launches(
+    call: Call, tensors: tuple, combining: tuple, keys: tuple[int, int, int]
+) -> tuple[Launch, Launch | None]:
+    of_runs, _, output, _ = combining
+    q, k, v = call.q, call.k, call.v
+    batch, heads, seqlen_q, head_dim = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    group = heads // heads_kv
+    constants = call.constants
+    constants.pop("VARLEN")
+    constants["BLOCK_M"] = max(16, triton.next_power_of_2(group * seqlen_q))
+    constants["WIDE"] = wide(k.stride(), v.stride())
+    runs = of_runs.shape[0] if of_runs is not output else 1
+    to_run, strides = (0, output.stride()) if runs == 1 else (of_runs.stride(0), of_runs.stride()[1:])
+    arguments = (
+        call.score_scale, to_run, *strides[:3], batch * heads * seqlen_q,
+        *q.stride(), *k.stride(), *v.stride(), *call.mask_strides,
+        heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits, *keys,
+    )  # fmt: skip
+    split = _split(lambda meta: (batch * heads_kv, runs), tensors, arguments, constants)
+    if runs == 1:
+        return split, None
+    rows = batch * heads * seqlen_q
+    arguments = (*output.stride()[:3], heads, seqlen_q, head_dim_v, rows, runs)
+    arguments += (triton.next_power_of_2(runs), constants["BLOCK_DV"], constants["MASK"])
+    _combine_kernel[(rows,)](*combining, *arguments)
+    return split, Launch(_combine_kernel, (rows,), arguments, {})
+
+
+attention = forward_by(_forward)
+
+
+def unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
+    if rows > MAX_ROWS:
+        return f"split_kv is for few queries: at most {MAX_ROWS} share a head of keys, got {rows}"
+    return mask_grad_unsupported(query, key, value, attn_mask)
+
+
+AOT = [
+    ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),
+    ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
+    ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),
+    ahead_of_time(_split_kernel, 64, 32, 64, 4, 4, mask=BOOLEAN),
+]

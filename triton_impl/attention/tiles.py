@@ -1,0 +1,281 @@
+"""What the attention kernels share: which tile a program takes, and how a tile is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_impl import interpreted
+from triton_impl.common.fast_math import exp2
+from triton_impl.runtime.launch_cache import to_time
+
+# Softmax runs in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
+LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+LN_2 = 0.6931471805599453
+
+#: What BAND says of the band of scores that queries see: all of them, all up to the diagonal, or between two diagonals.
+EVERYTHING, BELOW_DIAGONAL, BETWEEN_DIAGONALS = range(3)
+#: What MASK says of the mask: none, one byte a score, or a number to add.
+NO_MASK, BOOLEAN, ADDITIVE = range(3)
+
+# A section of heads whose keys and values take no more than this stays in L2, of which Hopper has 50 MB or more.
+L2_SHARE = 24 * 2**20
+
+
+@triton.jit
+def program_tile(num_tiles, num_heads, section):
+    """(tile, head) of this program. Programs go through `section` heads tile by tile, then through the next section.
+
+    The keys and values of one section stay in L2, and inside it the tiles come in one order for all heads,
+    so that the caller can put the longest ones first.
+    """
+    pid = tl.program_id(0)
+    first = pid // (section * num_tiles) * section
+    inside = pid - first * num_tiles
+    width = tl.minimum(section, num_heads - first)
+    return inside // width, first + inside % width
+
+
+@triton.jit
+def _pointers(base, start, rows, cols, stride_row, stride_col, WIDE: tl.constexpr):
+    """Where `rows` × `cols` of the tile lie that begins at row `start`."""
+    # The start of a tile is 64 bits wide; inside a tile 32 bits hold every offset, unless the strides are WIDE.
+    base += tl.cast(start, tl.int64) * stride_row
+    if WIDE:
+        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    return base + (rows[:, None] * stride_row + cols[None, :] * stride_col)
+
+
+@triton.jit
+def load_tile(
+    base, start, stride_row, stride_col, num_rows, num_cols,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``start … start + BLOCK_ROWS`` of a (num_rows, num_cols) matrix, zeros outside it."""
+    rows = tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, WIDE)
+    if EVEN_ROWS and EVEN_COLS:
+        return tl.load(pointers)
+    if EVEN_ROWS:
+        return tl.load(pointers, mask=cols[None, :] < num_cols, other=0.0)
+    if EVEN_COLS:
+        return tl.load(pointers, mask=rows[:, None] < num_rows - start, other=0.0)
+    return tl.load(pointers, mask=(rows[:, None] < num_rows - start) & (cols[None, :] < num_cols), other=0.0)
+
+
+@triton.jit
+def store_tile(
+    base, start, stride_row, stride_col, num_rows, num_cols, tile,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write what of `tile` lies inside a (num_rows, num_cols) matrix."""
+    rows = tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, WIDE)
+    mask = (rows[:, None] < num_rows - start) & (cols[None, :] < num_cols)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def hide(scores, scale, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND: tl.constexpr, MASK: tl.constexpr):
+    """Scores, −inf where a query does not see a key; with an additive mask times `scale`, plus what it holds.
+
+    Such scores are powers of e: times log2 e, the lowest number of float32 would be −inf, and hide the key.
+
+    `rows` and `cols` are the places of queries and keys, in the shapes that make a matrix of them, and `mask` points to
+    each score's own.
+    """
+    seen = cols < seqlen_k
+    if BAND != 0:
+        seen = seen & (cols <= rows + last)
+    if BAND == 2:
+        seen = seen & (cols >= rows + first)
+    if MASK != 0:
+        inside = (rows < seqlen_q) & (cols < seqlen_k)
+        value = tl.load(mask, mask=inside, other=0)
+        if MASK == 1:
+            seen = seen & (value != 0)
+        else:
+            scores = scores * scale + value.to(tl.float32)
+    return tl.where(seen, scores, -float("inf"))
+
+
+@triton.jit
+def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, WIDE: tl.constexpr):
+    """Where the mask lies of the scores that begin at (start_m, start_n); `rows` and `cols` count from there."""
+    base += tl.cast(start_m, tl.int64) * m_q + tl.cast(start_n, tl.int64) * m_k
+    if WIDE:
+        rows, cols = rows.to(tl.int64), cols.to(tl.int64)
+    return base + (rows * m_q + cols * m_k)
+
+
+@triton.jit
+def soften(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0):
+    """The weights of scores, and what their row has summed up, rescaled, with their sum and maximum taken in.
+
+    `factor` makes scores powers of two. With an additive mask scores and maxima are powers of e, and only their
+    difference is multiplied: it is exact next to any number that a mask holds.
+    """
+    largest = tl.max(scores, 1)
+    if MASK != 2:
+        largest *= factor
+    new_max = tl.maximum(row_max, largest)
+    # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    if MASK == 2:
+        weights = exp2((scores - shift[:, None]) * _LOG2_E)
+        correction = exp2((row_max - shift) * _LOG2_E)
+    else:
+        weights = exp2(scores * factor - shift[:, None])
+        correction = exp2(row_max - shift)
+    return weights, acc * correction[:, None], row_sum * correction + tl.sum(weights, 1), new_max
+
+
+@triton.jit
+def key_range(start_m, seqlen_k, first, last, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, whole, end): BLOCK_M queries see no key outside begin … end, and of a causal mask all before `whole`."""
+    begin = 0
+    whole = seqlen_k // BLOCK_N * BLOCK_N
+    end = seqlen_k
+    if BAND != 0:
+        end = tl.maximum(tl.minimum(seqlen_k, start_m + BLOCK_M + last), 0)
+        whole = tl.maximum(tl.minimum(seqlen_k, start_m + 1 + last), 0) // BLOCK_N * BLOCK_N
+    if BAND == 2:
+        begin = tl.maximum(start_m + first, 0) // BLOCK_N * BLOCK_N
+    return begin, whole, end
+
+
+@triton.jit
+def store_lse(pointer, num_rows, row_max, row_sum, mask, MASK: tl.constexpr):
+    """Write log-sum-exps in base two; with an additive mask, in whose numbers a sum's logarithm could vanish, apart:
+    maxima, powers of e, and `num_rows` further on the sums' logarithms in base two.
+    """
+    if MASK == 2:
+        tl.store(pointer, row_max, mask=mask)
+        tl.store(pointer + tl.cast(num_rows, tl.int64), tl.log2(row_sum), mask=mask)
+    else:
+        tl.store(pointer, row_max + tl.log2(row_sum), mask=mask)
+
+
+@triton.jit
+def load_lse(pointer, num_rows, mask, MASK: tl.constexpr):
+    """(maxima, log-sum-exps in base two) as :func:`store_lse` wrote them; the first of an additive mask alone.
+
+    The latter are +inf for rows outside and for those that see nothing, whose weights are then 0.
+    """
+    lse = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=float("inf"))
+    row_max = lse
+    if MASK == 2:
+        pointer += tl.cast(num_rows, tl.int64)
+        lse = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=float("inf"))
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    return tl.where(lse == float("inf"), 0.0, row_max), lse
+
+
+@triton.jit
+def weights_again(scores, factor, row_max, lse, MASK: tl.constexpr):
+    """The weights of scores from what :func:`load_lse` gives of their rows, in shapes that broadcast to the scores."""
+    if MASK == 2:
+        below = scores - row_max
+        # Scores made anew may round to the other side of their maximum. NaN stays.
+        return exp2(tl.where(below > 0.0, 0.0, below) * _LOG2_E - lse)
+    return exp2(scores * factor - lse)
+
+
+@triton.jit
+def sequence(cu_seqlens_ptr, b, total):
+    """Where a packed sequence begins, and its length: whatever the offsets say, inside of the `total` rows."""
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start), total)
+    return start.to(tl.int64), end - start
+
+
+#: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions, negative for
+#: float32, which is multiplied on CUDA cores: there a thread has whole rows of a tile in registers, and larger tiles of
+#: wide heads spill kilobytes and compile for a minute. See :func:`triton_impl.runtime.launch_cache.to_time` on the first and last of
+#: a row.
+Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
+
+
+def configs(choices: Choices) -> list[triton.Config]:
+    """Every choice as an autotuning configuration. The interpreter, to which all are the same, gets one."""
+    return configs_of(dict.fromkeys(choice for row in choices.values() for choice in row))
+
+
+def configs_of(choices: Iterable[tuple[int, int, int, int]]) -> list[triton.Config]:
+    """Choices as autotuning configurations; for the interpreter a single small one."""
+    if interpreted():
+        choices = ((64, 64, 4, 1),)
+    return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in choices]
+
+
+def choose(choices: Choices, configs: list[triton.Config], constants: dict) -> list[triton.Config]:
+    """The configurations of the row that a call's constants point to, in its order."""
+    if len(configs) == 1:
+        return configs
+    width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
+    row = choices[-width if constants["PRECISION"] == "ieee" else width]
+    if constants["MASK"]:  # what is read of a mask takes registers that larger tiles do not have
+        row = row[-1:]
+    return to_time([c for choice in row for c in configs if _is(c, choice)])
+
+
+def _is(config: triton.Config, choice: tuple[int, int, int, int]) -> bool:
+    return (config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.num_warps, config.num_stages) == choice
+
+
+#: What decides the choice.
+TUNING_KEY = ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "seqlen_class")
+
+
+def block(head_dim: int) -> int:
+    """The tile that holds a head dimension; tl.dot takes no fewer than 16."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def blocks(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The tiles that hold a query's head dimension, and a value's.
+
+    Where neither fills its tile, and the value's is the narrower, Hopper's product of weights and values reads past its
+    shared memory (Triton 3.6; head dimensions 24 and 8, or 40 and 8): then the value's is as wide as the other.
+    """
+    block_d, block_dv = block(head_dim), block(head_dim_v)
+    return block_d, max(block_d, block_dv) if head_dim < block_d and head_dim_v < block_dv else block_dv
+
+
+def wide(*strides: tuple[int, ...]) -> bool:
+    """Whether offsets inside a tile of 256 by 256 may pass 32 bits."""
+    return max(map(max, strides)) >= 2**22
+
+
+def mask_kind(mask: torch.Tensor | None) -> int:
+    """What MASK is for a mask, of which booleans are seen as bytes."""
+    if mask is None:
+        return NO_MASK
+    return BOOLEAN if mask.dtype == torch.uint8 else ADDITIVE
+
+
+def band_kind(first: int, last: int, seqlen_q: int, seqlen_k: int) -> int:
+    """What BAND is for a band of scores, as :func:`kernel_ladder.band.band` has it."""
+    if first != -seqlen_q:
+        return BETWEEN_DIAGONALS
+    return EVERYTHING if last == seqlen_k else BELOW_DIAGONAL
+
+
+def section(is_causal: bool, group: int, bytes_per_head: int) -> int:
+    """How many query heads to go through together: see :func:`program_tile`.
+
+    Without a mask all tiles take as long, and one head of keys and values at a time is read best.
+    """
+    return group * max(1, L2_SHARE // bytes_per_head) if is_causal else group
+
+
+def seqlen_class(seqlen: int) -> int:
+    """Lengths that share a tuned choice."""
+    return 0 if seqlen <= 256 else 1 if seqlen <= 1024 else 2

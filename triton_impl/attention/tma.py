@@ -1,0 +1,203 @@
+"""Attention whose tiles the copy engine fetches: tensor descriptors (TMA) for queries, keys and values.
+
+The walk is that of attention.py. A descriptor knows where its tensor ends and gives zeros beyond, so that no tile is
+read with a mask; and one thread asks for a tile whose addresses every thread had to work out, in registers that the
+scores can have instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernel_ladder.strides import has_rows_at
+from triton_impl.attention.aot_kernels import ahead_of_time
+from triton_impl.attention.call import Call, launched_by, mask_grad_unsupported
+from triton_impl.attention.tiles import (
+    BELOW_DIAGONAL,
+    BETWEEN_DIAGONALS,
+    LOG2_E,
+    Choices,
+    configs_of,
+    hide,
+    key_range,
+    program_tile,
+    seqlen_class,
+    soften,
+    store_tile,
+    wide,
+)
+from triton_impl.common.dot import dot
+from triton_impl.matmul.tma import DescriptorLaunch, without_descriptors
+from triton_impl.runtime.aot import Entry
+from triton_impl.runtime.autotuner import Chooser
+
+IEEE = tl.constexpr("ieee")
+
+CHOICES: Choices = {
+    64: ((128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
+    128: ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)),
+}
+
+
+@triton.jit
+def _attend(
+    acc, row_sum, row_max, q, k_desc, v_desc, b, h_kv, start_m, start, end, scale_log2, first, last, seqlen_q, seqlen_k,
+    MASKED: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Take keys ``start … end`` into the running softmax of BLOCK_M queries."""
+    for start_n in range(start, end, BLOCK_N):
+        k = k_desc.load([b, h_kv, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
+        scores = dot(q, tl.trans(k), None, IEEE)
+        if MASKED:
+            rows = start_m + tl.arange(0, BLOCK_M)[:, None]
+            cols = start_n + tl.arange(0, BLOCK_N)[None, :]
+            scores = hide(scores, scale_log2, None, rows, cols, seqlen_q, seqlen_k, first, last, BAND, 0)
+        weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max)
+        v = v_desc.load([b, h_kv, start_n, 0]).reshape(BLOCK_N, BLOCK_DV)
+        acc = dot(weights.to(v.dtype), v, acc, IEEE)
+    return acc, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=["first", "last", "section"])
+def _tma_kernel(
+    out_ptr, lse_ptr, q_desc, k_desc, v_desc, scale_log2, o_b, o_h, o_s,
+    num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section,
+    BAND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, head = program_tile(num_tiles, num_heads, section)
+    if BAND == 1:
+        tile = num_tiles - 1 - tile  # the last queries see most keys: the longest tiles first
+    b, h = head // heads, head % heads
+    h_kv = h // group
+    start_m = tile * BLOCK_M
+
+    q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, BLOCK_D)
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, dtype=tl.float32)
+    row_sum = tl.full([BLOCK_M], 0.0, dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    begin, whole, end = key_range(start_m, seqlen_k, first, last, BAND, BLOCK_M, BLOCK_N)
+    if BAND != 2:
+        acc, row_sum, row_max = _attend(
+            acc, row_sum, row_max, q, k_desc, v_desc, b, h_kv, start_m, 0, whole, scale_log2, first, last,
+            seqlen_q, seqlen_k, False, BAND, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        begin = whole
+    acc, row_sum, row_max = _attend(
+        acc, row_sum, row_max, q, k_desc, v_desc, b, h_kv, start_m, begin, end, scale_log2, first, last,
+        seqlen_q, seqlen_k, True, BAND, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
+
+    rows = start_m + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + head.to(tl.int64) * seqlen_q + rows, row_max + tl.log2(row_sum), mask=rows < seqlen_q)
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for a row that sees nothing
+    out = out_ptr + b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
+    store_tile(out, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, WIDE)
+
+
+def unsupported(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **options: object,
+) -> str | None:
+    """Why operands cannot be fetched by descriptors, or None."""
+    if (reason := mask_grad_unsupported(query, key, value, attn_mask)) is not None:
+        return reason
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return "tensor descriptors feed the 16-bit tensor cores alone here; float32 is for `flash`"
+    if attn_mask is not None:
+        return "takes causal masks and windows, but no mask in memory"
+    if (reason := without_descriptors(query, key, value)) is not None:
+        return reason
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            return f"takes 4 dimensions (B, H, S, D), got {x.dim()} of `{name}`"
+        if not has_rows_at(x, 8):
+            return f"a tensor descriptor needs dense rows, at multiples of 8, got strides {x.stride()} of `{name}`"
+    return None
+
+
+def tiles_of(x: torch.Tensor, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and tiles of one head, by which a descriptor fetches (B, H, S, D)."""
+    dense = 8 * triton.cdiv(x.shape[3], 8)  # the stride of what there is one of: any that the copy engine takes
+    strides = [dense if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return list(x.shape), [*strides, 1], [1, 1, rows, columns]
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, *tiles_of(x, rows, columns))
+
+
+# ---- what each kernel with descriptors takes; also that of attention_specialized.py ---------------------------------
+
+
+def descriptors(call: Call, describe: Callable[..., Any], queries: int, keys: int) -> tuple[Any, ...]:
+    """Of output and log-sum-exp, which have none, and of the operands, by tiles of so many queries and keys."""
+    d, d_v = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
+    return None, None, describe(call.q, queries, d), describe(call.k, keys, d), describe(call.v, keys, d_v)
+
+
+def arguments(call: Call, output: torch.Tensor) -> tuple[Any, ...]:
+    """What a kernel takes after its tensors, before what its schedule asks for."""
+    batch, heads, seqlen_q, _ = call.q.shape
+    _, heads_kv, seqlen_k, head_dim_v = call.v.shape
+    return (
+        call.scale * LOG2_E, *output.stride()[:3], batch * heads, heads, heads // heads_kv,
+        seqlen_q, seqlen_k, head_dim_v, *call.limits, call.together,
+    )  # fmt: skip
+
+
+def tuning_key(call: Call) -> tuple[Any, ...]:
+    """Calls that share a tuned choice have it in common."""
+    constants = call.constants
+    return str(call.q.dtype), constants["BLOCK_D"], constants["BLOCK_DV"], call.kind, seqlen_class(call.q.shape[2])
+
+
+_choose = Chooser(_tma_kernel)
+
+
+def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
+    """Choose a configuration and run it; what is returned does it again."""
+    batch, heads, seqlen_q, _ = call.q.shape
+    block_d, block_dv = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
+
+    def launch(config: triton.Config) -> DescriptorLaunch:
+        block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+        describe = descriptors(call, _described, block_m, block_n)
+        constants = (call.kind, block_d, block_dv, wide(output.stride()), block_m, block_n)
+        programs = triton.cdiv(seqlen_q, block_m) * batch * heads
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return DescriptorLaunch(_tma_kernel, programs, describe, (*arguments(call, output), *constants), options)
+
+    candidates = configs_of(CHOICES[max(64, block_d, block_dv)])
+    return _choose.launch(tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
+
+
+attention = launched_by(_first)
+
+
+def _ahead_of_time(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:
+    made = ahead_of_time(_tma_kernel, head_dim, m, n, num_warps, num_stages, band)
+    rows = {"q_desc": m, "k_desc": n, "v_desc": n}
+    described = {name: f"tensordesc<bf16[1,1,{count},{head_dim}]>" for name, count in rows.items()}
+    return made._replace(signature=made.signature | described)
+
+
+AOT = [
+    _ahead_of_time(64, 128, 128, 8, 3),
+    _ahead_of_time(128, 128, 128, 8, 2),
+    _ahead_of_time(128, 128, 64, 8, 3, BELOW_DIAGONAL),
+    _ahead_of_time(128, 128, 128, 8, 2, BETWEEN_DIAGONALS),
+    _ahead_of_time(256, 128, 64, 8, 2, BELOW_DIAGONAL),
+]

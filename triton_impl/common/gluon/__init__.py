@@ -1,0 +1,1 @@
+"""Device functions in Gluon, Triton's lower-level language, for Hopper."""

@@ -1,0 +1,690 @@
+"""Normalised rows in Triton, for layer_norm, rms_norm and add_rms_norm: kernels, and how they are launched.
+
+fused    whole rows in registers, one or several a program: one read, one write. Backward, each program goes through
+         many rows and keeps the sums of the weights' gradients over them; a second kernel adds those up.
+online   rows too long for that, a block of them at a time: statistics in one pass, the result in a second one, which
+         finds the row in L2. Backward, sums of rows first, then columns: input and gradient are read twice.
+         (`fused` takes long rows to a cluster there, where it may: norms_cluster_backward.py.)
+
+CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of two operands. What is kept of a row is
+``mean``, ``rstd`` and ``shift`` with x̂ = (x − mean) · rstd + shift: the shift puts right what rounding the mean loses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_ladder.norms import as_rows
+from kernel_ladder.tracing import shapes_only
+from triton_impl import multiprocessors, unsupported
+from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.column_sum import sum_tile, sum_warps
+from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.dot import INTERPRETED
+from triton_impl.common.pdl import begin_early
+from triton_impl.runtime.aot import Entry, entry
+from triton_impl.runtime.autotuned_kernel import Tuned
+from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.row_configs import (
+    blocks_of,
+    forward_shapes,
+    row_configs,
+    staying_programs,
+    staying_shapes,
+    suitable_forward,
+    suitable_staying,
+)
+
+#: The longest rows that `fused` keeps in registers, forward and backward.
+MAX_FUSED = 32768
+MAX_FUSED_BACKWARD = 8192
+#: The largest block in which `online` goes through a row.
+LARGEST_BLOCK = 16384
+#: See :func:`head_of`; the second is for float32.
+HEAD, HEAD_FLOAT32 = 256, 8192
+#: The longest rows whose parameters wait in registers too.
+MAX_EARLY = tl.constexpr(4096)
+#: SMs to make programs for where there is no GPU: a few, which the interpreter goes through one by one.
+MULTIPROCESSORS_INTERPRETED = 3
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_stats(stats_ptr, row, count, live, CENTRED: tl.constexpr):
+    rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
+    if CENTRED:
+        mean = tl.load(stats_ptr + count + row, mask=live, other=0.0)
+        shift = tl.load(stats_ptr + 2 * count + row, mask=live, other=0.0)
+        return mean, rstd, shift
+    return rstd * 0, rstd, rstd * 0
+
+
+@triton.jit
+def store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED: tl.constexpr):
+    tl.store(stats_ptr + row, rstd, mask=live)
+    if CENTRED:
+        tl.store(stats_ptr + count + row, mean, mask=live)
+        tl.store(stats_ptr + 2 * count + row, shift, mask=live)
+
+
+@triton.jit
+def _normalized(x, mean, rstd, shift, CENTRED: tl.constexpr):
+    if CENTRED:
+        return (x - mean) * rstd + shift
+    return x * rstd
+
+
+@triton.jit
+def rstd_of(variance, eps):
+    # Rounding may leave a variance a little below zero; NaN stays what it is.
+    return tl.math.rsqrt(tl.where(variance < 0, 0.0, variance) + tl.cast(eps, tl.float32))
+
+
+@triton.jit
+def normalize_rows(
+    x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
+    CENTRED: tl.constexpr, KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Normalise whole rows that are in registers: ROWS of them, whose numbers are `row`; zeros past their end.
+
+    Their statistics are written where they are to be kept for a backward pass. Parameters that are to come EARLY wait
+    for them in registers.
+    """
+    live, inside = row < count, column < length
+    mask = live[:, None] & inside[None, :]
+    SHIFTED: tl.constexpr = CENTRED and out_ptr.dtype.element_ty == tl.float32
+    if HAS_WEIGHT and EARLY:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if HAS_BIAS and EARLY:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    mean = tl.sum(x, axis=1) / length if CENTRED else tl.zeros([ROWS], tl.float32)
+    deviation = tl.where(mask, x - mean[:, None], 0.0) if CENTRED else x
+    # Of 16-bit elements what rounding the mean loses is far below their own spacing.
+    lost = tl.sum(deviation, axis=1) / length if SHIFTED else tl.zeros([ROWS], tl.float32)
+    rstd = rstd_of(tl.sum(deviation * deviation, axis=1) / length - lost * lost, eps)
+    shift = -lost * rstd
+    if KEEP:
+        store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
+    y = deviation * rstd[:, None] + shift[:, None] if SHIFTED else deviation * rstd[:, None]
+    if HAS_WEIGHT:
+        if not EARLY:
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        y *= weight.to(tl.float32)[None, :]
+    if HAS_BIAS:
+        if not EARLY:
+            bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+        y += bias.to(tl.float32)[None, :]
+    tl.store(out_ptr + row[:, None] * length + column[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_kernel(
+    out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
+    in_stride, residual_stride, count, length, eps,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    live = row < count
+    inside = column < length
+    mask = live[:, None] & inside[None, :]
+    dense = row[:, None] * length + column[None, :]
+    x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0, eviction_policy=ONCE)
+    if RESIDUAL:
+        at = residual_ptr + row[:, None] * residual_stride + column[None, :]
+        residual = tl.load(at, mask=mask, other=0.0, eviction_policy=ONCE)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + dense, x, mask=mask)
+    normalize_rows(
+        x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
+        CENTRED, KEEP, HAS_WEIGHT, HAS_BIAS, ROWS, BLOCK <= MAX_EARLY,
+    )  # fmt: skip
+
+
+@triton.jit
+def normalize_row_again(
+    x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Normalise one row of any length, whose statistics are known. EVEN: it consists of whole blocks."""
+    for start in range(0, length, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = tl.full([BLOCK], True, tl.int1) if EVEN else i < length
+        x = tl.load(x_ptr + i, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = _normalized(x, mean, rstd, shift, CENTRED)
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_online_kernel(
+    out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
+    in_stride, residual_stride, count, length, eps,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
+    HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    residual_stride = in_units(residual_stride, UNIT)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    input_ptr += row * in_stride
+    out_ptr += row * length
+    if RESIDUAL:
+        residual_ptr += row * residual_stride
+        sum_ptr += row * length
+    # Deviations from the mean of the row's HEAD: close to those from the mean of all, and known in advance.
+    mean = 0.0
+    if CENTRED:
+        of_head = tl.arange(0, HEAD)
+        head = tl.load(input_ptr + of_head, mask=of_head < length, other=0.0).to(tl.float32)
+        mean = tl.sum(head, axis=0) / tl.minimum(length, HEAD)
+    sums = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        i = start + lane
+        inside = tl.full([BLOCK], True, tl.int1) if EVEN else i < length
+        x = tl.load(input_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last")
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + i, mask=inside, other=0.0, eviction_policy=ONCE)
+            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+            tl.store(sum_ptr + i, x, mask=inside)
+        deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
+        if CENTRED:
+            sums += deviation
+        squares += deviation * deviation
+    lost = tl.sum(sums, axis=0) / length if CENTRED else 0.0
+    rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
+    shift = -lost * rstd
+    if KEEP:
+        store_stats(stats_ptr, row, count, True, mean, rstd, shift, CENTRED)
+    x_ptr = input_ptr
+    if RESIDUAL:
+        tl.debug_barrier()  # the sum is read by threads that may not have written it
+        x_ptr = sum_ptr
+    normalize_row_again(
+        x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length, CENTRED, HAS_WEIGHT, HAS_BIAS, BLOCK, EVEN
+    )
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+# d x = rstd · (w·dy − mean(w·dy) − x̂ · mean(w·dy·x̂)), the first of the means only of what was centred.
+
+
+@triton.jit
+def add_both(first_a, second_a, first_b, second_b):
+    return first_a + first_b, second_a + second_b
+
+
+@triton.jit
+def _difference(x, y):
+    """x − y, which no compiler fuses with the product that x is.
+
+    A mean is of rounded products: taken from one that is not, it would leave a row of one element a gradient.
+    """
+    if INTERPRETED:
+        return x - y
+    return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
+    grad_stride, grad_sum_stride, in_stride, count, length,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin_early(EARLY)
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
+    column = tl.arange(0, BLOCK)
+    inside = column < length
+    programs = tl.num_programs(0)
+    weight = tl.zeros([1, BLOCK], tl.float32) + 1.0
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    grad_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, count, programs * ROWS, num_stages=STAGES):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        live = row < count
+        mask = live[:, None] & inside[None, :]
+        x_at = input_ptr + row[:, None] * in_stride + column[None, :]
+        x = tl.load(x_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+        grad_at = grad_ptr + row[:, None] * grad_stride + column[None, :]
+        grad = tl.load(grad_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+        mean, rstd, shift = load_stats(stats_ptr, row, count, live, CENTRED)
+        x_hat = _normalized(x, mean[:, None], rstd[:, None], shift[:, None], CENTRED)
+        if NEEDS_WEIGHTS:
+            grad_weight += grad * x_hat
+            if CENTRED:
+                grad_bias += grad
+        if NEEDS_INPUT:
+            weighted = grad * weight
+            value = weighted
+            if CENTRED:
+                # Both sums at once: of rows that several warps share each would cost them two barriers.
+                plain, dot = tl.reduce((weighted, weighted * x_hat), 1, add_both)
+                value = _difference(value, (plain / length)[:, None])
+            else:
+                dot = tl.sum(weighted * x_hat, axis=1)
+            dot /= length
+            value = (value - x_hat * dot[:, None]) * rstd[:, None]
+            if RESIDUAL:
+                at = row[:, None] * grad_sum_stride + column[None, :]
+                value += tl.load(grad_sum_ptr + at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+            dense = row[:, None] * length + column[None, :]
+            tl.store(grad_input_ptr + dense, value.to(grad_input_ptr.dtype.element_ty), mask=mask)
+    if NEEDS_WEIGHTS:
+        partials_ptr += tl.program_id(0).to(tl.int64) * length
+        tl.store(partials_ptr + column, tl.sum(grad_weight, axis=0), mask=inside)
+        if CENTRED:
+            partials_ptr += programs.to(tl.int64) * length
+            tl.store(partials_ptr + column, tl.sum(grad_bias, axis=0), mask=inside)
+
+
+@triton.jit
+def _norm_backward_rows_kernel(
+    means_ptr, grad_ptr, input_ptr, stats_ptr, weight_ptr, grad_stride, in_stride, count, length,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The means of one row that its gradient needs, for rows of any length."""
+    length, in_stride, grad_stride = in_units(length, UNIT), in_units(in_stride, UNIT), in_units(grad_stride, UNIT)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    mean, rstd, shift = load_stats(stats_ptr, row, count, True, CENTRED)
+    plain = tl.zeros([BLOCK], tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, length, BLOCK):
+        i = start + lane
+        x = tl.load(input_ptr + row * in_stride + i, mask=i < length, other=0.0).to(tl.float32)
+        weighted = tl.load(grad_ptr + row * grad_stride + i, mask=i < length, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            weighted *= tl.load(weight_ptr + i, mask=i < length, other=0.0).to(tl.float32)
+        plain += weighted
+        dot += weighted * _normalized(x, mean, rstd, shift, CENTRED)
+    tl.store(means_ptr + 2 * row, tl.sum(plain, axis=0) / length)
+    tl.store(means_ptr + 2 * row + 1, tl.sum(dot, axis=0) / length)
+
+
+@triton.jit
+def _norm_backward_columns_kernel(
+    grad_input_ptr, partials_ptr, means_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
+    grad_stride, grad_sum_stride, in_stride, count, length,
+    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of columns, over one group of rows."""
+    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
+    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < length
+    groups = tl.num_programs(1)
+    weight = tl.zeros([BLOCK], tl.float32) + 1.0
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros([BLOCK], tl.float32)
+    grad_bias = tl.zeros([BLOCK], tl.float32)
+    for row_of_32_bits in tl.range(tl.program_id(1), count, groups, num_stages=STAGES):
+        row = tl.cast(row_of_32_bits, tl.int64)
+        x = tl.load(input_ptr + row * in_stride + column, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        mean, rstd, shift = load_stats(stats_ptr, row, count, True, CENTRED)
+        x_hat = _normalized(x, mean, rstd, shift, CENTRED)
+        if NEEDS_WEIGHTS:
+            grad_weight += grad * x_hat
+            if CENTRED:
+                grad_bias += grad
+        if NEEDS_INPUT:
+            value = grad * weight
+            if CENTRED:
+                value = _difference(value, tl.load(means_ptr + 2 * row))
+            value = (value - x_hat * tl.load(means_ptr + 2 * row + 1)) * rstd
+            if RESIDUAL:
+                more = tl.load(grad_sum_ptr + row * grad_sum_stride + column, mask=inside, other=0.0)
+                value += more.to(tl.float32)
+            tl.store(grad_input_ptr + row * length + column, value.to(grad_input_ptr.dtype.element_ty), mask=inside)
+    if NEEDS_WEIGHTS:
+        partials_ptr += tl.program_id(1).to(tl.int64) * length
+        tl.store(partials_ptr + column, grad_weight, mask=inside)
+        if CENTRED:
+            partials_ptr += groups.to(tl.int64) * length
+            tl.store(partials_ptr + column, grad_bias, mask=inside)
+
+
+@triton.jit
+def _norm_sum_kernel(
+    grad_weight_ptr, grad_bias_ptr, partials_ptr, groups, length,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Gradients of weight (programs of the first kind) and bias (of the second) from the sums over groups of rows."""
+    begin_early(EARLY)
+    length = in_units(length, UNIT)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < length
+    which = tl.program_id(1)
+    partials_ptr += which.to(tl.int64) * groups * length
+    total = tl.zeros([GROUPS, COLUMNS], tl.float32)
+    for start in range(0, groups, GROUPS):
+        group = start + tl.arange(0, GROUPS)
+        at = group.to(tl.int64)[:, None] * length + column[None, :]
+        total += tl.load(partials_ptr + at, mask=(group < groups)[:, None] & inside[None, :], other=0.0)
+    value = tl.sum(total, axis=0)
+    if which == 0:
+        if HAS_WEIGHT:
+            tl.store(grad_weight_ptr + column, value.to(grad_weight_ptr.dtype.element_ty), mask=inside)
+    else:
+        if HAS_BIAS:
+            tl.store(grad_bias_ptr + column, value.to(grad_bias_ptr.dtype.element_ty), mask=inside)
+
+
+# ---- configurations ------------------------------------------------------------------------------------------------
+
+KEY = ("length", "CENTRED", "RESIDUAL")
+_fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL", "KEEP", "UNIT"), suitable_forward)
+_online = Tuned(
+    _norm_online_kernel,
+    blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8), (4096, 16), (2048, 8)),
+    KEY,
+)
+
+
+def _slower_early(constants: dict[str, Any]) -> bool:
+    """Whether a backward pass had better begin when all before it has ended: where the programs that stay found their
+    multiprocessors half taken, measured to be 4 % slower, though elsewhere it is 1 to 4 % faster.
+    """
+    block, others = constants["BLOCK"], constants["CENTRED"] or constants["RESIDUAL"]
+    return block == 512 or (block == 1024 and others)
+
+
+_fused_backward = Tuned(
+    _norm_backward_kernel,
+    row_configs((3, 2)),
+    ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS", "UNIT"),
+    suitable_staying,
+    _slower_early,
+)
+_backward_rows = Tuned(_norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
+_backward_columns = Tuned(
+    _norm_backward_columns_kernel,
+    blocks_of((2048, 4), (1024, 4), (4096, 8), stages=(3, 1)),
+    (*KEY, "NEEDS_WEIGHTS"),
+)
+
+#: Launches by all that decides them.
+_launches = Launches()
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """Which normalisation."""
+
+    centred: bool
+    residual: bool
+
+
+def as_matrix(x: torch.Tensor, dims: int = 1) -> torch.Tensor:
+    """(count, length) with dense rows: a view where the strides allow one, else a copy."""
+    x = as_rows(x, dims)
+    if x.dim() != 2:
+        x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Weight or bias as one dense row."""
+    if x is None or (x.dim() == 1 and x.is_contiguous()):
+        return x
+    return x.reshape(-1).contiguous()
+
+
+def head_of(dtype: torch.dtype) -> int:
+    """Of how many of a row's first elements `online` takes the mean in advance.
+
+    The further it is from that of all, the more bits cancel; elements of 16 bits have them to spare.
+    """
+    return HEAD_FLOAT32 if dtype == torch.float32 else HEAD
+
+
+def forward_by(launch: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A step's forward pass, of which ``launch(kind, tensors, strides, present, eps, keep)`` launches the kernel.
+
+    It gets the kernel's tensors, output, sum and what is kept of rows first, the strides of rows, and whether there are
+    weight and bias.
+    """
+
+    def forward(
+        kind: Kind,
+        shape: torch.Size,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output and sum, both of `shape`, and what is kept of rows, which are (count, length).
+
+        The sum is the output again where there is no residual; what is kept is empty where nothing is to be. Output and
+        sum are made in the shape that they are returned in: of a view of them autograd would forbid to be modified.
+        """
+        output = x.new_empty(shape)
+        total = x.new_empty(shape) if kind.residual else output
+        stats = x.new_empty((3 if kind.centred else 1, x.shape[0] if keep else 0), dtype=torch.float32)
+        if not shapes_only() and output.numel() > 0:
+            # What is absent is stood for by what is there: its pointer is not looked at.
+            r = x if residual is None else residual
+            w, b = output if weight is None else weight, output if bias is None else bias
+            present = weight is not None, bias is not None
+            launch(kind, (output, total, stats, x, r, w, b), (x.stride(0), r.stride(0)), present, eps, keep)
+        return output, total, stats
+
+    return forward
+
+
+def _launch(
+    fused: bool,
+    kind: Kind,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, int],
+    present: tuple[bool, bool],
+    eps: float,
+    keep: bool,
+) -> None:
+    x, (has_weight, has_bias) = tensors[3], present
+    count, length = x.shape
+    key = ("forward", kind, fused, keep, count, length, strides, has_weight, has_bias, x.dtype, x.device, eps)
+
+    def make() -> Launch | None:
+        arguments = (*strides, count, length, eps)
+        constants = {
+            "CENTRED": kind.centred, "RESIDUAL": kind.residual, "KEEP": keep,
+            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "UNIT": unit_of(length, *strides),
+        }  # fmt: skip
+        if not fused:
+            constants["EVEN"] = length % LARGEST_BLOCK == 0
+            constants["HEAD"] = head_of(x.dtype)
+            return _online(lambda meta: (count,), tensors, arguments, constants)
+        constants["BLOCK"] = triton.next_power_of_2(length)
+        return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)
+
+    _launches.run(key, make, tensors)
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+#: Of the rows (count, length), of weight and of bias (length,); None where not wanted.
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def unwritten(x: torch.Tensor, needs: Needs) -> Gradients:
+    """Memory for the gradients of rows (count, length), of weight and of bias (length,); None where not wanted."""
+    count, length = x.shape
+    grad_input = x.new_empty((count, length)) if needs.input else None
+    grad_weight = x.new_empty((length,)) if needs.weight else None
+    grad_bias = x.new_empty((length,)) if needs.bias else None
+    return grad_input, grad_weight, grad_bias
+
+
+def backward(
+    kind: Kind,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    needs: Needs,
+) -> Gradients:
+    """Gradients of the rows (count, length), of weight and of bias (length,); None where not wanted."""
+    count, length = x.shape
+    grad_input, grad_weight, grad_bias = unwritten(x, needs)
+    weights = needs.weight or needs.bias
+    if shapes_only():
+        return grad_input, grad_weight, grad_bias
+    if x.numel() == 0:
+        for of_parameter in (grad_weight, grad_bias):
+            if of_parameter is not None:
+                of_parameter.zero_()
+        return grad_input, grad_weight, grad_bias
+    fused = length <= MAX_FUSED_BACKWARD
+    block = triton.next_power_of_2(length)
+    sms = multiprocessors(x.device, MULTIPROCESSORS_INTERPRETED)
+    # Groups of rows, each with its own sums; a block of columns, as many as the GPU is busy with.
+    groups = (
+        staying_programs(length, block, count, sms)
+        if fused
+        else min(count, max(1, 4 * sms // triton.cdiv(length, 2048)))
+    )
+    partials = x.new_empty((2 if kind.centred else 1, groups, length), dtype=torch.float32) if weights else stats
+    given = x if grad_input is None else grad_input
+    s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
+    strides = (grad.stride(0), s.stride(0), x.stride(0))
+    key = ("backward", kind, count, length, strides, weight is None, needs, x.dtype, x.device)
+    constants = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": weight is not None}
+    wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights, "UNIT": unit_of(length, *strides)}
+    if fused:
+        tensors = (given, partials, grad, s, x, stats, w)
+        _launches.run(
+            key,
+            lambda: _fused_backward(
+                lambda meta: (groups,), tensors, (*strides, count, length), {**constants, **wanted, "BLOCK": block}
+            ),
+            tensors,
+        )
+    else:
+        means = x.new_empty((count, 2), dtype=torch.float32)
+        if needs.input:
+            of_rows = (means, grad, x, stats, w)
+            of_row = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None, "UNIT": wanted["UNIT"]}
+            arguments = (strides[0], strides[2], count, length)
+            _launches.run(
+                (*key, "rows"),
+                lambda: _backward_rows(lambda meta: (count,), of_rows, arguments, of_row),
+                of_rows,
+            )
+        tensors = (given, partials, means, grad, s, x, stats, w)
+
+        def grid(meta: dict[str, Any]) -> tuple[int, int]:
+            return triton.cdiv(length, meta["BLOCK"]), groups
+
+        _launches.run(
+            key,
+            lambda: _backward_columns(grid, tensors, (*strides, count, length), {**constants, **wanted}),
+            tensors,
+        )
+    if weights:
+        add_up(x, partials, grad_weight, grad_bias)
+    return grad_input, grad_weight, grad_bias
+
+
+def add_up(
+    x: torch.Tensor, partials: torch.Tensor, grad_weight: torch.Tensor | None, grad_bias: torch.Tensor | None
+) -> None:
+    _, groups, length = partials.shape
+    tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
+    together, columns = sum_tile(groups)
+    grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
+    arguments = (groups, length, grad_weight is not None, grad_bias is not None, unit_of(length), together, columns)
+    key = ("sum", arguments, x.dtype, x.device)
+
+    def make() -> Launch | None:
+        warps = sum_warps(groups)
+        launch = Launch(_norm_sum_kernel, grid, arguments, {"num_warps": warps})
+        launch(*tensors)
+        return launch
+
+    _launches.run(key, make, tensors)
+
+
+def refused(fused: bool, x: torch.Tensor, length: int) -> str | None:
+    """Why rows of so many elements of `x` cannot be taken, or None."""
+    if (reason := unsupported(x)) is not None:
+        return reason
+    if fused and length > MAX_FUSED:
+        return f"rows of {length} elements are too long for registers; at most {MAX_FUSED}"
+    return None
+
+
+#: How these steps of the climb normalise rows, and which they refuse (norm_steps.py has the table of all).
+FORWARD = {
+    name: (forward_by(partial(_launch, fused)), partial(refused, fused))
+    for name, fused in (("online", False), ("fused", True))
+}
+
+
+def ahead_of_time(kind: Kind) -> list[Entry]:
+    """Specialisations that stand for a normalisation's calls: short and long rows, both passes."""
+    flags = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True, "UNIT": 16}
+    forward_flags = {**flags, "KEEP": True, "HAS_BIAS": kind.centred}
+    backward_flags = {**flags, "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True}
+    rows_flags = {"CENTRED": kind.centred, "HAS_WEIGHT": True, "UNIT": 16}
+    sum_flags = {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred, "UNIT": 16}
+    made = []
+    for block in (256, 4096, 16384):
+        rows, warps = forward_shapes(block)[0]
+        config = triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1)
+        made.append(entry(_norm_kernel, "bf16", {**forward_flags, "BLOCK": block}, config))
+    for block in (256, 4096, MAX_FUSED_BACKWARD):
+        rows, warps = staying_shapes(block)[0]
+        config = triton.Config({"ROWS": rows, "STAGES": 3}, num_warps=warps, num_stages=1)
+        made.append(entry(_norm_backward_kernel, "bf16", {**backward_flags, "BLOCK": block}, config))
+    for kernel, constants, block, warps in (
+        (_norm_online_kernel, {**forward_flags, "HEAD": HEAD, "EVEN": False}, {"BLOCK": 8192}, 16),
+        (_norm_backward_rows_kernel, rows_flags, {"BLOCK": 4096}, 8),
+        (_norm_backward_columns_kernel, backward_flags, {"BLOCK": 2048, "STAGES": 3}, 4),
+        (_norm_sum_kernel, sum_flags, {"GROUPS": 256, "COLUMNS": 16}, sum_warps(256)),
+    ):
+        made.append(entry(kernel, "bf16", constants, triton.Config(block, num_warps=warps, num_stages=1)))
+    of_float32 = dict.fromkeys(("stats_ptr", "partials_ptr", "means_ptr"), "*fp32") | {"eps": "fp32"}
+    return [e._replace(signature={n: of_float32.get(n, type) for n, type in e.signature.items()}) for e in made]

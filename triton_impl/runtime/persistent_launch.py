@@ -1,0 +1,69 @@
+"""Launches of clusters that stay: as many as the GPU holds at once, each of which goes through many rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from triton_impl.common.gluon import cluster
+from triton_impl.runtime.launch_cache import Launch
+
+
+class Staying:
+    """A launch of as many clusters as the GPU holds, which is known once the kernel has been compiled.
+
+    Parameters
+    ----------
+    kernel, arguments, config
+        What is launched, as :class:`triton_impl.runtime.launch_cache.Launch` and the chooser take them.
+    most : int
+        More clusters than this have nothing to do, or run nowhere.
+    slots : int
+        Bytes of shared memory, all of which are its slots (own_slots.py).
+
+    Raises
+    ------
+    RuntimeError
+        When it is to run, if Triton gave it other shared memory: where its slots lie would not be known.
+    """
+
+    def __init__(self, kernel: Any, most: int, arguments: tuple[Any, ...], config: triton.Config, slots: int) -> None:
+        self.programs = most
+        self._slots = slots
+        self._kernel, self._arguments = kernel, (*arguments, *config.kwargs.values())
+        self._options = cluster.options(config)
+        self._launch: Launch | None = None
+
+    def _of(self, programs: int) -> Launch:
+        return Launch(self._kernel, (programs,), self._arguments, self._options)
+
+    def _held(self, compiled: Any, device: torch.device) -> int:
+        """How many clusters the GPU holds at once.
+
+        Triton's question to the driver is about shared memory, of blocks of few threads: where registers limit how many
+        a multiprocessor holds, it is asked as if they took what lets it hold no more.
+        """
+        compiled._init_handles()
+        utils = triton.runtime.driver.active.utils
+        gpu = utils.get_device_properties(device.index)
+        registers = self._options["num_warps"] * 32 * triton.cdiv(compiled.n_regs, 8) * 8
+        most = gpu["max_num_regs"] // registers
+        shared = max(compiled.metadata.shared, gpu["max_shared_mem"] // (most + 1))
+        return utils.cuOccupancyMaxActiveClusters(compiled.function, shared, self._options["num_ctas"])
+
+    def compile(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> Any:
+        return self._of(self.programs).compile(*tensors, values=values)
+
+    def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
+        if self._launch is None:
+            compiled = self.compile(*tensors, values=values)
+            if (shared := compiled.metadata.shared) != self._slots:
+                raise RuntimeError(
+                    f"Triton {triton.__version__} gave {compiled.metadata.name} {shared} bytes of shared memory, "
+                    f"expected {self._slots}; where its slots lie is not known"
+                )
+            self.programs = max(1, min(self.programs, self._held(compiled, tensors[0].device)))
+            self._launch = self._of(self.programs)
+        self._launch(*tensors, values=values)

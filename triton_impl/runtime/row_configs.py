@@ -1,0 +1,100 @@
+"""Configurations to choose from for kernels that work on rows: how many a program has, and how many warps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from triton_impl import interpreted
+from triton_impl.runtime.launch_cache import to_time
+
+WARPS = (1, 2, 4, 8, 16, 32)
+#: Rows of a program at most.
+MAX_ROWS = 64
+
+
+def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], most_warps: int) -> list[tuple[int, int]]:
+    """(rows, warps) of a program: enough rows for some of `totals` elements, some of `per_thread` each, best first."""
+    shapes = []
+    for total in totals:
+        rows = min(MAX_ROWS, max(1, total // block))
+        for each in per_thread:
+            warps = max(1, min(most_warps, rows * block // (32 * each)))
+            shapes.append((rows, warps))
+    return list(dict.fromkeys(shapes))
+
+
+def forward_shapes(block: int) -> list[tuple[int, int]]:
+    """(rows, warps) of a program that has rows of up to `block` elements in registers, best first."""
+    shapes = _shapes(block, (16, 32, 8), (2048, 4096, 1024), 32 if block > 16384 else 16)
+    # More than 64 registers a thread let an SM hold 16 such warps and no more: then 32 hide more latency.
+    return [*shapes, (1, 32)] if block == 16384 else shapes
+
+
+def backward_shapes(block: int) -> list[tuple[int, int]]:
+    """The same where two operands are there at once."""
+    return _shapes(block, (8, 16), (2048, 4096), 16)
+
+
+#: Rows of up to so many elements are a warp's alone where programs stay and go through many of them, LEAST at least:
+#: then no warp waits for another. So many warps of a multiprocessor have loads enough under way: fewer where rows are
+#: whole blocks, of which each has more, and the fewer there are, the fewer sums of theirs there are to add up.
+ALONE, LEAST, STAYING_WARPS, OF_WHOLE_BLOCKS = 512, 8, 12, 10
+
+
+def staying_shapes(block: int) -> list[tuple[int, int]]:
+    """The same of a program that stays, and adds up columns over its rows."""
+    return _shapes(block, (16,), (512, 256), 1) if block <= ALONE else backward_shapes(block)
+
+
+def staying_programs(length: int, block: int, count: int, multiprocessors: int) -> int:
+    """How many such programs share rows: as many as run at once, since later ones would wait for memory once more."""
+    if block <= ALONE:
+        return min(triton.cdiv(count, LEAST), multiprocessors * (OF_WHOLE_BLOCKS if length == block else STAYING_WARPS))
+    return min(count, multiprocessors * min(4, max(1, 8192 // block)))
+
+
+def row_configs(stages: tuple[int, ...]) -> list[triton.Config]:
+    """Every choice that may suit some row; the interpreter, to which all are the same, gets one."""
+    rows = [2**i for i in range(MAX_ROWS.bit_length())]
+    constants = [{"STAGES": s} if s else {} for s in stages]
+    if interpreted():
+        return [triton.Config({"ROWS": 8, **constants[0]}, num_warps=4, num_stages=1)]
+    return [
+        triton.Config({"ROWS": r, **more}, num_warps=w, num_stages=1) for more in constants for r in rows for w in WARPS
+    ]
+
+
+def _chosen(configs: list[triton.Config], shapes: list[tuple[int, int]]) -> list[triton.Config]:
+    if len(configs) == 1:
+        return configs
+    of = {}
+    for c in configs:
+        of.setdefault((c.kwargs["ROWS"], c.num_warps), []).append(c)
+    return to_time([c for shape in shapes for c in of[shape]])
+
+
+def suitable_forward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, forward_shapes(constants["BLOCK"]))
+
+
+def suitable_backward(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, backward_shapes(constants["BLOCK"]))
+
+
+def suitable_staying(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, staying_shapes(constants["BLOCK"]))
+
+
+def blocks_of(*choices: tuple[int, int], stages: tuple[int, ...] = (0,)) -> list[triton.Config]:
+    """Configurations of a program that goes through a row: (elements at a time, warps), and STAGES where there are any.
+
+    The interpreter, to which all are the same, gets one.
+    """
+    every = [
+        triton.Config({"BLOCK": block, **({"STAGES": s} if s else {})}, num_warps=warps, num_stages=1)
+        for s in stages
+        for block, warps in choices
+    ]
+    return every[:1] if interpreted() else every
