@@ -16,7 +16,9 @@ import together  # noqa: E402
 from environment import check_toolkit, cuda_home, say, show_installed_torch, stop  # noqa: E402
 
 LEVELS = ["torch_ref", "compile_impl", "triton_impl", "cuda_impl"]
-PACKAGES = find_packages(str(ROOT), include=[f"{name}{rest}" for name in ("kernel_ladder", *LEVELS) for rest in ("", ".*")])
+PACKAGES = find_packages(
+    str(ROOT), include=[f"{name}{rest}" for name in ("kernel_ladder", *LEVELS) for rest in ("", ".*")]
+)
 
 #: Minutes of one core that the sources take for one architecture, on a cloud machine's virtual core.
 CORE_MINUTES = 9.5

@@ -15,7 +15,7 @@ import kernel_ladder
 from bench import environment, peers, resume, rows, sweep, table
 from bench.choice import LONG_TUNING, Choice
 from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
-from kernel_ladder.columns import console_for
+from kernel_ladder.cli.columns import console_for
 from kernel_ladder.errors import UnavailableError, VariableError
 from kernel_ladder.table import LEVELS, variants
 

@@ -12,10 +12,10 @@ import torch
 import kernel_ladder
 from bench import timing
 from bench.gate import Expected
-from kernel_ladder.agreement import Results, named
-from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.table import LEVELS, Variant
+from kernel_ladder.testing.agreement import Results, named
+from kernel_ladder.testing.samples import make_inputs
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 
 from bench import clocks, environment, intervals, resume, timing
 from bench.rows import CEILING, Row
-from kernel_ladder.precision import tf32_allowed
+from kernel_ladder.semantics.precision import tf32_allowed
 
 MIB = 2**20
 #: Bytes moved. The first sizes show where the rate of a short kernel gives way to the memory's.

@@ -20,7 +20,7 @@ from bench.intervals import LEAST_VALUES
 from bench.ratio import Estimate, has_interval
 from bench.rows import Row
 from bench.table import microseconds
-from kernel_ladder.columns import Column, Footnotes, LeftOut, Line, fit
+from kernel_ladder.cli.columns import Column, Footnotes, LeftOut, Line, fit
 
 #: GitHub takes comments of 65,536 characters: the largest changes are shown, the rest counted.
 MARKDOWN_LINES = 40

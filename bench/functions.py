@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from bench import timing
 from bench.targets import Target, name_of, parse_sizes, tensors
 from bench.usage import UsageError, nearest
-from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case, Inputs, Options
+from kernel_ladder.testing.samples import make_inputs
 
 
 def torch_function(name: str) -> Callable[..., Any]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kernel_ladder import agreement
-from kernel_ladder.agreement import Agreement, Results
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
+from kernel_ladder.testing import agreement
+from kernel_ladder.testing.agreement import Agreement, Results
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 
 @dataclass

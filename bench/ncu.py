@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import environment
 from bench.kernels import short_name
-from kernel_ladder.cubin import demangle
+from kernel_ladder.inspection.cubin import demangle
 
 #: Counter -> the metrics that give it, in the order in which they are tried.
 COUNTERS: dict[str, tuple[str, ...]] = {

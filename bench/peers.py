@@ -29,8 +29,8 @@ from rich.console import Console
 
 from bench.gate import one_line
 from bench.rows import PEER
-from kernel_ladder.columns import Column, LeftOut, Line, fit
-from kernel_ladder.norms import eps_or_default
+from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
+from kernel_ladder.semantics.norms import eps_or_default
 from kernel_ladder.table import Variant
 from kernel_ladder.variables import switch
 

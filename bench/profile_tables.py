@@ -13,7 +13,7 @@ from bench import ncu
 from bench.kernels import Kernel, Profile
 from bench.table import microseconds
 from bench.targets import Target
-from kernel_ladder.columns import Column, Footnotes, LeftOut, Line, fit
+from kernel_ladder.cli.columns import Column, Footnotes, LeftOut, Line, fit
 
 
 def byte_count(n: float | None) -> str:

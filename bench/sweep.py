@@ -36,9 +36,9 @@ from bench.ratio import baseline_of
 from bench.rows import Row
 from kernel_ladder import table
 from kernel_ladder.errors import is_for_memory
-from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
+from kernel_ladder.testing.samples import empty_inputs
 
 #: Why a variant that may be right and fast has no time.
 NO_MEMORY = "no memory is left for {}"

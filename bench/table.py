@@ -15,7 +15,7 @@ from rich.table import Table
 from bench.headline import headline
 from bench.order import by_climb
 from bench.rows import CEILING, Row
-from kernel_ladder.columns import Column, Footnotes, LeftOut, Line, fit, say
+from kernel_ladder.cli.columns import Column, Footnotes, LeftOut, Line, fit, say
 
 #: The columns of a call's rows, the first three always shown.
 COLUMNS = (

@@ -18,9 +18,9 @@ from bench.cases import shrink
 from bench.gate import one_line
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
-from kernel_ladder.samples import empty_inputs, make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Options, Spec
 from kernel_ladder.table import LEVELS, Variant
+from kernel_ladder.testing.samples import empty_inputs, make_grad, make_inputs
 
 #: Sizes that stand for the shapes of all inputs, by operation and how many there are.
 SHORTHAND: dict[tuple[str, int], Callable[..., tuple[tuple[int, ...], ...]]] = {

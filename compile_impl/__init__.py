@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from kernel_ladder.semantics.strides import near_gradients
 from kernel_ladder.spec import Inputs, Output, each
-from kernel_ladder.strides import near_gradients
 from kernel_ladder.tracing import in_graph
 
 #: Inductor keeps what it fuses in float32, also where the formula rounds. A backward pass that makes scores again in

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from compile_impl import compiled
-from kernel_ladder import philox
+from kernel_ladder.semantics import philox
 from kernel_ladder.table import register
 from torch_ref.bias_dropout_add_layer_norm import naive
 

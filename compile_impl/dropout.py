@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_impl import compiled
-from kernel_ladder import philox
+from kernel_ladder.semantics import philox
 from kernel_ladder.table import register
 from torch_ref.dropout import naive
 

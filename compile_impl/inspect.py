@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from kernel_ladder.inspect import (
+from kernel_ladder.inspection.inspect import (
     Code,
     Inspection,
     Kernel,
@@ -19,7 +19,7 @@ from kernel_ladder.inspect import (
     real_inputs,
     run_device,
 )
-from kernel_ladder.launches import launched
+from kernel_ladder.inspection.launches import launched
 
 CODE = ("source",)
 AHEAD_OF_TIME = False

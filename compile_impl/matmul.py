@@ -12,7 +12,7 @@ import math
 import torch
 
 from compile_impl import compiled
-from kernel_ladder.strides import last_offset
+from kernel_ladder.semantics.strides import last_offset
 from kernel_ladder.table import register
 from torch_ref.matmul import builtin, naive, product_sizes
 

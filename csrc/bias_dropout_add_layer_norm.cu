@@ -1,5 +1,5 @@
 // Bias, dropout, residual sum and LayerNorm: layer_norm(residual + dropout(input + bias)), with the mask of
-// kernel_ladder/philox.py. Formulas and their sources are in dropout.cu and layer_norm.cu, which has the kernels of the
+// kernel_ladder/semantics/philox.py. Formulas and their sources are in dropout.cu and layer_norm.cu, which has the kernels of the
 // sum's gradient too; from that, a kernel here makes those of input and bias.
 //
 //   variant    the one idea it adds                                         what limits it now

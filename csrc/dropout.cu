@@ -1,4 +1,4 @@
-// Dropout: x · keep / (1 − p), with the mask of kernel_ladder/philox.py (Srivastava et al., JMLR 15, 2014). The gradient
+// Dropout: x · keep / (1 − p), with the mask of kernel_ladder/semantics/philox.py (Srivastava et al., JMLR 15, 2014). The gradient
 // is the same of the output's gradient: no mask is kept, and there is one kernel for both passes.
 //
 //   variant     the one idea it adds                                        what limits it now

@@ -1,4 +1,4 @@
-// Dropout's mask, as kernel_ladder/philox.py specifies it: Philox 4×32-10 of the seed and an element's index (Salmon,
+// Dropout's mask, as kernel_ladder/semantics/philox.py specifies it: Philox 4×32-10 of the seed and an element's index (Salmon,
 // Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11).
 #pragma once
 

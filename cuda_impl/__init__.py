@@ -10,7 +10,7 @@ import torch
 
 from cuda_impl import built_for, not_built
 from kernel_ladder import gpu
-from kernel_ladder.matmul_shapes import as_matrices
+from kernel_ladder.semantics.matmul_shapes import as_matrices
 from kernel_ladder.tracing import address
 
 

@@ -6,7 +6,7 @@ import torch
 
 from cuda_impl import climb, fake_like, unsupported
 from cuda_impl.sum import summed
-from kernel_ladder.reduction import gradients_of_broadcast
+from kernel_ladder.semantics.reduction import gradients_of_broadcast
 from kernel_ladder.table import register
 
 

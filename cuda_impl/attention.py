@@ -9,10 +9,10 @@ import torch
 from cuda_impl import climb, unsupported, wants_gradient
 from cuda_impl.built_for import no_code, without_wgmma
 from kernel_ladder import gpu
-from kernel_ladder.band import NO_WINDOW, band
-from kernel_ladder.scale import scale_of
+from kernel_ladder.semantics.masks import NO_WINDOW, band
+from kernel_ladder.semantics.scale import scale_of
+from kernel_ladder.semantics.strides import has_rows_at
 from kernel_ladder.spec import Output
-from kernel_ladder.strides import has_rows_at
 from kernel_ladder.table import register
 from kernel_ladder.tracing import address
 

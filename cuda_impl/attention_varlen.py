@@ -6,8 +6,8 @@ import torch
 
 from cuda_impl import climb
 from cuda_impl.attention import hopper_unsupported
-from kernel_ladder.band import LONGEST, NO_WINDOW
-from kernel_ladder.scale import scale_of
+from kernel_ladder.semantics.masks import LONGEST, NO_WINDOW
+from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Output
 from kernel_ladder.table import register
 

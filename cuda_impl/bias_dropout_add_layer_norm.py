@@ -7,8 +7,8 @@ import torch
 # LayerNorm's backward operator tells its shapes where its module registers them.
 from cuda_impl import climb, fake_like, layer_norm  # noqa: F401
 from cuda_impl.norms import as_parameter, empty_stats, too_long
-from kernel_ladder import philox
-from kernel_ladder.norms import forwards
+from kernel_ladder.semantics import philox
+from kernel_ladder.semantics.norms import forwards
 from kernel_ladder.table import register
 
 OP = "bias_dropout_add_layer_norm"

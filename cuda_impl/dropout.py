@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, fake_like, unsupported
-from kernel_ladder import philox
+from kernel_ladder.semantics import philox
 from kernel_ladder.table import register
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from cuda_impl import extension, unavailable
-from kernel_ladder import architecture, cubin
 from kernel_ladder.errors import InspectError
-from kernel_ladder.inspect import (
+from kernel_ladder.inspection import architecture, cubin
+from kernel_ladder.inspection.inspect import (
     ROOT,
     Code,
     Inspection,
@@ -33,7 +33,7 @@ from kernel_ladder.inspect import (
     refusal_here,
     this_gpu,
 )
-from kernel_ladder.launches import launched
+from kernel_ladder.inspection.launches import launched
 from kernel_ladder.table import Variant
 
 CODE = ("source", "ptx", "sass")
@@ -249,7 +249,7 @@ _ONLY_A_GPU = (
 
 
 def judge(request: Request) -> Callable[[Variant], str | None]:
-    """See :func:`kernel_ladder.inspect.select`."""
+    """See :func:`kernel_ladder.inspection.inspect.select`."""
     arch = _architecture(request, sorted({i.resources.arch for i in instances()}))
     if _that_runs_here([_number(arch)]) is None:
         raise InspectError(_ONLY_A_GPU.format("and which variant of the cuda level", arch) + ", and name one")

@@ -12,8 +12,8 @@ import torch
 
 # The operators of a backward pass tell their shapes where these modules register them.
 from cuda_impl import bias_gelu, climb, gelu, matmul, not_hopper, skinny_unsupported, sum, unsupported  # noqa: F401
-from kernel_ladder.linear_shapes import ACTIVATIONS, as_rows, output_shape
-from kernel_ladder.precision import tf32_allowed
+from kernel_ladder.semantics.linear_shapes import ACTIVATIONS, as_rows, output_shape
+from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.table import register
 
 #: The steps of bias_gelu, gelu and sum that a step of linear takes its gradients from.

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, not_hopper, skinny_unsupported, unsupported
-from kernel_ladder.matmul_shapes import output_shape
-from kernel_ladder.precision import tf32_allowed
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.matmul_shapes import output_shape
+from kernel_ladder.semantics.precision import tf32_allowed
+from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.table import register
 
 

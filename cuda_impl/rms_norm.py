@@ -6,7 +6,7 @@ import torch
 
 from cuda_impl import climb, fake_like
 from cuda_impl.norms import as_parameter, empty_if, empty_stats, row_length, too_long
-from kernel_ladder.norms import as_rows, eps_or_default, forwards
+from kernel_ladder.semantics.norms import as_rows, eps_or_default, forwards
 from kernel_ladder.table import register
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from cuda_impl import climb, unsupported
-from kernel_ladder.reduction import Dim, reduced_dims, spread, sum_shape
+from kernel_ladder.semantics.reduction import Dim, reduced_dims, spread, sum_shape
 from kernel_ladder.table import register
 
 #: Where one thread would add up more than this, it would take seconds.

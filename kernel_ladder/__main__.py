@@ -8,8 +8,9 @@ import argparse
 import json
 import sys
 
-from kernel_ladder import ceilings, doctor, inspect_command, listing, table
-from kernel_ladder.columns import console_for
+from kernel_ladder import table
+from kernel_ladder.cli import ceilings, doctor, inspect_command, listing
+from kernel_ladder.cli.columns import console_for
 from kernel_ladder.errors import BackendError, UnavailableError, VariableError
 
 

@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from kernel_ladder import autograd, operators, table
-from kernel_ladder.band import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.errors import raise_for_memory
-from kernel_ladder.reduction import Dim
+from kernel_ladder.semantics.masks import NO_WINDOW, causal_of, is_causal_bias
+from kernel_ladder.semantics.reduction import Dim
 from kernel_ladder.spec import DTYPES, Inputs, each, names_of
 from kernel_ladder.transforms import transforms_active
 
@@ -372,7 +372,7 @@ def dropout(
 
     As :func:`torch.nn.functional.dropout`, with a seed in the place of a global generator: the same seed draws the same
     mask for the same shape, at every backend, on every device and in the backward pass, which keeps no mask. Every call
-    needs a seed of its own. :mod:`kernel_ladder.philox` says which mask, bit for bit.
+    needs a seed of its own. :mod:`kernel_ladder.semantics.philox` says which mask, bit for bit.
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).

@@ -27,7 +27,7 @@ class Case:
     """One call of an operation, described by data, so that tests and the benchmark make the same inputs from it.
 
     ``shapes`` has one entry per tensor argument, None for an optional one that is absent. ``layout``, ``values`` and
-    ``kinds`` are names that :func:`kernel_ladder.samples.make_inputs` knows; ``layout`` is one for all arguments or one
+    ``kinds`` are names that :func:`kernel_ladder.testing.samples.make_inputs` knows; ``layout`` is one for all arguments or one
     for each, ``kinds`` has one for each argument that is not of the case's dtype, by its place. ``options`` are the
     keyword arguments of a variant. ``passes`` are those that the benchmark measures, of every step of the climb or,
     where `climb` is False, of each level's most optimised variant alone.

@@ -15,9 +15,9 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import DTYPES, as_leaves
 from kernel_ladder.table import Variant
+from kernel_ladder.testing.samples import empty_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

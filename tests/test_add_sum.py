@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.deviation import compare
-from kernel_ladder.reduction import broadcast_dims, gradients_of_broadcast, reduced_dims, spread, sum_shape
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.semantics.reduction import broadcast_dims, gradients_of_broadcast, reduced_dims, spread, sum_shape
 from kernel_ladder.spec import Case
+from kernel_ladder.testing.deviation import compare
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
 

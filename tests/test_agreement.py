@@ -11,10 +11,10 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement, standards
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import DTYPES, Case, Inputs, as_leaves
 from kernel_ladder.table import Variant
+from kernel_ladder.testing.agreement import agreement, standards
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, computes, every_variant, never_runs, variant_id
 

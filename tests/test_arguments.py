@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 import kernel_ladder
 from kernel_ladder import UnsupportedError, table
-from kernel_ladder.deviation import compare
-from kernel_ladder.linear_shapes import ACTIVATIONS
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
 from kernel_ladder.spec import DTYPES, as_tuple, has_gradient, names_of
+from kernel_ladder.testing.deviation import compare
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE, every_variant, public, skip_unless_it_runs, typical_case, variant_id
 

@@ -13,11 +13,11 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement, evaluate
-from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
-from kernel_ladder.deviation import compare
-from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
 from kernel_ladder.spec import Case, as_leaves
+from kernel_ladder.testing.agreement import agreement, evaluate
+from kernel_ladder.testing.deviation import compare
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, needs_gpu, skip_unless_it_runs
 

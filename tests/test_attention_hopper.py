@@ -12,10 +12,10 @@ import torch
 import kernel_ladder
 from cuda_impl import attention
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement
-from kernel_ladder.band import LOWER_RIGHT
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.semantics.masks import LOWER_RIGHT
 from kernel_ladder.spec import Case
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE, needs_gpu, skip_unless_it_runs
 

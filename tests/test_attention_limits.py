@@ -7,9 +7,9 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.band import LOWER_RIGHT
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.semantics.masks import LOWER_RIGHT
 from kernel_ladder.spec import Case, as_leaves
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE, needs_gpu, skip_unless_it_runs
 

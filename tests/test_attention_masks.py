@@ -7,10 +7,10 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import evaluate
-from kernel_ladder.deviation import compare
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, as_leaves
+from kernel_ladder.testing.agreement import evaluate
+from kernel_ladder.testing.deviation import compare
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, skip_unless_it_runs
 

@@ -7,9 +7,9 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import evaluate
-from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
+from kernel_ladder.testing.agreement import evaluate
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import (
     DEVICE,

@@ -21,8 +21,8 @@ from bench.choice import Choice, Group, groups
 from bench.environment import ROOT
 from bench.rows import FIELDS, Row
 from kernel_ladder import table
-from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, each
+from kernel_ladder.testing.samples import empty_inputs
 
 from .conftest import DEVICE, SWEEP_BYTES, TIMED, a_row, needs_gpu, sweeping_small_cases
 

@@ -7,9 +7,9 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd
-from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, every_variant, skip_unless_it_runs, variant_id
 

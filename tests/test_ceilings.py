@@ -16,7 +16,8 @@ from rich.console import Console
 from bench import ceiling_kernels, ceilings, clocks, resume, rows, timing
 from bench import table as bench_table
 from bench.rows import CEILING, Row
-from kernel_ladder import precision, table
+from kernel_ladder import table
+from kernel_ladder.semantics import precision
 
 from .conftest import DEVICE, alone, needs_gpu
 

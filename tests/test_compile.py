@@ -11,9 +11,9 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import each
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, every_variant, public, register_own_gelu, skip_unless_it_runs, typical_case, variant_id
 

@@ -10,10 +10,10 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd
-from kernel_ladder.agreement import agreement
-from kernel_ladder.deviation import compare
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, each
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.deviation import compare
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import every_variant, needs_gpu, skip_unless_it_runs, typical_case, variant_id
 

@@ -11,8 +11,8 @@ import torch
 import kernel_ladder
 from bench import environment, readme
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE
 

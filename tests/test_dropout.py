@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import kernel_ladder
 import triton_impl
-from kernel_ladder import autograd, philox
+from kernel_ladder import autograd
+from kernel_ladder.semantics import philox
 
 from .conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
 

@@ -8,8 +8,8 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.samples import empty_inputs, make_inputs
 from kernel_ladder.spec import has_gradient
+from kernel_ladder.testing.samples import empty_inputs, make_inputs
 
 from .conftest import DEVICE, public, skip_unless_available, typical_case
 

@@ -15,9 +15,9 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.agreement import Standards, agreement, oracle, standards
-from kernel_ladder.samples import make_grad
 from kernel_ladder.spec import Inputs, Options, Output, as_leaves
+from kernel_ladder.testing.agreement import Standards, agreement, oracle, standards
+from kernel_ladder.testing.samples import make_grad
 
 from .conftest import DEVICE, public, variant_id
 

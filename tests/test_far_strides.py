@@ -14,10 +14,10 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.agreement import Standards, agreement, standards
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple
 from kernel_ladder.table import Variant
+from kernel_ladder.testing.agreement import Standards, agreement, standards
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, public, variant_id
 

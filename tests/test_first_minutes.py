@@ -22,12 +22,14 @@ from bench import table as bench_table
 from bench.__main__ import main as bench_main
 from bench.rows import Row
 from cuda_impl import not_built
-from kernel_ladder import columns, cubin, doctor, listing, table
+from kernel_ladder import table
 from kernel_ladder.__main__ import main
-from kernel_ladder.columns import Column, Footnotes, LeftOut, Line
+from kernel_ladder.cli import columns, doctor, listing
+from kernel_ladder.cli.columns import Column, Footnotes, LeftOut, Line
 from kernel_ladder.errors import InspectError
-from kernel_ladder.inspect import Request, select
-from kernel_ladder.shapes import case_named
+from kernel_ladder.inspection import cubin
+from kernel_ladder.inspection.inspect import Request, select
+from kernel_ladder.testing.cases import case_named
 
 from .conftest import (
     DEVICE,
@@ -274,8 +276,8 @@ def runnable_triton() -> list:
 @pytest.mark.parametrize("variant", runnable_triton())
 def test_interpreted_kernels_warn_of_nothing(variant):
     from kernel_ladder import autograd
-    from kernel_ladder.samples import make_inputs
     from kernel_ladder.spec import as_leaves, as_tuple
+    from kernel_ladder.testing.samples import make_inputs
 
     if (reason := table.unavailable(variant.op, "triton")) is not None:
         pytest.skip(reason)
@@ -410,7 +412,7 @@ def test_what_is_inspected_takes_the_shape(op, level):
     chosen = select(table.named(op, level), request).variant
     names = [v.name for v in table.named(op, level)]
     import triton_impl.inspect as of_triton
-    from kernel_ladder.inspect import refusal_here
+    from kernel_ladder.inspection.inspect import refusal_here
 
     refusal = of_triton.judge(request) if level == "triton" else refusal_here(request)
     assert refusal(chosen) is None

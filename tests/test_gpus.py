@@ -13,9 +13,9 @@ import cuda_impl
 import kernel_ladder
 from cuda_impl import built_for
 from kernel_ladder import autograd, gpu, table
-from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import empty_inputs, make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, has_gradient
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import empty_inputs, make_grad, make_inputs
 
 from .conftest import DEVICE, needs_gpu, typical_case
 

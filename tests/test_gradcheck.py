@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import kernel_ladder
 from kernel_ladder import autograd
-from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, has_gradient
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import (
     DEVICE,

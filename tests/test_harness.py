@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, as_leaves, as_tuple, converted, each, has_gradient
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import elements, plain_cases, typical_case
 

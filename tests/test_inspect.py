@@ -19,11 +19,13 @@ from rich.console import Console
 
 import cuda_impl
 import kernel_ladder
-from kernel_ladder import architecture, cubin, inspect_command, table
+from kernel_ladder import table
 from kernel_ladder.__main__ import main
+from kernel_ladder.cli import inspect_command
 from kernel_ladder.errors import InspectError
-from kernel_ladder.inspect import CODE, NO_KERNEL, PASSES, Code, Inspection, Request, inspect
-from kernel_ladder.shapes import case_named
+from kernel_ladder.inspection import architecture, cubin
+from kernel_ladder.inspection.inspect import CODE, NO_KERNEL, PASSES, Code, Inspection, Request, inspect
+from kernel_ladder.testing.cases import case_named
 
 from .conftest import DEVICE, every_variant, needs_gpu, variant_id
 
@@ -331,7 +333,7 @@ def test_what_the_extension_names_is_in_the_binary():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_registers_and_occupancy_are_the_drivers(dtype):
     from cuda_impl.inspect import _that_runs_here, instances, readable
-    from kernel_ladder.inspect import this_gpu
+    from kernel_ladder.inspection.inspect import this_gpu
 
     numbers = {int(re.sub(r"\D", "", i.resources.arch)): i.resources.arch for i in instances()}
     arch = numbers[_that_runs_here(list(numbers))]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.linear_shapes import ACTIVATIONS
+from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
 
 from .conftest import needs_gpu, skip_unless_it_runs
 

@@ -9,7 +9,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import agreement
+from kernel_ladder.testing.agreement import agreement
 
 from .conftest import DEVICE
 

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
 from kernel_ladder import autograd
-from kernel_ladder.agreement import agreement
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, as_tuple
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_grad, make_inputs
 from triton_impl.bias_dropout_add_layer_norm import cluster
 
 from .conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id

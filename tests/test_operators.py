@@ -11,9 +11,9 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import operators, table
-from kernel_ladder.norms import check_eps
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.semantics.norms import check_eps
 from kernel_ladder.spec import as_tuple
+from kernel_ladder.testing.samples import make_inputs
 from kernel_ladder.tracing import address, inferring_shapes, shapes_only
 from triton_impl.norm.rows import Kind
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cuda_impl
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.samples import empty_inputs, make_inputs
 from kernel_ladder.spec import as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.testing.samples import empty_inputs, make_inputs
 
 from .conftest import DEVICE, elements, every_variant, needs_gpu, plain_cases, typical_case, variant_id
 

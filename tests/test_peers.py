@@ -20,9 +20,9 @@ from bench.__main__ import main
 from bench.roofs import operations
 from bench.rows import Row
 from kernel_ladder import autograd, table
-from kernel_ladder.agreement import evaluate
-from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case
+from kernel_ladder.testing.agreement import evaluate
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE, needs_gpu, sweeping_small_cases
 

@@ -23,8 +23,8 @@ from bench.__main__ import main
 from bench.rows import ResultsError
 from bench.usage import UsageError
 from kernel_ladder import table
-from kernel_ladder.samples import make_inputs
 from kernel_ladder.spec import Case
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE, alone, needs_gpu
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder.agreement import evaluate
-from kernel_ladder.samples import make_grad, make_inputs
+from kernel_ladder.testing.agreement import evaluate
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE
 

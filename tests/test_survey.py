@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from kernel_ladder import ceilings, survey
 from kernel_ladder.__main__ import main
+from kernel_ladder.cli import ceilings, survey
 
 from .conftest import DEVICE, alone, needs_gpu
 

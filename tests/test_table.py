@@ -13,7 +13,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import BackendError, UnavailableError, UnsupportedError, table
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.testing.samples import make_inputs
 
 from .conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case, variant_id
 

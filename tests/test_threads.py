@@ -11,10 +11,10 @@ import torch
 import kernel_ladder
 import triton_impl
 from kernel_ladder import table
-from kernel_ladder.agreement import evaluate
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Case, Inputs
 from kernel_ladder.table import Variant
+from kernel_ladder.testing.agreement import evaluate
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, public, typical_case
 

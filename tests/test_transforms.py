@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 import kernel_ladder
 from kernel_ladder import UnsupportedError
-from kernel_ladder.samples import make_grad, make_inputs
 from kernel_ladder.spec import Inputs, as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 from .conftest import DEVICE, elements, plain_cases, public, skip_unless_it_runs
 

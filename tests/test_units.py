@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel_ladder.inspect import Request, inspect
+from kernel_ladder.inspection.inspect import Request, inspect
 from kernel_ladder.spec import Case
 from triton_impl.common.divisibility import unit_of
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from kernel_ladder.reduction import broadcast_dims
+from kernel_ladder.semantics.reduction import broadcast_dims
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 

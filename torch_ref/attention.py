@@ -6,7 +6,7 @@ output:  O[i, d] = Σ_j P[i, j] · value[j, d]
 lse:     L[i] = log Σ_j exp(S[i, j])
 
 A query that sees no key gives zeros, and −inf as its log-sum-exp. Which keys it sees by its place alone, through a
-causal mask or a sliding window, is in :mod:`kernel_ladder.band`.
+causal mask or a sliding window, is in :mod:`kernel_ladder.semantics.masks`.
 Grouped queries (Ainslie et al., arXiv:2305.13245): consecutive query heads share one head of key and value.
 """
 
@@ -20,8 +20,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from kernel_ladder import gpu
-from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
-from kernel_ladder.norms import computation_dtype
+from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
+from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import (
     DTYPES,
     Case,

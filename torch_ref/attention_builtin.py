@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_ladder import gpu
-from kernel_ladder.band import LOWER_RIGHT, NO_WINDOW
-from kernel_ladder.strides import near_gradients
+from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW
+from kernel_ladder.semantics.strides import near_gradients
 from kernel_ladder.tracing import in_graph
 from kernel_ladder.transforms import under_vmap
 

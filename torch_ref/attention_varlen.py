@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.compiler import is_compiling
 
-from kernel_ladder.band import LONGEST, LOWER_RIGHT, NO_WINDOW, band, pairs
-from kernel_ladder.samples import offsets
+from kernel_ladder.semantics.masks import LONGEST, LOWER_RIGHT, NO_WINDOW, band, pairs
 from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
+from kernel_ladder.testing.samples import offsets
 from kernel_ladder.transforms import is_wrapped
 from torch_ref import attention
 from torch_ref.attention import MAX_HEAD_DIM, check_options, weighted

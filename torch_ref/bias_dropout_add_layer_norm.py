@@ -3,7 +3,7 @@
 sum = residual + dropout(input + bias)
 bias_dropout_add_layer_norm(input, bias, residual) = layer_norm(sum) · weight + norm_bias
 
-over the last dimension, with the mask of :mod:`kernel_ladder.philox`. The formulas of dropout and LayerNorm and their
+over the last dimension, with the mask of :mod:`kernel_ladder.semantics.philox`. The formulas of dropout and LayerNorm and their
 sources are in :mod:`torch_ref.dropout` and :mod:`torch_ref.layer_norm`.
 """
 
@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from kernel_ladder import philox
-from kernel_ladder.norms import check_eps, computation_dtype
+from kernel_ladder.semantics import philox
+from kernel_ladder.semantics.norms import check_eps, computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import dropout, layer_norm

@@ -1,7 +1,7 @@
 """Dropout, ``x · keep / (1 − p)``: elements dropped at random, the others scaled so that the mean stays (Srivastava et
 al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014).
 
-The mask is that of :mod:`kernel_ladder.philox`, the same at every level and in every pass, and is never stored: the
+The mask is that of :mod:`kernel_ladder.semantics.philox`, the same at every level and in every pass, and is never stored: the
 gradient is dropout of the output's gradient with the same seed.
 """
 
@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kernel_ladder import philox
+from kernel_ladder.semantics import philox
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 

@@ -9,7 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernel_ladder.norms import computation_dtype
+from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 

@@ -11,8 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_ladder import table
 from kernel_ladder.errors import InspectError
-from kernel_ladder.inspect import Code, Inspection, Request, begin, located, one_pass, real_inputs, run_device
-from kernel_ladder.launches import launched
+from kernel_ladder.inspection.inspect import (
+    Code,
+    Inspection,
+    Request,
+    begin,
+    located,
+    one_pass,
+    real_inputs,
+    run_device,
+)
+from kernel_ladder.inspection.launches import launched
 
 CODE = ("source",)
 AHEAD_OF_TIME = False

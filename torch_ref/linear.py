@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernel_ladder.linear_shapes import ACTIVATIONS
-from kernel_ladder.norms import computation_dtype
+from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
+from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Restated, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 from torch_ref import gelu, matmul

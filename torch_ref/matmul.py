@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.norms import computation_dtype
+from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 

@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernel_ladder.norms import check_normalized, computation_dtype, eps_or_default
+from kernel_ladder.semantics.norms import check_normalized, computation_dtype, eps_or_default
 from kernel_ladder.spec import Case, ErrorCase, Spec
 from kernel_ladder.table import register, register_spec
 from torch_ref.norm_samples import cases, sweep

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.norms import computation_dtype
-from kernel_ladder.reduction import Dim, reduced_dims, sum_shape
+from kernel_ladder.semantics.norms import computation_dtype
+from kernel_ladder.semantics.reduction import Dim, reduced_dims, sum_shape
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 

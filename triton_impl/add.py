@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.reduction import gradients_of_broadcast
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.reduction import gradients_of_broadcast
+from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.cache_policy import ONCE

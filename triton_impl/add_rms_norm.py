@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_ladder.norms import eps_or_default, forwards
+from kernel_ladder.semantics.norms import eps_or_default, forwards
 from triton_impl import register
 from triton_impl.norm.ladder import STEPS, Step, ahead_of_time
 from triton_impl.norm.rows import Kind, Needs, as_matrix, as_parameter

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_ladder.band import NO_WINDOW
+from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import Output
 from triton_impl import register, unsupported
 from triton_impl.attention import _forward_kernel, forward

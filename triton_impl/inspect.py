@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from kernel_ladder import architecture, cubin, table
+from kernel_ladder import table
 from kernel_ladder.errors import InspectError
-from kernel_ladder.inspect import (
+from kernel_ladder.inspection import architecture, cubin
+from kernel_ladder.inspection.inspect import (
     ROOT,
     Choice,
     Code,
@@ -43,8 +44,8 @@ from kernel_ladder.inspect import (
     refusal_here,
     this_gpu,
 )
-from kernel_ladder.samples import empty_inputs
 from kernel_ladder.spec import Case, each, has_gradient
+from kernel_ladder.testing.samples import empty_inputs
 from triton_impl import interpreted
 from triton_impl.common.gluon import requirements
 from triton_impl.runtime import launch_cache
@@ -278,7 +279,7 @@ def _refusal(variant: table.Variant, case: Case, dtype: torch.dtype, arch: archi
 
 
 def judge(request: Request) -> Callable[[table.Variant], str | None]:
-    """See :func:`kernel_ladder.inspect.select`."""
+    """See :func:`kernel_ladder.inspection.inspect.select`."""
     case, here = request.case, this_gpu()
     assert case is not None, "a case was asked for"
     arch = architecture.named(request.arch or (f"sm_{here}" if here else DEFAULT_ARCH))

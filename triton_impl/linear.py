@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.linear_shapes import ACTIVATIONS, as_rows, output_shape
-from kernel_ladder.matmul_shapes import as_matrices
-from kernel_ladder.precision import tf32_allowed
+from kernel_ladder.semantics.linear_shapes import ACTIVATIONS, as_rows, output_shape
+from kernel_ladder.semantics.matmul_shapes import as_matrices
+from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, register, unsupported
 from triton_impl.bias_gelu import bias_gelu_backward

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.reduction import Dim, reduced_dims, spread, sum_shape
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.reduction import Dim, reduced_dims, spread, sum_shape
+from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.divisibility import in_units, unit_of

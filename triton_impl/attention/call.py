@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_ladder.band import NO_WINDOW, band
-from kernel_ladder.scale import scale_of
+from kernel_ladder.semantics.masks import NO_WINDOW, band
+from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Output
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported

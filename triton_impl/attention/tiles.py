@@ -262,7 +262,7 @@ def mask_kind(mask: torch.Tensor | None) -> int:
 
 
 def band_kind(first: int, last: int, seqlen_q: int, seqlen_k: int) -> int:
-    """What BAND is for a band of scores, as :func:`kernel_ladder.band.band` has it."""
+    """What BAND is for a band of scores, as :func:`kernel_ladder.semantics.masks.band` has it."""
     if first != -seqlen_q:
         return BETWEEN_DIAGONALS
     return EVERYTHING if last == seqlen_k else BELOW_DIAGONAL

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernel_ladder.strides import has_rows_at
+from kernel_ladder.semantics.strides import has_rows_at
 from triton_impl.attention.aot_kernels import ahead_of_time
 from triton_impl.attention.call import Call, launched_by, mask_grad_unsupported
 from triton_impl.attention.tiles import (

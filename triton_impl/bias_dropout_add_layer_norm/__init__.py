@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.norms import forwards
+from kernel_ladder.semantics.norms import forwards
 from kernel_ladder.tracing import shapes_only
 from triton_impl import layer_norm, register
 from triton_impl.bias_dropout_add_layer_norm import cluster

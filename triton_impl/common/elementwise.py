@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.strides import collapse
 
 MAX_DIMS = 4
 

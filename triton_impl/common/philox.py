@@ -1,4 +1,4 @@
-"""Dropout's mask in Triton, as :mod:`kernel_ladder.philox` specifies it.
+"""Dropout's mask in Triton, as :mod:`kernel_ladder.semantics.philox` specifies it.
 
 ``tl.philox`` gives the same words. It takes the two halves of a product by two multiplications, though, and those are
 what drawing a mask costs; here one multiplication gives both.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernel_ladder import philox
+from kernel_ladder.semantics import philox
 
 ROUNDS = tl.constexpr(philox.ROUNDS)
 M0, M1 = tl.constexpr(philox.M0), tl.constexpr(philox.M1)

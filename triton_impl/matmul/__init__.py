@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.matmul_shapes import as_matrices, batch_shape, output_shape, sum_to
-from kernel_ladder.precision import tf32_allowed
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape, output_shape, sum_to
+from kernel_ladder.semantics.precision import tf32_allowed
+from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, register, unsupported
 from triton_impl.matmul import split_k as split

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.precision import tf32_allowed
+from kernel_ladder.semantics.precision import tf32_allowed
 from triton_impl import multiprocessors
 from triton_impl.common.dot import dot
 

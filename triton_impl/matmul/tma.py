@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder import gpu
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import address
 from triton_impl import interpreted, multiprocessors
 from triton_impl.common.dot import dot

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.norms import as_rows
+from kernel_ladder.semantics.norms import as_rows
 from kernel_ladder.tracing import shapes_only
 from triton_impl import multiprocessors, unsupported
 from triton_impl.common.cache_policy import ONCE

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.cache_policy import ONCE

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernel_ladder import philox
+from kernel_ladder.semantics import philox
 from triton_impl.common.philox import eight_in_order, factors_of_deciding
 
 _ROUNDS, _M0, _M1, _W0, _W1 = philox.ROUNDS, philox.M0, philox.M1, philox.W0, philox.W1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_ladder.strides import collapse
+from kernel_ladder.semantics.strides import collapse
 
 
 def as_matrices(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from kernel_ladder import autograd, table
-from kernel_ladder.architecture import Architecture, occupancy
 from kernel_ladder.errors import InspectError
-from kernel_ladder.samples import make_inputs
+from kernel_ladder.inspection.architecture import Architecture, occupancy
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.testing.samples import make_inputs
 
 PASSES = ("forward", "backward")
 #: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.
@@ -29,7 +29,7 @@ CODE = ("source", "ttgir", "ptx", "sass")
 #: What is said of a pass that leaves nothing to show.
 NO_KERNEL = "this pass has no kernel of its own: its gradients are views, made by other operations, or not given"
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

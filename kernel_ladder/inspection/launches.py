@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.architecture import ARCHITECTURES
-from kernel_ladder.inspect import Kernel, this_gpu
+from kernel_ladder.inspection.architecture import ARCHITECTURES
+from kernel_ladder.inspection.inspect import Kernel, this_gpu
 
 
 def launched(call: Callable[[], object]) -> list[Kernel]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernel_ladder.deviation import Deviation, Standard
 from kernel_ladder.spec import Inputs, Options, Output, Spec, as_leaves, as_tuple, converted, has_gradient
+from kernel_ladder.testing.deviation import Deviation, Standard
 
 #: An implementation under test: inputs to output, differentiable where gradients are to be checked.
 Implementation = Callable[..., Output]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernel_ladder import architecture
+from kernel_ladder.inspection import architecture
 
 #: What is asked of PyTorch's properties, by our own name. Not every release has all; what it lacks is None.
 _PROPERTIES = {

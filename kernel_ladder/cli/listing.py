@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from kernel_ladder import table
-from kernel_ladder.columns import Column, Footnotes, LeftOut, Line, fit, say
+from kernel_ladder.cli.columns import Column, Footnotes, LeftOut, Line, fit, say
 from kernel_ladder.level_packages import load as load_package
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from kernel_ladder import device
+from kernel_ladder.cli import device
 from kernel_ladder.errors import UnavailableError
-from kernel_ladder.precision import tf32_allowed
+from kernel_ladder.semantics.precision import tf32_allowed
 
 #: Bytes that a copy moves, half read and half written: far more than an L2 holds.
 COPY_BYTES = 2**31

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_ladder.architecture import SHARED_RESERVED
 from kernel_ladder.errors import InspectError
+from kernel_ladder.inspection.architecture import SHARED_RESERVED
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kernel_ladder import ceilings, device, survey, table
+from kernel_ladder import table
 from kernel_ladder._version import __version__
-from kernel_ladder.columns import Column, LeftOut, Line, fit, say
-from kernel_ladder.listing import status
+from kernel_ladder.cli import ceilings, device, survey
+from kernel_ladder.cli.columns import Column, LeftOut, Line, fit, say
+from kernel_ladder.cli.listing import status
 
 ENVIRONMENT = (
     "KERNEL_LADDER_BACKEND",

@@ -17,11 +17,11 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from kernel_ladder import table
-from kernel_ladder.columns import Column, LeftOut, Line, fit
+from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
 from kernel_ladder.errors import BackendError, InspectError
-from kernel_ladder.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, select, tensors
-from kernel_ladder.samples import empty_inputs
-from kernel_ladder.shapes import case_named
+from kernel_ladder.inspection.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, select, tensors
+from kernel_ladder.testing.cases import case_named
+from kernel_ladder.testing.samples import empty_inputs
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

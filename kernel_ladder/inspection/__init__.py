@@ -1,0 +1,1 @@
+"""What a variant's kernels are: source, compiled code, registers, shared memory, launches."""

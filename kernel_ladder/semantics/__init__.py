@@ -1,0 +1,1 @@
+"""What operations mean at every level: masks, scales, shapes, strides, dropout's random words."""

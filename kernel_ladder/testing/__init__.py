@@ -1,0 +1,1 @@
+"""Samples of each operation, and the agreement of a variant with float64."""
