@@ -12,8 +12,11 @@ from pathlib import Path
 from rich.console import Console
 
 import kernel_ladder
-from bench import environment, peers, resume, rows, sweep, table
-from bench.choice import LONG_TUNING, Choice
+from bench import peers, sweep
+from bench.measure import environment
+from bench.measure.selection import LONG_TUNING, Choice
+from bench.rows import resume, store
+from bench.show import table
 from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
 from kernel_ladder.cli.columns import console_for
 from kernel_ladder.errors import UnavailableError, VariableError
@@ -156,15 +159,15 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     args = _sweep_parser().parse_args(argv)
     choice = _choice(args)
     output = args.output or environment.results_file()
-    with rows.writing(output):
+    with store.writing(output):
         return _measure(args, choice, output, console)
 
 
 def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Console) -> int:
-    if args.resume and (repaired := rows.drop_unfinished(output)) is not None:
+    if args.resume and (repaired := store.drop_unfinished(output)) is not None:
         console.print(repaired, soft_wrap=True)
-    before = rows.read(output)  # a broken file is better found now than after the last kernel
-    rows.check_writable(output)
+    before = store.read(output)  # a broken file is better found now than after the last kernel
+    store.check_writable(output)
     standing = resume.standing(before, environment.facts()) if args.resume else {}
     if environment.device().type == "cpu":
         console.print("No GPU: shapes are shrunk, and Triton runs in its interpreter. Correctness, not speed.")
@@ -188,11 +191,12 @@ def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Co
 
 def _draw(path: Path, console: Console, gpu: str | None = None) -> None:
     try:
-        from bench import memory, pictures, roofline
+        from bench.measure import memory
+        from bench.show import pictures, roofline_chart
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in (*pictures.draw(path, gpu), *memory.draw(path, gpu), *roofline.draw(path, gpu)):
+    for picture in (*pictures.draw(path, gpu), *memory.draw(path, gpu), *roofline_chart.draw(path, gpu)):
         console.print(f"drew {picture}", soft_wrap=True)
 
 
@@ -201,14 +205,14 @@ def _read_command(name: str, argv: Sequence[str], console: Console) -> int:
     parser.add_argument("file", type=Path, nargs="?", help="rows (default: this machine's)")
     given, own = parser.parse_args(argv).file, environment.results_file()
     if given is None and not own.exists():
-        raise rows.ResultsError(
+        raise store.ResultsError(
             f"this machine has no rows yet ({own} does not exist): `python -m bench` writes them; "
             f"`python -m bench {name} FILE` takes others, such as the committed ones in bench/results"
         )
     path = given or own
-    found = rows.read_given(path)
+    found = store.read_given(path)
     if name == "table":
-        table.show(rows.latest(found), console)
+        table.show(store.latest(found), console)
     else:
         _draw(path, console)
     return 0
@@ -224,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = console_for(200)
     try:
         if argv[:1] == ["readme"]:
-            from bench import readme
+            from bench.show import readme
 
             return readme.main(argv[1:])
         if argv[:1] == ["peers"]:
@@ -232,25 +236,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             peers.show(console)
             return 0
         if argv[:1] == ["merge"]:
-            from bench import merge
+            from bench.rows import merge
 
             return merge.main(argv[1:], console)
         if argv[:1] == ["compare"]:
-            from bench import compare
+            from bench.compare import command
 
-            return compare.main(argv[1:])
+            return command.main(argv[1:])
         if argv[:1] == ["profile"]:
-            from bench import profile
+            from bench.profile import command
 
-            return profile.main(argv[1:], console)
+            return command.main(argv[1:], console)
         if argv[:1] == ["report"]:
-            from bench import report
+            from bench.show import report
 
             return report.main(argv[1:])
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)
-    except (UsageError, rows.ResultsError, UnavailableError, VariableError) as error:
+    except (UsageError, store.ResultsError, UnavailableError, VariableError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -27,8 +27,8 @@ import torch
 from rich import box
 from rich.console import Console
 
-from bench.gate import one_line
-from bench.rows import PEER
+from bench.measure.correctness import one_line
+from bench.rows.store import PEER
 from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
 from kernel_ladder.semantics.norms import eps_or_default
 from kernel_ladder.table import Variant

@@ -15,25 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import kernel_ladder
-from bench import (
-    candidates,
-    ceilings,
-    clocks,
-    environment,
-    gate,
-    intervals,
-    peers,
-    phases,
-    resume,
-    rounds,
-    rows,
-    timing,
-)
-from bench.cases import host_case
-from bench.choice import LONG_TUNING, Choice, Group, groups
-from bench.order import by_climb
-from bench.ratio import baseline_of
-from bench.rows import Row
+from bench import peers
+from bench.measure import candidates, ceilings, clocks, correctness, environment, intervals, phases, rounds, timing
+from bench.measure.cases import host_case
+from bench.measure.selection import LONG_TUNING, Choice, Group, groups
+from bench.rows import resume, store
+from bench.rows.order import by_climb
+from bench.rows.ratio import baseline_of
+from bench.rows.store import Row
 from kernel_ladder import table
 from kernel_ladder.errors import is_for_memory
 from kernel_ladder.spec import Spec, as_leaves
@@ -124,7 +113,7 @@ class Sweep:
         try:
             with self.phases(phases.CHECK):
                 backward = bool(wanted.get("backward"))
-                expected = gate.Expected.of(spec, group.case, group.dtype, self.device, backward)
+                expected = correctness.Expected.of(spec, group.case, group.dtype, self.device, backward)
         except torch.OutOfMemoryError:
             for pass_ in group.passes:
                 for variant in wanted[pass_]:
@@ -143,7 +132,7 @@ class Sweep:
                     self.emit(row)
 
     def _measure_pass(
-        self, spec: Spec, group: Group, pass_: str, expected: gate.Expected, wanted: Sequence[Variant]
+        self, spec: Spec, group: Group, pass_: str, expected: correctness.Expected, wanted: Sequence[Variant]
     ) -> None:
         """Time the variants beside each other, then beside the baseline alone each that found no memory."""
         for variant in self._measure_together(spec, group, pass_, expected, wanted, wanted):
@@ -156,7 +145,7 @@ class Sweep:
         spec: Spec,
         group: Group,
         pass_: str,
-        expected: gate.Expected,
+        expected: correctness.Expected,
         wanted: Sequence[Variant],
         shown: Sequence[Variant],
     ) -> list[Variant]:
@@ -246,7 +235,7 @@ class Sweep:
         self,
         variant: Variant,
         group: Group,
-        expected: gate.Expected,
+        expected: correctness.Expected,
         copies: candidates.Copies,
         backward: bool,
         row: Row,
@@ -287,7 +276,7 @@ class Sweep:
             if is_for_memory(error):
                 beside = "beside its inputs and the baseline"
                 raise _Refused(f"out of memory on {environment.machine_name()}, {beside}", for_memory=True) from None
-            row.wrong = f"raised {gate.one_line(error)}"
+            row.wrong = f"raised {correctness.one_line(error)}"
             raise _Refused(None) from None
 
     def _check_alive(self, last: str) -> None:
@@ -295,7 +284,7 @@ class Sweep:
         try:
             timing.synchronize(self.device)
         except Exception as error:
-            raise GpuLost(f"after {last} the GPU answers nothing but {gate.one_line(error)}") from error
+            raise GpuLost(f"after {last} the GPU answers nothing but {correctness.one_line(error)}") from error
 
     def _give_up(self, row: Row, reason: str | None) -> None:
         row.unsupported = reason
@@ -398,7 +387,7 @@ def run(
     emitted: list[Row] = []
 
     def emit(row: Row) -> None:
-        rows.append(output, row)
+        store.append(output, row)
         emitted.append(row)
 
     def note(text: str) -> None:
@@ -443,7 +432,7 @@ def run(
     if emitted:
         whole = _tidy(output, whole)
         sweep.phases.show(console)
-    return [row for row in whole if row.op in (*choice.ops, rows.CEILING)], interrupted
+    return [row for row in whole if row.op in (*choice.ops, store.CEILING)], interrupted
 
 
 def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) -> None:
@@ -468,10 +457,10 @@ def _tidy(output: Path, run: Sequence[Row]) -> list[Row]:
     run's rows supersede others, whatever the clock said when those were made.
     """
     mine = {(row.key, row.when) for row in run}
-    whole = rows.read(output)
+    whole = store.read(output)
     own = {row.key: row for row in whole if (row.key, row.when) in mine}
-    found = by_climb(own.get(row.key, row) for row in rows.latest(whole))
+    found = by_climb(own.get(row.key, row) for row in store.latest(whole))
     finished = iter(ceilings.with_best_products(row for row in found if row.key in own))
     written = [next(finished) if row.key in own else row for row in found]
-    rows.write(output, written)
+    store.write(output, written)
     return [row for row in written if row.key in own]

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import cases, choice
-from bench.rows import Row
+from bench.measure import cases, selection
+from bench.rows.store import Row
 from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
@@ -124,7 +124,7 @@ def sweeping_small_cases() -> Iterator[None]:
     """Let a sweep measure the tiny cases that it has on a CPU, for tests of what it does, not of times."""
     with pytest.MonkeyPatch.context() as patch:
         of_device = cases.sweep_cases
-        patch.setattr(choice, "sweep_cases", lambda spec, device, quick: of_device(spec, torch.device("cpu"), quick))
+        patch.setattr(selection, "sweep_cases", lambda spec, device, quick: of_device(spec, torch.device("cpu"), quick))
         yield
 
 

@@ -14,12 +14,15 @@ from rich.console import Console
 
 import kernel_ladder
 from bench import __main__ as bench_main
-from bench import cases, lengths, memory, pictures, readme, rows, sweep
-from bench import table as bench_table
+from bench import sweep
 from bench.__main__ import main
-from bench.choice import Choice, Group, groups
-from bench.environment import ROOT
-from bench.rows import FIELDS, Row
+from bench.measure import cases, lengths, memory
+from bench.measure.environment import ROOT
+from bench.measure.selection import Choice, Group, groups
+from bench.rows import store
+from bench.rows.store import FIELDS, Row
+from bench.show import pictures, readme
+from bench.show import table as bench_table
 from kernel_ladder import table
 from kernel_ladder.spec import Case, each
 from kernel_ladder.testing.samples import empty_inputs
@@ -82,7 +85,7 @@ def test_rows_have_every_field(swept):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU is visible: nothing is interpreted, nothing unavailable")
 def test_rows_without_a_gpu(swept):
-    found = rows.read(swept)
+    found = store.read(swept)
     assert {row.interpreted for row in found if row.level == "triton"} == {True}
     cuda = [row for row in found if row.level == "cuda"]
     assert cuda
@@ -91,12 +94,12 @@ def test_rows_without_a_gpu(swept):
 
 
 def test_baseline_pairs_with_itself(swept):
-    assert {row.speedup for row in rows.read(swept) if row.backend == "torch.builtin"} == {1.0}
+    assert {row.speedup for row in store.read(swept) if row.backend == "torch.builtin"} == {1.0}
 
 
 @pytest.mark.usefixtures("small_sweeps")
 def test_a_new_run_supersedes(swept):
-    before = rows.read(swept)
+    before = store.read(swept)
     argv = [
         "--op",
         "gelu",
@@ -111,7 +114,7 @@ def test_a_new_run_supersedes(swept):
         "--no-pictures",
     ]
     assert main([*argv, "--output", str(swept)]) == 0
-    after = rows.read(swept)
+    after = store.read(swept)
     assert [row.key for row in after] == [row.key for row in before]
     renewed = [a.when > b.when for a, b in zip(after, before, strict=True)]
     measured = [row.pass_ == "forward" and row.backend in ("torch.naive", "torch.builtin") for row in before]
@@ -176,7 +179,7 @@ def test_panels_stand_side_by_side(shapes, lines):
 
 def test_table_and_pictures(swept):
     console = Console(record=True, width=250)
-    found = rows.latest(rows.read(swept))
+    found = store.latest(store.read(swept))
     bench_table.show(found, console)
     text = console.export_text()
     idle = {level for level, _ in bench_table.idle_levels(found)}
@@ -241,7 +244,7 @@ def test_a_wrong_variant_gets_no_time(monkeypatch, tmp_path, capsys):
     path = tmp_path / "wrong.jsonl"
     argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 1
-    for row in rows.read(path):
+    for row in store.read(path):
         if row.backend == "torch.naive":
             assert row.us is None
             assert row.gbs is None
@@ -263,23 +266,23 @@ def test_a_wrong_gradient_gets_no_time(monkeypatch, tmp_path):
     path = tmp_path / "wrong.jsonl"
     argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 1
-    timed = {row.pass_: row.us is not None for row in rows.read(path) if row.backend == "torch.naive"}
+    timed = {row.pass_: row.us is not None for row in store.read(path) if row.backend == "torch.naive"}
     assert timed == {"forward": True, "backward": False}
 
 
 def test_memory_is_drawn_against_the_length_at_the_headline_setting(tmp_path):
-    shipped = rows.read(ROOT / "bench" / "results" / "nvidia-h200.jsonl")
+    shipped = store.read(ROOT / "bench" / "results" / "nvidia-h200.jsonl")
     chosen = lengths.family(shipped)
     assert len({r.shapes[0][2] for r in chosen}) > 2
     assert len({(r.dtype, str(r.options), r.shapes[0][0] * r.shapes[0][2], r.shapes[0][3]) for r in chosen}) == 1
     path = tmp_path / "here.jsonl"
-    rows.write(path, chosen)
+    store.write(path, chosen)
     (picture,) = memory.draw(path)
     drawn = picture.read_text()
     assert all(row.backend in drawn for row in chosen)
     memory.draw(path)
     assert picture.read_text() == drawn
-    rows.write(path, [r for r in chosen if r.shapes[0][2] == 4096])
+    store.write(path, [r for r in chosen if r.shapes[0][2] == 4096])
     assert memory.draw(path) == []
 
 
@@ -309,7 +312,7 @@ def test_a_variant_that_raises_does_not_stop_the_sweep(monkeypatch, tmp_path):
     path = tmp_path / "rows.jsonl"
     argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 1
-    found = {(row.backend, row.us is None, row.wrong) for row in rows.read(path)}
+    found = {(row.backend, row.us is None, row.wrong) for row in store.read(path)}
     assert found == {
         ("torch.naive", True, "raised RuntimeError: misaligned address"),
         ("torch.builtin", False, None),
@@ -334,8 +337,8 @@ def test_a_variant_that_breaks_the_gpu_is_the_only_one_blamed(monkeypatch, tmp_p
     argv = ["--op", "gelu,softmax", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02"]
     assert main([*argv, "--no-pictures", "--output", str(path)]) == 1
     assert "the GPU answers nothing but RuntimeError: CUDA error: an illegal" in capsys.readouterr().err
-    assert [(row.backend, row.pass_) for row in rows.read(path) if row.wrong] == [("torch.naive", "forward")]
-    assert not any(row.op == "softmax" for row in rows.read(path)), "nothing was measured after it"
+    assert [(row.backend, row.pass_) for row in store.read(path) if row.wrong] == [("torch.naive", "forward")]
+    assert not any(row.op == "softmax" for row in store.read(path)), "nothing was measured after it"
 
 
 @pytest.mark.usefixtures("small_sweeps")
@@ -344,7 +347,7 @@ def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
     path = tmp_path / "rows.jsonl"
     argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 0
-    naive = [row for row in rows.read(path) if row.backend == "torch.naive"]
+    naive = [row for row in store.read(path) if row.backend == "torch.naive"]
     assert naive
     assert {(row.us, row.unsupported) for row in naive} == {(None, "only on Sundays")}
 
@@ -359,7 +362,7 @@ def test_a_variant_without_memory_is_not_wrong(monkeypatch, tmp_path, error):
     path = tmp_path / "rows.jsonl"
     argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--pass", "forward", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 0
-    assert [(row.us, row.wrong, "out of memory" in (row.unsupported or "")) for row in rows.read(path)] == [
+    assert [(row.us, row.wrong, "out of memory" in (row.unsupported or "")) for row in store.read(path)] == [
         (None, None, True)
     ] * 2
 
@@ -404,7 +407,7 @@ def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
     path = tmp_path / "rows.jsonl"
     argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 0
-    found = rows.read(path)
+    found = store.read(path)
     assert {row.pass_ for row in found} == {"forward", "backward"}
     for row in found:
         assert row.of_ceiling is None
@@ -425,7 +428,7 @@ def test_an_interrupt_is_one_even_where_another_error_hides_it(monkeypatch, tmp_
     path = tmp_path / "rows.jsonl"
     argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 130
-    assert not any(row.wrong for row in rows.read(path))
+    assert not any(row.wrong for row in store.read(path))
 
 
 @pytest.mark.usefixtures("small_sweeps")
@@ -453,7 +456,7 @@ def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):
         str(path),
     ]
     assert main(argv) == 130
-    assert {row.pass_ for row in rows.read(path)} == {"forward"}
+    assert {row.pass_ for row in store.read(path)} == {"forward"}
 
 
 def test_an_interrupt_before_the_first_row_keeps_nothing(monkeypatch, tmp_path, capsys):
@@ -471,13 +474,13 @@ def test_an_interrupt_of_a_command_is_one_line(monkeypatch, tmp_path, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    rows.write(tmp_path / "rows.jsonl", [a_row(**TIMED)])
+    store.write(tmp_path / "rows.jsonl", [a_row(**TIMED)])
     monkeypatch.setattr(pictures, "draw", interrupted)
     assert main(["pictures", str(tmp_path / "rows.jsonl")]) == 130
     assert capsys.readouterr().err == "python -m bench: interrupted\n"
     finder = types.SimpleNamespace(find_spec=interrupted)  # while a command's module is imported
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "bench.report", raising=False)
+    monkeypatch.delitem(sys.modules, "bench.show.report", raising=False)
     monkeypatch.delattr(sys.modules["bench"], "report", raising=False)
     assert main(["report"]) == 130
     assert capsys.readouterr().err == "python -m bench: interrupted\n"
@@ -531,7 +534,7 @@ def test_readme(swept, tmp_path, capsys):
     assert once.startswith("# Title\n")
     for name in names:
         assert f"prose {name}" in once
-    for row in rows.read(swept):
+    for row in store.read(swept):
         assert f"`{row.backend}`" in once
         assert row.unsupported is None or row.unsupported in once
     assert "results/pictures/gelu-here.svg)" in once
@@ -553,7 +556,7 @@ def test_readme(swept, tmp_path, capsys):
 def test_bad_markers(text, message, tmp_path, capsys):
     file = tmp_path / "README.md"
     file.write_text(text)
-    rows.write(tmp_path / "none.jsonl", [])
+    store.write(tmp_path / "none.jsonl", [])
     assert main(["readme", str(file), "--results", str(tmp_path / "none.jsonl")]) == 2
     assert message in capsys.readouterr().err
     assert file.read_text() == text
@@ -566,7 +569,7 @@ def test_tables_do_not_give_way_to_no_rows(check, written, tmp_path, capsys):
     file.write_text("<!-- results:begin gelu -->\n\na table\n\n<!-- results:end gelu -->\n")
     before = file.read_text()
     if written:
-        rows.write(path, [])
+        store.write(path, [])
     assert main(["readme", str(file), "--results", str(path), *check]) == 2
     said = f"line 1: there are no rows in {path} to replace" if written else f"{path} does not exist; expected rows"
     assert said in capsys.readouterr().err
@@ -583,7 +586,7 @@ def test_footnotes_are_text(tmp_path):
     end = "<!-- results:end gelu -->"
     file.write_text(f"<!-- results:begin gelu -->\n{end}\n")
     reasons = {"torch.builtin": {"wrong": f"a | b\n{end}"}, "torch.naive": {"unsupported": "<b>only\non Sundays"}}
-    rows.write(path, [a_row(backend=backend, **reason) for backend, reason in reasons.items()])
+    store.write(path, [a_row(backend=backend, **reason) for backend, reason in reasons.items()])
     for _ in range(2):
         assert main(["readme", str(file), "--results", str(path)]) == 0
         notes = file.read_text().partition("| — (1) | — (2) |\n\n")[2]
@@ -628,4 +631,4 @@ def test_gradients_are_timed_in_a_graph(tmp_path, gpu_memory):
         str(path),
     ]
     assert main(argv) == 0
-    assert {row.graph for row in rows.read(path) if row.us is not None} == {True}
+    assert {row.graph for row in store.read(path) if row.us is not None} == {True}

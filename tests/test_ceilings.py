@@ -13,9 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench import ceiling_kernels, ceilings, clocks, resume, rows, timing
-from bench import table as bench_table
-from bench.rows import CEILING, Row
+from bench.measure import ceiling_kernels, ceilings, clocks, timing
+from bench.rows import resume, store
+from bench.rows.store import CEILING, Row
+from bench.show import table as bench_table
 from kernel_ladder import table
 from kernel_ladder.semantics import precision
 
@@ -81,13 +82,13 @@ def test_every_ceiling_makes_a_row(monkeypatch, tmp_path):
         ("ceiling.launch", "none"),
     }
     for row in made:
-        rows.append(tmp_path / "rows.jsonl", row)
+        store.append(tmp_path / "rows.jsonl", row)
         assert (row.op, row.level, row.pass_, row.options) == (CEILING, CEILING, "forward", {"by": "triton"})
         assert row.us_low <= row.us <= row.us_high
         assert row.clock_mhz == 1980
         assert (row.gbs is not None) == (row.bytes is not None)
         assert (row.tflops is not None) == (row.flops is not None)
-    assert len(rows.read(tmp_path / "rows.jsonl")) == len(made)
+    assert len(store.read(tmp_path / "rows.jsonl")) == len(made)
     by_name = {(row.backend, row.shape): row for row in made}
     assert by_name["ceiling.copy", "256 MiB"].gbs == pytest.approx(2**28 / 2e-3 / 1e9, rel=1e-4)
     # A call passes over the L2's working set many times; the row is of one pass.
@@ -164,7 +165,7 @@ def test_the_kernels_of_the_ceilings_do_what_they_say(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 def test_the_kernels_of_the_ceilings_compile_for_gpus():
     code = """
-from bench.ceiling_kernels import AOT
+from bench.measure.ceiling_kernels import AOT
 from triton_impl.runtime.aot import compile_entry, local_memory
 for capability in (80, 90):
     for entry in AOT:

@@ -7,11 +7,13 @@ import re
 
 import pytest
 
-from bench import climb_counters, counters, rows
 from bench.__main__ import main
-from bench.climb import by_call, gains
-from bench.readme import default_results
-from bench.rows import Row
+from bench.profile import counters
+from bench.rows import store
+from bench.rows.store import Row
+from bench.show import climb_counters
+from bench.show.climb import by_call, gains
+from bench.show.readme import default_results
 
 SHAPE = "16384x4096 tanh"
 LEAST = 2**28
@@ -67,7 +69,7 @@ PROFILED = [
 def page(tmp_path):
     """A page with one block, and its command line."""
     results = tmp_path / "gpu-1.jsonl"
-    rows.write(results, ROWS)
+    store.write(results, ROWS)
     file = tmp_path / "LOG.md"
     file.write_text("# Log\n\n<!-- results:begin climb gelu -->\n<!-- results:end climb gelu -->\n\nprose\n")
     return file, ["readme", str(file), "--results", str(results)]
@@ -144,7 +146,7 @@ def test_check_finds_a_stale_climb(page, capsys):
     assert main([*argv, "--check"]) == 1
     assert main(argv) == 0
     assert main([*argv, "--check"]) == 0
-    rows.append(file.parent / "gpu-1.jsonl", _row("cuda.vectorized", 50.0, when="2026-01-02T00:00:00+00:00"))
+    store.append(file.parent / "gpu-1.jsonl", _row("cuda.vectorized", 50.0, when="2026-01-02T00:00:00+00:00"))
     before = file.read_text()
     assert main([*argv, "--check"]) == 1
     assert "stale" in capsys.readouterr().err
@@ -155,7 +157,7 @@ def test_check_finds_a_stale_climb(page, capsys):
 
 def test_no_rows_yet(page):
     file, argv = page
-    rows.write(file.parent / "gpu-1.jsonl", ROWS[:1])
+    store.write(file.parent / "gpu-1.jsonl", ROWS[:1])
     assert main(argv) == 0
     assert "*No rows yet: `python -m bench --op gelu` writes them.*" in file.read_text()
 
@@ -183,7 +185,7 @@ def test_counters_are_no_rows(tmp_path, monkeypatch):
     folder.mkdir()
     for name in ("gpu-1.jsonl", "gpu-1.profile.jsonl", "cpu.jsonl"):
         (folder / name).touch()
-    monkeypatch.setattr("bench.environment.PUBLISHED", folder)
+    monkeypatch.setattr("bench.measure.environment.PUBLISHED", folder)
     assert [path.name for path in default_results()] == ["gpu-1.jsonl"]
 
 

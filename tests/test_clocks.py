@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench import clocks, intervals, timing
-from bench import table as bench_table
-from bench.rows import Row
+from bench.measure import clocks, intervals, timing
+from bench.rows.store import Row
+from bench.show import table as bench_table
 
 from .conftest import DEVICE, TRIES, alone, needs_gpu
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import changes, rows
 from bench.__main__ import main
-from bench.ratio import Estimate, time_of
-from bench.rows import ResultsError, Row
+from bench.compare import changes
+from bench.rows import store
+from bench.rows.ratio import Estimate, time_of
+from bench.rows.store import ResultsError, Row
 
 SHAPES = [f"{2**i}x1024" for i in range(6, 14)]
 BACKENDS = ("torch.builtin", "torch.naive", "triton.fused", "cuda.naive", "cuda.vectorized")
@@ -55,7 +56,7 @@ def compare(tmp_path, capsys):
 
     def run(before: list[Row], after: list[Row], *options: str) -> tuple[int, str]:
         for name, found in (("a", before), ("b", after)):
-            rows.write(tmp_path / f"{name}.jsonl", found)
+            store.write(tmp_path / f"{name}.jsonl", found)
         code = main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), *options])
         captured = capsys.readouterr()
         return code, captured.out or captured.err
@@ -473,7 +474,7 @@ def test_json(compare):
 )
 def test_spoiled_files(spoil, message, tmp_path, capsys):
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    rows.write(good, [_row()])
+    store.write(good, [_row()])
     bad.write_text(spoil(good.read_text()))
     for pair in ((good, bad), (bad, good)):
         assert main(["compare", *map(str, pair)]) == 2

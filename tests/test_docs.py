@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import kernel_ladder
-from bench import environment, readme
+from bench.measure import environment
+from bench.show import readme
 from kernel_ladder import autograd, table
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs

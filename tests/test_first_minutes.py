@@ -17,10 +17,15 @@ from rich.console import Console
 
 import cuda_impl
 import kernel_ladder
-from bench import changes_text, compare, environment, kernels, pictures, profile_tables, rows, targets
-from bench import table as bench_table
 from bench.__main__ import main as bench_main
-from bench.rows import Row
+from bench.compare import changes_text
+from bench.compare import command as compare
+from bench.measure import environment
+from bench.profile import kernels, tables, targets
+from bench.rows import store
+from bench.rows.store import Row
+from bench.show import pictures
+from bench.show import table as bench_table
 from cuda_impl import not_built
 from kernel_ladder import table
 from kernel_ladder.__main__ import main
@@ -68,7 +73,7 @@ def assert_fits(text: str, width: int) -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> list[Row]:
-    return rows.latest(rows.read(H200))
+    return store.latest(store.read(H200))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -153,7 +158,7 @@ def test_compare_fits(tmp_path, measured, width):
             )
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for file, found in zip(files, (before, slower), strict=True):
-        rows.write(file, found)
+        store.write(file, found)
     report = compare.report(compare._parser().parse_args([*map(str, files)]))
     console = make_narrow(width)
     changes_text.show(report, console, False)
@@ -173,8 +178,8 @@ def test_a_profile_fits(width):
     found = kernels.profile(target.make(), True, DEVICE)
 
     def show(console: Console) -> None:
-        profile_tables.show(target, found, console, False)
-        profile_tables.compare([(target, found), (target, found)], console)
+        tables.show(target, found, console, False)
+        tables.compare([(target, found), (target, found)], console)
 
     text = shown(width, show)
     grids = [line for line in text.splitlines() if line.startswith(("│", "┏", "└"))]
@@ -212,7 +217,7 @@ def test_a_sweep_changes_no_committed_file(monkeypatch, tmp_path, capsys):
     assert bench_main(argv) == 0
     own = environment.results_file()
     assert own.parent == tmp_path / "bench-results"
-    assert {row.gpu for row in rows.read(own)} == {environment.machine_name()}
+    assert {row.gpu for row in store.read(own)} == {environment.machine_name()}
     assert {path: path.stat().st_mtime_ns for path in before} == before
     drawn = {path.name for path in (own.parent / "pictures").iterdir()}
     assert f"gelu-{own.stem}.svg" in drawn
@@ -255,7 +260,7 @@ def test_a_picture_shows_the_machine_that_it_names(tmp_path):
     path = tmp_path / "mixed.jsonl"
     old = a_row(**TIMED, gpu="another machine", shape="4x4", when="2026-01-01T00:00:00+00:00", us_low=1.0, us_high=2.0)
     new = a_row(**TIMED, gpu="this machine", shape="2x2", when="2026-02-01T00:00:00+00:00")
-    rows.write(path, [old, new])
+    store.write(path, [old, new])
     (picture,) = pictures.draw(path)
     text = picture.read_text()
     assert "gelu on this machine" in text
@@ -452,7 +457,7 @@ def test_operators_and_their_total_are_of_one_measurement(backend, pass_):
     if DEVICE.type == "cpu":
         assert found.device_us + found.gap_us == pytest.approx(found.span_us)
         assert found.plain_us > 0
-        (line, *_) = profile_tables.summary(target, found)
+        (line, *_) = tables.summary(target, found)
         for us in (found.device_us, found.gap_us, found.span_us, found.plain_us):
             assert bench_table.microseconds(us) in line
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kernel_ladder
-from bench import rows
 from bench.__main__ import main
-from bench.choice import Choice, Group, groups
-from bench.rows import Row
+from bench.measure.selection import Choice, Group, groups
+from bench.rows import store
+from bench.rows.store import Row
 
 QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings"]
 
@@ -54,9 +54,9 @@ def test_shares_of_a_sweep_join_to_the_whole(tmp_path):
     whole = tmp_path / "whole.jsonl"
     assert main(["merge", *map(str, shares), "--into", str(tmp_path / "joined.jsonl")]) == 0
     assert main([*argv, str(whole)]) == 0
-    joined = rows.read(tmp_path / "joined.jsonl")
-    assert [row.key for row in joined] == [row.key for row in rows.read(whole)]
-    assert {row.when for row in joined} == {row.when for path in shares for row in rows.read(path)}
+    joined = store.read(tmp_path / "joined.jsonl")
+    assert [row.key for row in joined] == [row.key for row in store.read(whole)]
+    assert {row.when for row in joined} == {row.when for path in shares for row in store.read(path)}
 
 
 def _row(**fields) -> Row:
@@ -79,11 +79,11 @@ def _row(**fields) -> Row:
 def test_newer_rows_win_and_others_stay(tmp_path, capsys):
     into, path = tmp_path / "into.jsonl", tmp_path / "rows.jsonl"
     stays = _row(shape="another", commit="decaf")
-    rows.write(into, [_row(us=3.0), stays, _row(dtype="float16", us=4.0, when="2026-01-03")])
-    rows.write(path, [_row(us=2.0, when="2026-01-02"), _row(dtype="float16", us=5.0, when="2026-01-02")])
+    store.write(into, [_row(us=3.0), stays, _row(dtype="float16", us=4.0, when="2026-01-03")])
+    store.write(path, [_row(us=2.0, when="2026-01-02"), _row(dtype="float16", us=5.0, when="2026-01-02")])
     assert main(["merge", str(path), "--into", str(into)]) == 0
     assert "1 of 2 rows are new" in capsys.readouterr().out
-    found = {(row.shape, row.dtype): row for row in rows.read(into)}
+    found = {(row.shape, row.dtype): row for row in store.read(into)}
     assert {key: row.us for key, row in found.items()} == {
         ("8x8x8", "bfloat16"): 2.0,
         ("8x8x8", "float16"): 4.0,
@@ -96,14 +96,14 @@ def test_an_absent_peer_does_not_displace_its_measurement(tmp_path):
     into, path = tmp_path / "into.jsonl", tmp_path / "rows.jsonl"
     peer, nothing = {"backend": "peer.quack", "level": "peer"}, dict.fromkeys(("us", "us_q1", "us_q3", "gbs", "tflops"))
     later = {**nothing, "when": "2026-01-02T00:00:00+00:00"}
-    rows.write(into, [_row(**peer), _row(**peer, shape="wrong"), _row(shape="ours")])
+    store.write(into, [_row(**peer), _row(**peer, shape="wrong"), _row(shape="ours")])
     absent = _row(**peer, **later, unsupported="not installed; `pip install quack` gets it")
     disagreed = _row(**peer, **later, shape="wrong", wrong="output: far off")
     refused = _row(**later, shape="ours", unsupported="takes float32")
     never = _row(**peer, **later, shape="never", unsupported="not installed")
-    rows.write(path, [absent, disagreed, refused, never])
+    store.write(path, [absent, disagreed, refused, never])
     assert main(["merge", str(path), "--into", str(into)]) == 0
-    found = {row.shape: row for row in rows.read(into)}
+    found = {row.shape: row for row in store.read(into)}
     assert found["8x8x8"].us == 1.0
     assert found["8x8x8"].unsupported is None
     assert found["wrong"].wrong == "output: far off"
@@ -113,17 +113,17 @@ def test_an_absent_peer_does_not_displace_its_measurement(tmp_path):
 
 def test_shares_are_held_to_the_best_product_of_all(tmp_path):
     paths = [tmp_path / "1.jsonl", tmp_path / "2.jsonl", tmp_path / "other.jsonl"]
-    rows.write(paths[0], [_row()])
-    rows.write(paths[1], [_row(shape="9x9x9", tflops=4.0)])
-    rows.write(paths[2], [_row(shape="7x7x7", tflops=8.0, commit="decaf")])
+    store.write(paths[0], [_row()])
+    store.write(paths[1], [_row(shape="9x9x9", tflops=4.0)])
+    store.write(paths[2], [_row(shape="7x7x7", tflops=8.0, commit="decaf")])
     into = tmp_path / "into.jsonl"
     assert main(["merge", *map(str, paths), "--into", str(into)]) == 0
-    assert {row.shape: row.ceiling_tflops for row in rows.read(into)} == {"8x8x8": 4.0, "9x9x9": 4.0, "7x7x7": 8.0}
+    assert {row.shape: row.ceiling_tflops for row in store.read(into)} == {"8x8x8": 4.0, "9x9x9": 4.0, "7x7x7": 8.0}
 
 
 def test_files_that_cannot_be_joined(tmp_path, capsys):
     into, broken = tmp_path / "into.jsonl", tmp_path / "broken.jsonl"
-    rows.write(into, [_row()])
+    store.write(into, [_row()])
     before = into.read_text()
     assert main(["merge", str(tmp_path / "none.jsonl"), "--into", str(into)]) == 2
     assert "none.jsonl does not exist; expected rows" in capsys.readouterr().err

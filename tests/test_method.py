@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bench import cases, ceiling_kernels, ceilings, intervals, phases, timing
-from bench.choice import LONG_TUNING, Choice
+from bench.measure import cases, ceiling_kernels, ceilings, intervals, phases, timing
+from bench.measure.selection import LONG_TUNING, Choice
 from kernel_ladder.spec import Case
 
 from .conftest import DEVICE, TRIES, alone, needs_gpu

@@ -14,11 +14,14 @@ from rich.console import Console
 
 import kernel_ladder
 from bench import __main__ as command_line
-from bench import gate, order, peers, pictures, readme, rows
-from bench import table as bench_table
+from bench import peers
 from bench.__main__ import main
-from bench.roofs import operations
-from bench.rows import Row
+from bench.measure import correctness
+from bench.rows import order, store
+from bench.rows.store import Row
+from bench.show import pictures, readme
+from bench.show import table as bench_table
+from bench.show.roofline import operations
 from kernel_ladder import autograd, table
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import evaluate
@@ -107,7 +110,7 @@ def swept(fakes, tmp_path_factory):
 
 
 def _rows(swept, name: str) -> list[Row]:
-    found = [row for row in rows.read(swept[0]) if row.backend == f"peer.{name}"]
+    found = [row for row in store.read(swept[0]) if row.backend == f"peer.{name}"]
     assert {row.pass_ for row in found} == {"forward", "backward"}
     assert {row.level for row in found} == {"peer"}
     return found
@@ -123,7 +126,7 @@ def test_a_right_peer_is_timed_as_ours_are(swept, made):
         assert row.peer_version == metadata.version("pytest")
         (baseline,) = (
             r
-            for r in rows.read(swept[0])
+            for r in store.read(swept[0])
             if r.backend == "torch.builtin" and (r.pass_, r.shape) == (row.pass_, row.shape)
         )
         assert 0 < row.rounds <= baseline.rounds
@@ -165,14 +168,14 @@ def test_a_peer_that_cannot_run_says_why(swept, made, name, reason):
 
 
 def test_only_the_named_are_measured(swept, made):
-    assert "peer.unasked" not in {row.backend for row in rows.read(swept[0])}
+    assert "peer.unasked" not in {row.backend for row in store.read(swept[0])}
     assert "unasked" not in made
 
 
 def test_failures_of_peers_cost_ours_nothing(swept):
     path, code, out, err = swept
     assert code == 0, "a peer's failure is not this project's"
-    ours = [row for row in rows.read(path) if row.level == "torch"]
+    ours = [row for row in store.read(path) if row.level == "torch"]
     assert len(ours) == 2 * len(_rows(swept, "right"))
     assert all(row.us > 0 and row.peer_version is None for row in ours)
     announced = "peer absent: not installed; `pip install 'no-such-package[extra]==1.2'` gets it"
@@ -184,7 +187,7 @@ def test_failures_of_peers_cost_ours_nothing(swept):
 
 def test_tables_and_pictures_show_peers(swept, fakes):
     path = swept[0]
-    found = operations(rows.latest(rows.read(path)))
+    found = operations(store.latest(store.read(path)))
     console = Console(record=True, width=300)
     bench_table.show(found, console)
     text = console.export_text()
@@ -348,7 +351,7 @@ def test_real_peers_agree(name, case, dtype):
         pytest.skip(f"{name} has no {op} in {dtype}")
     variant = peer.variant(op)
     assert variant.unsupported(*make_inputs(case, dtype, DEVICE), **case.options) is None
-    expected = gate.Expected.of(kernel_ladder.spec(op), case, dtype, DEVICE, backward=True)
+    expected = correctness.Expected.of(kernel_ladder.spec(op), case, dtype, DEVICE, backward=True)
     run = lambda *x, **options: autograd.run(variant, x, options)  # noqa: E731
     found = expected.check(evaluate(run, expected.inputs, case.options, expected.grad))
     assert found.agrees, str(found)

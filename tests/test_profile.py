@@ -18,9 +18,12 @@ import torch
 from rich.console import Console
 
 import kernel_ladder
-from bench import chain, counters, environment, kernels, ncu, profile, profile_tables, readme, targets, timing
 from bench.__main__ import main
-from bench.rows import ResultsError
+from bench.measure import environment, timing
+from bench.profile import chain, counters, kernels, ncu, tables, targets
+from bench.profile import command as profile
+from bench.rows.store import ResultsError
+from bench.show import readme
 from bench.usage import UsageError
 from kernel_ladder import table
 from kernel_ladder.spec import Case
@@ -591,7 +594,7 @@ def test_counters_are_no_rows_of_a_sweep(tmp_path, monkeypatch):
 
 
 def test_the_table_of_counters(capsys):
-    profile_tables.show_counters(_row(), ["stall gmma is not to be had"], Console(width=250), full_names=False)
+    tables.show_counters(_row(), ["stall gmma is not to be had"], Console(width=250), full_names=False)
     text = capsys.readouterr().out
     cells = (
         "matmul_kernel",

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from matplotlib.text import Text
 
-from bench import climb, environment, report, roofline, rows
 from bench.__main__ import main
-from bench.roofs import operations, roofs
-from bench.rows import Row
-from bench.table import fastest
+from bench.measure import environment
+from bench.rows import store
+from bench.rows.store import Row
+from bench.show import climb, report, roofline_chart
+from bench.show.roofline import operations, roofs
+from bench.show.table import fastest
 
 from . import browser
 
@@ -49,13 +51,13 @@ CEILINGS = [
 
 def _measured() -> list[Row]:
     """Rows of operations that a GPU gave, without the ceilings beside them, which the tests set themselves."""
-    return operations(rows.read(H200))
+    return operations(store.read(H200))
 
 
 def _full_rows() -> list[Row]:
     """Measured rows, with what a later version of the sweep adds: intervals, clocks, a peer, ceilings."""
     found: list[Row] = []
-    for i, row in enumerate(rows.latest(_measured())):
+    for i, row in enumerate(store.latest(_measured())):
         if row.us is not None:
             row.us_low, row.us_high = 0.99 * row.us, 1.01 * row.us
             if row.speedup is not None:
@@ -74,7 +76,7 @@ def _shown(*view: str) -> list[Row]:
 
 
 def _written(tmp: Path, found: list[Row]) -> Path:
-    rows.write(tmp / "rows.jsonl", found)
+    store.write(tmp / "rows.jsonl", found)
     assert main(["report", str(tmp / "rows.jsonl"), "--output", str(tmp / "report.html")]) == 0
     return tmp / "report.html"
 
@@ -110,7 +112,7 @@ def test_every_section_has_something_to_show(page, full):
     page.open(full)
     for name in SECTIONS:
         assert page.run(f"document.querySelectorAll('#{name} .body svg, #{name} .body table').length"), name
-    found = rows.latest(_full_rows())
+    found = store.latest(_full_rows())
     shown = [r for r in found if r.op != "ceiling" and r.dtype == "bfloat16" and r.pass_ == "forward"]
     assert page.run("document.querySelectorAll('#rates .point').length") == sum(r.us is not None for r in shown)
     assert page.run("document.querySelectorAll('#rows tbody tr').length") == len(shown)
@@ -292,13 +294,13 @@ def test_the_policy_lets_nothing_else_run_or_load(page, full):
 
 def test_without_scripts_there_is_a_table(page, full):
     page.open(full, scripts=False)
-    found = [row for row in rows.latest(_full_rows()) if row.op != "ceiling"]
+    found = [row for row in store.latest(_full_rows()) if row.op != "ceiling"]
     assert page.run("document.querySelectorAll('noscript tbody tr').length") == len(found)
     assert page.run("document.getElementById('switches').hidden")
 
 
 def test_rows_of_a_cpu(page, tmp_path):
-    path = _written(tmp_path, rows.read(CPU))
+    path = _written(tmp_path, store.read(CPU))
     page.open(path)
     assert "(interpreted)" in _text(page, "#climb")
     assert page.run("document.querySelectorAll('#rates .point').length") > 0
@@ -434,10 +436,10 @@ def _embedded(path: Path) -> dict:
 def test_data_survives_the_page(full):
     text = full.read_text()
     embedded = _embedded(full)
-    found = rows.latest(_full_rows())
+    found = store.latest(_full_rows())
     assert len(embedded["rows"]) + len(embedded["ceilings"]) == len(found)
     assert {row["backend"] for row in embedded["ceilings"]} == {row.backend for row in CEILINGS}
-    again = rows.read(full.parent / "rows.jsonl")
+    again = store.read(full.parent / "rows.jsonl")
     assert report.page(again) == text, "the same rows must make the same page"
 
 
@@ -464,7 +466,7 @@ def test_bad_files(content, message, tmp_path, capsys):
 def test_gains_and_baselines_are_those_of_the_log(full):
     """KERNEL_LOG.md's climbs and the page's are of the same rows: what one shows, the other must."""
     embedded = _embedded(full)
-    climbs = climb.by_call(operations(rows.read(full.parent / "rows.jsonl")))
+    climbs = climb.by_call(operations(store.read(full.parent / "rows.jsonl")))
     expected = {
         row.key: (before.backend, climb.gain(row, before))
         for steps in climbs
@@ -496,7 +498,9 @@ def test_the_fastest_are_those_of_the_tables(page, full):
     mine = [row for row in _embedded(full)["rows"] if all(row[name] == value for name, value in wanted.items())]
     for row in mine:
         shown[row["shape"]] |= {row["backend"]} if row.get("fastest") else set()
-    found = [r for r in rows.latest(rows.read(full.parent / "rows.jsonl")) if (r.op, r.pass_) == ("softmax", "forward")]
+    found = [
+        r for r in store.latest(store.read(full.parent / "rows.jsonl")) if (r.op, r.pass_) == ("softmax", "forward")
+    ]
     for shape in {row["shape"] for row in mine}:
         assert shown[shape] == fastest(r for r in found if (r.shape, r.dtype) == (shape, "bfloat16"))
     page.open(full, "op=softmax&dtype=bfloat16&pass=forward")
@@ -562,23 +566,23 @@ def test_roofs_are_measured_ones_where_there_are_any():
 def test_rooflines_are_drawn_and_the_same_again(measured, tmp_path):
     path = tmp_path / "rows.jsonl"
     few = ("matmul", "softmax", "ceiling")  # every operation's are drawn by the test below
-    rows.write(path, [r for r in _full_rows() if r.op in few] if measured == "full" else rows.read(CPU))
-    ops = {row.op for row in rows.read(path)} - {"ceiling"}
-    drawn = roofline.draw(path)
+    store.write(path, [r for r in _full_rows() if r.op in few] if measured == "full" else store.read(CPU))
+    ops = {row.op for row in store.read(path)} - {"ceiling"}
+    drawn = roofline_chart.draw(path)
     assert {p.name for p in drawn} == {"roofline-rows.svg", *(f"roofline-{op}-rows.svg" for op in ops)}
     before = [p.read_bytes() for p in drawn]
     assert all(b"<svg" in content for content in before)
-    roofline.draw(path)
+    roofline_chart.draw(path)
     assert [p.read_bytes() for p in drawn] == before
 
 
 def test_names_on_rooflines_do_not_overlap(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(roofline.plt, "close", figures.append)
+    monkeypatch.setattr(roofline_chart.plt, "close", figures.append)
     path = tmp_path / "rows.jsonl"
-    rows.write(path, _full_rows())
-    roofline.draw(path)
-    assert len(figures) == 1 + len({row.op for row in rows.read(path)} - {"ceiling"})
+    store.write(path, _full_rows())
+    roofline_chart.draw(path)
+    assert len(figures) == 1 + len({row.op for row in store.read(path)} - {"ceiling"})
     for figure in figures:
         for axes in figure.axes:
             # A rotated name's box is far larger than the name.
@@ -590,12 +594,12 @@ def test_names_on_rooflines_do_not_overlap(tmp_path, monkeypatch):
                 down = min(box.y1, other.y1) - max(box.y0, other.y0)
                 assert across <= 0 or down <= 1.5, f"{a} lies on {b}"
     monkeypatch.undo()
-    roofline.plt.close("all")
+    roofline_chart.plt.close("all")
 
 
 def test_roofline_of_no_rows(tmp_path):
-    rows.write(tmp_path / "rows.jsonl", [])
-    assert roofline.draw(tmp_path / "rows.jsonl") == []
+    store.write(tmp_path / "rows.jsonl", [])
+    assert roofline_chart.draw(tmp_path / "rows.jsonl") == []
 
 
 def test_readme_links_rooflines(tmp_path, capsys):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import clocks, environment, intervals, resume, rows, sweep
+from bench import sweep
 from bench.__main__ import main
+from bench.measure import clocks, environment, intervals
+from bench.rows import resume, store
 
 from .conftest import DEVICE, SWEEP_BYTES, a_row, needs_gpu
 
@@ -46,42 +48,42 @@ def interrupted(monkeypatch, tmp_path, known_source, small_sweeps):
 
 
 def test_resume_goes_on_where_the_sweep_was_interrupted(interrupted, capsys):
-    before = rows.read(interrupted)
+    before = store.read(interrupted)
     assert {row.op for row in before} == {"gelu"}
     assert run_sweep(interrupted, "--resume") == 0
     out = capsys.readouterr().out
     assert f"--resume: {len(before)} rows and 0 ceilings in {interrupted} stand and are skipped" in out
-    after = rows.read(interrupted)
+    after = store.read(interrupted)
     assert {row.op for row in after} == {"gelu", "softmax"}
     assert [row for row in after if row.op == "gelu"] == before
     assert run_sweep(interrupted, "--resume") == 0
-    assert rows.read(interrupted) == after, "nothing is left to do"
+    assert store.read(interrupted) == after, "nothing is left to do"
 
 
 def test_resume_measures_a_missing_variant_beside_the_baseline(interrupted):
-    lines = [row for row in rows.read(interrupted) if (row.backend, row.pass_) != ("torch.naive", "backward")]
-    rows.write(interrupted, lines)
+    lines = [row for row in store.read(interrupted) if (row.backend, row.pass_) != ("torch.naive", "backward")]
+    store.write(interrupted, lines)
     before = {row.key: row.when for row in lines}
     assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(interrupted), "--resume"]) == 0
-    changed = {(row.backend, row.pass_) for row in rows.read(interrupted) if before.get(row.key) != row.when}
+    changed = {(row.backend, row.pass_) for row in store.read(interrupted) if before.get(row.key) != row.when}
     assert changed == {("torch.naive", "backward"), ("torch.builtin", "backward")}
 
 
 @pytest.mark.parametrize("changed", [{"commit": "decaf"}, {"torch": "1.0"}, {"dirty": True}])
 def test_resume_takes_no_row_of_another_source_or_software(interrupted, known_source, changed, capsys):
     known_source.update(changed)
-    when = {row.key: row.when for row in rows.read(interrupted)}
+    when = {row.key: row.when for row in store.read(interrupted)}
     assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(interrupted), "--resume"]) == 0
     out = capsys.readouterr().out
     assert "--resume: 0 rows" in out
     assert ("nobody knows" in out) == (changed == {"dirty": True})
-    assert all(row.when > when[row.key] for row in rows.read(interrupted))
+    assert all(row.when > when[row.key] for row in store.read(interrupted))
 
 
 def test_resume_reports_what_was_wrong_before(interrupted, capsys):
-    found = rows.read(interrupted)
+    found = store.read(interrupted)
     found[0].wrong, found[0].us = "largest deviation 1", None
-    rows.write(interrupted, found)
+    store.write(interrupted, found)
     assert run_sweep(interrupted, "--resume") == 1
     assert "WRONG: gelu" in capsys.readouterr().err
 
@@ -96,24 +98,24 @@ def test_a_peer_s_row_stands_for_one_version_of_its_library(monkeypatch):
 
 
 def test_this_run_s_rows_supersede_those_of_a_clock_that_was_ahead(interrupted):
-    found = rows.read(interrupted)
+    found = store.read(interrupted)
     for row in found:
         row.when, row.us = "2999-01-01T00:00:00+00:00", 1.0
-    rows.write(interrupted, found)
+    store.write(interrupted, found)
     assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(interrupted)]) == 0
-    after = rows.read(interrupted)
+    after = store.read(interrupted)
     assert {row.key for row in after} == {row.key for row in found}
     assert not any(row.when.startswith("2999") for row in after)
 
 
 def test_two_sweeps_do_not_write_one_file(interrupted, capsys):
     before = interrupted.read_bytes()
-    with rows.writing(interrupted):
+    with store.writing(interrupted):
         assert run_sweep(interrupted, "--resume") == 2
         assert main(["merge", str(interrupted), "--into", str(interrupted)]) == 2
     assert "another process is writing to it; give this one an --output of its own" in capsys.readouterr().err
     assert interrupted.read_bytes() == before
-    with rows.writing(interrupted), rows.writing(interrupted.with_name("other.jsonl")):
+    with store.writing(interrupted), store.writing(interrupted.with_name("other.jsonl")):
         pass
 
 
@@ -136,40 +138,40 @@ def test_resume_drops_a_line_that_was_cut_short(interrupted, capsys):
     assert f"dropped the last line, a row whose writing was cut short after {len(last) - 20} bytes" in (
         capsys.readouterr().out.replace("\n", " ")
     )
-    measured = {row.key for row in rows.read(interrupted)}
-    assert {rows.from_json(line, "").key for line in whole.decode().splitlines()} <= measured
+    measured = {row.key for row in store.read(interrupted)}
+    assert {store.from_json(line, "").key for line in whole.decode().splitlines()} <= measured
 
 
 def test_only_an_unfinished_last_row_is_repaired(tmp_path):
     path = tmp_path / "rows.jsonl"
-    assert rows.drop_unfinished(path) is None
+    assert store.drop_unfinished(path) is None
     for row in (a_row(unsupported="µ"), a_row(backend="torch.builtin")):
-        rows.append(path, row)
+        store.append(path, row)
     whole = path.read_bytes()
-    assert rows.drop_unfinished(path) is None
+    assert store.drop_unfinished(path) is None
     path.write_bytes(whole[:-1])
-    assert "gave it one" in rows.drop_unfinished(path)
+    assert "gave it one" in store.drop_unfinished(path)
     assert path.read_bytes() == whole
     first = whole.splitlines(keepends=True)[0]
     path.write_bytes(first + first[: first.index("µ".encode()) + 1])  # cut within a character
-    with pytest.raises(rows.ResultsError, match=r"rows\.jsonl:2: not UTF-8"):
-        rows.read(path)
-    assert "dropped" in rows.drop_unfinished(path)
+    with pytest.raises(store.ResultsError, match=r"rows\.jsonl:2: not UTF-8"):
+        store.read(path)
+    assert "dropped" in store.drop_unfinished(path)
     assert path.read_bytes() == first
 
 
 def test_a_row_that_is_written_in_part_is_undone(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
-    rows.append(path, a_row())
+    store.append(path, a_row())
     write = os.write
     for room in (0, 1, 20):
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", lambda file, line, room=room: write(file, line[:room]))
             with pytest.raises(OSError, match=f"only {room} of the .* bytes of a row could be written"):
-                rows.append(path, a_row(backend="torch.builtin"))
-        assert rows.read(path) == [a_row()]
-    rows.append(path, a_row(backend="torch.builtin"))
-    assert len(rows.read(path)) == 2
+                store.append(path, a_row(backend="torch.builtin"))
+        assert store.read(path) == [a_row()]
+    store.append(path, a_row(backend="torch.builtin"))
+    assert len(store.read(path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,8 @@ def test_a_row_that_is_written_in_part_is_undone(tmp_path, monkeypatch):
 def test_a_foreign_file_is_not_repaired(content, tmp_path, capsys):
     path = tmp_path / "diary.txt"
     path.write_text(content)
-    with pytest.raises(rows.ResultsError, match=r"diary\.txt:\d"):
-        rows.drop_unfinished(path)
+    with pytest.raises(store.ResultsError, match=r"diary\.txt:\d"):
+        store.drop_unfinished(path)
     assert run_sweep(path, "--resume") == 2
     assert path.read_text() == content
 
@@ -199,6 +201,6 @@ def test_rows_of_a_gpu_have_clocks_and_graphs(tmp_path, gpu_memory):
     source, reason = clocks.gpu(DEVICE)
     path = tmp_path / "rows.jsonl"
     assert main(["--op", "gelu", "--backend", "torch", *QUICK, "--output", str(path)]) == 0
-    found = rows.read(path)
+    found = store.read(path)
     assert all(row.graph for row in found)
     assert source is None or any((row.clock_mhz or 0) > 100 for row in found), reason

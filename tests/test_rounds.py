@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import clocks, intervals, rounds, timing
-from bench.clocks import Reading
+from bench.measure import clocks, intervals, rounds, timing
+from bench.measure.clocks import Reading
 
 from .conftest import DEVICE, TRIES, alone, needs_gpu
 

@@ -9,9 +9,12 @@ import re
 
 import pytest
 
-from bench import counters, lengths, rows, sweep
+from bench import sweep
 from bench.__main__ import main
-from bench.environment import ROOT
+from bench.measure import lengths
+from bench.measure.environment import ROOT
+from bench.profile import counters
+from bench.rows import store
 
 from .conftest import TIMED, a_row
 
@@ -30,10 +33,10 @@ from .conftest import TIMED, a_row
 )
 def test_spoiled_files(spoil, message, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    rows.append(path, a_row(**TIMED))
+    store.append(path, a_row(**TIMED))
     path.write_text(spoil(path.read_text()))
-    with pytest.raises(rows.ResultsError, match=message) as raised:
-        rows.read(path)
+    with pytest.raises(store.ResultsError, match=message) as raised:
+        store.read(path)
     assert str(path) in str(raised.value)
     before = path.read_text()
     assert main(["--op", "gelu", "--quick", "--no-ceilings", "--output", str(path)]) == 2
@@ -74,7 +77,7 @@ def test_spoiled_files(spoil, message, tmp_path, capsys):
 )
 def test_a_field_of_another_type_is_named(changes, message, tmp_path, capsys):
     path, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
-    path.write_text(json.dumps(json.loads(rows.to_json(a_row(**TIMED))) | changes) + "\n")
+    path.write_text(json.dumps(json.loads(store.to_json(a_row(**TIMED))) | changes) + "\n")
     page.write_text("<!-- results:begin gelu -->\n<!-- results:end gelu -->\n")
     readers = (
         ["table", str(path)],
@@ -96,11 +99,11 @@ def test_what_rows_may_lack():
     for row in (
         a_row(**TIMED | {"us": 2}),  # a whole number is a number
         a_row(unsupported="only on Sundays", shapes=[[2, 2], None, []]),
-        a_row(op=rows.CEILING, us=2.0, bytes=8, gbs=0.004),
-        a_row(op=rows.CEILING, us=2.0, flops=8, tflops=4e-6),
-        a_row(op=rows.CEILING, us=2.0),
+        a_row(op=store.CEILING, us=2.0, bytes=8, gbs=0.004),
+        a_row(op=store.CEILING, us=2.0, flops=8, tflops=4e-6),
+        a_row(op=store.CEILING, us=2.0),
     ):
-        assert rows.from_json(rows.to_json(row), "here") == row
+        assert store.from_json(store.to_json(row), "here") == row
 
 
 def _reading(path: str, page: str) -> list[list[str]]:
@@ -144,7 +147,7 @@ def test_a_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
     def full(path, row):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(rows, "append", full)
+    monkeypatch.setattr(store, "append", full)
     path = tmp_path / "rows.jsonl"
     argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
     assert main([*argv, "--output", str(path)]) == 2
@@ -155,7 +158,7 @@ def test_a_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").rglob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_row_that_is_kept_is_whole(path):
     if not path.name.endswith(counters.SUFFIX):
-        assert rows.read(path)
+        assert store.read(path)
 
 
 def test_attention_of_unknown_shapes_has_no_length():
@@ -166,6 +169,6 @@ def test_attention_of_unknown_shapes_has_no_length():
 def test_rows_survive_the_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = a_row(**TIMED, options={"approximate": "tanh"}, shapes=[[2, 2]], unsupported="a “reason”\nin two lines")
-    rows.append(path, row)
-    rows.append(path, a_row(error=float("inf"), gpu="there"))
-    assert rows.read(path) == [row, a_row(error=None, gpu="there")]
+    store.append(path, row)
+    store.append(path, a_row(error=float("inf"), gpu="there"))
+    assert store.read(path) == [row, a_row(error=None, gpu="there")]

@@ -1,0 +1,1 @@
+"""``python -m bench compare``: what changed between two files of rows."""

@@ -1,0 +1,1 @@
+"""Check a call, then time it: candidates, rounds, clocks, ceilings."""

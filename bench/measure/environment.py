@@ -1,0 +1,97 @@
+"""What a measurement was made with: machine, software, source."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Where a sweep writes its rows, and pictures of them: git ignores this folder.
+MEASURED = ROOT / "bench-results"
+#: The committed rows, which README.md and KERNEL_LOG.md show. No command writes here unless it is told to by name.
+PUBLISHED = ROOT / "bench" / "results"
+
+#: Names the source's commit (and whether files differ from it), as where git cannot be asked or knows another one, in a
+#: copy of the files.
+ENV_COMMIT = "KERNEL_LADDER_COMMIT"
+ENV_DIRTY = "KERNEL_LADDER_DIRTY"
+
+
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def machine_name() -> str:
+    """The GPU's name, else the CPU's model, else ``cpu``."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or "cpu"
+
+
+def results_file() -> Path:
+    """Where this machine's rows go: one file per model of GPU, or of CPU where there is no GPU."""
+    return MEASURED / f"{re.sub(r'[^a-z0-9]+', '-', machine_name().lower()).strip('-')}.jsonl"
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _source() -> tuple[str | None, bool | None]:
+    """Commit, and whether files differ from it. Results do not count: measuring makes no source dirty."""
+    if commit := os.environ.get(ENV_COMMIT):
+        dirty = os.environ.get(ENV_DIRTY)
+        return commit, None if dirty is None else dirty not in ("", "0", "false")
+    top = _output("git", "rev-parse", "--show-toplevel")
+    # Inside somebody else's repository git would answer with that one's commit.
+    if top is not None and Path(top).resolve() == ROOT:
+        commit = _output("git", "rev-parse", "HEAD")
+        status = _output("git", "status", "--porcelain", "--", ".", ":(exclude)bench/results")
+        if commit is not None:
+            return commit, None if status is None else bool(status)
+    return None, None
+
+
+def _driver() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The fields of a row that are the same for a whole run."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    commit, dirty = _source()
+    return {
+        "gpu": machine_name(),
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "commit": commit,
+        "dirty": dirty,
+    }

@@ -1,0 +1,83 @@
+"""The rounds of one group: what is fast among itself, then what is slow, each with the state of the GPU meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bench.measure import clocks, timing
+from bench.measure.intervals import Rounds
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one call, round by round; its own and the baseline's in the rounds that pair them; the GPU's state."""
+
+    times: Rounds
+    paired: Rounds
+    baseline: Rounds | None
+    state: clocks.State
+    moved: bool | None  # its clock was not its neighbours'
+
+
+def run(
+    launches: Mapping[str, timing.Launch],
+    baseline: str,
+    *,
+    seconds: float,
+    patience: float,
+    device: torch.device,
+    observe: Callable[[timing.Span], None],
+) -> dict[str, Timed]:
+    """Time all `launches` for `seconds` together, slow ones for longer (see :func:`bench.measure.timing.interleave`).
+
+    Those that are :func:`bench.measure.timing.apart` come after the others, with the baseline beside them. Where that is slow
+    itself, all come again beside it, in its few rounds: their times are those of the many before, their ratios those of
+    the few.
+    """
+    slow = timing.apart(launches)
+    fast = {name: launch for name, launch in launches.items() if name not in slow}
+    share = seconds / len(launches)
+
+    def taken(some: Mapping[str, timing.Launch], most: int = timing.MAX_ROUNDS) -> _Taken:
+        with clocks.watch(device) as watch:
+
+            def ran(round_: int, name: str, span: timing.Span) -> None:
+                watch.ran(round_, name, span)
+                observe(span)
+
+            paired_with = baseline if baseline in some else None
+            times = timing.interleave(some, share * len(some), paired_with, ran, patience, most)
+        return _Taken(times, watch, watch.moved())
+
+    alone = taken(fast)
+    found = {name: _timed(alone, name, alone, baseline) for name in fast}
+    if slow:
+        again = {name: launch for name, launch in launches.items() if name in slow or baseline in (name, *slow)}
+        # No more rounds than the slow ones need.
+        beside = taken(again, max(timing.MIN_ROUNDS, *(int(share / launches[name].seconds) for name in slow)))
+        found |= {name: _timed(beside, name, beside, baseline) for name in slow}
+        if baseline in slow:
+            found |= {name: _timed(alone, name, beside, baseline) for name in fast}
+    return {name: found[name] for name in launches}
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Rounds that some launches shared, and what was seen of the GPU in them."""
+
+    times: Mapping[str, Rounds]
+    watch: clocks.Watch
+    moved: Mapping[str, bool | None]
+
+
+def _timed(own: _Taken, name: str, pairs: _Taken, baseline: str) -> Timed:
+    return Timed(
+        own.times[name],
+        pairs.times[name],
+        pairs.times.get(baseline),
+        own.watch.state(name),
+        own.moved.get(name),
+    )

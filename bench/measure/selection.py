@@ -1,0 +1,83 @@
+"""What a sweep measures: the choice, and the groups that it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import kernel_ladder
+from bench.measure.cases import default_dtypes, sweep_cases
+from bench.rows.ratio import baseline_of
+from kernel_ladder.spec import Case
+from kernel_ladder.table import Variant
+
+#: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, a quick sweep leaves them out and
+#: any other measures them at the quick cases alone: else they would take most of its time.
+LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to measure, and how long."""
+
+    ops: Sequence[str]
+    backends: Sequence[str] | None = None  # levels and variants; None for all
+    dtypes: Sequence[torch.dtype] | None = None  # None for the default of each case
+    passes: Sequence[str] = ("forward", "backward")
+    quick: bool = False
+    seconds: float = 0.7  # measuring, for all variants of one case, dtype and pass together
+    settle: float = 0.5  # at most, before the first counted round
+    ceilings: bool = True  # measure a GPU's ceilings first
+    peers: Sequence[str] = ()
+    named: Sequence[str] = ()  # variants and peers that are asked for by name
+    share: tuple[int, int] = (1, 1)  # which of how many parts of the groups
+
+    def takes(self, variant: Variant) -> bool:
+        """Whether a variant is to be measured. The baseline always is: speedups are paired with it."""
+        if self.backends is None or variant.name == baseline_of(variant.op):
+            return True
+        return variant.name in self.backends or variant.level in self.backends
+
+    def tunes(self, name: str, case: Case) -> bool:
+        """Whether there is time for a variant's tuning at a case."""
+        return name not in LONG_TUNING or (case.quick and not self.quick) or name in self.named
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is measured together: the variants of one case, dtype and pass."""
+
+    op: str
+    case: Case
+    dtype: torch.dtype
+    passes: Sequence[str]
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.case.id} {self.dtype_name}"
+
+
+def groups(choice: Choice, device: torch.device) -> list[Group]:
+    """What is to be measured, in the order of the specs.
+
+    Of several shares each has cases of every operation, large and small: they take about as long as each other.
+    """
+    part, parts = choice.share
+    cases = [(op, case) for op in choice.ops for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)]
+    found = [
+        Group(op, case, dtype, _with_kernels(choice.passes, op, case))
+        for op, case in cases[part - 1 :: parts]
+        for dtype in choice.dtypes or default_dtypes(case, device, choice.quick)
+    ]
+    return [group for group in found if group.passes]
+
+
+def _with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
+    """Without the backward pass that moves nothing: its gradients are views, and there is no kernel to time."""
+    of_case = (pass_ for pass_ in passes if pass_ in case.passes)
+    return [pass_ for pass_ in of_case if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]

@@ -1,0 +1,1 @@
+"""``python -m bench profile``: kernels, operators and hardware counters of one call."""

@@ -1,0 +1,1 @@
+"""Rows of results: files, their order, merging, resuming."""

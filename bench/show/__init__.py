@@ -1,0 +1,1 @@
+"""Rows as tables, pictures and a page."""

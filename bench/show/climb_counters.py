@@ -1,0 +1,77 @@
+"""What hardware counters say of a step of the climb: the cells of its table, those that moved in bold.
+
+The counters are those that ``python -m bench profile --ncu --save`` keeps beside a file of rows; what the profiler did
+not give is absent or null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.profile import counters
+from bench.rows.store import Row
+
+Counters = Mapping[str, Any]
+MOVED = 0.1  # a smaller share is no reason for a step's gain
+
+
+def beside(results: Path) -> dict[tuple[str, ...], Counters]:
+    """The counters of each call, by its key without the GPU; none where there is no file."""
+    return {
+        tuple(found[name] for name in counters.KEY if name != "gpu"): found["counters"]
+        for found in counters.read(counters.file_beside(results))
+    }
+
+
+def of(row: Row, found: Mapping[tuple[str, ...], Counters]) -> Counters:
+    """The counters of a row's call, empty where it was not profiled."""
+    return found.get((row.op, row.backend, row.pass_, row.dtype, row.shape), {})
+
+
+def _over_least(mine: Counters) -> float | None:
+    moved, least = mine.get("dram_bytes"), mine.get("least_bytes")
+    return None if moved is None or not least else moved / least
+
+
+def _top_stall(mine: Counters) -> str | None:
+    stalls = mine.get("top_stalls") or {}
+    return max(stalls, key=stalls.__getitem__) if stalls else None
+
+
+def _number(name: str) -> Callable[[Counters], Any]:
+    return lambda mine: mine.get(name)
+
+
+#: Heading, value and how it is written.
+COLUMNS: tuple[tuple[str, Callable[[Counters], Any], str], ...] = (
+    ("DRAM bytes / least", _over_least, "{:.2f}"),
+    ("tensor pipe", _number("tensor_pipe_pct"), "{:.0f} %"),
+    ("issue slots", _number("issue_pct"), "{:.0f} %"),
+    ("occupancy", _number("occupancy_pct"), "{:.0f} %"),
+    ("registers", _number("registers"), "{:.0f}"),
+    ("shared memory, bytes", _number("shared_bytes"), "{:,.0f}"),
+    ("bank conflicts", _number("bank_conflicts"), "{:,.0f}"),
+    ("local memory, bytes", _number("local_bytes"), "{:,.0f}"),
+    ("largest stall", _top_stall, "{}"),
+)
+
+
+def cells(mine: Counters, before: Counters) -> list[str]:
+    """One cell a column, bold where it is not what it was in the step before, and is seen not to be."""
+    found = []
+    for _, value, form in COLUMNS:
+        now, then = value(mine), value(before)
+        text = "" if now is None else form.format(now)
+        found.append(f"**{text}**" if moved(then, now) and text != form.format(then) else text)
+    return found
+
+
+def moved(then: Any, now: Any) -> bool:
+    """Whether a counter changed by more than a small share, or a name by anything."""
+    if then is None or now is None:
+        return False
+    if isinstance(now, str):
+        return now != then
+    return abs(now - then) > MOVED * max(abs(now), abs(then))

@@ -1,0 +1,25 @@
+"""The one shape and dtype that stand for an operation where there is room for no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import kernel_ladder
+from bench.rows.store import Row
+
+
+def headline(op: str, rows: Iterable[Row]) -> tuple[str, str] | None:
+    """Shape and dtype: the last quick case that was measured, in bfloat16 where that was; None where nothing was."""
+    mine = [row for row in rows if row.op == op]
+    if not mine:
+        return None
+    dtype = "bfloat16" if any(row.dtype == "bfloat16" for row in mine) else mine[0].dtype
+    return headline_shape(op, (row for row in mine if row.dtype == dtype)), dtype
+
+
+def headline_shape(op: str, rows: Iterable[Row]) -> str:
+    """The last quick case among rows of one operation, of which there must be one; the last of all if none is quick."""
+    measured = list(dict.fromkeys(row.shape for row in rows))
+    sweep = kernel_ladder.spec(op).sweep if op in kernel_ladder.OPS else ()
+    quick = [case.id for case in sweep if case.quick and case.id in measured]
+    return (quick or measured)[-1]

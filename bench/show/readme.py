@@ -1,0 +1,275 @@
+"""``python -m bench readme``: renew the tables in a Markdown file from rows, so that no number is typed by hand.
+
+A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NAME -->``, where NAME is
+
+- ``summary``: every operation and variant at the operation's headline shape (the last of its quick sweep)
+- ``machine``: what the rows were measured with
+- an operation: its rates at every shape
+- ``climb OP``: the operation's steps at its headline shape, each beside the one before it, with the counters that moved
+- ``picture OP``: the operation's picture
+- ``roofline OP``, ``roofline``: the roofline of an operation, or of all
+- ``memory``: attention's memory and time against the length
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import kernel_ladder
+from bench.measure import environment, lengths
+from bench.profile import counters
+from bench.rows import store
+from bench.rows.store import Row, picture_file
+from bench.show import climb, markdown
+from bench.show.headline import headline
+from bench.show.roofline import intensity
+from bench.show.table import fastest, mark, microseconds, rate, with_legend
+
+_BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTILINE)
+_EMPTY = "*No rows yet"
+PASSES = ("forward", "backward")
+
+PAGES = [environment.ROOT / "README.md", environment.ROOT / "KERNEL_LOG.md"]
+
+Machines = dict[Path, list[Row]]
+
+
+class ReadmeError(ValueError):
+    """The file's markers cannot be understood."""
+
+
+def renew(text: str, machines: Machines, folder: Path) -> str:
+    """`text` with every block written anew. `folder` is the file's own, from which links start."""
+    parts, at = [], 0
+    while begin := _BEGIN.search(text, at):
+        name = begin["name"]
+        line = text.count("\n", 0, begin.start()) + 1
+        end = text.find(f"<!-- results:end {name} -->", begin.end())
+        following = _BEGIN.search(text, begin.end())
+        if end < 0 or (following and following.start() < end):
+            raise ReadmeError(f"line {line}: `results:begin {name}` has no `<!-- results:end {name} -->` of its own")
+        held = text[begin.end() : end].strip()
+        if held and not held.startswith(_EMPTY) and not any(machines.values()):
+            where = " or ".join(map(str, machines)) or "bench/results"
+            raise ReadmeError(f"line {line}: there are no rows in {where} to replace what {name!r} holds")
+        try:
+            block = _block(name, machines, folder)
+        except ReadmeError as error:
+            raise ReadmeError(f"line {line}: {error}") from None
+        parts += [text[at : begin.end()], "\n\n", block, "\n\n"]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def _block(name: str, machines: Machines, folder: Path) -> str:
+    make, op = _maker(name, folder)
+    blocks = [make(path, found) for path, found in machines.items()]
+    written = "\n\n".join(filter(None, blocks))
+    return written or f"{_EMPTY}: `python -m bench{f' --op {op}' if op else ''}` writes them.*"
+
+
+def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], str]:
+    """What writes a block of one machine's rows, and the operation that it is about, if it is about one."""
+    word, _, op = name.partition(" ")
+    of_all: dict[str, Callable[[Path, list[Row]], str]] = {
+        "summary": _summary,
+        "machine": _machine,
+        "memory": lambda path, found: _memory(path, found, folder),
+        "roofline": lambda path, found: _roofline("", path, found, folder),
+    }
+    of_one: dict[str, Callable[[Path, list[Row]], str]] = {
+        "climb": lambda path, found: climb.write(op, path, found),
+        "picture": lambda path, found: _picture(op, path, found, folder),
+        "roofline": lambda path, found: _roofline(op, path, found, folder),
+    }
+    if name in of_all:
+        return of_all[name], ""
+    if name in kernel_ladder.OPS:
+        return lambda path, found: _rates(name, found), name
+    if word in of_one and op in kernel_ladder.OPS:
+        return of_one[word], op
+    known = [*of_all, *(f"'{word} OP'" for word in of_one), "OP"]
+    raise ReadmeError(f"unknown block {name!r}; known are {', '.join(known)}, of {', '.join(kernel_ladder.OPS)}")
+
+
+def _machine(path: Path, found: list[Row]) -> str:
+    if not found:
+        return ""
+    in_time = sorted(found, key=lambda row: row.when)
+    newest = in_time[-1]
+    versions: dict[str, dict[str, None]] = {}
+    for row in in_time:
+        of_row = {"driver": row.driver, "CUDA": row.cuda, "PyTorch": row.torch, "Triton": row.triton}
+        if row.peer_version != row.torch:  # a peer that is PyTorch itself is named already
+            of_row[row.backend.partition(".")[2]] = row.peer_version
+        for name, version in of_row.items():
+            if version:
+                versions.setdefault(name, {})[version] = None
+    with_ = ", ".join(f"{name} {' and '.join(known)}" for name, known in versions.items())
+    commits = [f"`{commit[:12]}`" for commit in dict.fromkeys(row.commit for row in in_time if row.commit)]
+    source = f"; source {commits[-1]}" if commits else ""
+    if len(commits) > 1:
+        source = f"; source of {len(commits)} commits up to {commits[-1]}, each row naming its own"
+    if any(row.dirty for row in found):
+        source += " (with changes)" if len(commits) < 2 else ", some with changes"
+    note = " Triton ran in its interpreter there: its times say nothing." if any(r.interpreted for r in found) else ""
+    return f"Measured on {newest.gpu} with {with_}{source}; {newest.when[:10]}.{note}"
+
+
+def _summary(path: Path, found: list[Row]) -> str:
+    lines = []
+    for op in kernel_ladder.OPS:
+        standing = headline(op, found)
+        if standing is None:
+            continue
+        shape, dtype = standing
+        mine = [row for row in found if (row.op, row.shape, row.dtype) == (op, shape, dtype)]
+        best = {p: fastest(row for row in mine if row.pass_ == p) for p in PASSES}
+        for backend in dict.fromkeys(row.backend for row in mine):
+            cells = [f"**{op}** {shape}, {dtype}" if not lines or lines[-1][-1] != op else "", f"`{backend}`"]
+            for pass_ in PASSES:
+                row = next((r for r in mine if r.backend == backend and r.pass_ == pass_), None)
+                cells += _cells(row, marked=backend in best[pass_])
+            lines.append([*cells, op])
+    if not lines:
+        return ""
+    measured = ["time (quartiles)", "rate", "of ceiling", "× baseline"]
+    header = ["operation", "backend", *(f"{p} {m}" for p in PASSES for m in measured)]
+    table = markdown.grid(header, [line[:-1] for line in lines], [False, False] + [True] * 8)
+    return f"{_machine(path, found)}\n\n{with_legend(table)}"
+
+
+def _cells(row: Row | None, marked: bool) -> list[str]:
+    if row is None:
+        return ["", "", "", ""]
+    if row.us is None:
+        return [f"wrong: {row.wrong}" if row.wrong else f"*{row.unsupported}*", "", "", ""]
+    bold = "**" if marked else ""
+    return [
+        f"{bold}{microseconds(row.us)}{bold} ({microseconds(row.us_q1)} – {microseconds(row.us_q3)})"
+        + (" *interpreted*" if row.interpreted else "")
+        + mark(row),
+        rate(row),
+        f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
+        f"{row.speedup:.2f}" if row.speedup is not None else "",
+    ]
+
+
+def _rates(op: str, found: list[Row]) -> str:
+    """Rates of an operation, a line per shape, a column per variant."""
+    mine = [row for row in found if row.op == op]
+    tables = []
+    for dtype in sorted({row.dtype for row in mine}, key=lambda d: (d != "bfloat16", d)):
+        for pass_ in PASSES:
+            rows_ = [row for row in mine if row.dtype == dtype and row.pass_ == pass_]
+            if rows_:
+                tables.append(f"{op} {pass_}, {dtype}, {rows_[0].gpu}:\n\n{_grid(rows_)}")
+    return with_legend("\n\n".join(tables))
+
+
+def _grid(found: list[Row]) -> str:
+    timed = [row for row in found if row.us is not None]
+    bytes_bound = 2 * sum(row.bytes_bound for row in timed) >= len(timed)
+    backends = list(dict.fromkeys(row.backend for row in found))
+    reasons: list[str] = []  # footnotes: one sentence, however many cells it explains
+    lines = []
+    for shape in dict.fromkeys(row.shape for row in found):
+        members = {row.backend: row for row in found if row.shape == shape}
+        best = fastest(members.values())
+        cells = [shape, _roof(list(members.values()), bytes_bound)]
+        for backend in backends:
+            row = members.get(backend)
+            if row is None:
+                cells.append("")
+            elif row.us is None:
+                reason = f"wrong: {row.wrong}" if row.wrong else str(row.unsupported)
+                if reason not in reasons:
+                    reasons.append(reason)
+                cells.append(f"— ({reasons.index(reason) + 1})")
+            else:
+                bold = "**" if backend in best else ""
+                cells.append(f"{bold}{rate(row, bytes_bound)}{bold}{mark(row)}")
+        lines.append(cells)
+    table = markdown.grid(
+        ["shape", "ceiling", *(f"`{b}`" for b in backends)], lines, [False, *([True] * (len(backends) + 1))]
+    )
+    notes = "\\\n".join(f"({i}) {markdown.escape(reason)}" for i, reason in enumerate(reasons, 1))
+    return f"{table}\n\n{notes}" if notes else table
+
+
+def _roof(members: list[Row], bytes_bound: bool) -> str:
+    row = next((row for row in members if row.least_us), None)
+    if row is None:
+        return ""
+    at_roof = Row(**{**row.__dict__, "gbs": row.bytes / row.least_us / 1e3, "tflops": row.flops / row.least_us / 1e6})
+    return rate(at_roof, bytes_bound)
+
+
+def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
+    mine = [row for row in found if row.op == op and row.us is not None]
+    if not mine:
+        return ""
+    link = os.path.relpath(picture_file(path, op), folder)
+    return f"![{op} on {mine[0].gpu}: rate against size, a line per variant, the measured ceiling dashed]({link})"
+
+
+def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
+    drawn = [row for row in found if op in ("", row.op) and row.us is not None and intensity(row)]
+    if not drawn:
+        return ""
+    link = os.path.relpath(picture_file(path, f"roofline-{op}" if op else "roofline"), folder)
+    what = f"Roofline of {op or 'every operation'} on {drawn[0].gpu}"
+    return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})"
+
+
+def _memory(path: Path, found: list[Row], folder: Path) -> str:
+    drawn = lengths.family(found)
+    if not drawn:
+        return ""
+    link = os.path.relpath(picture_file(path, lengths.PICTURE), folder)
+    return f"![Memory and time of {lengths.OP} on {drawn[0].gpu} against the length, tokens held]({link})"
+
+
+def default_results() -> list[Path]:
+    """Every GPU's committed file; the CPU's where there is no other."""
+    files = sorted(environment.PUBLISHED.glob("*.jsonl"))
+    files = [f for f in files if not f.name.endswith(counters.SUFFIX)]
+    return [f for f in files if f.stem != "cpu"] or files
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0; 1 where --check finds a stale block; 2 for markers or rows that cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m bench readme", description="Renew the tables between markers.")
+    parser.add_argument(
+        "file", type=Path, nargs="*", default=PAGES, help="Markdown files (default: README.md and KERNEL_LOG.md)"
+    )
+    parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
+    args = parser.parse_args(argv)
+    # In the order of the file, which the sweep sorted: the same on machines that do not know every variant.
+    machines = {
+        path: store.of_one_machine(store.latest(store.read_given(path))) for path in args.results or default_results()
+    }
+    stale = False
+    for file in args.file:
+        try:
+            before = file.read_text(encoding="utf-8")
+            after = renew(before, machines, file.resolve().parent)
+        except (OSError, UnicodeDecodeError, ReadmeError) as error:
+            said = error.strerror if isinstance(error, OSError) else error
+            print(f"python -m bench readme: {file}: {said}", file=sys.stderr)
+            return 2
+        if after == before:
+            continue
+        stale = True
+        if args.check:
+            print(f"{file} is stale; `python -m bench readme` renews it", file=sys.stderr)
+        else:
+            store.replace(file, after)
+            print(f"renewed {file}")
+    return 1 if args.check and stale else 0
