@@ -32,7 +32,7 @@ if not torch.cuda.is_available() and table.unavailable("gelu", "triton") is None
     import triton_impl
 
     if triton_impl.interpreted():
-        from . import interpreter
+        from .triton import interpreter
 
         interpreter.hasten()
 

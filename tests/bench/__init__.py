@@ -1,0 +1,1 @@
+"""The sweep, its rows, tables and pictures."""

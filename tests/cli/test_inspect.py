@@ -1,0 +1,599 @@
+"""``python -m kernel_ladder inspect``: what it says of every variant is true, and what it cannot say has a reason."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pygments.lexers import get_lexer_by_name
+from rich.console import Console
+
+import cuda_impl
+import kernel_ladder
+from kernel_ladder import table
+from kernel_ladder.__main__ import main
+from kernel_ladder.cli import inspect_command
+from kernel_ladder.errors import InspectError
+from kernel_ladder.inspection import architecture, cubin
+from kernel_ladder.inspection.inspect import CODE, NO_KERNEL, PASSES, Code, Inspection, Request, inspect
+from kernel_ladder.testing.cases import case_named
+
+from ..conftest import DEVICE, every_variant, needs_gpu, variant_id
+
+ROOT = Path(__file__).resolve().parents[2]
+
+needs_extension = pytest.mark.skipif(cuda_impl.extension() is None, reason="the extension was not built")
+needs_cuobjdump = pytest.mark.skipif(cubin.cuobjdump() is None, reason="no cuobjdump was found")
+
+
+@functools.cache
+def looked_into(
+    op: str, backend: str, pass_: str = "forward", *code: str, arch: str | None = None, shape: str | None = None
+) -> Inspection:
+    (variant,) = (v for v in table.variants(op) if v.name == backend)
+    dtype = torch.float32 if (op, backend) == ("linear", "cuda.registers") else torch.bfloat16
+    case = None if shape is None else case_named(kernel_ladder.spec(op), shape)
+    return inspect(Request(variant, case, dtype, pass_, arch, frozenset(code)))
+
+
+def at_level(level: str) -> list:
+    return [pytest.param(v, p, id=f"{variant_id(v)}-{p}") for v in every_variant(level) for p in PASSES]
+
+
+def exists(location: str | None) -> bool:
+    """Whether ``file:line`` names a line that is there."""
+    path, _, line = (location or ":0").rpartition(":")
+    return 0 < int(line) <= len((ROOT / path).read_text().splitlines())
+
+
+def without_kernels(found: Inspection) -> bool:
+    """Whether a pass has none, and says so: its gradients are views, made by other operations, or not given."""
+    if NO_KERNEL not in found.notes:
+        return False
+    assert not found.kernels
+    assert found.pass_ == "backward"
+    assert found.op in ("add", "sum", "linear") or (found.op, found.backend) == ("attention_varlen", "cuda.pingpong")
+    return True
+
+
+# ---- each level ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "pass_"), at_level("torch"))
+def test_torch_shows_the_formula_and_its_operators(variant, pass_):
+    small = {"attention": "B2 H4 S128 D64 full", "attention_varlen": "T256 H4 D64 causal"}
+    # A call is made where there is a GPU, and of a case of the sweep the formula's scores take tens of GiB.
+    shape = small.get(variant.op) if DEVICE.type == "cuda" else None
+    found = looked_into(variant.op, variant.name, pass_, "source", shape=shape)
+    assert exists(found.source)
+    assert [c.language for c in found.code] == ["python"]
+    assert all("aten." in operator for operator in found.operators)
+    not_shown = any("operators are not shown" in note for note in found.notes)
+    assert bool(found.operators) != (not_shown or without_kernels(found))
+    if DEVICE.type == "cuda":
+        views_alone = all(re.match(r"aten\.(expand|unsqueeze)\b", operator) for operator in found.operators)
+        assert bool(found.launches) != views_alone
+
+
+def test_the_operators_are_those_of_the_formula():
+    forward = looked_into("softmax", "torch.naive").operators
+    assert [o.split(" ")[0] for o in forward] == [
+        "aten._to_copy.default",
+        "aten.amax.default",
+        "aten.sub.Tensor",
+        "aten.exp.default",
+        "aten.sum.dim_IntList",
+        "aten.div.Tensor",
+        "aten._to_copy.default",
+    ]
+    assert "aten._softmax_backward_data.default" in " ".join(
+        looked_into("softmax", "torch.builtin", "backward").operators
+    )
+
+
+def compiled() -> list:
+    """Without a GPU compiling takes seconds a pass: operations then have theirs by turns."""
+    every = at_level("compile")
+    return every if DEVICE.type == "cuda" else [each for i, each in enumerate(every) if i // 2 % 2 == i % 2]
+
+
+@pytest.mark.parametrize(("variant", "pass_"), compiled())
+def test_compile_shows_its_kernels(variant, pass_):
+    try:
+        found = looked_into(variant.op, variant.name, pass_, "source")
+    except InspectError as error:
+        pytest.skip(str(error))
+    assert found.kernel_count is not None
+    assert found.library_count is not None
+    assert found.kernel_count + found.library_count >= 1
+    assert found.compile_s is not None
+    assert found.compile_s > 0
+    *kernels, calls = found.code
+    assert [k.name for k in found.kernels if k.note and "called" in k.note] == [code.title for code in kernels]
+    for code in kernels:
+        assert code.title in calls.text
+        assert code.language == ("python" if DEVICE.type == "cuda" else "cpp")
+    if DEVICE.type == "cuda":
+        assert len(found.launches) >= found.kernel_count
+
+
+def test_compile_fuses_the_formula_of_gelu_into_one_kernel():
+    assert looked_into("gelu", "compile.default").kernel_count == 1
+    assert len(looked_into("gelu", "torch.naive").operators) > 1
+
+
+def ahead_of_time() -> list:
+    """Every pass for Hopper; for Ampere one of each operation, since a process for each takes seconds."""
+    first = {v.op: v for v in reversed(every_variant("triton"))}
+    return [pytest.param(*p.values, "sm_90", id=f"sm_90-{p.id}") for p in at_level("triton")] + [
+        pytest.param(v, "forward", "sm_80", id=f"sm_80-{variant_id(v)}") for v in reversed(first.values())
+    ]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize(("variant", "pass_", "arch"), ahead_of_time())
+def test_triton_compiles_ahead_of_time(variant, pass_, arch):
+    found = looked_into(variant.op, variant.name, pass_, *CODE, arch=arch)
+    assert found.arch == arch
+    if without_kernels(found):
+        return
+    assert found.kernels
+    for kernel in found.kernels:
+        assert exists(kernel.source)
+        assert kernel.registers is not None
+        assert 0 < kernel.registers <= 255
+        assert kernel.local == 0 or arch == "sm_80", "tuned for Hopper, where nothing spills"
+        assert kernel.blocks_per_sm is not None
+        assert kernel.blocks_per_sm >= 1
+        assert kernel.grid is not None
+    by_kind = {kind: [c for c in found.code if c.language == kind] for kind in ("python", "ttgir", "ptx", "sass")}
+    assert {c.title for c in by_kind["ptx"]} == {k.name for k in found.kernels}
+    for code in by_kind["ptx"]:
+        assert f".target {arch}" in code.text
+        assert f".entry {code.title}(" in code.text
+    assert all("EXIT" in code.text for code in by_kind["sass"])
+    assert by_kind["ttgir"]
+    assert by_kind["python"]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_kernels_begin_early_where_the_architecture_lets_them(arch):
+    """Whatever GPU is here, or none."""
+    found = looked_into("rms_norm", "triton.fused", "forward", "ptx", arch=arch)
+    (ptx,) = (code.text for code in found.code if code.language == "ptx")
+    assert ("griddepcontrol" in ptx) == (arch == "sm_90")
+
+
+#: Calls whose kernels stay on the GPU as many as it holds, and which they are; on an Ampere, which has no clusters.
+STAYING = [
+    ("layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_norm_staying_kernel"),
+    ("layer_norm", "triton.cluster", "4096x65536", "backward", "sm_90", "_norm_cluster_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_90", "_norm_short_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_80", "_norm_backward_kernel"),
+    ("bias_dropout_add_layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_chain_staying_kernel"),
+]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize(("op", "backend", "shape", "pass_", "arch", "kernel"), STAYING)
+def test_kernels_that_stay_are_looked_into(op, backend, shape, pass_, arch, kernel):
+    found = looked_into(op, backend, pass_, arch=arch, shape=shape)
+    assert found.kernels[0].name == kernel
+    assert [k.name for k in found.kernels].count(kernel) == 1
+
+
+@needs_cuobjdump
+def test_triton_uses_the_tensor_cores_of_each_architecture():
+    for arch, instruction in (("sm_90", "HGMMA"), ("sm_80", "HMMA")):
+        (sass,) = (
+            c for c in looked_into("matmul", "triton.tiled", "forward", *CODE, arch=arch).code if c.language == "sass"
+        )
+        assert instruction in sass.text
+
+
+@needs_cuobjdump
+def test_triton_compiles_what_a_shape_and_dtype_launch():
+    variant = table.named("softmax", "triton.fused")[0]
+    spec = table.spec("softmax")
+    for text, block, programs in (("8x1000", 1024, 4), ("8x5000", 8192, 8)):  # of two rows, of one
+        request = Request(variant, case_named(spec, text), torch.float32, arch="sm_90")
+        (kernel,) = inspect(request).kernels
+        assert f"BLOCK={block}," in (kernel.note or "")
+        assert kernel.grid == [programs]
+
+
+@needs_cuobjdump
+def test_triton_compiles_what_a_layout_launches():
+    variant, spec = table.named("gelu", "triton.fused")[0], table.spec("gelu")
+    names = [
+        inspect(Request(variant, case_named(spec, text), arch="sm_90")).kernels for text in ("7x67", "none-sliced")
+    ]
+    assert [k.name for kernels in names for k in kernels] == ["_gelu_kernel", "_gelu_strided_kernel"]
+
+
+@needs_extension
+@needs_cuobjdump
+@pytest.mark.parametrize(("variant", "pass_"), at_level("cuda"))
+def test_cuda_reads_the_extension(variant, pass_):
+    found = looked_into(variant.op, variant.name, pass_, "source", "sass")
+    if without_kernels(found):
+        return
+    assert found.kernels
+    launched = {k.name for k in found.launches}  # on a GPU: with those of other operations
+    for kernel in found.kernels:
+        assert exists(kernel.source)
+        assert kernel.name.startswith(f"{variant.op}_") or kernel.name in launched
+        assert kernel.registers is not None
+        assert 0 < kernel.registers <= 255
+        assert kernel.local is not None
+        assert kernel.blocks_per_sm is not None, "every launch's size is known"
+        assert kernel.blocks_per_sm >= 1
+    assert {c.language for c in found.code} == {"cuda", "sass"}
+    for code in found.code:
+        assert code.language != "cuda" or ("__global__" in code.text and code.text.endswith("}\n"))
+        # ptxas 12.8 and 13.0 split such an address where registers are short, and the GPU refuses the instruction.
+        assert not re.search(r"LDGSTS\S* \[R\d+\+UR", code.text)
+
+
+INSTRUCTIONS = [
+    ("gelu", "cuda.naive", r"LDG\.E\.U16"),
+    ("gelu", "cuda.vectorized", r"LDG\.E\.128"),
+    ("softmax", "cuda.online", r"MUFU\.EX2"),
+    ("add", "cuda.vectorized", r"LDG\.E\.128"),
+    ("sum", "cuda.block", r"SHFL\.BFLY"),
+    ("sum", "cuda.two_stage", r"LDG\.E\.128"),
+    ("matmul", "cuda.tiled", r"\bLDS\b"),
+    ("matmul", "cuda.registers", r"\bFFMA\b"),
+    ("matmul", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
+    ("matmul", "cuda.wgmma", r"HGMMA\.64x128x16\.F32\.BF16"),
+    ("matmul", "cuda.wgmma", r"UTMALDG\.3D"),
+    ("matmul", "cuda.warp_specialized", r"USETMAXREG"),
+    ("matmul", "cuda.warp_specialized", r"HGMMA\.64x256x16\.F32\.BF16"),
+    ("matmul", "cuda.cluster", r"UTMALDG\.3D\.MULTICAST"),
+    ("matmul", "cuda.persistent", r"STSM\.16"),
+    ("matmul", "cuda.persistent", r"UTMASTG\.3D"),
+    ("matmul", "cuda.stream_k", r"LDG\.E\.STRONG\.GPU|LD\.E\.STRONG\.GPU"),
+    ("matmul", "cuda.split_k", r"UCGABAR_WAIT"),
+    ("attention", "cuda.flash", r"HMMA\.16816\.F32\.BF16"),
+    ("attention", "cuda.wgmma", r"HGMMA\.64x64x16\.F32\.BF16"),
+    ("attention", "cuda.wgmma", r"UTMALDG\.4D"),
+    ("attention", "cuda.warp_specialized", r"USETMAXREG"),
+    ("attention", "cuda.pingpong", r"HGMMA\.64x128x16\.F32\.BF16"),
+    ("attention", "cuda.persistent", r"STG\.E\.128"),
+    ("attention", "cuda.split_kv", r"LDGSTS\.E"),
+    ("attention_varlen", "cuda.pingpong", r"HGMMA\.64x128x16\.F32\.BF16"),
+    ("dropout", "cuda.vectorized", r"IMAD\.WIDE\.U32"),
+    ("bias_gelu", "cuda.vectorized", r"LDG\.E\.128"),
+    ("swiglu", "cuda.vectorized", r"LDG\.E\.128"),
+    ("matmul", "cuda.skinny", r"LDG\.E\.128"),
+    ("linear", "cuda.registers", r"\bFFMA\b"),
+    ("linear", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
+    ("linear", "cuda.persistent", r"HGMMA\.64x256x16\.F32\.BF16"),
+    ("linear", "cuda.persistent", r"UTMASTG\.3D"),
+]
+
+
+@needs_extension
+@needs_cuobjdump
+@pytest.mark.parametrize(("op", "backend", "instruction"), INSTRUCTIONS)
+def test_the_idea_of_a_variant_is_in_its_instructions(op, backend, instruction):
+    sass = [code.text for code in looked_into(op, backend, "forward", "source", "sass").code if code.language == "sass"]
+    assert any(re.search(instruction, text) for text in sass)
+    if instruction == r"LDG\.E\.128":
+        naive = looked_into(op, "cuda.naive", "forward", "source", "sass").code[-1].text
+        assert not re.search(instruction, naive)
+
+
+@needs_extension
+@needs_cuobjdump
+def test_every_kernel_of_the_extension_belongs_to_one_variant():
+    from cuda_impl.inspect import _KERNELS_OF, instances, of_variant, source_of
+
+    owners: dict[str, set[str]] = {i.function: set() for i in instances()}
+    for variant in every_variant("cuda"):
+        step = variant.name.partition(".")[2]
+        if (variant.op, step) in _KERNELS_OF:
+            assert of_variant(variant.op, step), "it runs those of another"
+            continue
+        for instance in of_variant(variant.op, step):
+            owners[instance.function].add(f"{variant.op} {variant.name}")
+    assert {function: len(of) for function, of in owners.items()} == dict.fromkeys(owners, 1)
+    assert all(source_of(function) for function in owners)
+
+
+@needs_extension
+@needs_cuobjdump
+def test_what_the_extension_names_is_in_the_binary():
+    from cuda_impl.inspect import instances, readable
+
+    names = {i.name for i in instances()}
+    for dtype in ("bfloat16", "float16", "float32"):
+        facts = cuda_impl.extension().kernels(dtype)
+        assert {readable(fact.type) for fact in facts} <= names
+    with pytest.raises(ValueError, match="must be float32, float16 or bfloat16, got int8"):
+        cuda_impl.extension().kernels("int8")
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@needs_extension
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_registers_and_occupancy_are_the_drivers(dtype):
+    from cuda_impl.inspect import _that_runs_here, instances, readable
+    from kernel_ladder.inspection.inspect import this_gpu
+
+    numbers = {int(re.sub(r"\D", "", i.resources.arch)): i.resources.arch for i in instances()}
+    arch = numbers[_that_runs_here(list(numbers))]
+    mine = {i.name: i.resources for i in instances() if i.resources.arch == arch}
+    for fact in cuda_impl.extension().kernels(dtype):
+        read = mine[readable(fact.type)]
+        assert (read.registers, read.shared) == (fact.registers, fact.static_shared), fact.name
+        limits = architecture.ARCHITECTURES[this_gpu()]
+        computed = architecture.occupancy(limits, fact.threads, read.registers, read.shared + fact.dynamic_shared)
+        assert computed.blocks == fact.blocks_per_sm, fact.name
+
+
+@needs_gpu
+@pytest.mark.parametrize(("variant", "pass_"), at_level("cuda"))
+def test_a_call_launches_what_is_shown(variant, pass_):
+    from cuda_impl.inspect import instances
+
+    found = looked_into(variant.op, variant.name, pass_)
+    if without_kernels(found):
+        return
+    assert found.shape is not None
+    ours = {i.name for i in instances()}
+    launched = [k.name for k in found.launches if k.name in ours]
+    assert launched
+    assert set(launched) <= {k.name for k in found.kernels}
+    assert found.kernels[0].name in launched, "those that are launched come first"
+    assert all(k.grid for k in found.launches)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("backend", "tuned"), [("triton.tiled", "_matmul_kernel"), ("triton.persistent", "_matmul_persistent_kernel")]
+)
+def test_the_autotuners_choice_and_its_losers(backend, tuned, tmp_path):
+    asked = ("inspect", "matmul", "--backend", backend, "--shape", "1024x1024x1024", "--json")
+    answers = []
+    for _ in range(2):  # timed, then read from disk
+        run = subprocess.run(
+            [sys.executable, "-m", "kernel_ladder", *asked],
+            env={**os.environ, "KERNEL_LADDER_AUTOTUNE": "1", "TRITON_CACHE_DIR": str(tmp_path)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        answers.append(json.loads(run.stdout))
+    (choice,) = answers[0]["choices"]
+    assert choice["kernel"] == tuned
+    assert len(choice["timed"]) > 1
+    assert choice["timed"][0]["config"] == choice["config"]
+    times = [timed["us"] for timed in choice["timed"] if timed["us"] is not None]
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert answers[1]["choices"] == answers[0]["choices"]
+    # What is compiled is what was chosen.
+    chosen = dict(re.findall(r"(\w+): (\w+)", choice["config"]))
+    (kernel,) = answers[0]["kernels"]
+    for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"):
+        assert f"{name}={chosen[name]}" in kernel["note"]
+
+
+# ---- occupancy -----------------------------------------------------------------------------------------------------
+
+ARCHITECTURES = st.sampled_from(list(architecture.ARCHITECTURES.values()))
+
+
+@given(ARCHITECTURES, st.integers(1, 32), st.integers(1, 255), st.integers(0, 227 * 1024))
+def test_occupancy_stays_within_the_sm(arch, warps, registers, shared):
+    found = architecture.occupancy(arch, 32 * warps, registers, shared)
+    assert 0 <= found.share <= 1
+    assert found.blocks * 32 * warps <= arch.threads
+    assert found.blocks * 32 * warps * registers <= architecture.REGISTERS
+    assert found.blocks * (shared + architecture.SHARED_RESERVED) <= arch.shared
+    assert found.limited_by
+    assert architecture.occupancy(arch, 32 * warps, min(registers + 8, 255), shared).blocks <= found.blocks
+    assert architecture.occupancy(arch, 32 * warps, registers, shared + 1024).blocks <= found.blocks
+
+
+def test_occupancy_of_known_kernels():
+    hopper = architecture.named("sm_90a")
+    assert architecture.occupancy(hopper, 256, 32, 0) == architecture.Occupancy(8, 1.0, ("threads", "registers"))
+    assert architecture.occupancy(hopper, 128, 16, 100 * 1024).limited_by == ("shared memory",)
+    # 168 registers a thread, 5376 a warp: three warps a scheduler, twelve in all, of which a block of eight takes one.
+    assert architecture.occupancy(hopper, 256, 168, 0).blocks == 1
+    assert architecture.occupancy(hopper, 1024, 255, 0).blocks == 0
+
+
+@pytest.mark.parametrize("text", ["sm_90", "sm_90a", "SM90", "90", "9.0"])
+def test_names_of_an_architecture(text):
+    assert architecture.named(text).number == 90
+
+
+def test_features_by_capability():
+    assert "wgmma" in architecture.features(90)
+    assert "TMA" not in architecture.features(89)
+    assert "cp.async" in architecture.features(80)
+    for number in (100, 120):
+        assert "wgmma" not in architecture.features(number)
+        assert "TMA" in architecture.features(number)
+
+
+# ---- shapes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "shapes"),
+    [
+        ("gelu", "16384x1024 tanh", ((16384, 1024),)),
+        ("gelu", "7x9", ((7, 9),)),
+        ("matmul", "10x20x30", ((10, 30), (30, 20))),
+        ("matmul", "8x8x8", ((8, 8), (8, 8))),
+        ("attention", "B2 H4 S100 D64 causal", ((2, 4, 100, 64),) * 3),
+        ("attention", "B2 H8/2 S100 D64 causal", ((2, 8, 100, 64), (2, 2, 100, 64), (2, 2, 100, 64))),
+    ],
+)
+def test_a_shape_is_known_or_made_like_a_known_one(op, text, shapes):
+    case = case_named(table.spec(op), text)
+    assert case.shapes == shapes
+    assert case.id.startswith(text)
+
+
+def test_options_follow_the_text():
+    spec = table.spec("attention")
+    assert case_named(spec, "B2 H4 S100 D64 causal").options["is_causal"] is True
+    assert case_named(spec, "B2 H4 S100 D64").options["is_causal"] is False
+    assert case_named(table.spec("gelu"), "5x6 tanh").options == {"approximate": "tanh"}
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+BAD = [
+    (["gel", "--backend", "torch"], "unknown operation 'gel'; did you mean 'gelu'?"),
+    (["gelu", "--backend", "torhc"], "unknown `backend` 'torhc'; did you mean 'torch' or"),
+    (["gelu", "--backend", "torch.naiv"], "did you mean 'torch.naive'"),
+    (["gelu", "--backend", "auto"], "unknown `backend` 'auto'"),
+    (["matmul", "--backend", "torch", "--shape", "10x20"], "matmul: unknown `shape` '10x20'"),
+    (["matmul", "--backend", "torch", "--shape", "0x1x1"], "unknown `shape` '0x1x1'"),
+    (["gelu", "--backend", "torch", "--shape", f"{10**11}x{10**11}"], "cannot be made: Storage size calculation"),
+    (["gelu", "--backend", "triton", "--shape", f"{10**11}x{10**11}"], "cannot be made: Storage size calculation"),
+    (["gelu", "--backend", "torch", "--shape", f"{10**9}x{10**8}"], "cannot be made: "),
+    (["gelu", "--backend", "torch", "--dtype", "int8"], "unknown `dtype` 'int8'"),
+    (["gelu", "--backend", "torch", "--pass", "backwards"], "unknown `pass` 'backwards'; did you mean 'backward'?"),
+    (["gelu", "--backend", "triton", "--arch", "sm_91"], "unknown `arch` 'sm_91'; did you mean 'sm_90'?"),
+    (["gelu", "--backend", "torch", "--arch", "sm_90"], "`arch` is for cuda and triton"),
+    (["gelu", "--backend", "compile", "--sass"], "the compile level has no sass to show; it has source"),
+    (["gelu", "--backend", "torch", "--kernel", "x"], "`kernel` chooses among those of other levels"),
+    (["softmax", "--backend", "triton.fused", "--shape", "4x70000"], "rows of 70000 elements are too long"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_arguments(capsys, arguments, message):
+    assert main(["inspect", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+
+
+@needs_extension
+@needs_cuobjdump
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gelu", "--backend", "cuda", "--arch", "sm_120"], "was not built for `arch` 'sm_120'; it has"),
+        (["attention", "--backend", "cuda.flash", "--dtype", "fp32"], "has no kernel for float32; it has bfloat16"),
+        (
+            ["gelu", "--backend", "cuda", "--kernel", "nothing"],
+            "no kernel of cuda.vectorized has 'nothing' in its name",
+        ),
+        (["gelu", "--backend", "cuda", "--ttgir"], "the cuda level has no ttgir to show"),
+    ],
+)
+def test_bad_arguments_of_the_cuda_level(capsys, arguments, message):
+    assert main(["inspect", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@needs_extension
+def test_without_cuobjdump_the_reason(capsys, monkeypatch):
+    from cuda_impl.inspect import instances
+
+    monkeypatch.setattr(cubin, "cuobjdump", lambda: None)
+    cubin.resources.cache_clear()
+    instances.cache_clear()
+    try:
+        assert main(["inspect", "gelu", "--backend", "cuda"]) == 2
+    finally:
+        cubin.resources.cache_clear()
+        instances.cache_clear()
+    assert "no cuobjdump was found" in capsys.readouterr().err
+
+
+def test_a_level_that_was_not_built(capsys, monkeypatch):
+    monkeypatch.setattr(table, "variants", lambda op, level=None: [])
+    monkeypatch.setattr(table, "unavailable", lambda op, level: "it was not built")
+    assert main(["inspect", "gelu", "--backend", "cuda"]) == 2
+    assert "gelu: backend 'cuda' cannot be looked into: it was not built" in capsys.readouterr().err
+
+
+def test_json_and_text_tell_the_same(capsys):
+    assert main(["inspect", "gelu", "--backend", "torch.naive", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["op"], found["backend"], found["pass"], found["dtype"]) == (
+        "gelu",
+        "torch.naive",
+        "forward",
+        "bfloat16",
+    )
+    assert main(["inspect", "gelu", "--backend", "torch.naive", "--source"]) == 0
+    text = capsys.readouterr().out
+    assert found["source"] in text
+    for operator in found["operators"]:
+        assert operator in text
+    assert "torch.erf(x / math.sqrt(2))" in text
+
+
+def test_code_goes_into_a_folder(capsys, tmp_path):
+    folder = tmp_path / "new" / "folder"
+    arguments = ["inspect", "gelu", "--backend", "torch.naive", "--source", "--output", str(folder)]
+    assert main(arguments) == 0
+    assert "torch.erf" not in capsys.readouterr().out
+    (code,) = folder.glob("*.py")
+    assert "torch.erf" in code.read_text()
+    assert json.loads((folder / "inspection.json").read_text())["backend"] == "torch.naive"
+    (tmp_path / "file").write_text("mine")
+    assert main([*arguments[:-1], str(tmp_path / "file")]) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
+    assert main([*arguments[:-1], str(tmp_path / "file" / "folder")]) == 2
+    assert f"`output` {tmp_path}/file/folder cannot be written: Not a directory" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("language", inspect_command.LEXERS)
+def test_code_is_highlighted_in_a_terminal_alone(language):
+    get_lexer_by_name(inspect_command.LEXERS[language])
+    code = Code("title", language, "mov.b32 %r1, 1; // [bold]not markup[/]\n")
+    for terminal in (True, False):
+        with open(os.devnull, "w") as nowhere:
+            console = Console(file=nowhere, force_terminal=terminal, record=True, width=100)
+            inspect_command.show_code(console, code)
+            shown = console.export_text(styles=True)
+        if terminal:
+            assert "[bold]not markup[/]" in re.sub(r"\x1b\[[0-9;]*m", "", shown)
+            assert "\x1b[" in shown
+    assert set(inspect_command.LEXERS) == set(inspect_command.SUFFIXES)
+
+
+def test_names_of_kernels_are_readable():
+    pytest.importorskip("cuda_impl.inspect")
+    from cuda_impl.inspect import readable
+
+    mangled = "_ZN2kl12_GLOBAL__N_117gelu_naive_kernelI13__nv_bfloat16NS0_5ExactEEEvPT_PKS4_NS_7StridedEl"
+    assert readable(mangled) == "gelu_naive_kernel<bfloat16, Exact>"
+    assert readable("plain_kernel") == "plain_kernel"
+
+
+def test_every_level_has_its_part():
+    import importlib
+
+    for level, package in kernel_ladder.LEVELS.items():
+        module = importlib.import_module(f"{package}.inspect")
+        assert set(module.CODE) <= set(CODE), level
+        assert callable(module.inspect)

@@ -1,0 +1,1 @@
+"""The CUDA level's kernels on a GPU."""

@@ -1,0 +1,166 @@
+"""Attention on Hopper's tensor cores: which calls each step takes, and many tiles of every shape against float64."""
+
+from __future__ import annotations
+
+import math
+import re
+from unittest import mock
+
+import pytest
+import torch
+
+import kernel_ladder
+from cuda_impl import attention
+from kernel_ladder import autograd, table
+from kernel_ladder.semantics.masks import LOWER_RIGHT
+from kernel_ladder.spec import Case
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_inputs
+
+from ..conftest import DEVICE, needs_gpu, skip_unless_it_runs
+
+STEPS = ("cuda.wgmma", "cuda.warp_specialized", "cuda.pingpong", "cuda.persistent")
+ALL = (*STEPS, "triton.warp_specialized")
+
+
+def step(name: str) -> table.Variant:
+    found = [v for v in table.variants("attention") if v.name == name]
+    return found[0] if found else pytest.skip(f"{name} is not installed")
+
+
+# ---- without a GPU -------------------------------------------------------------------------------------------------
+
+
+def operands(d: int = 64, d_v: int = 64, batch: tuple[int, ...] = (2,), layout: str = "contiguous") -> tuple:
+    def operand(size: int) -> torch.Tensor:
+        if layout == "bshd":
+            return torch.empty(*batch, 100, 4, size, dtype=torch.bfloat16).transpose(-2, -3)
+        offset = 4 if layout == "offset" else 0
+        shape = (*batch, 4, 100, size)
+        return torch.empty(math.prod(shape) + offset, dtype=torch.bfloat16)[offset:].view(shape)
+
+    return operand(d), operand(d), operand(d_v)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        (operands(), None),
+        (operands(d=8, d_v=128), None),
+        (operands(layout="bshd"), None),
+        (operands(layout="offset"), "those of `query` do not"),
+        (operands(d=60), "multiples of 8, got 60 and 64"),
+        (operands(d=136), "takes head dimensions up to 128, got 136"),
+        (operands(d_v=256), "takes head dimensions up to 128, got 256"),
+        (operands(batch=()), "takes 4 dimensions"),
+        ((*operands(), torch.ones(100, 100, dtype=torch.bool)), "no mask in memory"),
+    ],
+)
+def test_what_a_step_does_not_take_is_said(inputs, reason):
+    with mock.patch.object(attention, "_runs_hopper_steps", return_value=True):
+        said = attention.hopper_unsupported("pingpong", 128)(*inputs)
+    assert (said is None) == (reason is None), said
+    assert reason is None or re.search(reason, said)
+
+
+def _reason(*inputs: torch.Tensor) -> str | None:
+    return attention.hopper_unsupported("persistent", 256)(*inputs)
+
+
+def test_memory_that_does_not_begin_on_16_bytes_is_not_for_tma(monkeypatch):
+    whole = torch.zeros(1024 + 8, dtype=torch.bfloat16)
+    off = torch.from_dlpack(whole[4 : 4 + 1024]).view(1, 2, 32, 16)
+    if off.storage_offset() != 0 or off.data_ptr() % 16 == 0:
+        pytest.skip("this PyTorch tells where foreign memory begins by its offset, or has moved it")
+    fine = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(attention, "_runs_hopper_steps", lambda device, dtype: True)
+    assert _reason(fine, fine, fine) is None
+    assert "those of `key` do not" in _reason(fine, off, fine)
+
+
+def test_the_default_is_the_last_step():
+    """After it comes `split_kv`, which takes few queries only."""
+    names = [v.name for v in table.variants("attention", "cuda")]
+    if not names:
+        pytest.skip("the extension was not built")
+    assert names[-len(STEPS) - 1 :] == [*STEPS, "cuda.split_kv"]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+BANDS = {
+    "full": {"is_causal": False},
+    "causal": {"is_causal": True},
+    "lower-right": {"is_causal": LOWER_RIGHT},
+    "window": {"is_causal": False, "window_size": (300, 20)},
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype"),
+    [
+        (64, 64, torch.bfloat16),
+        (128, 128, torch.bfloat16),
+        (128, 128, torch.float16),
+        (96, 96, torch.bfloat16),
+        (256, 256, torch.bfloat16),
+        (40, 72, torch.bfloat16),
+        (200, 8, torch.float16),
+    ],
+    ids=str,
+)
+def test_many_tiles(name, band, d, d_v, dtype):
+    """More tiles than a GPU has room for at once, of lengths that no tile divides, in both orders of memory."""
+    spec, variant = kernel_ladder.spec("attention"), step(name)
+    lengths = [(700, 1100, "bshd"), (1300, 600, "contiguous"), (1, 4097, "contiguous")]
+    if d == 64:  # of fewer keys `persistent` is `wgmma`
+        lengths += [(1500, 3300, "bshd"), (500, 3300, "contiguous")]
+    for seqlen_q, seqlen_k, layout in lengths:
+        options = {"scale": None, "enable_gqa": True, "return_lse": True, **BANDS[band]}
+        shapes = ((6, 12, seqlen_q, d), (6, 4, seqlen_k, d), (6, 4, seqlen_k, d_v))
+        inputs = make_inputs(Case("", shapes, options, layout=layout), dtype, DEVICE)
+        skip_unless_it_runs(variant, inputs, options)
+        result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, options)
+        assert result.agrees, f"{shapes}: {result}"
+
+
+@needs_gpu
+@pytest.mark.parametrize("band", ["full", "lower-right", "window"])
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype"), [(64, 64, torch.float16), (128, 72, torch.bfloat16), (256, 256, torch.bfloat16)]
+)
+def test_runs_of_keys(band, d, d_v, dtype):
+    """`split_kv` with one run a head, runs that are a cluster of two, four and eight, and more than a cluster has."""
+    spec, variant = kernel_ladder.spec("attention"), step("cuda.split_kv")
+    for batch, heads, heads_kv, seqlen_q, seqlen_k in [
+        (70, 8, 2, 1, 300),
+        (16, 16, 4, 4, 4100),
+        (15, 32, 2, 1, 5000),
+        (2, 16, 8, 7, 9001),
+        (1, 5, 1, 3, 20000),
+    ]:
+        options = {"scale": None, "enable_gqa": True, "return_lse": True, **BANDS[band]}
+        shapes = ((batch, heads, seqlen_q, d), (batch, heads_kv, seqlen_k, d), (batch, heads_kv, seqlen_k, d_v))
+        inputs = make_inputs(Case("", shapes, options), dtype, DEVICE)
+        skip_unless_it_runs(variant, inputs, options)
+        result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, options)
+        assert result.agrees, f"{shapes}: {result}"
+        first = variant.forward(*inputs, **options)[0]
+        torch.testing.assert_close(variant.forward(*inputs, **options)[0], first, rtol=0, atol=0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ALL)
+def test_steps_repeat_in_every_bit(name):
+    """A hundred times: whoever reads a tile before it has landed, or after it was overwritten, does not."""
+    inputs = make_inputs(Case("", ((4, 8, 1500, 128),) * 3), torch.bfloat16, DEVICE)
+    variant = step(name)
+    for is_causal in (False, True):
+        options = {"is_causal": is_causal, "scale": None, "enable_gqa": False}
+        skip_unless_it_runs(variant, inputs, options)
+        first = variant.forward(*inputs, **options)[0]
+        for _ in range(100):
+            torch.testing.assert_close(variant.forward(*inputs, **options)[0], first, rtol=0, atol=0)

@@ -1,0 +1,1 @@
+"""The table, autograd, torch.compile, threads, other GPUs."""

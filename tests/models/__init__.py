@@ -1,0 +1,1 @@
+"""Whole blocks of our calls."""

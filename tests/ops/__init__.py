@@ -1,0 +1,1 @@
+"""Every operation against its formula in float64."""

@@ -1,0 +1,1 @@
+"""Building, importing, documents, the test run itself."""

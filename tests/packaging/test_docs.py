@@ -1,0 +1,93 @@
+"""The code in README.md runs, and the page is complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_ladder
+from bench.measure import environment
+from bench.show import readme
+from kernel_ladder import autograd, table
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_inputs
+
+from ..conftest import DEVICE
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("index", range(len(PYTHON)))
+def test_the_readmes_code_runs(index, scratch_table):
+    if "softmax" in PYTHON[index] and "softmax" not in kernel_ladder.OPS:
+        pytest.skip("no softmax in the table")
+    exec(compile(PYTHON[index], f"README.md, block {index}", "exec"), {})
+
+
+def test_the_readmes_variant_agrees(scratch_table):
+    (example,) = (block for block in PYTHON if "register(" in block)
+    before = set(kernel_ladder.backends("gelu"))
+    exec(compile(example, "README.md", "exec"), {})
+    (added,) = set(kernel_ladder.backends("gelu")) - before
+    variant = table._variants["gelu", "torch"][added]
+    spec, ran = kernel_ladder.spec("gelu"), 0
+    for case in spec.samples:
+        inputs = make_inputs(case, torch.float32, DEVICE)
+        if variant.unsupported(*inputs, **case.options) is None:
+            result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options)
+            assert result.agrees, f"{case}: {result}"
+            ran += 1
+    assert ran
+
+
+def test_every_operation_has_its_tables():
+    for op in kernel_ladder.OPS:
+        for page, block in (("README.md", op), ("KERNEL_LOG.md", f"climb {op}")):
+            text = (ROOT / page).read_text()
+            assert f"<!-- results:begin {block} -->" in text
+            assert f"<!-- results:end {block} -->" in text
+
+
+def test_every_table_is_as_the_rows_make_it(capsys):
+    status = environment._output("git", "status", "--porcelain", "--", "bench/results")  # None without git
+    if status is None or status:
+        pytest.skip("bench/results holds rows that are not committed, or there is no git to ask")
+    assert readme.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_step_has_an_entry_in_the_log():
+    log = (ROOT / "KERNEL_LOG.md").read_text()
+    for op in kernel_ladder.OPS:
+        entry = re.search(rf"^## {op}\n(.*?)(?=^## )", log, re.MULTILINE | re.DOTALL)[1]
+        headings = " ".join(re.findall(r"^### (.*)$", entry, re.MULTILINE))
+        steps = [variant.name for variant in table.variants(op) if variant.level != "torch"]
+        assert steps
+        for step in steps:
+            assert step in headings, f"KERNEL_LOG.md has no entry for {op} {step}"
+
+
+def test_every_environment_variable_is_explained():
+    read = set()
+    for folder in ("kernel_ladder", "_build", *table.LEVELS.values()):
+        for path in (ROOT / folder).rglob("*.py"):
+            read |= set(re.findall(r"\bKERNEL_LADDER_[A-Z]+\b", path.read_text()))
+    assert read
+    for name in read:
+        assert f"`{name}`" in README, f"README.md does not explain {name}"
+
+
+def test_every_file_of_tests_is_in_the_table():
+    table_ = (ROOT / "CONTRIBUTING.md").read_text()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        assert f"`{path.name}`" in table_, f"CONTRIBUTING.md does not say what {path.name} holds"
+
+
+def test_links_to_files_stand():
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for name in re.findall(r"`((?:kernel_ladder|torch_ref|tests|_build)/[\w/]+\.py)`", (ROOT / page).read_text()):
+            assert (ROOT / name).exists(), f"{page} names {name}"

@@ -1,0 +1,215 @@
+"""How many processes test at once, the runs of pytest that are made, GPU memory that is asked for, skips told once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import kernel_ladder
+from kernel_ladder import table
+
+from .. import once_a_rung, sharing
+from ..__main__ import NOTHING_SELECTED, ROOT, main, outcome, plan
+from ..conftest import DEVICE, alone, every_variant, needs_gpu, skip_unless_it_runs
+from ..sharing import GIB, Ledger, worker_count
+
+# ---- how many processes, and what they run -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "workers"),
+    [(1, None, 1), (2, None, 2), (64, None, 64), (16, 80, 15), (16, 24, 4), (16, 8, 1), (128, 80, 16), (1, 80, 1)],
+)
+def test_workers_use_the_cores_and_leave_gpu_memory(cores, gib, workers):
+    assert worker_count(cores, None if gib is None else gib * GIB) == workers
+    assert gib is None or workers == 1 or workers * sharing.WORKER_BYTES <= sharing.WORKERS_PART * gib * GIB
+
+
+def test_on_a_gpu_some_tests_run_alone_and_first():
+    side_by_side = ["-n", "15", "--dist", "worksteal"]
+    assert plan(80 * GIB, 15, ["-k", "gelu"]) == [
+        ["--alone", "only", "-k", "gelu"],
+        ["--alone", "without", *side_by_side, "-k", "gelu"],
+    ]
+    assert plan(None, 15, ["-x"]) == [[*side_by_side, "-x"]]
+    assert plan(80 * GIB, 1, ["-x"]) == [["-x"]], "a single process has the GPU alone"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [
+        ([0], 0),
+        ([1, 0], 1),
+        ([0, 1], 1),
+        ([2], 2),
+        ([NOTHING_SELECTED], NOTHING_SELECTED),
+        ([NOTHING_SELECTED, 0], 0),
+        ([NOTHING_SELECTED, 1], 1),
+        ([NOTHING_SELECTED, NOTHING_SELECTED], NOTHING_SELECTED),
+    ],
+)
+def test_the_exit_status_is_that_of_the_first_run_that_failed(statuses, status):
+    assert outcome(statuses) == status
+
+
+@pytest.mark.parametrize(("failing", "status"), [(0, 1), (1, 1), (None, 0)])
+def test_both_runs_are_made_and_told(monkeypatch, capsys, failing, status):
+    ran = []
+
+    def run(command, **options):
+        ran.append(command[1:])
+        return SimpleNamespace(returncode=int(len(ran) - 1 == failing))
+
+    monkeypatch.setattr("tests.__main__.subprocess.run", run)
+    monkeypatch.setattr("tests.__main__.torch.cuda.is_available", lambda: True)
+    properties = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr("tests.__main__.torch.cuda.get_device_properties", lambda device: properties)
+    assert main(["--workers", "3", "-k", "gelu and not slow"]) == status
+    assert [command[2:4] for command in ran] == [["--alone", "only"], ["--alone", "without"]]
+    assert all(command[-2:] == ["-k", "gelu and not slow"] for command in ran)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.count("passed") == 2 - (failing is not None)
+    assert failing is None or f"run {failing + 1} failed with exit status 1" in last
+
+
+def test_the_option_parts_the_tests(request):
+    def chosen(option, *marked):
+        items = [SimpleNamespace(get_closest_marker={name: True}.get, name=name) for name in marked]
+        config = SimpleNamespace(getoption={"--alone": option}.get, hook=request.config.hook)
+        config.hook = SimpleNamespace(pytest_deselected=lambda items: None)
+        (conftest,) = (p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "sweeping_small_cases"))
+        conftest.pytest_collection_modifyitems(config, items)
+        return [item.name for item in items]
+
+    assert chosen("only", "alone", "other") == ["alone"]
+    assert chosen("without", "alone", "other") == ["other"]
+    assert chosen(None, "alone", "slow", "other") == ["slow", "alone", "other"], "what is slow begins first"
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from tests.sharing import Ledger
+print(Ledger(Path(sys.argv[1]), room=10).take(int(sys.argv[2])), flush=True)
+sys.stdin.read()
+"""
+
+
+def another_process(path, nbytes: int) -> subprocess.Popen:
+    command = [sys.executable, "-c", HOLD, str(path), str(nbytes)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_request_waits_for_what_other_processes_hold(tmp_path):
+    path = tmp_path / "ledger.json"
+    ledger = Ledger(path, room=10)
+    with another_process(path, 6) as other:
+        assert other.stdout.readline() == "True\n"
+        assert not ledger.take(5)
+        assert ledger.take(4)
+        ledger.give_back()
+        assert not ledger.take(5)
+        other.kill()
+        other.wait()
+    assert ledger.take(5), "a process that died holds nothing"
+    ledger.give_back()
+    assert ledger.take(1000), "the only request always fits"
+
+
+@needs_gpu
+def test_memory_that_a_gpu_does_not_have_is_a_skip_with_both_numbers(gpu_memory):
+    with pytest.raises(pytest.skip.Exception, match=r"needs 1024\.0 GiB of GPU memory, the GPU has \d+\.\d"):
+        gpu_memory(1024 * GIB)
+
+
+# ---- skips ---------------------------------------------------------------------------------------------------------
+
+
+def skipping(variant):
+    skip_unless_it_runs(variant)
+
+
+def looking(variant):
+    assert variant.name
+
+
+def call(id: str, *marks, **params) -> SimpleNamespace:
+    return SimpleNamespace(id=id, marks=[mark.mark for mark in marks], params=params)
+
+
+def kept(function, *calls, marks=()) -> list[str]:
+    metafunc = SimpleNamespace(
+        function=function,
+        definition=SimpleNamespace(iter_markers=lambda: iter([mark.mark for mark in marks])),
+        _calls=list(calls),
+    )
+    once_a_rung.keep(metafunc)
+    return [each.id for each in metafunc._calls]
+
+
+@pytest.fixture
+def one_rung_unavailable(monkeypatch):
+    runs, never = table.variants("gelu", "torch")[:2]
+    monkeypatch.setattr(once_a_rung, "never_runs", lambda variant: "not here" if variant is never else None)
+    monkeypatch.setattr(once_a_rung, "_told", set())
+    return runs, never
+
+
+def test_a_rung_that_never_runs_is_collected_once(one_rung_unavailable):
+    runs, never = one_rung_unavailable
+    calls = [call(f"{name}{i}", variant=v) for name, v in (("runs", runs), ("never", never)) for i in range(3)]
+    assert kept(looking, *calls) == [each.id for each in calls], "it has something to say of any rung"
+    assert kept(skipping, *calls) == ["runs0", "runs1", "runs2", "never0"]
+    assert kept(skipping, *calls) == ["runs0", "runs1", "runs2"], "another test has told the reason"
+
+
+def test_a_function_that_never_runs_is_collected_once(one_rung_unavailable):
+    calls = [call(str(i), variant=one_rung_unavailable[0]) for i in range(3)]
+    holds, other = pytest.mark.skipif(True, reason="no GPU"), pytest.mark.skipif(False, reason="no GPU")
+    assert kept(looking, *calls, marks=[holds]) == ["0"]
+    assert kept(looking, *calls, marks=[other]) == ["0", "1", "2"]
+    marked = [call("a", holds), call("b"), call("c", holds), call("d", pytest.mark.skip(reason="another"))]
+    assert kept(looking, *marked) == ["a", "b", "d"]
+
+
+def test_what_is_deselected_is_not_made():
+    calls = [call("a"), call("b"), call("c", alone)]
+    metafunc = SimpleNamespace(definition=SimpleNamespace(iter_markers=lambda: iter([])), _calls=calls)
+    once_a_rung.keep_marked(metafunc, "alone")
+    assert [each.id for each in calls] == ["a", "b", "c"]
+    del calls[2]
+    once_a_rung.keep_marked(metafunc, "alone")
+    assert [each.id for each in calls] == ["a"]
+
+
+def test_a_level_that_is_unavailable_is_collected_once_an_operation(monkeypatch):
+    monkeypatch.setattr(once_a_rung, "_told", set())
+    monkeypatch.setattr(table, "unavailable", lambda op, level: "not here" if level == "cuda" else None)
+    pairs = [(op, level) for op in ("gelu", "add") for level in ("cuda", "torch")]
+    calls = [call(f"{op} {level} {i}", op=op, level=level) for op, level in pairs for i in (0, 1)]
+    cuda, others = ["gelu cuda 0", "add cuda 0"], [f"{op} torch {i}" for op in ("gelu", "add") for i in (0, 1)]
+    assert sorted(kept(skipping, *calls)) == sorted([*cuda, *others])
+    assert kept(skipping, call("any", level="cuda"), call("again", level="cuda")) == []
+
+
+def test_what_runs_here_is_never_left_out():
+    for variant in every_variant():
+        if table.unavailable(variant.op, variant.level) is None and variant.here() is None and variant.level == "torch":
+            refusing = once_a_rung.never_runs(variant)
+            assert refusing is None or "CUDA" in refusing
+    assert all(once_a_rung.never_runs(v) is None for op in kernel_ladder.OPS for v in table.variants(op, "torch")[:1])
+
+
+@alone
+@needs_gpu
+def test_a_test_that_needs_the_gpu_alone_has_no_worker_beside_it(request):
+    """Where the project's own command runs it; pytest with workers, called by hand, may run it beside others."""
+    assert DEVICE.type == "cuda"
+    if request.config.getoption("--alone") is not None:
+        assert not hasattr(request.config, "workerinput")

@@ -1,0 +1,1 @@
+"""Triton's interpreter, ahead-of-time compilation, autotuning."""
