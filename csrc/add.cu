@@ -7,9 +7,9 @@
 //
 // Any strides: the output keeps the memory order of a dense operand of its shape, and both are walked in that order.
 
-#include "dependent.cuh"
-#include "divisor.cuh"
-#include "ops.h"
+#include "core/divisor.cuh"
+#include "core/ops.h"
+#include "core/pdl.cuh"
 
 namespace kl {
 namespace {

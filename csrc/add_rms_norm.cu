@@ -9,10 +9,10 @@
 //              over all its rows, and the next row is under way
 //   cluster    long rows spread over the SMs of a cluster                   memory bandwidth
 //
-// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh and
-// norm_backward.cuh, which the normalisations share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm/registers.cuh, norm/short_rows.cuh, norm/smem_pipeline.cuh and
+// norm/backward.cuh, which the normalisations share.
 
-#include "norm_launch.cuh"
+#include "norm/launch.cuh"
 
 namespace kl {
 namespace {

@@ -12,10 +12,10 @@
 //
 // Elements are counted in row-major order whatever the strides, so that a view has the mask of its copy.
 
-#include "norm_launch.cuh"
-#include "norm_slots.cuh"
-#include "philox.cuh"
-#include "slots.cuh"
+#include "core/philox.cuh"
+#include "norm/launch.cuh"
+#include "norm/smem_pipeline.cuh"
+#include "sm90/smem_stages.cuh"
 
 namespace kl {
 namespace {

@@ -11,10 +11,10 @@
 
 #include <tuple>
 
-#include "columns.cuh"
-#include "elementwise.cuh"
-#include "gelu.cuh"
-#include "ops.h"
+#include "core/elementwise.cuh"
+#include "core/gelu.cuh"
+#include "core/ops.h"
+#include "reduce/column_sum.cuh"
 
 namespace kl {
 namespace {

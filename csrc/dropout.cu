@@ -11,9 +11,9 @@
 
 #include <numeric>
 
-#include "elementwise.cuh"
-#include "ops.h"
-#include "philox.cuh"
+#include "core/elementwise.cuh"
+#include "core/ops.h"
+#include "core/philox.cuh"
 
 namespace kl {
 namespace {

@@ -6,9 +6,9 @@
 //
 // Both take any strides: the output keeps the memory order of a dense input, and each operand is walked in that order.
 
-#include "dependent.cuh"
-#include "gelu.cuh"
-#include "ops.h"
+#include "core/gelu.cuh"
+#include "core/ops.h"
+#include "core/pdl.cuh"
 
 namespace kl {
 namespace {

@@ -12,11 +12,11 @@
 //              first pass over the next row hides how long they take to
 //              agree on one
 //
-// Any strides of rows. The steps themselves are in norm.cuh, norm_registers.cuh, norm_short.cuh, norm_slots.cuh,
-// norm_backward.cuh, norm_backward_short.cuh and norm_backward_staying.cuh, which the normalisations share.
+// Any strides of rows. The steps themselves are in norm.cuh, norm/registers.cuh, norm/short_rows.cuh, norm/smem_pipeline.cuh,
+// norm/backward.cuh, norm/backward_short.cuh and norm/backward_persistent.cuh, which the normalisations share.
 // Backward, Hopper shares the longest 16-bit rows of `registers` between two blocks, which stay.
 
-#include "norm_launch.cuh"
+#include "norm/launch.cuh"
 
 namespace kl {
 namespace {

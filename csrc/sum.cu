@@ -14,8 +14,8 @@
 
 #include <type_traits>
 
-#include "dependent.cuh"
-#include "ops.h"
+#include "core/ops.h"
+#include "core/pdl.cuh"
 
 namespace kl {
 namespace {

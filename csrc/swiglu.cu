@@ -7,8 +7,8 @@
 // Both take any strides; halves of one tensor, the usual operands, are read in whole vectors (elementwise.cuh). Outputs
 // keep the memory order of a dense gate.
 
-#include "elementwise.cuh"
-#include "ops.h"
+#include "core/elementwise.cuh"
+#include "core/ops.h"
 
 namespace kl {
 namespace {

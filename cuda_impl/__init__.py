@@ -42,7 +42,7 @@ def unavailable() -> str | None:
 
 
 def climb(op: str) -> list[str]:
-    """The variants of an operation in the order of the climb, as the schema table in ``csrc/bindings.cpp`` has them."""
+    """The variants of an operation in the order of the climb, as the schema table in ``csrc/core/bindings.cpp`` has them."""
     module = extension()
     return [] if module is None else module.variants().get(op, [])
 
@@ -62,7 +62,7 @@ def wants_gradient(*inputs: torch.Tensor | None) -> bool:
 
 
 def fake_like(x: torch.Tensor) -> torch.Tensor:
-    """What the operators allocate for a result like `x` (DenseLike in ``csrc/layout.cpp``), without data.
+    """What the operators allocate for a result like `x` (DenseLike in ``csrc/core/layout.cpp``), without data.
 
     The strides of `x` where it is dense in some order of its dimensions; row-major else, where ``torch.empty_like``
     would keep the order of what is not dense.

@@ -96,7 +96,7 @@ def without_wgmma(index: int) -> str | None:
 
 @gpu.cached
 def is_roomy(index: int) -> bool:
-    """Whether the code for a GPU expects 228 KiB of shared memory an SM: ``is_roomy`` in csrc/norm_backward.cuh."""
+    """Whether the code for a GPU expects 228 KiB of shared memory an SM: ``is_roomy`` in csrc/norm/backward.cuh."""
     code = code_for(gpu.of(index).capability, cuda_impl.architectures())
     return code is not None and 90 <= _parsed(code)[1] < 120
 

@@ -10,10 +10,10 @@ from cuda_impl import unsupported, wants_gradient
 from cuda_impl.built_for import is_roomy, without_clusters
 from kernel_ladder import gpu
 
-#: Threads of the largest block, and vectors of 16 bytes in the longest row that a block holds: csrc/rows.cuh.
+#: Threads of the largest block, and vectors of 16 bytes in the longest row that a block holds: csrc/reduce/rows.cuh.
 BLOCK_THREADS = 512
 MAX_BLOCK_CHUNKS = BLOCK_THREADS * 4
-#: Slots of a thread in the shared memory of the backward pass: csrc/norm_backward.cuh. Of rows that a thread has two
+#: Slots of a thread in the shared memory of the backward pass: csrc/norm/backward.cuh. Of rows that a thread has two
 #: vectors of, and of longer ones, whose input and gradient are there two or three times and whose weight once.
 HELD_SLOTS, SLOTS, ROOMY_SLOTS = 16, 20, 28
 #: What the threads of a row leave for each other.
@@ -30,7 +30,7 @@ def max_cluster_chunks(device: int) -> int:
 
 
 def _threads(chunks: int, vectors: int) -> int:
-    """Threads that share a row, of so many vectors at most: ``row_threads`` in csrc/rows.cuh."""
+    """Threads that share a row, of so many vectors at most: ``row_threads`` in csrc/reduce/rows.cuh."""
     threads = 4
     while threads < BLOCK_THREADS and threads * vectors < chunks:
         threads *= 2

@@ -1,4 +1,4 @@
-"""Softmax in CUDA C++: ``csrc/softmax.cu``."""
+"""Softmax in CUDA C++: ``csrc/softmax/softmax.cu``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _fits_on_chip(input: torch.Tensor, *, dim: int) -> str | None:
     return None
 
 
-#: Vectors of 16 bytes in the longest row that a block holds (csrc/rows.cuh), and elements of the longest that a cluster
-#: goes through (csrc/softmax.cu).
+#: Vectors of 16 bytes in the longest row that a block holds (csrc/reduce/rows.cuh), and elements of the longest that a cluster
+#: goes through (csrc/softmax/softmax.cu).
 MAX_BLOCK_CHUNKS = 512 * 4
 MAX_CLUSTER_LENGTH = 2**30
 

@@ -16,8 +16,8 @@
 
 #include <optional>
 
-#include "../common.cuh"
-#include "../ops.h"
+#include "core/common.cuh"
+#include "core/ops.h"
 
 namespace kl {
 

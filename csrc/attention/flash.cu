@@ -15,7 +15,7 @@
 // has, and shared memory could not feed the tensor cores were that one; but scores and output stand in registers, two
 // blocks to an SM, so that one block's softmax runs beside the other's products.
 
-#include "tile.cuh"
+#include "attention/tile.cuh"
 
 namespace kl {
 namespace {

@@ -12,7 +12,7 @@
 // run: two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed
 // squares Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
 
-#include "tile.cuh"
+#include "attention/tile.cuh"
 
 namespace kl {
 namespace {

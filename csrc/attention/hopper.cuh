@@ -8,9 +8,9 @@
 
 #include <initializer_list>
 
-#include "../sm90.cuh"
-#include "../tensor_map.h"
-#include "tile.cuh"
+#include "attention/tile.cuh"
+#include "sm90/sm90.cuh"
+#include "sm90/tensor_map.h"
 
 namespace kl {
 

@@ -5,7 +5,7 @@
 // Scores and weights are float32 matrices of S_q × S_k per head. Every product of the forward and the backward pass is
 // one kernel, that only the strides tell apart: a transposed operand is one whose row and column strides trade places.
 
-#include "attention.cuh"
+#include "attention/attention.cuh"
 
 namespace kl {
 namespace {

@@ -10,7 +10,7 @@
 //     counter, the longest first (TileOrder below; FlashAttention-3, hopper/tile_scheduler.hpp).
 //   - At head dimension 64 and few keys a query the step is `wgmma`: see `wgmma_is_ahead`.
 
-#include "pingpong.cuh"
+#include "attention/pingpong.cuh"
 
 namespace kl {
 namespace {

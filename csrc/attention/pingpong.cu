@@ -10,7 +10,7 @@
 //   - Between warpgroups, products are issued in turn, by named barriers: so one's softmax falls under the other's
 //     products, and not beside it.
 
-#include "pingpong.cuh"
+#include "attention/pingpong.cuh"
 
 namespace kl {
 namespace {

@@ -1,7 +1,7 @@
 // The schedule of pingpong.cu, which persistent.cu has too: what a consumer warpgroup does for a tile of queries.
 #pragma once
 
-#include "hopper.cuh"
+#include "attention/hopper.cuh"
 
 namespace kl {
 

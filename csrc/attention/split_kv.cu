@@ -10,11 +10,11 @@
 // are a cluster then, each an SM's, and send a row's results to the one that finishes it. Runs are added up in one order:
 // results repeat, but how many runs there are, and so the last bits, depends on the number of SMs.
 
-#include "../cluster.cuh"
-#include "../dependent.cuh"
-#include "../divisor.cuh"
-#include "../resident.cuh"
-#include "tile.cuh"
+#include "attention/tile.cuh"
+#include "core/divisor.cuh"
+#include "core/occupancy.cuh"
+#include "core/pdl.cuh"
+#include "sm90/cluster.cuh"
 
 namespace kl {
 namespace {

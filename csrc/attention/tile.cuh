@@ -4,8 +4,8 @@
 // place c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, and those then fall on different banks.
 #pragma once
 
-#include "../mma.cuh"
-#include "attention.cuh"
+#include "attention/attention.cuh"
+#include "core/mma.cuh"
 
 namespace kl {
 

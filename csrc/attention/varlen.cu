@@ -6,7 +6,7 @@
 // those are not stored; scores of keys are hidden; but values must go, since a weight of zero times another sequence's
 // NaN would be NaN.
 
-#include "pingpong.cuh"
+#include "attention/pingpong.cuh"
 
 namespace kl {
 namespace {

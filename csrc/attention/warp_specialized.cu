@@ -6,7 +6,7 @@
 // thread waits for all others any more. Two or three consumer warpgroups share each tile of keys and values, so that a
 // byte from L2 serves two or three times the queries. They take the registers that the producer does not need.
 
-#include "hopper.cuh"
+#include "attention/hopper.cuh"
 
 namespace kl {
 namespace {

@@ -6,7 +6,7 @@
 // where TMA has put them. One thread asks for the next tiles while all work on these. What overlaps is the work of the
 // blocks that an SM holds, two of head dimension 128 and five of 64.
 
-#include "hopper.cuh"
+#include "attention/hopper.cuh"
 
 namespace kl {
 namespace {

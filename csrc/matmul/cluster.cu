@@ -6,7 +6,7 @@
 // them, for both. (Of few rows it makes 128×512 and shares A.) What a block asks of L2 falls from 48 to 32 KiB a stage.
 // A stage is filled by both blocks, so that the multiplying warps of both must have left it: each tells both.
 
-#include "hopper.cuh"
+#include "matmul/hopper.cuh"
 
 namespace kl {
 namespace {

@@ -2,7 +2,7 @@
 //
 //   coalesced  the threads of a warp run along N                           every operand element comes from L1 or L2
 
-#include "matmul.cuh"
+#include "matmul/matmul.cuh"
 
 namespace kl {
 namespace {

@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "../gelu.cuh"
+#include "core/gelu.cuh"
 
 namespace kl {
 

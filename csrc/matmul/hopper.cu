@@ -1,6 +1,6 @@
 // The host's side of the steps on Hopper.
 
-#include "hopper.cuh"
+#include "matmul/hopper.cuh"
 
 namespace kl {
 

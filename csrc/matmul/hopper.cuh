@@ -6,10 +6,10 @@
 #include <limits>
 #include <optional>
 
-#include "../launch.cuh"
-#include "../sm90.cuh"
-#include "../tensor_map.h"
-#include "matmul.cuh"
+#include "core/launch.cuh"
+#include "matmul/matmul.cuh"
+#include "sm90/sm90.cuh"
+#include "sm90/tensor_map.h"
 
 namespace kl {
 

@@ -14,8 +14,8 @@
 #include <optional>
 #include <tuple>
 
-#include "epilogue.cuh"
-#include "matmul.cuh"
+#include "matmul/epilogue.cuh"
+#include "matmul/matmul.cuh"
 
 namespace kl {
 

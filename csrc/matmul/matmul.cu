@@ -1,6 +1,6 @@
 // The host side that every variant of matmul shares; the table of the climb stands in matmul.cuh.
 
-#include "matmul.cuh"
+#include "matmul/matmul.cuh"
 
 namespace kl {
 

@@ -19,8 +19,8 @@
 // From wgmma on the steps need compute capability 9.0, and share hopper.cuh.
 #pragma once
 
-#include "../common.cuh"
-#include "../ops.h"
+#include "core/common.cuh"
+#include "core/ops.h"
 
 namespace kl {
 

@@ -11,8 +11,8 @@
 // cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by element, into
 // [x][k].
 
-#include "../mma.cuh"
-#include "linear.cuh"
+#include "core/mma.cuh"
+#include "matmul/linear.cuh"
 
 namespace kl {
 namespace {

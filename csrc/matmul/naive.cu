@@ -2,7 +2,7 @@
 //
 //   naive      one thread per output                                       a warp's loads fall on 32 cache lines
 
-#include "matmul.cuh"
+#include "matmul/matmul.cuh"
 
 namespace kl {
 namespace {

@@ -25,9 +25,9 @@
 // they take as long as the products of four or five k-tiles; so one warpgroup is kept LAG k-tiles ahead of the other, and
 // each multiplies while the other finishes its half.
 
-#include "hopper.cuh"
-#include "linear.cuh"
-#include "plain_loader.cuh"
+#include "matmul/hopper.cuh"
+#include "matmul/linear.cuh"
+#include "matmul/plain_loader.cuh"
 
 namespace kl {
 namespace {

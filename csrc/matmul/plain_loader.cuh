@@ -3,8 +3,8 @@
 // store what TMA would have: K-major panels with the 128-byte swizzle. What runs along x is turned in the registers.
 #pragma once
 
-#include "hopper.cuh"
-#include "unaligned.cuh"
+#include "matmul/hopper.cuh"
+#include "matmul/unaligned.cuh"
 
 namespace kl {
 

@@ -10,10 +10,10 @@
 // And operands that TMA reads badly: few rows of A that lie along memory. Its boxes are 64 wide, and cost as much as if
 // they were full; `split_k`, whose time for few rows is that of reading B, copies such an A to lie along k.
 
-#include "../dependent.cuh"
-#include "hopper.cuh"
-#include "parts.h"
-#include "unaligned.cuh"
+#include "core/pdl.cuh"
+#include "matmul/hopper.cuh"
+#include "matmul/parts.h"
+#include "matmul/unaligned.cuh"
 
 namespace kl {
 namespace {

@@ -14,8 +14,8 @@
 
 #include <cuda_pipeline_primitives.h>
 
-#include "linear.cuh"
-#include "registers_tma.h"
+#include "matmul/linear.cuh"
+#include "matmul/registers_tma.h"
 
 namespace kl {
 namespace {

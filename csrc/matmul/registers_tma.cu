@@ -14,8 +14,8 @@
 // rows, and the product is written transposed. Where both lie along k, the smaller is copied to lie along x first, if the
 // product is worth it and the copy takes at most 64 MiB.
 
-#include "hopper.cuh"
-#include "registers_tma.h"
+#include "matmul/hopper.cuh"
+#include "matmul/registers_tma.h"
 
 namespace kl {
 namespace {

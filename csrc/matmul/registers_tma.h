@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "matmul.cuh"
+#include "matmul/matmul.cuh"
 
 namespace kl {
 

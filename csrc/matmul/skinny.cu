@@ -7,8 +7,8 @@
 // stands between, because the order of k within a product is free as long as both operands have the same: a lane takes
 // what its 16 bytes hold. The warps of a block share k, and their sums are added in order at the end.
 
-#include "../mma.cuh"
-#include "linear.cuh"
+#include "core/mma.cuh"
+#include "matmul/linear.cuh"
 
 namespace kl {
 namespace {

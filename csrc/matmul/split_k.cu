@@ -21,11 +21,11 @@
 // Where there are wide tiles enough for every SM nothing is split: this step is `persistent`, or `stream_k` where the last
 // turn would leave much of the GPU without work.
 
-#include "../cluster.cuh"
-#include "../dependent.cuh"
-#include "../divisor.cuh"
-#include "../resident.cuh"
-#include "hopper.cuh"
+#include "core/divisor.cuh"
+#include "core/occupancy.cuh"
+#include "core/pdl.cuh"
+#include "matmul/hopper.cuh"
+#include "sm90/cluster.cuh"
 
 namespace kl {
 namespace {

@@ -2,7 +2,7 @@
 //
 //   tiled      a block shares tiles of A and B through shared memory       two shared loads per multiply-add
 
-#include "matmul.cuh"
+#include "matmul/matmul.cuh"
 
 namespace kl {
 namespace {

@@ -2,7 +2,7 @@
 // together, so that no load is narrower for being unaligned.
 #pragma once
 
-#include "../common.cuh"
+#include "core/common.cuh"
 
 namespace kl {
 

@@ -6,7 +6,7 @@
 // `empty` (every multiplying warp is done with it), so that neither waits for more than it needs. A multiplying
 // warpgroup holds 64×256 sums, 128 registers a thread, and takes them from the loading one, which needs next to none.
 
-#include "hopper.cuh"
+#include "matmul/hopper.cuh"
 
 namespace kl {
 namespace {

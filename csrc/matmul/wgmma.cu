@@ -6,7 +6,7 @@
 // stages ahead; wgmma reads them where they land, past the registers. Nothing is computed to load: no addresses, no swizzle.
 // Two blocks fit on an SM, so that one multiplies while the other waits.
 
-#include "hopper.cuh"
+#include "matmul/hopper.cuh"
 
 namespace kl {
 namespace {

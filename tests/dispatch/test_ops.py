@@ -114,7 +114,7 @@ def test_the_schema_table_is_the_list_of_variants():
     known = cuda_impl.extension().variants()
     for op in kernel_ladder.OPS:
         names = [v.name.removeprefix("cuda.") for v in table.variants(op, "cuda")]
-        assert names == known.get(op, []), f"{op}: the climb in csrc/bindings.cpp is registered in another order"
+        assert names == known.get(op, []), f"{op}: the climb in csrc/core/bindings.cpp is registered in another order"
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)

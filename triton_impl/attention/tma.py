@@ -139,7 +139,7 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, *tiles_of(x, rows, columns))
 
 
-# ---- what each kernel with descriptors takes; also that of attention_specialized.py ---------------------------------
+# ---- what each kernel with descriptors takes; also that of warp_specialized.py ---------------------------------
 
 
 def descriptors(call: Call, describe: Callable[..., Any], queries: int, keys: int) -> tuple[Any, ...]:

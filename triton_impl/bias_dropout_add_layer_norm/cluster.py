@@ -1,5 +1,5 @@
 """Bias, dropout, residual sum and LayerNorm of rows of 16-bit elements, in Gluon: a row stays in the registers of a
-block, or, if it outgrows one, of a cluster (cluster.py). The longest rows are in chain_staying.py.
+block, or, if it outgrows one, of a cluster (cluster.py). The longest rows are in persistent_cluster.py.
 
 The sum is made a vector a thread at a time, with one call of Philox each, and kept as what it is in memory.
 """

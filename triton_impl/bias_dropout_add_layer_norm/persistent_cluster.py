@@ -1,5 +1,5 @@
 """Bias, dropout, residual sum and LayerNorm of the longest rows of 16-bit elements, in Gluon: by clusters that stay and
-go through many rows, as LayerNorm's alone (norms_staying.py), whose second pass is this one's.
+go through many rows, as LayerNorm's alone (persistent_cluster.py), whose second pass is this one's.
 
 All three parameters lie in shared memory. Where every row has a cluster of its own they are read anew for each, from
 the L2, which is then the limit: 10 bytes a value where memory gives 4.

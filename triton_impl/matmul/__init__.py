@@ -2,9 +2,9 @@
 
 naive       one tile a program, in row order, nothing loaded ahead
 tiled       Triton pipelines the loads (``num_stages`` tiles ahead); programs in groups that share the L2; tuned
-tma         the copy engine fetches the tiles, by descriptors; in ``matmul_descriptors.py``, as the next
+tma         the copy engine fetches the tiles, by descriptors; in ``tma.py``, as the next
 persistent  as many programs as run at once take tile after tile, and fetch the next while they store the last
-split_k     where there are few tiles and k is long, programs share each one's k; in ``matmul_split.py``. Else as
+split_k     where there are few tiles and k is long, programs share each one's k; in ``split_k.py``. Else as
             `persistent`, or where it has tiles for less than half of the multiprocessors, as `tiled`
 
 On Hopper the tensor cores are fed by wgmma, save by `naive`, whose tiles are too small for it.

@@ -1,6 +1,6 @@
 """Normalised rows in Gluon: a row stays in the registers of a block, or, if it outgrows one, of a cluster (cluster.py).
 
-LayerNorm's longest rows are in norms_staying.py, and the backward pass in norms_cluster_backward.py; of each row the
+LayerNorm's longest rows are in persistent_cluster.py, and the backward pass in cluster_backward.py; of each row the
 same is kept as in :mod:`triton_impl.norm.rows`.
 """
 

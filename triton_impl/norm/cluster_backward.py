@@ -1,9 +1,9 @@
 """The backward pass of normalised rows that outgrow one block, in Gluon: blocks of a cluster have a part of each row.
 
 Input and gradient are read once, where :mod:`triton_impl.norm.rows` reads rows of this length twice. A cluster stays and
-goes through many rows. Those to come are copied into shared memory while one is worked on (own_slots.py), and each
+goes through many rows. Those to come are copied into shared memory while one is worked on (smem_stages.py), and each
 thread keeps the sums of its columns in registers; a second kernel adds them up. What the blocks tell each other of a
-row travels while they make the first pass over the next one (letterbox.py): no warp waits for another of its block.
+row travels while they make the first pass over the next one (cluster_reduce.py): no warp waits for another of its block.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _first_pass(
 
 @gluon.jit
 def _difference(x, y):
-    """As in norms.py."""
+    """As in norm/rows.py."""
     text: gl.constexpr = "sub.rn.f32 $0, $1, $2;"
     return gl.inline_asm_elementwise(text, "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
 

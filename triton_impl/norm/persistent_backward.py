@@ -38,7 +38,7 @@ class StayingBackward:
         Takes the gradient of the input, sums of columns, gradient, that of the sum, input, what is kept of rows, and
         the weight; three strides, count, length and what a sum is multiplied by for a mean; and as constants what the
         norm is, whether there is a weight, whether gradients of input and of weights are wanted, what `more` gives, and
-        what divides length and strides (units.py).
+        what divides length and strides (divisibility.py).
     takes
         Whether rows (count, length) are for it. They have to consist of whole vectors besides.
     otherwise

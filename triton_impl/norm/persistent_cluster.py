@@ -1,8 +1,8 @@
 """LayerNorm of the longest rows of 16-bit elements, in Gluon: by clusters that stay and go through many rows.
 
 Weight and bias lie in shared memory, where other clusters read them anew for every row, from the L2. Rows are copied
-there while those before are worked on (own_slots.py), and what the blocks tell each other of a row travels during the
-first pass over the next one (letterbox.py): no warp waits for another of its block. Between the passes a row is in
+there while those before are worked on (smem_stages.py), and what the blocks tell each other of a row travels during the
+first pass over the next one (cluster_reduce.py): no warp waits for another of its block. Between the passes a row is in
 registers, so that its place is free for another.
 
 Values are worked on in words of two, as memory has them: kept by themselves, each would take a register of its own.

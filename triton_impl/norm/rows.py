@@ -4,7 +4,7 @@ fused    whole rows in registers, one or several a program: one read, one write.
          many rows and keeps the sums of the weights' gradients over them; a second kernel adds those up.
 online   rows too long for that, a block of them at a time: statistics in one pass, the result in a second one, which
          finds the row in L2. Backward, sums of rows first, then columns: input and gradient are read twice.
-         (`fused` takes long rows to a cluster there, where it may: norms_cluster_backward.py.)
+         (`fused` takes long rows to a cluster there, where it may: cluster_backward.py.)
 
 CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of two operands. What is kept of a row is
 ``mean``, ``rstd`` and ``shift`` with x̂ = (x − mean) · rstd + shift: the shift puts right what rounding the mean loses.
@@ -656,7 +656,7 @@ def refused(fused: bool, x: torch.Tensor, length: int) -> str | None:
     return None
 
 
-#: How these steps of the climb normalise rows, and which they refuse (norm_steps.py has the table of all).
+#: How these steps of the climb normalise rows, and which they refuse (ladder.py has the table of all).
 FORWARD = {
     name: (forward_by(partial(_launch, fused)), partial(refused, fused))
     for name, fused in (("online", False), ("fused", True))

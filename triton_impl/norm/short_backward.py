@@ -1,6 +1,6 @@
 """The backward pass of normalised short rows of 16 bits, in Gluon: a warp has a whole row at a time.
 
-Programs stay and go through many rows, which are copied into shared memory some turns ahead (own_slots.py). No warp
+Programs stay and go through many rows, which are copied into shared memory some turns ahead (smem_stages.py). No warp
 waits for another before the end, where those of a program add up their sums of columns: so these are fewer than the
 sums of programs of one warp each, as :mod:`triton_impl.norm.rows` has them, and a second kernel adds them up sooner.
 """

@@ -17,7 +17,7 @@ class Tuned:
     """A kernel and its configurations. `key` names the arguments that tell calls apart, as for :func:`triton.autotune`.
 
     ``prune(configs, named, **constants)`` leaves those that suit a call, and ends with :func:`to_time`. `late` tells by
-    a call's constants whether the kernel, which may begin early (early.py), is faster if it does not.
+    a call's constants whether the kernel, which may begin early (pdl.py), is faster if it does not.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Launch a kernel with little more host work than Triton's own, and keep what is known of operands met before.
 
-Which of a kernel's configurations a call takes is chosen elsewhere, once (choosing.py). Here are what the environment
+Which of a kernel's configurations a call takes is chosen elsewhere, once (autotuner.py). Here are what the environment
 says of that, the list of choices that :func:`recorded` keeps, and :class:`Launch`, with which a call is repeated.
 """
 

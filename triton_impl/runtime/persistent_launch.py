@@ -21,7 +21,7 @@ class Staying:
     most : int
         More clusters than this have nothing to do, or run nowhere.
     slots : int
-        Bytes of shared memory, all of which are its slots (own_slots.py).
+        Bytes of shared memory, all of which are its slots (smem_stages.py).
 
     Raises
     ------

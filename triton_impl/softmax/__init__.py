@@ -1,7 +1,7 @@
 """Softmax in Triton.
 
 fused    whole rows in registers, one or several a program: one read, one write
-cluster  in Gluon, in the registers of a block or, what outgrows one, of several (softmax_cluster.py)
+cluster  in Gluon, in the registers of a block or, what outgrows one, of several (softmax/cluster.py)
 online   rows too long for that: maximum and sum in one pass (Milakov and Gimelshein, arXiv:1805.02867), then the
          quotient in a second read
 """

@@ -4,7 +4,7 @@ it alone reads, and so waits for no other.
 Triton would have all warps of a block wait between its own copies and loads, and in 3.6 its copies have no cache
 policy: without one, memory moves some 4 % less. So they are written out here, as bulk copies (PTX ISA,
 ``cp.async.bulk``) of a warp's stretch of a row each. They need an address, which Triton does not tell. But where a
-kernel has no other shared memory it is known: at the beginning (staying.py looks at that).
+kernel has no other shared memory it is known: at the beginning (persistent_launch.py looks at that).
 
 Copies a thread each, ``cp.async``, would need no layout of their own. But of those with a policy ptxas 12.8 makes
 invalid instructions where registers are short.
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from triton_impl.common.gluon.cluster_reduce import waiting
 
-#: The policy of lines that leave the L2 after all others (once.py), as ``createpolicy`` makes it.
+#: The policy of lines that leave the L2 after all others (cache_policy.py), as ``createpolicy`` makes it.
 _ONCE = gl.constexpr(0x14F0000000000000)
 
 

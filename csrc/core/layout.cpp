@@ -1,0 +1,60 @@
+#include "core/layout.h"
+
+#include <algorithm>
+
+namespace kl {
+
+Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t dim, const char* op) {
+    Strided out;
+    for (int64_t d = 0; d < dim; ++d) {
+        if (sizes[d] == 1) continue;
+        if (out.dims > 0 && out.strides[out.dims - 1] == sizes[d] * strides[d]) {
+            out.sizes[out.dims - 1] *= sizes[d];
+            out.strides[out.dims - 1] = strides[d];
+            continue;
+        }
+        KL_CHECK(out.dims < MAX_DIMS, op, ": strides need more than ", MAX_DIMS, " dimensions");
+        out.sizes[out.dims] = sizes[d];
+        out.strides[out.dims++] = strides[d];
+    }
+    return out;
+}
+
+DenseLike::DenseLike(const Tensor& input) {
+    const int64_t dim = input.dim();
+    for (int64_t d = 0; d < dim; ++d) order.push_back(d);
+    if (!input.is_contiguous()) {
+        auto by_stride = order;
+        std::stable_sort(by_stride.begin(), by_stride.end(),
+                         [&](int64_t a, int64_t b) { return input.stride(a) > input.stride(b); });
+        int64_t expected = 1;
+        bool dense = true;
+        for (size_t i = by_stride.size(); i-- > 0;) {
+            const int64_t d = by_stride[i];
+            if (input.size(d) == 1) continue;
+            dense = dense && input.stride(d) == expected;
+            expected *= input.size(d);
+        }
+        if (dense) order = by_stride;
+    }
+    strides.resize(dim);
+    int64_t stride = 1;
+    for (size_t i = order.size(); i-- > 0;) {
+        strides[order[i]] = stride;
+        stride *= std::max<int64_t>(input.size(order[i]), 1);
+    }
+    for (const int64_t d : order) sizes.push_back(input.size(d));
+}
+
+Tensor DenseLike::allocate(const Tensor& input) const {
+    const auto shape = input.sizes();
+    return empty_strided(input, input.scalar_type(), shape.data(), strides.data(), input.dim());
+}
+
+Strided DenseLike::walk(const Tensor& tensor, const char* op) const {
+    std::vector<int64_t> ordered;
+    for (const int64_t d : order) ordered.push_back(tensor.stride(d));
+    return collapse(sizes.data(), ordered.data(), static_cast<int64_t>(sizes.size()), op);
+}
+
+}  // namespace kl

@@ -1,0 +1,237 @@
+// Every operator's functions, as bindings.cpp registers them, and the facts about kernels that it shows to Python.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <typeinfo>
+#include <vector>
+
+#include "core/tensor.h"
+
+namespace kl {
+
+// What the compiler made of a kernel, and how much of it fits on one SM (occupancy needs a GPU: -1 without one).
+struct KernelFacts {
+    std::string name;
+    std::string type;       // mangled name of a type that names the kernel, so that it can be found in the binary
+    int registers;          // per thread
+    int64_t static_shared;  // bytes per block
+    int64_t dynamic_shared;
+    int64_t local;  // bytes per thread: spills and arrays that did not fit in registers
+    int threads;    // per block
+    int blocks_per_sm;
+};
+
+template <auto* KERNEL>
+struct KernelType {};
+
+template <auto* KERNEL>
+KernelFacts kernel_facts(const char* name, int threads, int64_t dynamic_shared = 0) {
+    auto* const kernel = KERNEL;
+    cudaFuncAttributes attributes{};
+    KernelFacts facts{name, typeid(KernelType<KERNEL>).name(), -1, -1, dynamic_shared, -1, threads, -1};
+    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
+        facts.registers = attributes.numRegs;
+        facts.static_shared = static_cast<int64_t>(attributes.sharedSizeBytes);
+        facts.local = static_cast<int64_t>(attributes.localSizeBytes);
+        if (dynamic_shared > attributes.maxDynamicSharedSizeBytes) {  // possible only where the kernel has asked for it
+            cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(dynamic_shared));
+        }
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts.blocks_per_sm, reinterpret_cast<const void*>(kernel),
+                                                      threads, static_cast<size_t>(dynamic_shared));
+    }
+    cudaGetLastError();  // without a GPU the query fails; nothing after it should see that
+    return facts;
+}
+
+// gelu.cu
+Tensor gelu_naive(const Tensor& input, const std::string& approximate);
+Tensor gelu_vectorized(const Tensor& input, const std::string& approximate);
+Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::string& approximate);
+Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
+void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// softmax.cu
+Tensor softmax_naive(const Tensor& input, int64_t dim);
+Tensor softmax_online(const Tensor& input, int64_t dim);
+Tensor softmax_shared(const Tensor& input, int64_t dim);
+Tensor softmax_registers(const Tensor& input, int64_t dim);
+Tensor softmax_cluster(const Tensor& input, int64_t dim);
+Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim);
+Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
+void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// The climb that the normalisations share: norm.cuh, norm/registers.cuh.
+enum class NormStep { naive, block, registers, cluster };
+
+// layer_norm.cu: over the last dimension. Forward gives output and, where asked to keep it, what the backward pass needs of
+// the rows.
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> layer_norm(const Tensor& input, const std::optional<Tensor>& weight,
+                                      const std::optional<Tensor>& bias, double eps, bool keep);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& input,
+                                                       const std::optional<Tensor>& weight, const Tensor& stats,
+                                                       bool needs_input, bool needs_weight, bool needs_bias);
+void layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// rms_norm.cu
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, bool keep);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input,
+                                             const std::optional<Tensor>& weight, const Tensor& stats, bool needs_input,
+                                             bool needs_weight);
+void rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// add_rms_norm.cu
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
+                                                const std::optional<Tensor>& weight, double eps, bool keep);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tensor& grad_sum, const Tensor& sum,
+                                                 const std::optional<Tensor>& weight, const Tensor& stats,
+                                                 bool needs_input, bool needs_weight);
+void add_rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// bias_dropout_add_layer_norm.cu: output, sum and statistics; backward, from the sum's gradient those of input and bias
+template <NormStep STEP>
+std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
+    const Tensor& input, const Tensor& bias, const Tensor& residual, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& norm_bias, int64_t threshold, double scale, int64_t seed, double eps, bool keep);
+template <NormStep STEP>
+std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& grad, int64_t threshold, double scale,
+                                                                int64_t seed);
+void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// matmul/*.cu
+Tensor matmul_naive(const Tensor& input, const Tensor& other);
+Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
+Tensor matmul_tiled(const Tensor& input, const Tensor& other);
+Tensor matmul_registers(const Tensor& input, const Tensor& other);
+Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_skinny(const Tensor& input, const Tensor& other);
+void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// attention/*.cu
+std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                           double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                           double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_wgmma(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                           double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_warp_specialized(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                      const std::optional<Tensor>& attn_mask, int64_t first,
+                                                      int64_t last, double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_pingpong(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                              double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                                double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                              double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_varlen_pingpong(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                     int64_t max_seqlen_q, int64_t left, int64_t right, double scale,
+                                                     bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const std::optional<Tensor>& attn_mask, int64_t first,
+                                                            int64_t last, double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const Tensor& output, const Tensor& lse,
+                                                            const std::optional<Tensor>& attn_mask, int64_t first,
+                                                            int64_t last, double scale, bool enable_gqa);
+void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_wgmma_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_warp_specialized_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_varlen_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// add.cu
+Tensor add_naive(const Tensor& input, const Tensor& other);
+Tensor add_vectorized(const Tensor& input, const Tensor& other);
+void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// sum.cu: `dim` holds each dimension once, counted from the first
+Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
+void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// dropout.cu
+Tensor dropout_naive(const Tensor& input, int64_t threshold, double scale, int64_t seed);
+Tensor dropout_vectorized(const Tensor& input, int64_t threshold, double scale, int64_t seed);
+void dropout_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// bias_gelu.cu
+Tensor bias_gelu_naive(const Tensor& input, const Tensor& bias, const std::string& approximate);
+Tensor bias_gelu_vectorized(const Tensor& input, const Tensor& bias, const std::string& approximate);
+std::tuple<Tensor, Tensor> bias_gelu_backward_naive(const Tensor& grad, const Tensor& input, const Tensor& bias,
+                                                    const std::string& approximate);
+std::tuple<Tensor, Tensor> bias_gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const Tensor& bias,
+                                                         const std::string& approximate);
+void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// swiglu.cu
+Tensor swiglu_naive(const Tensor& gate, const Tensor& up);
+Tensor swiglu_vectorized(const Tensor& gate, const Tensor& up);
+std::tuple<Tensor, Tensor> swiglu_backward_naive(const Tensor& grad, const Tensor& gate, const Tensor& up);
+std::tuple<Tensor, Tensor> swiglu_backward_vectorized(const Tensor& grad, const Tensor& gate, const Tensor& up);
+void swiglu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+// linear.cu, matmul/: output, and what stood before the bias where `keep`, else a tensor of no elements.
+std::tuple<Tensor, Tensor> linear_naive(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                        const std::string& activation, bool keep);
+std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& weight,
+                                            const std::optional<Tensor>& bias, const std::string& activation,
+                                            bool keep);
+std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                      const std::string& activation, bool keep, bool allow_tf32);
+std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& weight,
+                                             const std::optional<Tensor>& bias, const std::string& activation,
+                                             bool keep, bool allow_tf32);
+std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                         const std::string& activation, bool keep);
+void linear_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+
+}  // namespace kl

@@ -1,0 +1,62 @@
+// Thread-block clusters, as PTX has them (Hopper and later): who is in one, its barrier, and each other's shared memory.
+#pragma once
+
+#include "sm90/sm90.cuh"
+
+namespace kl::cluster {
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ inline uint32_t blocks() {
+    uint32_t count;
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(count));
+    return count;
+}
+
+// Of their number, which is a power of two.
+__device__ inline int log2_blocks() { return __popc(blocks() - 1); }
+
+__device__ inline uint32_t rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // anew each time, in place of a register
+    return rank;
+}
+
+// Orders nothing but what fences do.
+__device__ inline void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Four, eight or sixteen bytes into the shared memory of the cluster's block of this rank, counted there at the barrier
+// that stands where `barrier` does here. Nothing waits for it but who waits at that barrier: the cluster's own barrier
+// would have every thread wait until what it stored to global memory has arrived as well.
+template <typename V>
+__device__ void send(uint32_t shared, const V& value, uint32_t barrier, uint32_t rank) {
+    static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
+    uint32_t to, at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(barrier), "r"(rank));
+    if constexpr (sizeof(V) == 4) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                     "r"(reinterpret_cast<const uint32_t&>(value)), "r"(at)
+                     : "memory");
+    } else if constexpr (sizeof(V) == 8) {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                     "l"(reinterpret_cast<const uint64_t&>(value)), "r"(at)
+                     : "memory");
+    } else {
+        const uint4& words = reinterpret_cast<const uint4&>(value);
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+            "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(at)
+            : "memory");
+    }
+}
+
+template <typename V>
+__device__ void send(V* shared, const V& value, uint64_t* barrier, uint32_t rank) {
+    send(shared_address(shared), value, shared_address(barrier), rank);
+}
+
+#endif
+
+}  // namespace kl::cluster

@@ -1,0 +1,411 @@
+// The instructions of Hopper's asynchronous path, each wrapped once: mbarrier, TMA, wgmma, clusters, setmaxnreg.
+// PTX ISA, "mbarrier", "Asynchronous copy", "Tensor copy", "Asynchronous Warpgroup Level Matrix Instructions".
+//
+// Addresses of shared memory are 32-bit numbers (shared_address). A kernel that uses this stands between
+// `#if KL_SM90A` and `#endif`: other architectures compile its body to nothing, and check_hopper (tensor_map.h) keeps
+// it from being launched there.
+#pragma once
+
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "core/mma.cuh"
+
+// wgmma and setmaxnreg belong to sm_90a alone: neither to plain 9.0 nor to what came after.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define KL_SM90A 1
+#else
+#define KL_SM90A 0
+#endif
+
+namespace kl {
+
+constexpr int WARPGROUP = 128;  // threads
+
+// ---- matrices in shared memory -------------------------------------------------------------------------------------
+//
+// A tile stands in shared memory as panels: rows of 128 bytes, each panel beginning at a multiple of 1024 bytes. Its 16
+// byte chunks trade places within their row, chunk c of row r standing at c ^ (r % 8), which is what TMA writes and
+// wgmma reads as "128-byte swizzle" and what keeps eight rows of one chunk column in different banks.
+//
+//   Major::K    a row is one m (or n) and runs along k: 64 elements of 16 bits, 32 of tf32. Panels of a longer k follow
+//               one another; the m (n) of one panel are as many as its rows.
+//   Major::MN   a row is one k and runs along m (or n): 64 elements of 16 bits. Wider tiles are several panels.
+enum class Major { K, MN };
+
+constexpr int SWIZZLE_ROW = 128;    // bytes
+constexpr int SWIZZLE_ATOM = 1024;  // bytes: eight rows, after which the pattern repeats
+
+// Where chunk `chunk` (of 16 bytes) of row `row` stands in its panel.
+__host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) {
+    return row * SWIZZLE_ROW + ((chunk ^ (row % 8)) * 16);
+}
+
+// The descriptor by which wgmma finds an operand. All in units of 16 bytes:
+//
+//   bits  0–13  where it begins
+//   bits 16–29  "leading dimension byte offset". Major::K: not used with a swizzle, since the 32 bytes of k that one
+//               instruction takes lie inside a row. Major::MN: from one panel of 64 m (n) to the next.
+//   bits 32–45  "stride dimension byte offset", from eight rows to the next eight. Major::K: rows are m (n). Major::MN:
+//               rows are k, of which one instruction takes sixteen.
+//   bits 49–51  phase of the swizzle, 0 for panels that begin at multiples of 1024 bytes
+//   bits 62–63  1: 128-byte swizzle
+//
+// PTX ISA, "Matrix Descriptor Format" and "Strides"; CUTLASS, include/cute/atom/mma_traits_sm90_gmma.hpp.
+template <Major MAJOR>
+__host__ __device__ constexpr uint64_t matrix_descriptor(uint32_t shared, uint32_t panel_bytes) {
+    const uint64_t leading = MAJOR == Major::MN ? panel_bytes / 16 : 1;
+    return uint64_t{(shared & 0x3ffff) / 16} | leading << 16 | uint64_t{SWIZZLE_ATOM / 16} << 32 | uint64_t{1} << 62;
+}
+
+// How much the descriptor grows from one instruction's k to the next's: 32 bytes along the row (the swizzle works on
+// address bits, so that a beginning inside the first row is right for all eight), or sixteen rows.
+template <Major MAJOR>
+constexpr uint64_t DESCRIPTOR_STEP = MAJOR == Major::K ? 32 / 16 : 16 * SWIZZLE_ROW / 16;
+
+// ---- mbarrier ------------------------------------------------------------------------------------------------------
+//
+// A barrier in shared memory completes a phase when `count` arrivals have come and all bytes that were announced have
+// been written. Waiting for parity p returns once the phase of that parity is complete: a fresh barrier is in phase 0,
+// so that waiting for parity 1 returns at once ("the phase before the first"), and waiting for parity 0 does not.
+
+__device__ inline void mbarrier_init(uint32_t barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// Makes initialised barriers known to the copy engine and to the cluster; then every thread must still be synchronised.
+__device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ inline void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives at the barrier of the same address in block `rank` of the cluster. It orders what the copy engine and wgmma
+// do; ordinary writes would need a release at the scope of the cluster, whose price is a fence of the whole GPU.
+__device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+// Arrives, and announces that TMA will write `bytes` in this phase.
+__device__ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits some milliseconds at most. Without a limit the hardware's own is short, and what asks again takes issue slots.
+__device__ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+    constexpr uint32_t NANOSECONDS = 10'000'000;
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\nselp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity), "r"(NANOSECONDS)
+        : "memory");
+    return done != 0;
+}
+__device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+}
+
+// Where one stands in a ring of stages, each with barriers, and the parity of the phase that it completes there in this turn.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    // Initialises the barriers of the stages, by one thread: a stage is full once `fills` have arrived and their bytes are
+    // there, and empty once `frees` have. A fence must follow.
+    __device__ static void init(uint32_t full, uint32_t empty, uint32_t fills, uint32_t frees) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(full + s * 8, fills);
+            mbarrier_init(empty + s * 8, frees);
+        }
+    }
+    __device__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// Shared memory written by ordinary stores becomes visible to wgmma and TMA: in each writing thread, before a barrier.
+__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- TMA -----------------------------------------------------------------------------------------------------------
+//
+// One thread asks for a box of a tensor (CUtensorMap, a __grid_constant__ kernel parameter); the engine writes it, with
+// zeros outside of the tensor, and counts its bytes at a barrier. Coordinates: innermost dimension first, in elements.
+
+__device__ inline void tma_prefetch(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+#define KL_TMA(DIMS, COORDINATES, AFTER, PARAMETERS, ...)                                                       \
+    __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, uint32_t barrier, PARAMETERS) {    \
+        asm volatile("cp.async.bulk.tensor." DIMS                                                               \
+                     "d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {" COORDINATES           \
+                     "}], [%2];" ::"r"(shared),                                                                 \
+                     "l"(&map), "r"(barrier), __VA_ARGS__                                                       \
+                     : "memory");                                                                               \
+    }                                                                                                           \
+    /* Into the blocks of the cluster whose bits are set: the same address and barrier in each. */              \
+    __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, uint32_t barrier,        \
+                                              uint16_t blocks, PARAMETERS) {                                    \
+        asm volatile(                                                                                           \
+            "cp.async.bulk.tensor." DIMS                                                                        \
+            "d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {" COORDINATES \
+            "}], [%2], " AFTER ";" ::"r"(shared),                                                               \
+            "l"(&map), "r"(barrier), __VA_ARGS__, "h"(blocks)                                                   \
+            : "memory");                                                                                        \
+    }
+#define KL_INTS(...) __VA_ARGS__
+KL_TMA("2", "%3, %4", "%5", KL_INTS(int c0, int c1), "r"(c0), "r"(c1))
+KL_TMA("3", "%3, %4, %5", "%6", KL_INTS(int c0, int c1, int c2), "r"(c0), "r"(c1), "r"(c2))
+KL_TMA("4", "%3, %4, %5, %6", "%7", KL_INTS(int c0, int c1, int c2, int c3), "r"(c0), "r"(c1), "r"(c2), "r"(c3))
+KL_TMA("5", "%3, %4, %5, %6, %7", "%8", KL_INTS(int c0, int c1, int c2, int c3, int c4), "r"(c0), "r"(c1), "r"(c2),
+       "r"(c3), "r"(c4))
+#undef KL_TMA
+
+// Shared memory → a box of a tensor; what lies outside is not written. The thread that stores also commits and waits.
+#define KL_TMA_STORE(DIMS, COORDINATES, PARAMETERS, ...)                                               \
+    __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, PARAMETERS) {            \
+        asm volatile("cp.async.bulk.tensor." DIMS "d.global.shared::cta.bulk_group [%0, {" COORDINATES \
+                     "}], [%1];" ::"l"(&map),                                                          \
+                     "r"(shared), __VA_ARGS__                                                          \
+                     : "memory");                                                                      \
+    }
+KL_TMA_STORE("2", "%2, %3", KL_INTS(int c0, int c1), "r"(c0), "r"(c1))
+KL_TMA_STORE("3", "%2, %3, %4", KL_INTS(int c0, int c1, int c2), "r"(c0), "r"(c1), "r"(c2))
+KL_TMA_STORE("4", "%2, %3, %4, %5", KL_INTS(int c0, int c1, int c2, int c3), "r"(c0), "r"(c1), "r"(c2), "r"(c3))
+KL_TMA_STORE("5", "%2, %3, %4, %5, %6", KL_INTS(int c0, int c1, int c2, int c3, int c4), "r"(c0), "r"(c1), "r"(c2),
+             "r"(c3), "r"(c4))
+#undef KL_TMA_STORE
+#undef KL_INTS
+
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but `PENDING` of this thread's groups have read their shared memory, which may then be overwritten.
+template <int PENDING>
+__device__ inline void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+// Until they are in global memory.
+template <int PENDING>
+__device__ inline void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// A run of memory → shared memory, in multiples of 16 bytes, by one thread; counted at `barrier`. ONCE: of what is read but
+// once, as once() has it.
+template <bool ONCE>
+__device__ inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+    if constexpr (ONCE) {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+            "%4;" ::"r"(shared_address(shared)),
+            "l"(global), "r"(bytes), "r"(shared_address(barrier)),
+            "l"(static_cast<uint64_t>(cuda::access_property(Persisting{})))
+            : "memory");
+    } else {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(shared)),
+                     "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                     : "memory");
+    }
+}
+
+// ---- warps, warpgroups, clusters -----------------------------------------------------------------------------------
+
+// True in one thread of the (whole) warp.
+__device__ inline bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
+}
+
+// The warp's number, as a value that the compiler knows to be the same in all of its threads.
+__device__ inline int warp_index() { return __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x) / WARP, 0); }
+
+// Gives registers back, or takes them, for the rest of the kernel: by every warp of a warpgroup, multiples of 8. The
+// kernel needs __launch_bounds__(threads, 1), and one branch for each role.
+template <int REGISTERS>
+__device__ inline void registers_decrease() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ inline void registers_increase() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// A barrier of `threads` of the block's threads. Number 0 is __syncthreads.
+__device__ inline void named_barrier_sync(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ inline void named_barrier_arrive(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ inline uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// All threads of all blocks of the cluster. What they wrote before arriving is seen after waiting.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Where only the blocks' being there matters: others may still read their shared memory at a kernel's end, or write where
+// they have read.
+__device__ inline void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+__device__ inline void cluster_leave() {
+    cluster_arrive_relaxed();
+    cluster_wait();
+}
+
+// A flag in global memory: what was written before it was stored is seen after it was loaded.
+__device__ inline void store_release(uint32_t* flag, uint32_t value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ inline uint32_t load_acquire(const uint32_t* flag) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+__device__ inline void store_shared8(uint32_t shared, uint32_t v0, uint32_t v1) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(v0), "r"(v1) : "memory");
+}
+
+// Four 8×8 matrices of 16-bit elements from registers to shared memory: what ldmatrix reads, the other way.
+__device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// ---- wgmma ---------------------------------------------------------------------------------------------------------
+//
+// d[64×N] += A[64×k] · B[k×N] by one warpgroup, 32 bytes of k: 16 elements of bfloat16 and half, 8 of tf32. It runs
+// beside the warps, reads shared memory by descriptors, and takes turns:
+//
+//     wgmma_fence();  Wgmma<N>::multiply<T, …>(d, a, b, accumulate); …  wgmma_commit();  …  wgmma_wait<0>();
+//
+// Between the first and the wait nothing may touch d, nor overwrite what is read. Warp w of the warpgroup holds rows
+// 16w … 16w + 15; lane 4g + t holds, of columns 8j … 8j + 7, d[4j] = (g, 2t), d[4j + 1] = (g, 2t + 1), d[4j + 2] and
+// d[4j + 3] the same of row g + 8. A from registers: as mma's A (mma.cuh), 16 rows a warp.
+//
+// Major::MN exists for 16-bit types only: tf32 operands must run along k.
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// Ties registers to this place, so that the compiler moves no access to them across it.
+template <typename R, int COUNT>
+__device__ inline void wgmma_pin(R (&registers)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        if constexpr (sizeof(R) == 4 && std::is_same_v<R, float>) {
+            asm volatile("" : "+f"(registers[i])::"memory");
+        } else {
+            asm volatile("" : "+r"(registers[i])::"memory");
+        }
+    }
+}
+
+template <int N>
+struct Wgmma;
+
+// The text of N / 2 placeholders, by tens, and the operands that stand for them, by eights.
+#define KL_P10(tens)                                                                                       \
+    ", %" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens "6, %" #tens \
+    "7, %" #tens "8, %" #tens "9"
+#define KL_P0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9"
+#define KL_P32 KL_P0 KL_P10(1) KL_P10(2) ", %30, %31"
+#define KL_P40 KL_P0 KL_P10(1) KL_P10(2) KL_P10(3)
+#define KL_P48 KL_P40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define KL_P64 KL_P40 KL_P10(4) KL_P10(5) ", %60, %61, %62, %63"
+#define KL_P80 KL_P40 KL_P10(4) KL_P10(5) KL_P10(6) KL_P10(7)
+#define KL_P88 KL_P80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define KL_P96 KL_P80 KL_P10(8) ", %90, %91, %92, %93, %94, %95"
+#define KL_P128 KL_P80 KL_P10(8) KL_P10(9) KL_P10(10) KL_P10(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define KL_D8(i)                                                                                                \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define KL_D16 KL_D8(0), KL_D8(8)
+#define KL_D32 KL_D16, KL_D8(16), KL_D8(24)
+#define KL_D40 KL_D32, KL_D8(32)
+#define KL_D48 KL_D40, KL_D8(40)
+#define KL_D64 KL_D48, KL_D8(48), KL_D8(56)
+#define KL_D80 KL_D64, KL_D8(64), KL_D8(72)
+#define KL_D88 KL_D80, KL_D8(80)
+#define KL_D96 KL_D88, KL_D8(88)
+#define KL_D128 KL_D96, KL_D8(96), KL_D8(104), KL_D8(112), KL_D8(120)
+
+// N outputs a row in R registers. P0 … P6 number the operands after them: from shared memory the descriptors of A and
+// B, whether to accumulate, and the transposing bits of A and B; from registers A's four, B's descriptor, accumulate,
+// and B's bit.
+#define KL_WGMMA_SHARED(N, K, TYPE, R, A, B, ACCUMULATE, BITS, ...)                              \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE                \
+                 ", 0;\n"                                                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k" K ".f32." TYPE "." TYPE " {" KL_P##R \
+                 "}, " A ", " B ", accumulate, 1, 1" BITS ";\n}"                                 \
+                 : KL_D##R                                                                       \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))__VA_ARGS__)
+#define KL_WGMMA_REGISTERS(N, K, TYPE, R, A, B, ACCUMULATE, BITS, ...)                           \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE                \
+                 ", 0;\n"                                                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k" K ".f32." TYPE "." TYPE " {" KL_P##R \
+                 "}, {" A "}, " B ", accumulate, 1, 1" BITS ";\n}"                               \
+                 : KL_D##R                                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))__VA_ARGS__)
+#define KL_BITS_AB , "n"(A == Major::MN), "n"(B == Major::MN)
+#define KL_BIT_B , "n"(B == Major::MN)
+
+#define KL_WGMMA(N, R, P0, P1, P2, P3, P4, P5, P6)                                                                \
+    template <>                                                                                                   \
+    struct Wgmma<N> {                                                                                             \
+        /* A and B in shared memory. */                                                                           \
+        template <typename T, Major A, Major B>                                                                   \
+        __device__ static void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {             \
+            static_assert(sizeof(T) == 2 || (A == Major::K && B == Major::K));                                    \
+            if constexpr (std::is_same_v<T, bfloat16>) {                                                          \
+                KL_WGMMA_SHARED(N, "16", "bf16", R, P0, P1, P2, ", " P3 ", " P4, KL_BITS_AB);                     \
+            } else if constexpr (std::is_same_v<T, half>) {                                                       \
+                KL_WGMMA_SHARED(N, "16", "f16", R, P0, P1, P2, ", " P3 ", " P4, KL_BITS_AB);                      \
+            } else {                                                                                              \
+                KL_WGMMA_SHARED(N, "8", "tf32", R, P0, P1, P2, "");                                               \
+            }                                                                                                     \
+        }                                                                                                         \
+        /* A in registers, B in shared memory. */                                                                 \
+        template <typename T, Major B>                                                                            \
+        __device__ static void multiply(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) { \
+            static_assert(sizeof(T) == 2 || B == Major::K);                                                       \
+            if constexpr (std::is_same_v<T, bfloat16>) {                                                          \
+                KL_WGMMA_REGISTERS(N, "16", "bf16", R, P0 ", " P1 ", " P2 ", " P3, P4, P5, ", " P6, KL_BIT_B);    \
+            } else if constexpr (std::is_same_v<T, half>) {                                                       \
+                KL_WGMMA_REGISTERS(N, "16", "f16", R, P0 ", " P1 ", " P2 ", " P3, P4, P5, ", " P6, KL_BIT_B);     \
+            } else {                                                                                              \
+                KL_WGMMA_REGISTERS(N, "8", "tf32", R, P0 ", " P1 ", " P2 ", " P3, P4, P5, "");                    \
+            }                                                                                                     \
+        }                                                                                                         \
+    }
+
+KL_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38");
+KL_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46");
+KL_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54");
+KL_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70");
+KL_WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86");
+KL_WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102");
+KL_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134");
+}  // namespace kl
