@@ -12,12 +12,12 @@ from kernel_ladder.semantics.reduction import gradients_of_broadcast
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.cache_policy import ONCE
-from triton_impl.common.divisibility import in_units, unit_of
-from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
+from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad_strides
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import entry
-from triton_impl.runtime.launch_cache import Launches, Step
+from triton_impl.runtime.launch_cache import LaunchCache, LaunchPlan
 from triton_impl.sum import summed_gradient
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
@@ -32,27 +32,27 @@ def _sum_of(x, y):
 
 
 @triton.jit
-def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begin_early(EARLY)
+def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE)
-    y = tl.load(other_ptr + i, mask=i < numel, eviction_policy=ONCE)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
+    y = tl.load(other_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
     tl.store(out_ptr + i, _sum_of(x, y).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
 @triton.jit
 def _add_row_kernel(
     out_ptr, input_ptr, other_ptr, rows, columns,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    columns = in_units(columns, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    columns = assume_divisible(columns, DIVISIBILITY)
     tiles = tl.cdiv(columns, BLOCK_N)
     row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     i = row[:, None] * columns + column[None, :]
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(input_ptr + i, mask=mask, eviction_policy=ONCE)
+    x = tl.load(input_ptr + i, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
     y = tl.load(other_ptr + column, mask=column < columns)
     tl.store(out_ptr + i, _sum_of(x, y[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -60,9 +60,9 @@ def _add_row_kernel(
 @triton.jit
 def _add_strided_kernel(
     out_ptr, input_ptr, other_ptr, numel, size1, size2, size3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
+    griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + offset_of(i, size1, size2, size3, a0, a1, a2, a3), mask=i < numel)
     y = tl.load(other_ptr + offset_of(i, size1, size2, size3, b0, b1, b2, b3), mask=i < numel)
@@ -76,7 +76,7 @@ def _output(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(input) if input.shape == shape else input.new_empty(shape)
 
 
-def _plan(input: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Step | None]:
+def _plan(input: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], LaunchPlan | None]:
     """Shape and strides of the output, and what fills it; `input` is the one of the output's shape, if one is."""
     shape = tuple(torch.broadcast_shapes(input.shape, other.shape))
     like = _output(input, other)
@@ -86,20 +86,20 @@ def _plan(input: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], tu
         return shape, out, None
     grid = (triton.cdiv(numel, BLOCK),)
     if out == a == b:
-        return shape, out, Step(_add_kernel, grid, (numel, BLOCK))
+        return shape, out, LaunchPlan(_add_kernel, grid, (numel, BLOCK))
     sizes, strides = collapse(shape, out, a, b)
     if strides == [[1], [1], [1]]:
-        return shape, out, Step(_add_kernel, grid, (numel, BLOCK))
+        return shape, out, LaunchPlan(_add_kernel, grid, (numel, BLOCK))
     if len(sizes) == 2 and strides == [[sizes[1], 1], [sizes[1], 1], [0, 1]]:
         block_n = min(triton.next_power_of_2(sizes[1]), MAX_COLUMNS)
         block_m = TILE // block_n
         tiles = triton.cdiv(sizes[0], block_m) * triton.cdiv(sizes[1], block_n)
-        return shape, out, Step(_add_row_kernel, (tiles,), (*sizes, unit_of(sizes[1]), block_m, block_n))
-    return shape, out, Step(_add_strided_kernel, grid, (numel, *pad(sizes, strides), BLOCK))
+        return shape, out, LaunchPlan(_add_row_kernel, (tiles,), (*sizes, divisibility_of(sizes[1]), block_m, block_n))
+    return shape, out, LaunchPlan(_add_strided_kernel, grid, (numel, *pad_strides(sizes, strides), BLOCK))
 
 
 #: By all that decides an addition: shape and strides of the output, and the launch.
-_launches: Launches = Launches()
+_launches: LaunchCache = LaunchCache()
 
 
 def add(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
@@ -141,6 +141,6 @@ register("add", "triton.fused", forward=add, backward=add_backward, unsupported=
 
 AOT = [
     entry(_add_kernel, "bf16", {"BLOCK": BLOCK}),
-    entry(_add_row_kernel, "bf16", {"UNIT": 16, "BLOCK_M": 2, "BLOCK_N": MAX_COLUMNS}),
+    entry(_add_row_kernel, "bf16", {"DIVISIBILITY": 16, "BLOCK_M": 2, "BLOCK_N": MAX_COLUMNS}),
     entry(_add_strided_kernel, "fp32", {"BLOCK": BLOCK}),
 ]

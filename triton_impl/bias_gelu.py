@@ -12,14 +12,21 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.cache_policy import ONCE
-from triton_impl.common.column_sum import row_shares, sum_shares, sum_shares_kernel, sum_tile, sum_warps
-from triton_impl.common.divisibility import in_units, unit_of
-from triton_impl.common.elementwise import along, offset_of, row_indexing, tile, tile_of, too_many_row_dims
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
+from triton_impl.common.column_sum import row_partition, sum_partials, sum_partials_kernel, sum_tile, sum_warps
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
+from triton_impl.common.elementwise import (
+    gradient_for_kernel,
+    offset_of,
+    row_indexing,
+    tile,
+    tile_of,
+    too_many_row_dims,
+)
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.gelu import gelu_derivative, gelu_of
 from triton_impl.runtime.aot import entry
-from triton_impl.runtime.launch_cache import Known
+from triton_impl.runtime.launch_cache import CachedKernel
 
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
 FORWARD_TILE, FORWARD_WARPS = 4096, 4
@@ -37,14 +44,14 @@ BACKWARD_PROGRAMS, BACKWARD_REGISTERS = 4, 64
 @triton.jit
 def _bias_gelu(out_ptr, input_ptr, bias_ptr, column, columns, mask, TANH: tl.constexpr):
     bias = tl.load(bias_ptr, mask=column < columns).to(tl.float32)
-    x = tl.load(input_ptr, mask=mask, eviction_policy=ONCE).to(tl.float32) + bias
+    x = tl.load(input_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32) + bias
     tl.store(out_ptr, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gradient(grad_input_ptr, grad_ptr, input_ptr, bias, mask, TANH: tl.constexpr):
-    x = tl.load(input_ptr, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32) + bias
-    grad = tl.load(grad_ptr, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+    x = tl.load(input_ptr, mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32) + bias
+    grad = tl.load(grad_ptr, mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
     grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr, grad_input.to(grad_input_ptr.dtype.element_ty), mask=mask)
     return grad_input
@@ -53,10 +60,10 @@ def _gradient(grad_input_ptr, grad_ptr, input_ptr, bias, mask, TANH: tl.constexp
 @triton.jit
 def _bias_gelu_kernel(
     out_ptr, input_ptr, bias_ptr, rows, columns,
-    UNIT: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    columns = in_units(columns, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    columns = assume_divisible(columns, DIVISIBILITY)
     row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
     i = row[:, None] * columns + column
     _bias_gelu(out_ptr + i, input_ptr + i, bias_ptr + column, column, columns, mask, TANH)
@@ -65,9 +72,9 @@ def _bias_gelu_kernel(
 @triton.jit
 def _bias_gelu_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, input_ptr, bias_ptr, rows, columns, rows_a_share,
-    UNIT: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    columns = in_units(columns, UNIT)
+    columns = assume_divisible(columns, DIVISIBILITY)
     blocks = tl.cdiv(columns, BLOCK_N)
     share = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -120,10 +127,12 @@ def _bias_gelu_backward_strided_kernel(
     tl.store(partials_ptr + share * columns + column, tl.sum(sums, axis=0), mask=column < columns)
 
 
-_forward = Known(_bias_gelu_kernel, num_warps=FORWARD_WARPS)
-_forward_strided = Known(_bias_gelu_strided_kernel, num_warps=FORWARD_WARPS)
-_backward = Known(_bias_gelu_backward_kernel, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS)
-_backward_strided = Known(_bias_gelu_backward_strided_kernel, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS)
+_forward = CachedKernel(_bias_gelu_kernel, num_warps=FORWARD_WARPS)
+_forward_strided = CachedKernel(_bias_gelu_strided_kernel, num_warps=FORWARD_WARPS)
+_backward = CachedKernel(_bias_gelu_backward_kernel, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS)
+_backward_strided = CachedKernel(
+    _bias_gelu_backward_strided_kernel, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS
+)
 
 
 def _tile(columns: int, elements: int, most_columns: int) -> tuple[int, int]:
@@ -145,7 +154,7 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, *, approximate: str) -> t
     programs = triton.cdiv(rows, height) * triton.cdiv(columns, width)
     constants = (approximate == "tanh", height, width)
     if _are_dense(bias, output, input):
-        _forward(programs, (output, input, bias), (rows, columns, unit_of(columns), *constants))
+        _forward(programs, (output, input, bias), (rows, columns, divisibility_of(columns), *constants))
     else:
         _, _, strides = row_indexing(output, input)
         arguments = (rows, columns, bias.stride(0), *strides, *constants)
@@ -161,19 +170,19 @@ def bias_gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
     columns = bias.shape[0]
     height, width = _tile(columns, BACKWARD_TILE, BACKWARD_COLUMNS)
     rows, blocks = input.numel() // columns, triton.cdiv(columns, width)
-    shares, rows_a_share = row_shares(rows, blocks, BACKWARD_PROGRAMS, 2 * height, input.device)
+    shares, rows_a_share = row_partition(rows, blocks, BACKWARD_PROGRAMS, 2 * height, input.device)
     partials = torch.empty((shares, columns), dtype=torch.float32, device=input.device)
     tensors = (grad_input, partials, grad, input, bias)
     constants = (approximate == "tanh", height, width)
     if _are_dense(bias, grad_input, grad, input):
-        _backward(shares * blocks, tensors, (rows, columns, rows_a_share, unit_of(columns), *constants))
+        _backward(shares * blocks, tensors, (rows, columns, rows_a_share, divisibility_of(columns), *constants))
     else:
-        grad = along(grad, grad_input, input, rows_at=-1)
+        grad = gradient_for_kernel(grad, grad_input, input, rows_at=-1)
         _, _, strides = row_indexing(grad_input, grad, input)
         arguments = (rows, columns, rows_a_share, bias.stride(0), *strides, *constants)
         _backward_strided(shares * blocks, (grad_input, partials, grad, input, bias), arguments)
     grad_bias = bias.new_empty(bias.shape)
-    sum_shares(grad_bias, partials)
+    sum_partials(grad_bias, partials)
     return grad_input, grad_bias
 
 
@@ -195,9 +204,12 @@ _WARPS = (
 _FLOAT = {"partials_ptr": "*fp32"}
 
 AOT = [
-    *(entry(_bias_gelu_kernel, "bf16", {"UNIT": 16, "TANH": tanh, **_TILES[0]}, _WARPS[0]) for tanh in (True, False)),
     *(
-        entry(_bias_gelu_backward_kernel, "bf16", {"UNIT": 16, "TANH": tanh, **_TILES[1]}, _WARPS[1], _FLOAT)
+        entry(_bias_gelu_kernel, "bf16", {"DIVISIBILITY": 16, "TANH": tanh, **_TILES[0]}, _WARPS[0])
+        for tanh in (True, False)
+    ),
+    *(
+        entry(_bias_gelu_backward_kernel, "bf16", {"DIVISIBILITY": 16, "TANH": tanh, **_TILES[1]}, _WARPS[1], _FLOAT)
         for tanh in (True, False)
     ),
     entry(_bias_gelu_strided_kernel, "bf16", {"TANH": False, **_TILES[0], **_ROWS}, _WARPS[0]),
@@ -209,9 +221,9 @@ AOT = [
         _FLOAT,
     ),
     entry(
-        sum_shares_kernel,
+        sum_partials_kernel,
         "bf16",
-        {"UNIT": 16, **dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True))},
+        {"DIVISIBILITY": 16, **dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True))},
         triton.Config({}, num_warps=sum_warps(1000)),
         _FLOAT,
     ),

@@ -8,11 +8,11 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.elementwise import indexing, offset_of, too_many_dims
 from triton_impl.common.philox import ARGUMENTS, arguments, factors_at, factors_in_order
 from triton_impl.runtime.aot import entry
-from triton_impl.runtime.launch_cache import Known
+from triton_impl.runtime.launch_cache import CachedKernel
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
 BLOCK = 1024
@@ -24,7 +24,7 @@ def _dropout_kernel(
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = start + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
     y = x * factors_in_order(start, key_low, key_high, threshold, scale, BLOCK, VECTOR)
     tl.store(out_ptr + i, y.to(out_ptr.dtype.element_ty), mask=i < numel)
 
@@ -38,12 +38,12 @@ def _dropout_strided_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     out_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
-    x = tl.load(input_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
+    x = tl.load(input_ptr, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
     y = x * factors_at(i, key_low, key_high, threshold, scale)
     tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
-_dense, _strided = Known(_dropout_kernel), Known(_dropout_strided_kernel)
+_dense, _strided = CachedKernel(_dropout_kernel), CachedKernel(_dropout_strided_kernel)
 
 
 def _dropout(input: torch.Tensor, mask: tuple[int, int, int, float]) -> torch.Tensor:

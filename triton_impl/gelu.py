@@ -8,12 +8,12 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.cache_policy import ONCE
-from triton_impl.common.elementwise import along, indexing, is_dense, offset_of, too_many_dims
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
+from triton_impl.common.elementwise import gradient_for_kernel, indexing, is_dense, offset_of, too_many_dims
 from triton_impl.common.fast_math import exp2, rcp
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import entry
-from triton_impl.runtime.launch_cache import Known
+from triton_impl.runtime.launch_cache import CachedKernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -74,18 +74,18 @@ def gelu_derivative(x, TANH: tl.constexpr):
 def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # Of the exact form arithmetic is the limit.
-    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE if TANH else "").to(tl.float32)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE if TANH else "").to(tl.float32)
     tl.store(out_ptr + i, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
 @triton.jit
 def _gelu_backward_kernel(
-    grad_input_ptr, grad_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    grad_input_ptr, grad_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
 ):
-    begin_early(EARLY)
+    griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
-    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
+    x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
+    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
     grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr + i, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 
@@ -101,7 +101,7 @@ def _gelu_strided_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     out_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
-    x = tl.load(input_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
+    x = tl.load(input_ptr, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
     tl.store(out_ptr, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
@@ -109,24 +109,24 @@ def _gelu_strided_kernel(
 def _gelu_backward_strided_kernel(
     grad_input_ptr, grad_ptr, input_ptr, numel, size1, size2, size3,
     o0, o1, o2, o3, g0, g1, g2, g3, i0, i1, i2, i3,
-    TANH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    TANH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
+    griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     grad_input_ptr += offset_of(i, size1, size2, size3, o0, o1, o2, o3)
     grad_ptr += offset_of(i, size1, size2, size3, g0, g1, g2, g3)
     input_ptr += offset_of(i, size1, size2, size3, i0, i1, i2, i3)
-    x = tl.load(input_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
-    grad = tl.load(grad_ptr, mask=i < numel, eviction_policy=ONCE).to(tl.float32)
+    x = tl.load(input_ptr, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
+    grad = tl.load(grad_ptr, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
     grad_input = grad * gelu_derivative(x, TANH)
     tl.store(grad_input_ptr, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 
 
-_forward = Known(_gelu_kernel), Known(_gelu_strided_kernel)
-_backward = Known(_gelu_backward_kernel), Known(_gelu_backward_strided_kernel)
+_forward = CachedKernel(_gelu_kernel), CachedKernel(_gelu_strided_kernel)
+_backward = CachedKernel(_gelu_backward_kernel), CachedKernel(_gelu_backward_strided_kernel)
 
 
-def _launch(kernels: tuple[Known, Known], approximate: str, *tensors: torch.Tensor) -> None:
+def _launch(kernels: tuple[CachedKernel, CachedKernel], approximate: str, *tensors: torch.Tensor) -> None:
     """Launch the first kernel where all tensors are one run of memory each, else the second. The output comes first."""
     dense, strided = kernels
     numel = tensors[0].numel()
@@ -148,7 +148,7 @@ def gelu(input: torch.Tensor, *, approximate: str) -> tuple[torch.Tensor, tuple]
 def gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
     input, approximate = saved
     grad_input = torch.empty_like(input)
-    _launch(_backward, approximate, grad_input, along(grad, grad_input, input), input)
+    _launch(_backward, approximate, grad_input, gradient_for_kernel(grad, grad_input, input), input)
     return (grad_input,)
 
 

@@ -24,8 +24,8 @@ from triton_impl.matmul import tma as descriptors
 from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, grouped, kind_of
 from triton_impl.matmul.tma import activate
 from triton_impl.runtime.aot import entry
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 from triton_impl.sum import summed
 
 
@@ -53,12 +53,12 @@ def _linear_kernel(
 
 
 _linear = {
-    kind: Tuned(_linear_kernel, [INTERPRETER_CONFIG] if interpreted() else configs, ["tuning_key"])
+    kind: AutotunedKernel(_linear_kernel, [INTERPRETER_CONFIG] if interpreted() else configs, ["tuning_key"])
     for kind, configs in CONFIGS.items()
 }
 
 #: By all that decides the product and what follows it: the output's shape, and the launch.
-_launches: Launches = Launches()
+_launches: LaunchCache = LaunchCache()
 
 
 def _run(
@@ -188,7 +188,7 @@ def _persistent_unsupported(
     a, _ = as_matrices(input, weight.mT)
     if a.dim() > 2:  # what will be copied
         a = torch.empty(input.shape, dtype=input.dtype, device="meta").view(-1, input.shape[-1])
-    return descriptors.undescribable(a, weight.mT)
+    return descriptors.tma_unsupported(a, weight.mT)
 
 
 _register("tiled", False, write_tiled, unsupported)

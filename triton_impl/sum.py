@@ -13,11 +13,11 @@ from kernel_ladder.semantics.reduction import Dim, reduced_dims, spread, sum_sha
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.divisibility import in_units, unit_of
-from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
+from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad_strides
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import entry
-from triton_impl.runtime.launch_cache import Launches, Step
+from triton_impl.runtime.launch_cache import LaunchCache, LaunchPlan
 
 #: Elements of a tile by the bytes of one: a 16-byte load of each thread of 4 warps. A thread has several on their way.
 TILE = {2: 1024, 4: 512, 8: 256}
@@ -32,9 +32,9 @@ ALONG, ACROSS = 2, 4
 
 
 @triton.jit
-def _zeros(BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr):
+def _zeros(BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, INT64_OFFSETS: tl.constexpr):
     # Sums of float32 values are kept in float64 and rounded once: memory is the limit by far.
-    if WIDE:
+    if INT64_OFFSETS:
         return tl.zeros([BLOCK_O, BLOCK_R], tl.float64)
     else:
         return tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
@@ -55,16 +55,20 @@ def _store(out_ptr, sums, mask):
 @triton.jit
 def _sum_rows_kernel(
     out_ptr, input_ptr, count, length, stride, part,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    length, stride, part = in_units(length, UNIT), in_units(stride, UNIT), in_units(part, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length, stride, part = (
+        assume_divisible(length, DIVISIBILITY),
+        assume_divisible(stride, DIVISIBILITY),
+        assume_divisible(part, DIVISIBILITY),
+    )
     row = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
     left = tl.minimum(length - begin, part)
     rows_ptr = input_ptr + begin + (row * stride)[:, None]
-    total = _zeros(BLOCK_O, BLOCK_R, WIDE)
+    total = _zeros(BLOCK_O, BLOCK_R, INT64_OFFSETS)
     for start in range(0, part, LOADS * BLOCK_R):
         i = start + tl.arange(0, LOADS * BLOCK_R)
         x = tl.load(rows_ptr + i[None, :], mask=(row < count)[:, None] & (i < left)[None, :], other=0.0)
@@ -77,18 +81,22 @@ def _sum_rows_kernel(
 @triton.jit
 def _sum_columns_kernel(
     out_ptr, input_ptr, blocks, length, columns, block_stride, stride, part,
-    UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    columns, stride, block_stride = in_units(columns, UNIT), in_units(stride, UNIT), in_units(block_stride, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    columns, stride, block_stride = (
+        assume_divisible(columns, DIVISIBILITY),
+        assume_divisible(stride, DIVISIBILITY),
+        assume_divisible(block_stride, DIVISIBILITY),
+    )
     tiles = tl.cdiv(columns, BLOCK_O)
     block = (tl.program_id(0) // tiles).to(tl.int64)
     column = tl.program_id(0) % tiles * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
     left = tl.minimum(length - begin, part)
     columns_ptr = input_ptr + block * block_stride + begin * stride + column[None, :]
-    total = _zeros(BLOCK_R, BLOCK_O, WIDE)
+    total = _zeros(BLOCK_R, BLOCK_O, INT64_OFFSETS)
     for start in range(0, part, LOADS * BLOCK_R):
         i = start + tl.arange(0, LOADS * BLOCK_R)
         mask = (i < left)[:, None] & (column < columns)[None, :]
@@ -103,14 +111,14 @@ def _sum_columns_kernel(
 def _sum_strided_kernel(
     out_ptr, input_ptr, count, length, part, size1, size2, size3, i0, i1, i2, i3, o0, o1, o2, o3,
     length1, length2, length3, r0, r1, r2, r3,
-    WIDE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, EARLY: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
+    griddepcontrol_wait(USE_PDL)
     o = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
     end = tl.minimum(begin + part, length)
     input_ptr += offset_of(o, size1, size2, size3, i0, i1, i2, i3)[:, None]
-    total = _zeros(BLOCK_O, BLOCK_R, WIDE)
+    total = _zeros(BLOCK_O, BLOCK_R, INT64_OFFSETS)
     for start in range(0, part, LOADS * BLOCK_R):
         i = begin + start + tl.arange(0, LOADS * BLOCK_R)
         offset = offset_of(i, length1, length2, length3, r0, r1, r2, r3)
@@ -137,7 +145,7 @@ def _turn(length: int, block_r: int, most: int = LOADS) -> int:
     return min(most, triton.next_power_of_2(triton.cdiv(length, block_r)))
 
 
-def _rows(count: int, length: int, stride: int, itemsize: int, wide: bool, split: bool) -> Step:
+def _rows(count: int, length: int, stride: int, itemsize: int, wide: bool, split: bool) -> LaunchPlan:
     block_r = min(triton.next_power_of_2(length), TILE[itemsize])
     loads = _turn(length, block_r)
     # Of rows shorter than all loads of a turn, several: as many as leave float64 sums their registers.
@@ -145,13 +153,13 @@ def _rows(count: int, length: int, stride: int, itemsize: int, wide: bool, split
     block_o = min(triton.next_power_of_2(count), several)
     programs = triton.cdiv(count, block_o)
     part, parts = _split(length, programs, ALONG * loads * block_r) if split else (length, 1)
-    arguments = (count, length, stride, part, unit_of(length, stride, part), wide, block_o, block_r, loads)
-    return Step(_sum_rows_kernel, (programs, parts), arguments)
+    arguments = (count, length, stride, part, divisibility_of(length, stride, part), wide, block_o, block_r, loads)
+    return LaunchPlan(_sum_rows_kernel, (programs, parts), arguments)
 
 
 def _columns(
     blocks: int, length: int, columns: int, block_stride: int, stride: int, itemsize: int, wide: bool, split: bool
-) -> Step:
+) -> LaunchPlan:
     most = triton.next_power_of_2(columns)
     block_o = min(most, COLUMN_BYTES // itemsize if split else COLUMNS_OF_PARTS)
     block_r = min(triton.next_power_of_2(length), TILE[itemsize] // block_o)
@@ -160,19 +168,19 @@ def _columns(
     loads = _turn(length, block_r, LOADS // 2 if wide else LOADS)
     programs = blocks * triton.cdiv(columns, block_o)
     part, parts = _split(length, programs, ACROSS * loads * block_r) if split else (length, 1)
-    unit = unit_of(columns, block_stride, stride)
+    unit = divisibility_of(columns, block_stride, stride)
     arguments = (blocks, length, columns, block_stride, stride, part, unit, wide, block_o, block_r, loads)
-    return Step(_sum_columns_kernel, (programs, parts), arguments)
+    return LaunchPlan(_sum_columns_kernel, (programs, parts), arguments)
 
 
-def _strided(count: int, length: int, kept: list[int], reduced: list[int], itemsize: int, wide: bool) -> Step:
+def _strided(count: int, length: int, kept: list[int], reduced: list[int], itemsize: int, wide: bool) -> LaunchPlan:
     block_r = min(triton.next_power_of_2(length), 128)
     block_o = min(triton.next_power_of_2(count), TILE[itemsize] // block_r)
     loads = _turn(length, block_r)
     programs = triton.cdiv(count, block_o)
     part, parts = _split(length, programs, ACROSS * loads * block_r)
     arguments = (count, length, part, *kept, *reduced, wide, block_o, block_r, loads)
-    return Step(_sum_strided_kernel, (programs, parts), arguments)
+    return LaunchPlan(_sum_strided_kernel, (programs, parts), arguments)
 
 
 def _collapsed(input: torch.Tensor, dims: tuple[int, ...]) -> tuple[list[int], list[list[int]], list[int], list[int]]:
@@ -194,7 +202,7 @@ def _collapsed(input: torch.Tensor, dims: tuple[int, ...]) -> tuple[list[int], l
     return sizes, [strides, out_strides], lengths, steps
 
 
-def _steps(input: torch.Tensor, dims: tuple[int, ...]) -> list[Step]:
+def _steps(input: torch.Tensor, dims: tuple[int, ...]) -> list[LaunchPlan]:
     """The kernel that adds up a tensor, or the two: none where there is nothing to add."""
     if input.numel() == 0:
         return []
@@ -208,7 +216,9 @@ def _steps(input: torch.Tensor, dims: tuple[int, ...]) -> list[Step]:
         blocks, block_stride = (1, 0) if one_run else (sizes[0], strides[0])
         first = _columns(blocks, length, sizes[-1], block_stride, steps[0], itemsize, wide, True)
     else:
-        first = _strided(count, length, pad(sizes, [strides, out_strides]), pad(lengths, [steps]), itemsize, wide)
+        first = _strided(
+            count, length, pad_strides(sizes, [strides, out_strides]), pad_strides(lengths, [steps]), itemsize, wide
+        )
     parts = first.grid[1]
     if parts == 1:
         return [first]
@@ -223,7 +233,7 @@ def _part_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 #: By all that decides a sum: the output's shape, the number of parts, and the launches.
-_launches: Launches = Launches()
+_launches: LaunchCache = LaunchCache()
 
 
 def summed(input: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
@@ -281,10 +291,10 @@ def _unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
 register("sum", "triton.two_stage", forward=sum, backward=sum_backward, unsupported=_unsupported)
 
 AOT = [
-    entry(_sum_rows_kernel, "bf16", {"UNIT": 16, "WIDE": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8}),
-    entry(_sum_rows_kernel, "fp32", {"UNIT": 16, "WIDE": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}),
-    entry(_sum_columns_kernel, "bf16", {"UNIT": 16, "WIDE": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8}),
-    entry(_sum_columns_kernel, "fp32", {"UNIT": 16, "WIDE": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4}),
-    entry(_sum_columns_kernel, "fp32", {"UNIT": 16, "WIDE": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4}),
-    entry(_sum_strided_kernel, "fp32", {"WIDE": True, "BLOCK_O": 4, "BLOCK_R": 128, "LOADS": 8}),
+    entry(_sum_rows_kernel, "bf16", {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8}),
+    entry(_sum_rows_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}),
+    entry(_sum_columns_kernel, "bf16", {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8}),
+    entry(_sum_columns_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4}),
+    entry(_sum_columns_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4}),
+    entry(_sum_strided_kernel, "fp32", {"INT64_OFFSETS": True, "BLOCK_O": 4, "BLOCK_R": 128, "LOADS": 8}),
 ]

@@ -8,12 +8,20 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.cache_policy import ONCE
-from triton_impl.common.elementwise import along, is_dense, offset_of, row_indexing, tile, tile_of, too_many_row_dims
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
+from triton_impl.common.elementwise import (
+    gradient_for_kernel,
+    is_dense,
+    offset_of,
+    row_indexing,
+    tile,
+    tile_of,
+    too_many_row_dims,
+)
 from triton_impl.common.fast_math import exp2, rcp
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import entry
-from triton_impl.runtime.launch_cache import Known
+from triton_impl.runtime.launch_cache import CachedKernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -38,23 +46,23 @@ def _swiglu_gradients(grad, gate, up):
 
 
 @triton.jit
-def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begin_early(EARLY)
+def _swiglu_kernel(out_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=ONCE)
-    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=ONCE)
+    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
+    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
     tl.store(out_ptr + i, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=i < numel)
 
 
 @triton.jit
 def _swiglu_backward_kernel(
-    grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, numel, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
 ):
-    begin_early(EARLY)
+    griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=ONCE)
-    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=ONCE)
-    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=ONCE)
+    gate = tl.load(gate_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
+    up = tl.load(up_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
+    grad = tl.load(grad_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
     grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
     tl.store(grad_gate_ptr + i, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=i < numel)
     tl.store(grad_up_ptr + i, grad_up.to(grad_up_ptr.dtype.element_ty), mask=i < numel)
@@ -68,15 +76,15 @@ def _swiglu_backward_kernel(
 def _swiglu_rows_kernel(
     out_ptr, gate_ptr, up_ptr, rows, columns, size1, size2, size3,
     o0, o1, o2, o3, g0, g1, g2, g3, u0, u1, u2, u3, o_step, g_step, u_step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
+    griddepcontrol_wait(USE_PDL)
     row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
     out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None] + column * o_step
     gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
     up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
-    gate = tl.load(gate_ptr, mask=mask, eviction_policy=ONCE)
-    up = tl.load(up_ptr, mask=mask, eviction_policy=ONCE)
+    gate = tl.load(gate_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    up = tl.load(up_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
     tl.store(out_ptr, _swiglu(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -85,28 +93,28 @@ def _swiglu_backward_rows_kernel(
     grad_gate_ptr, grad_up_ptr, grad_ptr, gate_ptr, up_ptr, rows, columns, size1, size2, size3,
     gg0, gg1, gg2, gg3, gu0, gu1, gu2, gu3, gr0, gr1, gr2, gr3, g0, g1, g2, g3, u0, u1, u2, u3,
     gg_step, gu_step, gr_step, g_step, u_step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
+    griddepcontrol_wait(USE_PDL)
     row, column, mask = tile(rows, columns, BLOCK_M, BLOCK_N)
     grad_gate_ptr += offset_of(row, size1, size2, size3, gg0, gg1, gg2, gg3)[:, None] + column * gg_step
     grad_up_ptr += offset_of(row, size1, size2, size3, gu0, gu1, gu2, gu3)[:, None] + column * gu_step
     grad_ptr += offset_of(row, size1, size2, size3, gr0, gr1, gr2, gr3)[:, None] + column * gr_step
     gate_ptr += offset_of(row, size1, size2, size3, g0, g1, g2, g3)[:, None] + column * g_step
     up_ptr += offset_of(row, size1, size2, size3, u0, u1, u2, u3)[:, None] + column * u_step
-    gate = tl.load(gate_ptr, mask=mask, eviction_policy=ONCE)
-    up = tl.load(up_ptr, mask=mask, eviction_policy=ONCE)
-    grad = tl.load(grad_ptr, mask=mask, eviction_policy=ONCE)
+    gate = tl.load(gate_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    up = tl.load(up_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
+    grad = tl.load(grad_ptr, mask=mask, eviction_policy=EVICTION_OF_SINGLE_USE)
     grad_gate, grad_up = _swiglu_gradients(grad, gate, up)
     tl.store(grad_gate_ptr, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
     tl.store(grad_up_ptr, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
 
 
-_forward = Known(_swiglu_kernel), Known(_swiglu_rows_kernel)
-_backward = Known(_swiglu_backward_kernel), Known(_swiglu_backward_rows_kernel)
+_forward = CachedKernel(_swiglu_kernel), CachedKernel(_swiglu_rows_kernel)
+_backward = CachedKernel(_swiglu_backward_kernel), CachedKernel(_swiglu_backward_rows_kernel)
 
 
-def _launch(kernels: tuple[Known, Known], *tensors: torch.Tensor) -> None:
+def _launch(kernels: tuple[CachedKernel, CachedKernel], *tensors: torch.Tensor) -> None:
     """Launch the first kernel where all tensors are one run of memory each, else the second. Outputs come first."""
     dense, by_rows = kernels
     output = tensors[0]
@@ -130,7 +138,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, tuple]:
 def swiglu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up = saved
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
-    _launch(_backward, grad_gate, grad_up, along(grad, grad_gate, gate, up, rows_at=-1), gate, up)
+    _launch(_backward, grad_gate, grad_up, gradient_for_kernel(grad, grad_gate, gate, up, rows_at=-1), gate, up)
     return grad_gate, grad_up
 
 

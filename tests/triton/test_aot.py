@@ -89,12 +89,12 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
     """What is not as it should be in an entry's compiled code."""
     if found["cubin"] == 0 or not found["target"].startswith(f"sm_{capability}"):
         yield f"{found['cubin']} bytes for {found['target']}"
-    # Tuned for Hopper; an Ampere that has fewer choices may spill. Warps that stay, with other warps' registers beside
+    # AutotunedKernel for Hopper; an Ampere that has fewer choices may spill. Warps that stay, with other warps' registers beside
     # theirs, may put aside where their tile lies, once a tile of queries.
     allowed = 64 if "CONSUMERS" in e.constexprs else SPILT_BY_OLD_TRITON.get(e.kernel.__name__, 0)
     if capability == 90 and found["local"] > allowed:
         yield f"{found['local']} bytes of registers spilt to local memory"
-    if "EARLY" in e.kernel.arg_names and capability >= 90:
+    if "USE_PDL" in e.kernel.arg_names and capability >= 90:
         if not 0 <= found["waits"] < found["touches"]:
             yield "does not wait for the kernel before it, or touches memory first"
     elif found["waits"] >= 0:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernel_ladder.inspection.inspect import Request, inspect
 from kernel_ladder.spec import Case
-from triton_impl.common.divisibility import unit_of
+from triton_impl.common.divisibility import divisibility_of
 
 from ..conftest import every_variant, variant_id
 from ..ops import test_norms
@@ -51,6 +51,6 @@ def test_rows_are_read_and_written_by_vectors(variant, length, pass_):
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=4))
 def test_the_unit_is_the_largest_power_of_two_that_divides_all(numbers):
-    unit = unit_of(*numbers)
+    unit = divisibility_of(*numbers)
     assert unit in (1, 2, 4, 8, 16)
     assert unit == math.gcd(16, *numbers)

@@ -24,7 +24,7 @@ import triton
 from triton_impl import attention, interpreted, matmul
 from triton_impl.matmul import tiles, tma
 from triton_impl.runtime import autotuner, launch_cache
-from triton_impl.runtime.autotuned_kernel import Tuned
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -78,12 +78,12 @@ def test_a_choice_that_does_not_fit_gives_way_to_the_next(monkeypatch):
     def kernel(x_ptr, n, BLOCK):
         pass
 
-    tuned = Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32, 16)], ["n"])
+    tuned = AutotunedKernel(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32, 16)], ["n"])
     tuned.kernel = small = _SmallMemory()
     tuned(lambda meta: (meta["BLOCK"],), (torch.zeros(1),), (1,), {})
     assert small.blocks == [64, 16]
 
-    tuned = Tuned(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32)], ["n"])
+    tuned = AutotunedKernel(kernel, [triton.Config({"BLOCK": n}) for n in (64, 32)], ["n"])
     tuned.kernel = _SmallMemory()
     with pytest.raises(triton.OutOfResources):
         tuned(lambda meta: (meta["BLOCK"],), (torch.zeros(1),), (1,), {})
@@ -104,10 +104,10 @@ def _attention(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("module", "call"), [(matmul, _matmul), (attention, _attention)])
 def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
-    monkeypatch.setattr(module, "_launches", launch_cache.Launches())
+    monkeypatch.setattr(module, "_launches", launch_cache.LaunchCache())
     calls = []
-    choose = Tuned._choose
-    monkeypatch.setattr(Tuned, "_choose", lambda *args: calls.append(args) or choose(*args))
+    choose = AutotunedKernel._choose
+    monkeypatch.setattr(AutotunedKernel, "_choose", lambda *args: calls.append(args) or choose(*args))
     # Three times aligned, then at an address that kernels for aligned operands must not take, and back.
     for offset in (0, 0, 0, 1, 1, 0):
         torch.testing.assert_close(*call(offset), rtol=1e-4, atol=1e-4)
@@ -115,9 +115,9 @@ def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
 
 
 def test_choices_can_be_recorded(monkeypatch):
-    monkeypatch.setattr(matmul, "_launches", launch_cache.Launches())
+    monkeypatch.setattr(matmul, "_launches", launch_cache.LaunchCache())
     _matmul()
-    monkeypatch.setattr(matmul, "_launches", launch_cache.Launches())
+    monkeypatch.setattr(matmul, "_launches", launch_cache.LaunchCache())
     with launch_cache.recorded() as choices:
         _matmul()
         _matmul()
@@ -134,7 +134,7 @@ def test_choices_can_be_recorded(monkeypatch):
 
 
 def test_switching_tf32_is_seen(monkeypatch):
-    monkeypatch.setattr(matmul, "_launches", launch_cache.Launches())
+    monkeypatch.setattr(matmul, "_launches", launch_cache.LaunchCache())
     for allowed in (False, True):
         monkeypatch.setattr(matmul, "tf32_allowed", lambda allowed=allowed: allowed)
         _matmul()
@@ -143,15 +143,15 @@ def test_switching_tf32_is_seen(monkeypatch):
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(launch_cache, "MAX_LAUNCHES", 3)
-    launches = launch_cache.Launches()
+    launches = launch_cache.LaunchCache()
     for key in range(10):
         launches.remember(key, key)
         assert len(launches) <= 3
         assert launches[key] == key
 
 
-def _chooser() -> autotuner.Chooser:
-    return autotuner.Chooser(matmul._matmul_kernel)
+def _chooser() -> autotuner.Autotuner:
+    return autotuner.Autotuner(matmul._matmul_kernel)
 
 
 def test_a_choice_is_made_once_for_a_key(monkeypatch):
@@ -205,9 +205,9 @@ def test_the_cost_model_leaves_few_configurations(shape):
 def test_every_configuration_compiles_side_by_side_and_is_timed():
     a = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
     run, configs, done = None, tma.CONFIGS[:4], []
-    step = tma.Step(tma.persistent.kernel, persistent=True)
+    step = tma.LaunchPlan(tma.persistent.kernel, persistent=True)
 
-    class First(autotuner.Chooser):
+    class First(autotuner.Autotuner):
         def __call__(self, key, candidates, given):
             nonlocal run
             run = given
@@ -266,7 +266,7 @@ for module, name in (kernel.split(".") for kernel in KERNELS):
 def test_a_kernels_key_does_not_depend_on_what_was_run_before():
     kernels = "linear._linear_kernel", "softmax._fused_kernel", "bias_dropout_add_layer_norm._fused_kernel"
     found = set()
-    for first in (["dropout", "gelu", "rows", "elementwise", "matmul_descriptors"], ["softmax"], ["linear", "norms"]):
+    for first in (["dropout", "gelu", "runtime.row_configs", "common.elementwise", "matmul.tma"], ["softmax"], ["linear", "norm.rows"]):
         result = run(f"FIRST, KERNELS = {first}, {kernels}\n{KEYS}", TRITON_INTERPRET="0")
         assert result.returncode == 0, result.stderr
         found.add(result.stdout)

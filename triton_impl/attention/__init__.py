@@ -41,8 +41,8 @@ from triton_impl.attention.tiles import (
 )
 from triton_impl.common.dot import dot
 from triton_impl.common.gluon import requirements
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
 CHOICES: Choices = {
     -64: ((64, 64, 8, 1), (64, 32, 4, 2), (32, 32, 4, 1)),
@@ -60,22 +60,26 @@ def _attend(
     k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
     MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Take keys ``start … end`` into the running softmax of BLOCK_M queries."""
     for start_n in range(start, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
-        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, WIDE)
+        k = load_tile(
+            k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, INT64_OFFSETS
+        )
         scores = dot(q, tl.trans(k), None, PRECISION)
         if MASKED:
             rows = tl.arange(0, BLOCK_M)[:, None]
             cols = tl.arange(0, BLOCK_N)[None, :]
-            mask = mask_tile(mask_base, start_m, start_n, rows, cols, m_q, m_k, WIDE)
+            mask = mask_tile(mask_base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS)
             scores = hide(
                 scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
         weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max, MASK)
-        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
+        v = load_tile(
+            v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
+        )
         acc = dot(weights.to(v.dtype), v, acc, PRECISION)
     return acc, row_sum, row_max
 
@@ -87,7 +91,7 @@ def _forward_kernel(
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -112,7 +116,7 @@ def _forward_kernel(
         v_ptr += k_start * v_s
 
     q = load_tile(
-        q_ptr + b * q_b + h * q_h, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False, EVEN_D, WIDE
+        q_ptr + b * q_b + h * q_h, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False, EVEN_D, INT64_OFFSETS
     )
     k_base = k_ptr + b * k_b + h_kv * k_h
     v_base = v_ptr + b * v_b + h_kv * v_h
@@ -126,29 +130,31 @@ def _forward_kernel(
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, k_base, v_base, mask_base, start_m, 0, whole, scale_log2, first, last,
             k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-            False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
         )  # fmt: skip
         begin = whole
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, k_base, v_base, mask_base, start_m, begin, end, scale_log2, first, last,
         k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-        True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+        True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
     )  # fmt: skip
 
     rows = start_m + tl.arange(0, BLOCK_M)
     store_lse(lse_base + rows, tl.cast(num_heads, tl.int64) * lse_h, row_max, row_sum, rows < seqlen_q, MASK)
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for a row that sees nothing
-    store_tile(out_ptr + b * o_b + h * o_h, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, WIDE)
+    store_tile(
+        out_ptr + b * o_b + h * o_h, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, INT64_OFFSETS
+    )
 
 
 def _suitable(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
     return choose(CHOICES, configs, kwargs)
 
 
-_forward = Tuned(_forward_kernel, configs(CHOICES), TUNING_KEY, _suitable)
+_forward = AutotunedKernel(_forward_kernel, configs(CHOICES), TUNING_KEY, _suitable)
 
 #: By all that decides a forward pass: its launch.
-_launches: Launches = Launches()
+_launches: LaunchCache = LaunchCache()
 
 
 def forward(call: Call, results: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +192,7 @@ def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launc
         return (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)
 
     tensors = (output, lse, q, k, v, *call.others)
-    return _forward(grid, tensors, arguments, {**constants, "WIDE": wide(*strides, call.mask_strides)})
+    return _forward(grid, tensors, arguments, {**constants, "INT64_OFFSETS": wide(*strides, call.mask_strides)})
 
 
 register(

@@ -38,8 +38,8 @@ from triton_impl.attention.tiles import (
     wide,
 )
 from triton_impl.common.dot import dot
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
 #: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
 MAX_BLOCK_M = 64
@@ -66,17 +66,37 @@ QUERY_CHOICES: Choices = {
 @triton.jit
 def _delta_kernel(
     delta_ptr, out_ptr, grad_ptr, grad_lse_ptr, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, seqlen_q, head_dim_v,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LSE_GRAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr, LSE_GRAD: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     o = load_tile(
-        out_ptr + b * o_b + h * o_h, start_m, o_s, o_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False, WIDE
+        out_ptr + b * o_b + h * o_h,
+        start_m,
+        o_s,
+        o_d,
+        seqlen_q,
+        head_dim_v,
+        BLOCK_M,
+        BLOCK_DV,
+        False,
+        False,
+        INT64_OFFSETS,
     )
     g = load_tile(
-        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False, WIDE
+        grad_ptr + b * g_b + h * g_h,
+        start_m,
+        g_s,
+        g_d,
+        seqlen_q,
+        head_dim_v,
+        BLOCK_M,
+        BLOCK_DV,
+        False,
+        False,
+        INT64_OFFSETS,
     )
     rows = start_m + tl.arange(0, BLOCK_M)
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
@@ -92,13 +112,15 @@ def _gather_queries(
     scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
     MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Add what queries ``start … end`` give to the gradients of BLOCK_N keys and values. Scores are transposed."""
     for start_m in range(start, end, BLOCK_M):
         start_m = tl.multiple_of(start_m, BLOCK_M)
         rows = start_m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_base, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, not MASKED, EVEN_D, WIDE)
+        q = load_tile(
+            q_base, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, not MASKED, EVEN_D, INT64_OFFSETS
+        )
         inside = rows < seqlen_q if MASKED else None
         row_max, lse = load_lse(lse_base + rows, num_rows, inside, MASK)
         delta = tl.load(delta_base + rows, mask=inside)
@@ -107,12 +129,14 @@ def _gather_queries(
             delta = tl.where(inside, delta, 0.0)
             inner_rows = tl.arange(0, BLOCK_M)[None, :]
             cols = tl.arange(0, BLOCK_N)[:, None]
-            mask = mask_tile(mask_base, start_m, start_n, inner_rows, cols, m_q, m_k, WIDE)
+            mask = mask_tile(mask_base, start_m, start_n, inner_rows, cols, m_q, m_k, INT64_OFFSETS)
             scores = hide(
                 scores, scale_log2, mask, rows[None, :], start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
         weights = weights_again(scores, scale_log2, row_max[None, :], lse[None, :], MASK)
-        g = load_tile(g_base, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
+        g = load_tile(
+            g_base, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
+        )
         grad_v = dot(weights.to(g.dtype), g, grad_v, PRECISION)
         grad_weights = dot(v, tl.trans(g), None, PRECISION)
         grad_scores = weights * (grad_weights - delta[None, :])
@@ -129,7 +153,7 @@ def _key_value_kernel(
     num_heads_kv, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     EVEN_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The first keys are seen by most queries, so the order of tiles puts the longest first.
@@ -152,10 +176,30 @@ def _key_value_kernel(
         grad_k_ptr += k_start * dk_s
         grad_v_ptr += k_start * dv_s
     k = load_tile(
-        k_ptr + b * k_b + h_kv * k_h, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, WIDE
+        k_ptr + b * k_b + h_kv * k_h,
+        start_n,
+        k_s,
+        k_d,
+        seqlen_k,
+        head_dim,
+        BLOCK_N,
+        BLOCK_D,
+        False,
+        EVEN_D,
+        INT64_OFFSETS,
     )
     v = load_tile(
-        v_ptr + b * v_b + h_kv * v_h, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE
+        v_ptr + b * v_b + h_kv * v_h,
+        start_n,
+        v_s,
+        v_d,
+        seqlen_k,
+        head_dim_v,
+        BLOCK_N,
+        BLOCK_DV,
+        False,
+        EVEN_DV,
+        INT64_OFFSETS,
     )
     grad_k = tl.full([BLOCK_N, BLOCK_D], 0.0, dtype=tl.float32)
     grad_v = tl.full([BLOCK_N, BLOCK_DV], 0.0, dtype=tl.float32)
@@ -184,29 +228,38 @@ def _key_value_kernel(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 begin, diagonal, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
-                True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+                True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
         if not ASK_ALL:
             grad_k, grad_v = _gather_queries(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 diagonal, whole, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
-                False, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+                False, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
         if not ASK_ALL and not EVEN_Q:
             grad_k, grad_v = _gather_queries(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 tl.maximum(diagonal, whole), seqlen_q, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
-                True, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+                True, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
 
     store_tile(
         grad_k_ptr + b * dk_b + h_kv * dk_h, start_n, dk_s, dk_d, seqlen_k, head_dim, grad_k * scale,
-        BLOCK_N, BLOCK_D, WIDE,
+        BLOCK_N, BLOCK_D, INT64_OFFSETS,
     )  # fmt: skip
     store_tile(
-        grad_v_ptr + b * dv_b + h_kv * dv_h, start_n, dv_s, dv_d, seqlen_k, head_dim_v, grad_v, BLOCK_N, BLOCK_DV, WIDE
+        grad_v_ptr + b * dv_b + h_kv * dv_h,
+        start_n,
+        dv_s,
+        dv_d,
+        seqlen_k,
+        head_dim_v,
+        grad_v,
+        BLOCK_N,
+        BLOCK_DV,
+        INT64_OFFSETS,
     )
 
 
@@ -216,22 +269,26 @@ def _gather_keys(
     k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
     MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Add what keys ``start … end`` give to the gradient of BLOCK_M queries."""
     for start_n in range(start, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
-        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, WIDE)
+        k = load_tile(
+            k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, not MASKED, EVEN_D, INT64_OFFSETS
+        )
         scores = dot(q, tl.trans(k), None, PRECISION)
         if MASKED:
             rows = tl.arange(0, BLOCK_M)[:, None]
             cols = tl.arange(0, BLOCK_N)[None, :]
-            mask = mask_tile(mask_base, start_m, start_n, rows, cols, m_q, m_k, WIDE)
+            mask = mask_tile(mask_base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS)
             scores = hide(
                 scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
         weights = weights_again(scores, scale_log2, row_max[:, None], lse[:, None], MASK)
-        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, WIDE)
+        v = load_tile(
+            v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
+        )
         grad_weights = dot(g, tl.trans(v), None, PRECISION)
         grad_scores = weights * (grad_weights - delta[:, None])
         grad_q = dot(grad_scores.to(k.dtype), k, grad_q, PRECISION)
@@ -246,7 +303,7 @@ def _query_kernel(
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -272,10 +329,20 @@ def _query_kernel(
         k_ptr += k_start * k_s
         v_ptr += k_start * v_s
     q = load_tile(
-        q_ptr + b * q_b + h * q_h, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False, EVEN_D, WIDE
+        q_ptr + b * q_b + h * q_h, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False, EVEN_D, INT64_OFFSETS
     )
     g = load_tile(
-        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, EVEN_DV, WIDE
+        grad_ptr + b * g_b + h * g_h,
+        start_m,
+        g_s,
+        g_d,
+        seqlen_q,
+        head_dim_v,
+        BLOCK_M,
+        BLOCK_DV,
+        False,
+        EVEN_DV,
+        INT64_OFFSETS,
     )
     num_rows = tl.cast(num_heads, tl.int64) * lse_h
     row_max, lse = load_lse(lse_ptr + row_offset + rows, num_rows, rows < seqlen_q, MASK)
@@ -290,17 +357,17 @@ def _query_kernel(
         grad_q = _gather_keys(
             grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, 0, whole, scale_log2, first, last,
             k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-            False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+            False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
         )  # fmt: skip
         begin = whole
     grad_q = _gather_keys(
         grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, begin, end, scale_log2, first, last,
         k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-        True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, WIDE,
+        True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
     )  # fmt: skip
     store_tile(
         grad_q_ptr + b * dq_b + h * dq_h, start_m, dq_s, dq_d, seqlen_q, head_dim, grad_q * scale,
-        BLOCK_M, BLOCK_D, WIDE,
+        BLOCK_M, BLOCK_D, INT64_OFFSETS,
     )  # fmt: skip
 
 
@@ -312,11 +379,11 @@ def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwar
     return choose(QUERY_CHOICES, configs, kwargs)
 
 
-_key_value = Tuned(_key_value_kernel, configs(KEY_VALUE_CHOICES), TUNING_KEY, _suitable_for_keys)
-_query = Tuned(_query_kernel, configs(QUERY_CHOICES), TUNING_KEY, _suitable_for_queries)
+_key_value = AutotunedKernel(_key_value_kernel, configs(KEY_VALUE_CHOICES), TUNING_KEY, _suitable_for_keys)
+_query = AutotunedKernel(_query_kernel, configs(QUERY_CHOICES), TUNING_KEY, _suitable_for_queries)
 
 #: By all that decides a backward pass: its launches.
-_launches: Launches = Launches()
+_launches: LaunchCache = LaunchCache()
 
 
 def attention_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -403,7 +470,7 @@ def _first_launches(
             ),
             {
                 **constants,
-                "WIDE": wide(outputs, inputs, call.mask_strides),
+                "INT64_OFFSETS": wide(outputs, inputs, call.mask_strides),
                 "EVEN_Q": not call.packed and seqlen_q % MAX_BLOCK_M == 0,
             },
         )  # fmt: skip
@@ -416,6 +483,6 @@ def _first_launches(
                 call.score_scale, scale, *outputs, *inputs, *others,
                 num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q), *call.totals,
             ),
-            {**constants, "WIDE": wide(outputs, inputs, call.mask_strides)},
+            {**constants, "INT64_OFFSETS": wide(outputs, inputs, call.mask_strides)},
         )  # fmt: skip
     return for_delta, for_keys, for_queries

@@ -24,7 +24,7 @@ from triton_impl.attention.tiles import (
     mask_kind,
     section,
 )
-from triton_impl.runtime.launch_cache import Launches
+from triton_impl.runtime.launch_cache import LaunchCache
 
 #: Past every length, and such that a length can be added to it in 32 bits.
 UNLIMITED = 2**29
@@ -261,7 +261,7 @@ def launched_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[...
 
     What that returns takes (output, lse, q, k, v), and launches every later one.
     """
-    launches = Launches()
+    launches = LaunchCache()
 
     def run(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         output, lse = call.empty_results()

@@ -19,8 +19,8 @@ from triton_impl.attention.call import Call, forward_by, mask_grad_unsupported, 
 from triton_impl.attention.tiles import BELOW_DIAGONAL, BOOLEAN, LOG2_E, hide, load_tile, soften, store_lse, wide
 from triton_impl.common.dot import dot
 from triton_impl.common.fast_math import exp2
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -45,7 +45,7 @@ def _split_kernel(
     o_run, o_b, o_h, o_s, lse_run, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k,
     heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, key_begin, key_end, run,
     BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention to the keys ``key_begin + i · run …`` of program i, of all queries that share them."""
     # Of batches and heads there may be more than a grid's second axis holds, 65,535; of runs never.
@@ -70,7 +70,7 @@ def _split_kernel(
     row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     start = key_begin + tl.program_id(1) * run
     for start_n in range(start, tl.minimum(start + run, key_end), BLOCK_N):
-        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, WIDE)
+        k = load_tile(k_base, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D, INT64_OFFSETS)
         scores = dot(q, tl.trans(k), None, PRECISION)
         cols = start_n + tl.arange(0, BLOCK_N)
         mask = mask_rows[:, None] + cols[None, :].to(tl.int64) * m_k
@@ -79,7 +79,7 @@ def _split_kernel(
             first, last, BAND, MASK,
         )  # fmt: skip
         weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max, MASK)
-        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, WIDE)
+        v = load_tile(v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV, INT64_OFFSETS)
         acc = dot(weights.to(v.dtype), v, acc, PRECISION)
 
     lse_rows = (b * heads_kv * group + h) * seqlen_q + of_query
@@ -126,14 +126,14 @@ def _combine_kernel(
              mask=dims < head_dim_v)  # fmt: skip
 
 
-_split = Tuned(
+_split = AutotunedKernel(
     _split_kernel,
     CONFIGS[-1:] if interpreted() else CONFIGS,
     ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "BLOCK_M"),
 )
 
 #: By all that decides a forward pass: its launches.
-_launches: Launches = Launches()
+_launches: LaunchCache = LaunchCache()
 
 
 def runs_of(programs: int, keys: int, num_sms: int) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def _first_launches(
     constants = call.constants
     constants.pop("VARLEN")
     constants["BLOCK_M"] = max(16, triton.next_power_of_2(group * seqlen_q))
-    constants["WIDE"] = wide(k.stride(), v.stride())
+    constants["INT64_OFFSETS"] = wide(k.stride(), v.stride())
     runs = of_runs.shape[0] if of_runs is not output else 1
     to_run, strides = (0, output.stride()) if runs == 1 else (of_runs.stride(0), of_runs.stride()[1:])
     arguments = (

@@ -41,11 +41,11 @@ def program_tile(num_tiles, num_heads, section):
 
 
 @triton.jit
-def _pointers(base, start, rows, cols, stride_row, stride_col, WIDE: tl.constexpr):
+def _pointers(base, start, rows, cols, stride_row, stride_col, INT64_OFFSETS: tl.constexpr):
     """Where `rows` × `cols` of the tile lie that begins at row `start`."""
     # The start of a tile is 64 bits wide; inside a tile 32 bits hold every offset, unless the strides are WIDE.
     base += tl.cast(start, tl.int64) * stride_row
-    if WIDE:
+    if INT64_OFFSETS:
         rows, cols = rows.to(tl.int64), cols.to(tl.int64)
     return base + (rows[:, None] * stride_row + cols[None, :] * stride_col)
 
@@ -54,12 +54,12 @@ def _pointers(base, start, rows, cols, stride_row, stride_col, WIDE: tl.constexp
 def load_tile(
     base, start, stride_row, stride_col, num_rows, num_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``start … start + BLOCK_ROWS`` of a (num_rows, num_cols) matrix, zeros outside it."""
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
-    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, WIDE)
+    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, INT64_OFFSETS)
     if EVEN_ROWS and EVEN_COLS:
         return tl.load(pointers)
     if EVEN_ROWS:
@@ -72,12 +72,12 @@ def load_tile(
 @triton.jit
 def store_tile(
     base, start, stride_row, stride_col, num_rows, num_cols, tile,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Write what of `tile` lies inside a (num_rows, num_cols) matrix."""
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
-    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, WIDE)
+    pointers = _pointers(base, start, rows, cols, stride_row, stride_col, INT64_OFFSETS)
     mask = (rows[:, None] < num_rows - start) & (cols[None, :] < num_cols)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
 
@@ -107,10 +107,10 @@ def hide(scores, scale, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND:
 
 
 @triton.jit
-def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, WIDE: tl.constexpr):
+def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS: tl.constexpr):
     """Where the mask lies of the scores that begin at (start_m, start_n); `rows` and `cols` count from there."""
     base += tl.cast(start_m, tl.int64) * m_q + tl.cast(start_n, tl.int64) * m_k
-    if WIDE:
+    if INT64_OFFSETS:
         rows, cols = rows.to(tl.int64), cols.to(tl.int64)
     return base + (rows * m_q + cols * m_k)
 

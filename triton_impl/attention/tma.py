@@ -35,7 +35,7 @@ from triton_impl.attention.tiles import (
 from triton_impl.common.dot import dot
 from triton_impl.matmul.tma import DescriptorLaunch, without_descriptors
 from triton_impl.runtime.aot import Entry
-from triton_impl.runtime.autotuner import Chooser
+from triton_impl.runtime.autotuner import Autotuner
 
 IEEE = tl.constexpr("ieee")
 
@@ -70,7 +70,7 @@ def _attend(
 def _tma_kernel(
     out_ptr, lse_ptr, q_desc, k_desc, v_desc, scale_log2, o_b, o_h, o_s,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section,
-    BAND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
@@ -101,7 +101,7 @@ def _tma_kernel(
     tl.store(lse_ptr + head.to(tl.int64) * seqlen_q + rows, row_max + tl.log2(row_sum), mask=rows < seqlen_q)
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for a row that sees nothing
     out = out_ptr + b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
-    store_tile(out, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, WIDE)
+    store_tile(out, start_m, o_s, 1, seqlen_q, head_dim_v, acc, BLOCK_M, BLOCK_DV, INT64_OFFSETS)
 
 
 def unsupported(
@@ -164,7 +164,7 @@ def tuning_key(call: Call) -> tuple[Any, ...]:
     return str(call.q.dtype), constants["BLOCK_D"], constants["BLOCK_DV"], call.kind, seqlen_class(call.q.shape[2])
 
 
-_choose = Chooser(_tma_kernel)
+_choose = Autotuner(_tma_kernel)
 
 
 def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:

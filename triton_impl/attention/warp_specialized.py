@@ -32,7 +32,7 @@ from triton_impl.attention.tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
 from triton_impl.matmul.tma import DescriptorLaunch
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuner import Chooser
+from triton_impl.runtime.autotuner import Autotuner
 
 #: Queries of a warpgroup.
 BLOCK_M = gl.constexpr(64)
@@ -412,7 +412,7 @@ def configs(width: int) -> list[triton.Config]:
     ]
 
 
-_choose = Chooser(_specialized_kernel)
+_choose = Autotuner(_specialized_kernel)
 
 
 def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_once: int) -> tuple[int, int]:

@@ -18,28 +18,28 @@ from kernel_ladder.semantics.norms import forwards
 from kernel_ladder.tracing import shapes_only
 from triton_impl import layer_norm, register
 from triton_impl.bias_dropout_add_layer_norm import cluster
-from triton_impl.common.column_sum import row_shares, sum_shares
-from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.column_sum import row_partition, sum_partials
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import tile_of
 from triton_impl.common.gluon import requirements
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.common.philox import ARGUMENTS, arguments, factors_at, factors_of_rows
 from triton_impl.norm import rows as norms
 from triton_impl.norm import short_backward
 from triton_impl.norm.rows import (
-    HEAD,
+    PILOT,
     Needs,
     as_matrix,
     as_parameter,
-    head_of,
     normalize_row_again,
     normalize_rows,
+    pilot_of,
     rstd_of,
     store_stats,
 )
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Known, Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import CachedKernel, Launch, LaunchCache
 from triton_impl.runtime.row_configs import blocks_of, forward_shapes, row_configs, suitable_forward
 
 #: Backward: elements of a tile, its columns at most, warps, and programs that run on a multiprocessor at once.
@@ -77,24 +77,24 @@ def _sum_of(
 def _fused_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    SAVE_STATS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr, DIVISIBILITY: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    residual_stride = in_units(residual_stride, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     total = _sum_of(
         input_ptr, bias_ptr, residual_ptr, row, 0, key_low, key_high, threshold, scale,
         in_stride, residual_stride, count, length, EIGHTS, BLOCK,
     )  # fmt: skip
-    if KEEP:
+    if SAVE_STATS:
         mask = (row < count)[:, None] & (column < length)[None, :]
         tl.store(sum_ptr + row[:, None] * length + column[None, :], total, mask=mask)
     normalize_rows(
         total, out_ptr, stats_ptr, weight_ptr, norm_bias_ptr, row, column, count, length, eps,
-        True, KEEP, HAS_WEIGHT, HAS_BIAS, ROWS, False,
+        True, SAVE_STATS, HAS_WEIGHT, HAS_BIAS, ROWS, False,
     )  # fmt: skip
 
 
@@ -102,22 +102,22 @@ def _fused_kernel(
 def _online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr, UNIT: tl.constexpr,
-    HEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SAVE_STATS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, EIGHTS: tl.constexpr, DIVISIBILITY: tl.constexpr,
+    PILOT: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Where the sum is not kept, `sum_ptr` is the output, which waits there for its normalisation."""
-    begin_early(EARLY)
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    residual_stride = in_units(residual_stride, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = tl.program_id(0).to(tl.int64)
     rows = row + tl.arange(0, 1)
     lane = tl.arange(0, BLOCK)
     # Deviations from the mean of the row's HEAD: close to those from the mean of all, and known in advance.
     head = _sum_of(
         input_ptr, bias_ptr, residual_ptr, rows, 0, key_low, key_high, threshold, scale,
-        in_stride, residual_stride, count, length, EIGHTS, HEAD,
+        in_stride, residual_stride, count, length, EIGHTS, PILOT,
     )  # fmt: skip
-    mean = tl.sum(head.reshape([HEAD]).to(tl.float32), axis=0) / tl.minimum(length, HEAD)
+    mean = tl.sum(head.reshape([PILOT]).to(tl.float32), axis=0) / tl.minimum(length, PILOT)
     sums = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -133,7 +133,7 @@ def _online_kernel(
     lost = tl.sum(sums, axis=0) / length
     rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
     shift = -lost * rstd
-    if KEEP:
+    if SAVE_STATS:
         store_stats(stats_ptr, row, count, True, mean, rstd, shift, True)
     tl.debug_barrier()  # the sum is read by threads that may not have written it
     normalize_row_again(
@@ -145,10 +145,10 @@ def _online_kernel(
 @triton.jit(do_not_specialize=ARGUMENTS)
 def _backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, key_low, key_high, threshold, scale, rows, length, rows_a_share,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Dropout of the sum's gradient, a share of the rows of a block of columns, and the sums over those rows."""
-    length = in_units(length, UNIT)
+    length = assume_divisible(length, DIVISIBILITY)
     blocks = tl.cdiv(length, BLOCK_N)
     share = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * BLOCK_N
@@ -160,16 +160,16 @@ def _backward_kernel(
         mask = (row < end)[:, None] & (column < length)[None, :]
         i = row[:, None] * length + column[None, :]
         grad = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32)
-        grad *= _factors(row, column, start, length, key_low, key_high, threshold, scale, UNIT >= 8, BLOCK_N)
+        grad *= _factors(row, column, start, length, key_low, key_high, threshold, scale, DIVISIBILITY >= 8, BLOCK_N)
         tl.store(grad_input_ptr + i, grad.to(grad_input_ptr.dtype.element_ty), mask=mask)
         sums += grad
     tl.store(partials_ptr + share * length + column, tl.sum(sums, axis=0), mask=column < length)
 
 
-_fused = Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "KEEP", "UNIT"), suitable_forward)
-_online = Tuned(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length",))
-_backward = Known(_backward_kernel, num_warps=WARPS)
-_launches = Launches()
+_fused = AutotunedKernel(_fused_kernel, row_configs((0,)), ("BLOCK", "SAVE_STATS", "DIVISIBILITY"), suitable_forward)
+_online = AutotunedKernel(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length",))
+_backward = CachedKernel(_backward_kernel, num_warps=WARPS)
+_launches = LaunchCache()
 
 
 def _sum_and_norm(
@@ -199,11 +199,11 @@ def _sum_and_norm(
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
         constants: dict[str, Any] = {
-            "KEEP": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None,
-            "EIGHTS": length % 8 == 0, "UNIT": unit_of(length, *strides),
+            "SAVE_STATS": keep, "HAS_WEIGHT": w is not None, "HAS_BIAS": n is not None,
+            "EIGHTS": length % 8 == 0, "DIVISIBILITY": divisibility_of(length, *strides),
         }  # fmt: skip
         if step == "online":
-            constants["HEAD"] = head_of(x.dtype)
+            constants["PILOT"] = pilot_of(x.dtype)
             return _online(lambda meta: (count,), tensors, arguments, constants, mask)
         constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants, mask)
@@ -223,11 +223,11 @@ def _dropped(grad: torch.Tensor, mask: tuple[int, int, int, float]) -> tuple[tor
     _, width = tile_of(length, COLUMNS)
     height = TILE // width
     blocks = triton.cdiv(length, width)
-    shares, rows_a_share = row_shares(count, blocks, PROGRAMS, 2 * height, grad.device)
+    shares, rows_a_share = row_partition(count, blocks, PROGRAMS, 2 * height, grad.device)
     partials = torch.empty((shares, length), dtype=torch.float32, device=grad.device)
-    arguments_of = (count, length, rows_a_share, unit_of(length), height, width)
+    arguments_of = (count, length, rows_a_share, divisibility_of(length), height, width)
     _backward(shares * blocks, (grad_input, partials, grad), arguments_of, mask)
-    sum_shares(grad_bias, partials)
+    sum_partials(grad_bias, partials)
     return grad_input, grad_bias
 
 
@@ -271,7 +271,7 @@ _variant("online", norms.backward)
 _variant("fused", short_backward.backward)
 _variant("cluster", short_backward.backward, requirements.here)
 
-_FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "EIGHTS": True, "UNIT": 16}
+_FLAGS = {"HAS_WEIGHT": True, "HAS_BIAS": True, "EIGHTS": True, "DIVISIBILITY": 16}
 _FLOATS = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
 
 
@@ -282,12 +282,12 @@ def _entry(kernel: Any, warps: int, constants: dict[str, Any], **tuned: int) -> 
 
 def _fused_entry(block: int, keep: bool) -> Entry:
     rows, warps = forward_shapes(block)[0]
-    return _entry(_fused_kernel, warps, {**_FLAGS, "KEEP": keep, "BLOCK": block}, ROWS=rows)
+    return _entry(_fused_kernel, warps, {**_FLAGS, "SAVE_STATS": keep, "BLOCK": block}, ROWS=rows)
 
 
 AOT = [
     *(_fused_entry(block, keep) for block, keep in ((256, False), (4096, True), (4096, False), (16384, True))),
-    _entry(_online_kernel, 8, {**_FLAGS, "KEEP": True, "HEAD": HEAD}, BLOCK=4096),
+    _entry(_online_kernel, 8, {**_FLAGS, "SAVE_STATS": True, "PILOT": PILOT}, BLOCK=4096),
     *cluster.ahead_of_time(),
-    _entry(_backward_kernel, WARPS, {"UNIT": 16}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
+    _entry(_backward_kernel, WARPS, {"DIVISIBILITY": 16}, BLOCK_M=TILE // COLUMNS, BLOCK_N=COLUMNS),
 ]

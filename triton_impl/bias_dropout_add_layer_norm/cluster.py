@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from kernel_ladder.tracing import address
 from triton_impl import unsupported
 from triton_impl.bias_dropout_add_layer_norm import persistent_cluster
-from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import (
     MULTIPLE,
@@ -34,9 +34,9 @@ from triton_impl.common.philox import ARGUMENTS
 from triton_impl.norm.cluster import part_statistics, row_statistics, with_next
 from triton_impl.norm.rows import rstd_of
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuner import Chooser
-from triton_impl.runtime.launch_cache import Launch, Launches, to_time
-from triton_impl.runtime.persistent_launch import Staying
+from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.launch_cache import Launch, LaunchCache, to_time
+from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: Elements of a vector, of which one call of Philox serves all.
 EIGHT = gl.constexpr(8)
@@ -46,12 +46,12 @@ EIGHT = gl.constexpr(8)
 def _chain_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
-    KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    UNIT: gl.constexpr, BLOCK: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
+    SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    DIVISIBILITY: gl.constexpr, BLOCK: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     begin(3)
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    residual_stride = in_units(residual_stride, UNIT)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = gl.program_id(0).to(gl.int64)
     i = columns(BLOCK, EIGHT)
     STEP: gl.constexpr = i.shape[1]
@@ -74,7 +74,7 @@ def _chain_cluster_kernel(
         total = narrow(widen(residuals[v]) + (widen(inputs[v]) + bias) * kept, input_ptr.dtype.element_ty)
         inputs = with_next(inputs, input_ptr, i, length, v + AHEAD < V, EVEN)
         residuals = with_next(residuals, residual_ptr, i, length, v + AHEAD < V, EVEN)
-        if KEEP:
+        if SAVE_STATS:
             store(sum_ptr + row * length, i + v * STEP, length, total, EVEN)
         x += (total,)
     parts = part_statistics(x, i, length, BLOCK, True, EVEN)
@@ -83,7 +83,7 @@ def _chain_cluster_kernel(
     rstd = rstd_of(variance, eps)
     shift = (-lost - mean) * rstd
     offset = with_next((), norm_bias_ptr, i, length, HAS_BIAS, EVEN)
-    if KEEP:
+    if SAVE_STATS:
         write_once(stats_ptr + row, rstd, True)
         write_once(stats_ptr + count + row, mean, True)
         write_once(stats_ptr + 2 * count + row, -lost * rstd, True)
@@ -131,8 +131,8 @@ def configs(length: int) -> list[triton.Config]:
     return to_time(found)
 
 
-_choose = Chooser(_chain_cluster_kernel)
-_launches = Launches()
+_choose = Autotuner(_chain_cluster_kernel)
+_launches = LaunchCache()
 
 
 def run(
@@ -151,14 +151,22 @@ def run(
     constants = (keep, *(not of for of in absent))
     stays = persistent_cluster.takes(tensors, strides)
 
-    def make() -> Launch | Staying:
+    def make() -> Launch | PersistentLaunch:
         key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
         if stays:
             of = persistent_cluster.launch_of(x, strides, eps, constants)
             return persistent_cluster.choose.launch(key, persistent_cluster.configs(length), of, *tensors, values=mask)
 
         def launch(config: triton.Config) -> Launch:
-            arguments = (*strides, count, length, eps, *constants, unit_of(length, *strides), *config.kwargs.values())
+            arguments = (
+                *strides,
+                count,
+                length,
+                eps,
+                *constants,
+                divisibility_of(length, *strides),
+                *config.kwargs.values(),
+            )
             return Launch(_chain_cluster_kernel, (count,), arguments, cluster.options(config))
 
         return _choose.launch(key, configs(length), launch, *tensors, values=mask)
@@ -189,8 +197,8 @@ def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
 def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
-    constants = {"KEEP": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
+    constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
     return [
-        entry(_chain_cluster_kernel, "bf16", {**constants, "UNIT": 16}, configs(4096)[0], types),
+        entry(_chain_cluster_kernel, "bf16", {**constants, "DIVISIBILITY": 16}, configs(4096)[0], types),
         *persistent_cluster.ahead_of_time(),
     ]

@@ -18,13 +18,13 @@ from kernel_ladder.tracing import address
 from triton_impl import multiprocessors
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import by_warp, row_layout
-from triton_impl.common.gluon.cluster_reduce import all_have_begun, begin_turns, row_of, send
+from triton_impl.common.gluon.cluster_reduce import init_cluster_reduce, row_of, send, wait_for_cluster_reduce
 from triton_impl.common.gluon.philox import factors
-from triton_impl.common.gluon.smem_stages import begin_slots, fetch, hold, slots, vector, wait
+from triton_impl.common.gluon.smem_stages import fetch, hold, init_stages, slots, vector, wait
 from triton_impl.common.philox import ARGUMENTS
 from triton_impl.norm.persistent_cluster import (
-    HEAD,
     OF_WARP,
+    PILOT,
     VECTOR,
     add_deviations,
     columns,
@@ -35,9 +35,9 @@ from triton_impl.norm.persistent_cluster import (
 )
 from triton_impl.norm.rows import add_both
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuner import Chooser
+from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import to_time
-from triton_impl.runtime.persistent_launch import Staying
+from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: Slots of a row's operands and of the parameters, weight and norm bias behind the bias; and the barriers where they
 #: come. There is one row under way: two make memory slower.
@@ -73,7 +73,7 @@ def _centre(heads, DTYPE: gl.constexpr):
     for k in gl.static_range(3):
         low, high = halves(heads[k], DTYPE)
         total += low + high
-    return gl.sum(total, 1) * (0.5 / HEAD)
+    return gl.sum(total, 1) * (0.5 / PILOT)
 
 
 @gluon.jit
@@ -90,7 +90,7 @@ def _evens(x):
 @gluon.jit
 def _first_pass(
     sum_ptr, turn, centre, i, key_low, key_high, threshold, scale, count, length,
-    KEEP: gl.constexpr, DTYPE: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr, WIDE: gl.constexpr,
+    SAVE_STATS: gl.constexpr, DTYPE: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Make a turn's sums, two in a word, and send their deviations and the squares of these."""
     LAYOUT: gl.constexpr = i.type.layout
@@ -112,7 +112,7 @@ def _first_pass(
         high += (in_high + bias_high) * gl.convert_layout(kept_high, LAYOUT, assert_trivial=True)
         word = word_of(low, high, DTYPE)
         made += (word,)
-        if KEEP:
+        if SAVE_STATS:
             if EVEN:
                 gl.store(sum_ptr + row * length + j, word)
             else:
@@ -126,7 +126,7 @@ def _first_pass(
 def _chain_staying_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, per_element, eps,
-    KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     blocks: gl.constexpr = gl.num_ctas()
@@ -142,9 +142,9 @@ def _chain_staying_kernel(
     i = columns(BLOCK, LAYOUT)
     rows = slots(_IN_ALL, BLOCK, gl.int32)
     hold(rows)
-    begin_slots(_IN_ALL, 2, length, BLOCK, gl.int32)
-    begin_turns()
-    all_have_begun()
+    init_stages(_IN_ALL, 2, length, BLOCK, gl.int32)
+    init_cluster_reduce()
+    wait_for_cluster_reduce()
     # Of an absent parameter the slot holds the bias, and is not looked at.
     weight_ptr = weight_ptr.to(words, bitcast=True) if HAS_WEIGHT else bias_ptr
     norm_bias_ptr = norm_bias_ptr.to(words, bitcast=True) if HAS_BIAS else bias_ptr
@@ -157,26 +157,26 @@ def _chain_staying_kernel(
     wait(_OF_PARAMETERS, 0)
     kept = _first_pass(
         sum_ptr, 0, before, i, key_low, key_high, threshold, scale, count, length,
-        KEEP, DTYPE, BLOCK, EVEN, WIDE,
+        SAVE_STATS, DTYPE, BLOCK, EVEN, WIDE,
     )  # fmt: skip
     _fetch(1, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK)
     for turn in range(1, turns):
         heads = _heads(turn + 1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT)
         made = _first_pass(
             sum_ptr, turn, centre, i, key_low, key_high, threshold, scale, count, length,
-            KEEP, DTYPE, BLOCK, EVEN, WIDE,
+            SAVE_STATS, DTYPE, BLOCK, EVEN, WIDE,
         )  # fmt: skip
         _fetch(turn + 1, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK)
         second_pass(
             out_ptr, stats_ptr, kept, rows, turn - 1, before, i, count, length, per_element, eps,
-            KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
+            SAVE_STATS, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
         )  # fmt: skip
         before = centre
         centre = _centre(heads, DTYPE)
         kept = made
     second_pass(
         out_ptr, stats_ptr, kept, rows, turns - 1, before, i, count, length, per_element, eps,
-        KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
+        SAVE_STATS, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def configs(length: int) -> list[triton.Config]:
 #: and strides, and addresses in bytes, are multiples of.
 SHORTEST, LONGEST, MULTIPLE = 16385, cluster.MOST_BLOCKS * 2 * 32 * WORDS * max(WARPS), 32
 
-choose = Chooser(_chain_staying_kernel)
+choose = Autotuner(_chain_staying_kernel)
 
 
 def slot_bytes(config: triton.Config) -> int:
@@ -223,16 +223,16 @@ def takes(tensors: tuple[torch.Tensor, ...], strides: tuple[int, int]) -> bool:
 
 def launch_of(
     x: torch.Tensor, strides: tuple[int, int], eps: float, constants: tuple[bool, bool, bool]
-) -> Callable[[triton.Config], Staying]:
+) -> Callable[[triton.Config], PersistentLaunch]:
     """The launch of each configuration."""
     count, length = x.shape
     programs = min(count, multiprocessors(x.device, 1))
     arguments = (strides[0] // 2, strides[1] // 2, count, length // 2, 1.0 / length, eps, *constants)
-    return lambda config: Staying(_chain_staying_kernel, programs, arguments, config, slot_bytes(config))
+    return lambda config: PersistentLaunch(_chain_staying_kernel, programs, arguments, config, slot_bytes(config))
 
 
 def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "per_element": "fp32", "eps": "fp32"}
-    constants = {"KEEP": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
+    constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
     return [entry(_chain_staying_kernel, "bf16", constants, configs(131072)[0], types)]

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from triton_impl import multiprocessors
-from triton_impl.common.divisibility import in_units, unit_of
-from triton_impl.common.pdl import begin_early
-from triton_impl.runtime.launch_cache import Known
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
+from triton_impl.common.pdl import griddepcontrol_wait
+from triton_impl.runtime.launch_cache import CachedKernel
 
 #: Elements of a tile of :func:`sum_shares_kernel`, shares of it at most, and warps. Of few columns there are few
 #: programs, which wait for memory once a tile: so tiles are tall. Few warps are soonest done with one tile, and find
@@ -36,13 +36,13 @@ def sum_warps(shares: int) -> int:
 
 
 @triton.jit
-def sum_shares_kernel(
+def sum_partials_kernel(
     out_ptr, partials_ptr, shares, columns,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """out[c] = Σ partials[s, c] over shares s; partials in float32."""
-    begin_early(EARLY)
-    columns = in_units(columns, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    columns = assume_divisible(columns, DIVISIBILITY)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, shares, BLOCK_M):
@@ -52,18 +52,18 @@ def sum_shares_kernel(
     tl.store(out_ptr + column, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
-_sum_shares = {warps: Known(sum_shares_kernel, num_warps=warps) for warps in SUM_WARPS}
+_sum_shares = {warps: CachedKernel(sum_partials_kernel, num_warps=warps) for warps in SUM_WARPS}
 
 
-def sum_shares(output: torch.Tensor, partials: torch.Tensor) -> None:
+def sum_partials(output: torch.Tensor, partials: torch.Tensor) -> None:
     """Write the sums of partials, ``(shares, columns)`` in float32, into `output`, ``(columns,)``."""
     shares, columns = partials.shape
     height, width = sum_tile(shares)
     launch = _sum_shares[sum_warps(shares)]
-    launch(triton.cdiv(columns, width), (output, partials), (shares, columns, unit_of(columns), height, width))
+    launch(triton.cdiv(columns, width), (output, partials), (shares, columns, divisibility_of(columns), height, width))
 
 
-def row_shares(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:
+def row_partition(rows: int, column_blocks: int, programs: int, least: int, device: torch.device) -> tuple[int, int]:
     """How many shares to make of the rows, and how many rows each then has; no share under `least` rows.
 
     `programs` run at once on a multiprocessor, and `column_blocks` side by side have a share. What begins after others

@@ -31,10 +31,10 @@ def is_dense(output: torch.Tensor, *operands: torch.Tensor) -> bool:
 
 def indexing(*tensors: torch.Tensor) -> list[int]:
     """What :func:`offset_of` takes for tensors of one shape: three inner sizes, then four strides per tensor."""
-    return pad(*collapse(tensors[0].shape, *(t.stride() for t in tensors)))
+    return pad_strides(*collapse(tensors[0].shape, *(t.stride() for t in tensors)))
 
 
-def pad(sizes: list[int], strides: list[list[int]]) -> list[int]:
+def pad_strides(sizes: list[int], strides: list[list[int]]) -> list[int]:
     """Collapsed sizes and strides, filled up to what :func:`offset_of` takes."""
     padding = MAX_DIMS - len(sizes)
     if padding < 0:
@@ -52,7 +52,7 @@ def row_indexing(*tensors: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
     """
     columns = tensors[0].shape[-1]
     sizes, strides = collapse(tensors[0].shape[:-1], *(t.stride()[:-1] for t in tensors))
-    return tensors[0].numel() // columns, columns, (*pad(sizes, strides), *(t.stride(-1) for t in tensors))
+    return tensors[0].numel() // columns, columns, (*pad_strides(sizes, strides), *(t.stride(-1) for t in tensors))
 
 
 @triton.jit
@@ -70,7 +70,9 @@ def tile_of(columns: int, elements: int) -> tuple[int, int]:
     return elements // width, width
 
 
-def along(grad: torch.Tensor, like: torch.Tensor, *operands: torch.Tensor, rows_at: int | None = None) -> torch.Tensor:
+def gradient_for_kernel(
+    grad: torch.Tensor, like: torch.Tensor, *operands: torch.Tensor, rows_at: int | None = None
+) -> torch.Tensor:
     """An output's gradient as kernels can walk it beside `like`, fresh, and operands that they walked forward.
 
     Its strides are autograd's choice, which no `unsupported` has seen: where they need too many dimensions, it is

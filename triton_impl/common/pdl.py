@@ -19,13 +19,13 @@ import triton.language as tl
 from kernel_ladder import gpu
 from triton_impl import interpreted
 
-NAME = "EARLY"
+NAME = "USE_PDL"
 
 
 @triton.jit
-def begin_early(EARLY: tl.constexpr):
+def griddepcontrol_wait(USE_PDL: tl.constexpr):
     """What a kernel that may begin early calls before it touches memory."""
-    if EARLY:
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -28,8 +28,8 @@ from triton_impl.matmul import split_k as split
 from triton_impl.matmul import tma as descriptors
 from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, config, grouped, kind_of
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
 
 @triton.jit
@@ -88,10 +88,10 @@ def _batched_matmul_kernel(
     )  # fmt: skip
 
 
-def _by_kind(kernel: triton.JITFunction) -> dict[str, Tuned]:
+def _by_kind(kernel: triton.JITFunction) -> dict[str, AutotunedKernel]:
     """The kernel tuned over each kind's configurations."""
     return {
-        kind: Tuned(kernel, [INTERPRETER_CONFIG] if interpreted() else configs, ["tuning_key"])
+        kind: AutotunedKernel(kernel, [INTERPRETER_CONFIG] if interpreted() else configs, ["tuning_key"])
         for kind, configs in CONFIGS.items()
     }
 
@@ -100,13 +100,13 @@ _matmul = _by_kind(_matmul_kernel)
 _batched_matmul = _by_kind(_batched_matmul_kernel)
 #: Small square tiles, in row order, one at a time: what a first program looks like.
 NAIVE = config(32, 32, 32, 4, 1, GROUP_M=1)
-_naive = Tuned(_matmul_kernel, [NAIVE], ["tuning_key"])
-_batched_naive = Tuned(_batched_matmul_kernel, [NAIVE], ["tuning_key"])
+_naive = AutotunedKernel(_matmul_kernel, [NAIVE], ["tuning_key"])
+_batched_naive = AutotunedKernel(_batched_matmul_kernel, [NAIVE], ["tuning_key"])
 MAX_BATCH_DIMS = 3
 
 
 #: By all that decides how two operands are multiplied: the output's shape, and the launch.
-_launches: Launches = Launches()
+_launches: LaunchCache = LaunchCache()
 
 #: Writes ``a @ b`` into contiguous `c`, all of the same batch dimensions; returns what does it again, if it was one
 #: launch that takes (c, a, b).
@@ -190,10 +190,10 @@ def write_tiled(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Launch | N
     return _tiles(c, a, b, _matmul[kind], _batched_matmul[kind])
 
 
-def _write_described(step: descriptors.Step) -> Write:
+def _write_described(step: descriptors.LaunchPlan) -> Write:
     def write(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[..., None] | None:
         # A gradient need not be laid out as descriptors want it, and may be summed in float32.
-        if c.dtype != a.dtype or descriptors.undescribable(a, b) is not None:
+        if c.dtype != a.dtype or descriptors.tma_unsupported(a, b) is not None:
             return write_tiled(c, a, b)
         launch = step(c, a, b)
         return lambda c, a, b: launch(c, c, a, b, b)
@@ -248,7 +248,7 @@ def _described_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | No
     if input.numel() == 0 or other.numel() == 0:
         return None
     a, b = as_matrices(input, other)
-    return descriptors.undescribable(a, b)
+    return descriptors.tma_unsupported(a, b)
 
 
 _register("naive", write_naive, unsupported)

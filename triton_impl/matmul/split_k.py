@@ -13,8 +13,8 @@ import triton.language as tl
 
 from triton_impl import interpreted, multiprocessors
 from triton_impl.matmul.tiles import MULTIPROCESSORS, accumulate, arguments_of, config, kind_of, likeliest
-from triton_impl.runtime.autotuner import Chooser
-from triton_impl.runtime.launch_cache import Known, Launch
+from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.launch_cache import CachedKernel, Launch
 
 #: Bytes of partial sums, at most.
 WORKSPACE = 64 * 2**20
@@ -72,8 +72,8 @@ def _matmul_split_sum_kernel(c_ptr, partials_ptr, numel, shares, BLOCK: tl.const
 
 
 KERNEL, SUM_KERNEL = _matmul_split_kernel, _matmul_split_sum_kernel
-_choose = Chooser(_matmul_split_kernel)
-_sum = Known(_matmul_split_sum_kernel)
+_choose = Autotuner(_matmul_split_kernel)
+_sum = CachedKernel(_matmul_split_sum_kernel)
 
 
 def shares(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from triton_impl import interpreted, multiprocessors
 from triton_impl.common.dot import dot
 from triton_impl.gelu import gelu_of
 from triton_impl.matmul.tiles import MULTIPROCESSORS, config, grouped, likeliest, programs_at_once
-from triton_impl.runtime.autotuner import Chooser
+from triton_impl.runtime.autotuner import Autotuner
 
 #: Rows and columns of the largest tile, or columns and rows.
 LARGEST = 128, 256
@@ -237,7 +237,7 @@ def without_descriptors(*tensors: torch.Tensor) -> str | None:
     return "operands must start on 16 bytes for a tensor descriptor" if unaligned(*tensors) else None
 
 
-def undescribable(a: torch.Tensor, b: torch.Tensor) -> str | None:
+def tma_unsupported(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """Why ``(…, M, K) @ (…, K, N)`` cannot be fetched by descriptors, or None."""
     if a.dtype not in (torch.float16, torch.bfloat16):
         return "tensor descriptors feed the 16-bit tensor cores alone here; float32 is for `tiled`"
@@ -340,7 +340,7 @@ class Step:
 
     def __init__(self, kernel: Any, persistent: bool) -> None:
         self.kernel, self.persistent = kernel, persistent
-        self.choose = Chooser(kernel)
+        self.choose = Autotuner(kernel)
 
     def __call__(
         self, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue = NONE

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from triton_impl import unsupported
-from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import (
     begin,
@@ -29,8 +29,8 @@ from triton_impl.common.gluon.requirements import unsupported as unsupported_by_
 from triton_impl.norm import persistent_cluster
 from triton_impl.norm.rows import Kind, add_both, forward_by, rstd_of
 from triton_impl.runtime.aot import TYPES, Entry, entry
-from triton_impl.runtime.autotuner import Chooser
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
 
 @gluon.jit
@@ -93,13 +93,13 @@ def _about_warp_means(x, i, length, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, EVEN: gl.constexpr):
-    """Of a block's part x of a row: a mean, and the sums of deviations from it and of their squares; or, not CENTRED,
+def part_statistics(x, i, length, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr, EVEN: gl.constexpr):
+    """Of a block's part x of a row: a mean, and the sums of deviations from it and of their squares; or, not IS_LAYERNORM,
     the sum of squares alone.
     """
-    if CENTRED and gl.num_ctas() == 1:
+    if IS_LAYERNORM and gl.num_ctas() == 1:
         return _about_warp_means(x, i, length, EVEN)
-    elif CENTRED:
+    elif IS_LAYERNORM:
         return _about_a_block_mean(x, i, length, BLOCK, EVEN)
     else:
         squares = gl.zeros_like(widen(x[0]))
@@ -110,14 +110,14 @@ def part_statistics(x, i, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr, EV
 
 
 @gluon.jit
-def row_statistics(parts, length, BLOCK: gl.constexpr, CENTRED: gl.constexpr):
+def row_statistics(parts, length, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr):
     """Of a row, (blocks,) each: a mean, by how much the row's differs from it, and the variance or mean square, from
     the statistics of its parts (Chan, Golub and LeVeque 1983).
     """
     mean = parts[0]
     lost = gl.zeros_like(mean)
     square = gl.zeros_like(mean)
-    if CENTRED:
+    if IS_LAYERNORM:
         for b in gl.static_range(gl.num_ctas()):
             lost += (parts[3 * b] - mean) * held(b * BLOCK, BLOCK, length) + parts[3 * b + 1]
         lost /= length
@@ -148,12 +148,12 @@ def with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
 def _norm_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
-    CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, VECTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
+    IS_LAYERNORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, VECTOR: gl.constexpr, DIVISIBILITY: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    begin(3 if CENTRED else 1)
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    residual_stride = in_units(residual_stride, UNIT)
+    begin(3 if IS_LAYERNORM else 1)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = gl.program_id(0).to(gl.int64)
     i = columns(BLOCK, VECTOR)
     input_ptr += row * in_stride
@@ -161,32 +161,32 @@ def _norm_cluster_kernel(
     x = ()
     for k in gl.static_range(0, BLOCK, i.shape[1]):
         part = load(input_ptr, i + k, length, 0.0, EVEN)
-        if RESIDUAL:
+        if HAS_RESIDUAL:
             residual = load(residual_ptr, i + k, length, 0.0, EVEN)
             part = (widen(part) + widen(residual)).to(part.dtype)
         x += (part,)
-    parts = part_statistics(x, i, length, BLOCK, CENTRED, EVEN)
+    parts = part_statistics(x, i, length, BLOCK, IS_LAYERNORM, EVEN)
     # Weights are asked for a vector ahead, the first before the blocks meet; with biases too, registers would not do.
     weight = with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
-    mean, lost, variance = row_statistics(meet(parts), length, BLOCK, CENTRED)
+    mean, lost, variance = row_statistics(meet(parts), length, BLOCK, IS_LAYERNORM)
     rstd = rstd_of(variance, eps)
     shift = -lost * rstd
     bias = with_next((), bias_ptr, i, length, HAS_BIAS, EVEN)
-    if KEEP:
+    if SAVE_STATS:
         write_once(stats_ptr + row, rstd, True)
-        if CENTRED:
+        if IS_LAYERNORM:
             write_once(stats_ptr + count + row, mean, True)
             write_once(stats_ptr + 2 * count + row, shift, True)
     for k in gl.static_range(len(x)):
         weight = with_next(weight, weight_ptr, i, length, HAS_WEIGHT and k + 1 < len(x), EVEN)
         bias = with_next(bias, bias_ptr, i, length, HAS_BIAS and k + 1 < len(x), EVEN)
         j = i + k * i.shape[1]
-        if RESIDUAL:
+        if HAS_RESIDUAL:
             store(sum_ptr + row * length, j, length, x[k], EVEN)
         y = widen_again(x[k])
-        if CENTRED and y.dtype == out_ptr.dtype.element_ty:
+        if IS_LAYERNORM and y.dtype == out_ptr.dtype.element_ty:
             y = (y - mean[:, None]) * rstd[:, None] + shift[:, None]
-        elif CENTRED:
+        elif IS_LAYERNORM:
             # Of 16 bits, what this rounds is far below their own spacing.
             y = y * rstd[:, None] + (shift - mean * rstd)[:, None]
         else:
@@ -203,8 +203,8 @@ def _norm_cluster_kernel(
 #: Rows that are left to `fused`. Past these, layer_norm is the faster here; the others are from 8192 on.
 LEFT_TO_FUSED = 2048
 
-_choose = Chooser(_norm_cluster_kernel)
-_launches = Launches()
+_choose = Autotuner(_norm_cluster_kernel)
+_launches = LaunchCache()
 
 
 def _launch(
@@ -224,7 +224,15 @@ def _launch(
 
     def make() -> Launch:
         def launch(config) -> Launch:
-            arguments = (*strides, count, length, eps, *constants, unit_of(length, *strides), *config.kwargs.values())
+            arguments = (
+                *strides,
+                count,
+                length,
+                eps,
+                *constants,
+                divisibility_of(length, *strides),
+                *config.kwargs.values(),
+            )
             return Launch(_norm_cluster_kernel, (count,), arguments, cluster.options(config))
 
         key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
@@ -243,14 +251,14 @@ def refused(x: torch.Tensor, length: int) -> str | None:
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
     constants = {
-        "CENTRED": kind.centred, "RESIDUAL": kind.residual, "KEEP": True, "HAS_WEIGHT": True, "HAS_BIAS": kind.centred,
+        "IS_LAYERNORM": kind.centred, "HAS_RESIDUAL": kind.residual, "SAVE_STATS": True, "HAS_WEIGHT": True, "HAS_BIAS": kind.centred,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "eps": "fp32"}
     return [
         entry(
             _norm_cluster_kernel,
             TYPES[dtype],
-            {**constants, "VECTOR": cluster.vector_of(dtype), "UNIT": 16},
+            {**constants, "VECTOR": cluster.vector_of(dtype), "DIVISIBILITY": 16},
             cluster.configs(length, dtype, 1 + kind.residual)[0],
             types,
         )

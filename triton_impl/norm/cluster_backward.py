@@ -13,12 +13,12 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl.common.divisibility import in_units
+from triton_impl.common.divisibility import assume_divisible
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import by_warp, load, store, widen
-from triton_impl.common.gluon.cluster_reduce import all_have_begun, begin_turns, receive, row_of, send
+from triton_impl.common.gluon.cluster_reduce import init_cluster_reduce, receive, row_of, send, wait_for_cluster_reduce
 from triton_impl.common.gluon.requirements import unsupported
-from triton_impl.common.gluon.smem_stages import begin_slots, fetch, own_layout, slots, wait
+from triton_impl.common.gluon.smem_stages import fetch, init_stages, own_layout, slots, wait
 from triton_impl.norm import rows as norms
 from triton_impl.norm.persistent_backward import StayingBackward
 from triton_impl.norm.rows import MAX_FUSED_BACKWARD, Kind, add_both
@@ -43,7 +43,7 @@ def _read(rows, turn, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _ask_for_stats(stats_ptr, turn, count, CENTRED: gl.constexpr):
+def _ask_for_stats(stats_ptr, turn, count, IS_LAYERNORM: gl.constexpr):
     """Ask for what is kept of a turn's row, if there is one: each lane of a warp for another value.
 
     What all of a block share, ptxas would move to uniform registers and wait for it right behind the load.
@@ -55,7 +55,7 @@ def _ask_for_stats(stats_ptr, turn, count, CENTRED: gl.constexpr):
         @asks ld.global.f32 $0, [at];
     }"""
     row = row_of(turn)
-    kinds = gl.where(row < count, 3 if CENTRED else 1, 0)
+    kinds = gl.where(row < count, 3 if IS_LAYERNORM else 1, 0)
     operands = (stats_ptr + row, gl.cast(count, gl.int64) * 4, kinds)
     return gl.inline_asm_elementwise(text, "=f,l,l,r", operands, dtype=gl.float32, is_pure=False, pack=1)
 
@@ -67,10 +67,10 @@ def _of_lane(asked, LANE: gl.constexpr):
 
 
 @gluon.jit
-def _stats(asked, CENTRED: gl.constexpr):
+def _stats(asked, IS_LAYERNORM: gl.constexpr):
     """Of a row: mean, rstd and shift, with x̂ = (x − mean) · rstd + shift."""
     rstd = _of_lane(asked, 0)
-    if CENTRED:
+    if IS_LAYERNORM:
         return _of_lane(asked, 1), rstd, _of_lane(asked, 2)
     else:
         return rstd, rstd, rstd
@@ -85,7 +85,7 @@ def _offset(stats):
 
 @gluon.jit
 def _first_pass(
-    rows, turn, stats, of_weight, of_bias, i, CENTRED: gl.constexpr, SHIFTED: gl.constexpr,
+    rows, turn, stats, of_weight, of_bias, i, IS_LAYERNORM: gl.constexpr, SHIFTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr, NEEDS_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Add a turn's row to the sums of columns, and send the row's."""
@@ -96,20 +96,20 @@ def _first_pass(
     x_hat, grad = _read(rows, turn, LAYOUT)
     if SHIFTED:
         x_hat = (x_hat - mean) * rstd + shift
-    elif CENTRED:
+    elif IS_LAYERNORM:
         x_hat = x_hat * rstd + _offset(stats)
     else:
         x_hat *= rstd
     if NEEDS_WEIGHTS:
         of_weight += grad * x_hat
-        if CENTRED:
+        if IS_LAYERNORM:
             of_bias += grad
     if NEEDS_INPUT:
         weighted = grad
         if HAS_WEIGHT:
             weighted *= widen(rows.index(rows.shape[0] - 1).load(LAYOUT))
         dot = by_warp(weighted * x_hat)
-        if CENTRED:
+        if IS_LAYERNORM:
             send(turn, gl.reduce((by_warp(weighted), dot), 2, add_both))
         else:
             send(turn, (gl.sum(dot, 2),))
@@ -126,12 +126,12 @@ def _difference(x, y):
 @gluon.jit
 def _second_pass(
     grad_input_ptr, rows, turn, stats, more, i, length, per_element,
-    CENTRED: gl.constexpr, SHIFTED: gl.constexpr, HAS_WEIGHT: gl.constexpr, EVEN: gl.constexpr,
+    IS_LAYERNORM: gl.constexpr, SHIFTED: gl.constexpr, HAS_WEIGHT: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Receive the sums of a turn's row, and write its gradient; `more` is added to it, where the tuple is not empty."""
     LAYOUT: gl.constexpr = i.type.layout
     mean, rstd, shift = stats
-    sums = receive(turn, 2 if CENTRED else 1, gl.SliceLayout(1, LAYOUT))
+    sums = receive(turn, 2 if IS_LAYERNORM else 1, gl.SliceLayout(1, LAYOUT))
     plain = sums[0] * per_element
     dot = sums[len(sums) - 1] * per_element
     x, value = _read(rows, turn, LAYOUT)
@@ -142,7 +142,7 @@ def _second_pass(
     else:
         # What x is multiplied by, and what is taken away, are the same for all of the row.
         by_x = x * (-rstd * rstd * dot)[:, None]
-        if CENTRED:
+        if IS_LAYERNORM:
             by_x -= (rstd * (plain + _offset(stats) * dot))[:, None]
         value = value * rstd + by_x
     if len(more) > 0:
@@ -151,9 +151,9 @@ def _second_pass(
 
 
 @gluon.jit
-def _more(grad_sum_ptr, turn, stride, i, length, RESIDUAL: gl.constexpr, EVEN: gl.constexpr):
+def _more(grad_sum_ptr, turn, stride, i, length, HAS_RESIDUAL: gl.constexpr, EVEN: gl.constexpr):
     """What is to be added to the gradient of a turn's row, in a tuple that is empty if nothing is."""
-    if RESIDUAL:
+    if HAS_RESIDUAL:
         return (load(grad_sum_ptr + row_of(turn) * stride, i, length, 0.0, EVEN),)
     else:
         return ()
@@ -163,28 +163,31 @@ def _more(grad_sum_ptr, turn, stride, i, length, RESIDUAL: gl.constexpr, EVEN: g
 def _norm_cluster_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length, per_element,
-    CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
-    NEEDS_WEIGHTS: gl.constexpr, VECTOR: gl.constexpr, UNIT: gl.constexpr,
+    IS_LAYERNORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
+    NEEDS_WEIGHTS: gl.constexpr, VECTOR: gl.constexpr, DIVISIBILITY: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    grad_stride, grad_sum_stride = (
+        assume_divisible(grad_stride, DIVISIBILITY),
+        assume_divisible(grad_sum_stride, DIVISIBILITY),
+    )
     blocks: gl.constexpr = gl.num_ctas()
     LAYOUT: gl.constexpr = own_layout(blocks, gl.num_warps(), VECTOR, BLOCK)
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
-    SHIFTED: gl.constexpr = CENTRED and VECTOR == 4  # float32, where what rounding the mean loses shows
+    SHIFTED: gl.constexpr = IS_LAYERNORM and VECTOR == 4  # float32, where what rounding the mean loses shows
     part = gl.arange(0, blocks, layout=gl.SliceLayout(1, LAYOUT))
     i = part[:, None] * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     rows = slots(2 * STAGES + 1, BLOCK, DTYPE)
-    begin_slots(2 * STAGES + 1, STAGES + 1, length, BLOCK, DTYPE)
-    begin_turns()
-    all_have_begun()
+    init_stages(2 * STAGES + 1, STAGES + 1, length, BLOCK, DTYPE)
+    init_cluster_reduce()
+    wait_for_cluster_reduce()
     if HAS_WEIGHT:
         fetch(STAGES, 2 * STAGES, (weight_ptr,), length, BLOCK, False)
     for turn in gl.static_range(STAGES):
         _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
-    before = _stats(_ask_for_stats(stats_ptr, 0, count, CENTRED), CENTRED)
-    stats = _stats(_ask_for_stats(stats_ptr, 1, count, CENTRED), CENTRED)
+    before = _stats(_ask_for_stats(stats_ptr, 0, count, IS_LAYERNORM), IS_LAYERNORM)
+    stats = _stats(_ask_for_stats(stats_ptr, 1, count, IS_LAYERNORM), IS_LAYERNORM)
     of_weight = gl.full([blocks, BLOCK], 0.0, gl.float32, LAYOUT)
     of_bias = gl.zeros_like(of_weight)
     programs = gl.num_programs(0)
@@ -193,33 +196,33 @@ def _norm_cluster_backward_kernel(
         wait(STAGES, 0)
     of_weight, of_bias = _first_pass(
         rows, 0, before, of_weight, of_bias, i,
-        CENTRED, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
+        IS_LAYERNORM, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
     )  # fmt: skip
     for turn in range(1, turns):
-        of_next = _ask_for_stats(stats_ptr, turn + 1, count, CENTRED)
-        more = _more(grad_sum_ptr, turn - 1, grad_sum_stride, i, length, RESIDUAL and NEEDS_INPUT, EVEN)
+        of_next = _ask_for_stats(stats_ptr, turn + 1, count, IS_LAYERNORM)
+        more = _more(grad_sum_ptr, turn - 1, grad_sum_stride, i, length, HAS_RESIDUAL and NEEDS_INPUT, EVEN)
         of_weight, of_bias = _first_pass(
             rows, turn, stats, of_weight, of_bias, i,
-            CENTRED, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
+            IS_LAYERNORM, SHIFTED, HAS_WEIGHT, NEEDS_INPUT, NEEDS_WEIGHTS,
         )  # fmt: skip
         if NEEDS_INPUT:
             _second_pass(
                 grad_input_ptr, rows, turn - 1, before, more, i, length, per_element,
-                CENTRED, SHIFTED, HAS_WEIGHT, EVEN,
+                IS_LAYERNORM, SHIFTED, HAS_WEIGHT, EVEN,
             )  # fmt: skip
         before = stats
-        stats = _stats(of_next, CENTRED)
+        stats = _stats(of_next, IS_LAYERNORM)
         _fetch(turn - 1 + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
     if NEEDS_INPUT:
-        more = _more(grad_sum_ptr, turns - 1, grad_sum_stride, i, length, RESIDUAL, EVEN)
+        more = _more(grad_sum_ptr, turns - 1, grad_sum_stride, i, length, HAS_RESIDUAL, EVEN)
         _second_pass(
             grad_input_ptr, rows, turns - 1, before, more, i, length, per_element,
-            CENTRED, SHIFTED, HAS_WEIGHT, EVEN,
+            IS_LAYERNORM, SHIFTED, HAS_WEIGHT, EVEN,
         )  # fmt: skip
     if NEEDS_WEIGHTS:
         partials_ptr += gl.program_id(0).to(gl.int64) * length
         store(partials_ptr, i, length, of_weight, EVEN)
-        if CENTRED:
+        if IS_LAYERNORM:
             store(partials_ptr + programs.to(gl.int64) * length, i, length, of_bias, EVEN)
 
 
@@ -270,7 +273,7 @@ backward = StayingBackward(
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
     constants = {
-        "CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True,
+        "IS_LAYERNORM": kind.centred, "HAS_RESIDUAL": kind.residual, "HAS_WEIGHT": True,
         "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
@@ -281,7 +284,7 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
         entry(
             _norm_cluster_backward_kernel,
             TYPES[dtype],
-            {**constants, "VECTOR": cluster.vector_of(dtype), "UNIT": 16},
+            {**constants, "VECTOR": cluster.vector_of(dtype), "DIVISIBILITY": 16},
             config,
             types,
         )

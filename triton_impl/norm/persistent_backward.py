@@ -10,14 +10,14 @@ import triton
 
 from kernel_ladder.tracing import address, shapes_only
 from triton_impl import multiprocessors
-from triton_impl.common.divisibility import unit_of
+from triton_impl.common.divisibility import divisibility_of
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import MULTIPLE
 from triton_impl.norm import rows as norms
 from triton_impl.norm.rows import Gradients, Kind, Needs
-from triton_impl.runtime.autotuner import Chooser
-from triton_impl.runtime.launch_cache import Launches
-from triton_impl.runtime.persistent_launch import Staying
+from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.launch_cache import LaunchCache
+from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 
 def _whole_vectors(weight: torch.Tensor, *operands: torch.Tensor) -> bool:
@@ -65,8 +65,8 @@ class StayingBackward:
     ) -> None:
         self._kernel, self._takes, self._otherwise = kernel, takes, otherwise
         self._configs, self._slots, self._more, self._programs = configs, slots, more, programs
-        self._choose = Chooser(kernel)
-        self._launches = Launches()
+        self._choose = Autotuner(kernel)
+        self._launches = LaunchCache()
 
     def __call__(
         self,
@@ -96,14 +96,14 @@ class StayingBackward:
         partials = x.new_empty((kinds * groups * length,), dtype=torch.float32) if weights else stats
         tensors = (x if grad_input is None else grad_input, partials, grad, s, x, stats, w)
 
-        def make() -> Staying:
+        def make() -> PersistentLaunch:
             constants = (*kind, weight is not None, needs.input, weights, *self._more(x.dtype))
-            arguments = (*strides, count, length, 1.0 / length, *constants, unit_of(length, *strides))
+            arguments = (*strides, count, length, 1.0 / length, *constants, divisibility_of(length, *strides))
             # Whichever gradients are wanted, the choice is one, so that each has the same bits.
             alike = (length, str(x.dtype), *kind, weight is None, cluster.fills_gpu(count, x.device))
 
-            def launch(config: triton.Config) -> Staying:
-                return Staying(self._kernel, groups, arguments, config, self._slots(config, x.dtype))
+            def launch(config: triton.Config) -> PersistentLaunch:
+                return PersistentLaunch(self._kernel, groups, arguments, config, self._slots(config, x.dtype))
 
             return self._choose.launch(alike, self._configs(length, x.dtype), launch, *tensors)
 

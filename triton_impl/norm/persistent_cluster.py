@@ -19,19 +19,19 @@ from kernel_ladder.tracing import address
 from triton_impl import multiprocessors
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import by_warp, floats, row_layout, write_once
-from triton_impl.common.gluon.cluster_reduce import all_have_begun, begin_turns, receive, row_of, send
-from triton_impl.common.gluon.smem_stages import begin_slots, fetch, own_layout, slots, wait
+from triton_impl.common.gluon.cluster_reduce import init_cluster_reduce, receive, row_of, send, wait_for_cluster_reduce
+from triton_impl.common.gluon.smem_stages import fetch, init_stages, own_layout, slots, wait
 from triton_impl.norm.rows import Kind, add_both, rstd_of
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuner import Chooser
-from triton_impl.runtime.launch_cache import Launches, to_time
-from triton_impl.runtime.persistent_launch import Staying
+from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.launch_cache import LaunchCache, to_time
+from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: Words of a thread's vector and of a warp's; and words of a row about whose mean deviations are taken, which each warp
 #: finds by itself, in advance. It may be far from the mean of all, but not in units of how rows vary: at most by the
 #: root of their length over that of the head, of 262144 elements 91. Of the 24 bits of a sum of squares that leaves 11,
 #: of which a root has one more; and what is stored has 8 or 11.
-VECTOR, OF_WARP, HEAD = gl.constexpr(4), gl.constexpr(128), gl.constexpr(16)
+VECTOR, OF_WARP, PILOT = gl.constexpr(4), gl.constexpr(128), gl.constexpr(16)
 
 
 @gluon.constexpr_function
@@ -112,14 +112,14 @@ def head(turn, input_ptr, in_stride, count, LAYOUT: gl.constexpr):
     """The first words of a turn's row, for every block and warp; zeros if there is none."""
     row = row_of(turn)
     part = gl.arange(0, gl.num_ctas(), layout=gl.SliceLayout(1, LAYOUT))
-    at = part[:, None] * 0 + gl.arange(0, HEAD, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    at = part[:, None] * 0 + gl.arange(0, PILOT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     return gl.load(input_ptr + row * in_stride + at, mask=(at >= 0) & (row < count), other=0)
 
 
 @gluon.jit
 def _centre(head, DTYPE: gl.constexpr):
     low, high = halves(head, DTYPE)
-    return gl.sum(low + high, 1) * (0.5 / HEAD)
+    return gl.sum(low + high, 1) * (0.5 / PILOT)
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def _first_pass(row, turn, centre, i, length, DTYPE: gl.constexpr, EVEN: gl.cons
 @gluon.jit
 def second_pass(
     out_ptr, stats_ptr, kept, rows, turn, centre, i, count, length, per_element, eps,
-    KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr, EVEN: gl.constexpr,
+    SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = i.type.layout
     OWN: gl.constexpr = own_layout(gl.num_ctas(), gl.num_warps(), VECTOR, rows.shape[2])
@@ -160,7 +160,7 @@ def second_pass(
     lost = sums[0] * per_element
     rstd = rstd_of(sums[1] * per_element - lost * lost, eps)
     shift = -lost * rstd
-    if KEEP:
+    if SAVE_STATS:
         write_once(stats_ptr + row, rstd, True)
         write_once(stats_ptr + count + row, centre, True)
         write_once(stats_ptr + 2 * count + row, shift, True)
@@ -191,7 +191,7 @@ def second_pass(
 @gluon.jit
 def _norm_staying_kernel(
     out_ptr, stats_ptr, input_ptr, weight_ptr, bias_ptr, in_stride, count, length, per_element, eps,
-    KEEP: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     blocks: gl.constexpr = gl.num_ctas()
@@ -203,9 +203,9 @@ def _norm_staying_kernel(
     OWN: gl.constexpr = own_layout(blocks, gl.num_warps(), VECTOR, BLOCK)
     j = columns(BLOCK, LAYOUT)
     rows = slots(STAGES + 2, BLOCK, gl.int32)
-    begin_slots(STAGES + 2, STAGES + 1, length, BLOCK, gl.int32)
-    begin_turns()
-    all_have_begun()
+    init_stages(STAGES + 2, STAGES + 1, length, BLOCK, gl.int32)
+    init_cluster_reduce()
+    wait_for_cluster_reduce()
     parameters = (weight_ptr.to(words, bitcast=True), bias_ptr.to(words, bitcast=True))
     if HAS_WEIGHT and HAS_BIAS:
         fetch(STAGES, STAGES, parameters, length, BLOCK, False)
@@ -231,14 +231,14 @@ def _norm_staying_kernel(
         _first_pass(vectors(row, LAYOUT), turn, centre, j, length, DTYPE, EVEN)
         second_pass(
             out_ptr, stats_ptr, vectors(kept, LAYOUT), rows, turn - 1, before, j, count, length,
-            per_element, eps, KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
+            per_element, eps, SAVE_STATS, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
         )  # fmt: skip
         before = centre
         centre = _centre(next_head, DTYPE)
         kept = row
     second_pass(
         out_ptr, stats_ptr, vectors(kept, LAYOUT), rows, turns - 1, before, j, count, length,
-        per_element, eps, KEEP, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
+        per_element, eps, SAVE_STATS, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
     )  # fmt: skip
 
 
@@ -270,8 +270,8 @@ LONGEST = cluster.MAX_BYTES // 2
 #: The norm that it is.
 KIND = Kind(centred=True, residual=False)
 
-_choose = Chooser(_norm_staying_kernel)
-_launches = Launches()
+_choose = Autotuner(_norm_staying_kernel)
+_launches = LaunchCache()
 
 
 def takes(kind: Kind, x: torch.Tensor, *parameters: torch.Tensor) -> bool:
@@ -291,14 +291,14 @@ def launch(tensors: tuple[torch.Tensor, ...], stride: int, present: tuple[bool, 
     count, length = x.shape
     constants = (keep, *present)
 
-    def make() -> Staying:
+    def make() -> PersistentLaunch:
         arguments = (stride // 2, count, length // 2, 1.0 / length, eps, *constants)
         key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
         programs = min(count, multiprocessors(x.device, 1))
 
-        def launch(config: triton.Config) -> Staying:
+        def launch(config: triton.Config) -> PersistentLaunch:
             slots = (config.kwargs["STAGES"] + 2) * config.kwargs["BLOCK"] * 4
-            return Staying(_norm_staying_kernel, programs, arguments, config, slots)
+            return PersistentLaunch(_norm_staying_kernel, programs, arguments, config, slots)
 
         return _choose.launch(key, configs(length), launch, *tensors)
 
@@ -310,5 +310,5 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
     if kind != KIND:
         return []
     types = {"stats_ptr": "*fp32", "per_element": "fp32", "eps": "fp32"}
-    constants = {"KEEP": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
+    constants = {"SAVE_STATS": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
     return [entry(_norm_staying_kernel, "bf16", constants, configs(131072)[0], types)]

@@ -6,7 +6,7 @@ online   rows too long for that, a block of them at a time: statistics in one pa
          finds the row in L2. Backward, sums of rows first, then columns: input and gradient are read twice.
          (`fused` takes long rows to a cluster there, where it may: cluster_backward.py.)
 
-CENTRED rows are shifted to mean zero. With a RESIDUAL the rows are the sum of two operands. What is kept of a row is
+IS_LAYERNORM rows are shifted to mean zero. With a HAS_RESIDUAL the rows are the sum of two operands. What is kept of a row is
 ``mean``, ``rstd`` and ``shift`` with x̂ = (x − mean) · rstd + shift: the shift puts right what rounding the mean loses.
 """
 
@@ -24,22 +24,22 @@ import triton.language as tl
 from kernel_ladder.semantics.norms import as_rows
 from kernel_ladder.tracing import shapes_only
 from triton_impl import multiprocessors, unsupported
-from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.column_sum import sum_tile, sum_warps
-from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.dot import INTERPRETED
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 from triton_impl.runtime.row_configs import (
     blocks_of,
     forward_shapes,
+    persistent_programs,
+    persistent_shapes,
     row_configs,
-    staying_programs,
-    staying_shapes,
     suitable_forward,
-    suitable_staying,
+    suitable_persistent,
 )
 
 #: The longest rows that `fused` keeps in registers, forward and backward.
@@ -47,10 +47,10 @@ MAX_FUSED = 32768
 MAX_FUSED_BACKWARD = 8192
 #: The largest block in which `online` goes through a row.
 LARGEST_BLOCK = 16384
-#: See :func:`head_of`; the second is for float32.
-HEAD, HEAD_FLOAT32 = 256, 8192
+#: See :func:`pilot_of`; the second is for float32.
+PILOT, PILOT_FLOAT32 = 256, 8192
 #: The longest rows whose parameters wait in registers too.
-MAX_EARLY = tl.constexpr(4096)
+MAX_PRELOADED = tl.constexpr(4096)
 #: SMs to make programs for where there is no GPU: a few, which the interpreter goes through one by one.
 MULTIPROCESSORS_INTERPRETED = 3
 
@@ -59,9 +59,9 @@ MULTIPROCESSORS_INTERPRETED = 3
 
 
 @triton.jit
-def load_stats(stats_ptr, row, count, live, CENTRED: tl.constexpr):
+def load_stats(stats_ptr, row, count, live, IS_LAYERNORM: tl.constexpr):
     rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
-    if CENTRED:
+    if IS_LAYERNORM:
         mean = tl.load(stats_ptr + count + row, mask=live, other=0.0)
         shift = tl.load(stats_ptr + 2 * count + row, mask=live, other=0.0)
         return mean, rstd, shift
@@ -69,16 +69,16 @@ def load_stats(stats_ptr, row, count, live, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED: tl.constexpr):
+def store_stats(stats_ptr, row, count, live, mean, rstd, shift, IS_LAYERNORM: tl.constexpr):
     tl.store(stats_ptr + row, rstd, mask=live)
-    if CENTRED:
+    if IS_LAYERNORM:
         tl.store(stats_ptr + count + row, mean, mask=live)
         tl.store(stats_ptr + 2 * count + row, shift, mask=live)
 
 
 @triton.jit
-def _normalized(x, mean, rstd, shift, CENTRED: tl.constexpr):
-    if CENTRED:
+def _normalized(x, mean, rstd, shift, IS_LAYERNORM: tl.constexpr):
+    if IS_LAYERNORM:
         return (x - mean) * rstd + shift
     return x * rstd
 
@@ -92,37 +92,37 @@ def rstd_of(variance, eps):
 @triton.jit
 def normalize_rows(
     x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
-    CENTRED: tl.constexpr, KEEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, EARLY: tl.constexpr,
+    IS_LAYERNORM: tl.constexpr, SAVE_STATS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, PRELOAD_PARAMS: tl.constexpr,
 ):  # fmt: skip
     """Normalise whole rows that are in registers: ROWS of them, whose numbers are `row`; zeros past their end.
 
-    Their statistics are written where they are to be kept for a backward pass. Parameters that are to come EARLY wait
+    Their statistics are written where they are to be kept for a backward pass. Parameters that are to come PRELOAD_PARAMS wait
     for them in registers.
     """
     live, inside = row < count, column < length
     mask = live[:, None] & inside[None, :]
-    SHIFTED: tl.constexpr = CENTRED and out_ptr.dtype.element_ty == tl.float32
-    if HAS_WEIGHT and EARLY:
+    SHIFTED: tl.constexpr = IS_LAYERNORM and out_ptr.dtype.element_ty == tl.float32
+    if HAS_WEIGHT and PRELOAD_PARAMS:
         weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    if HAS_BIAS and EARLY:
+    if HAS_BIAS and PRELOAD_PARAMS:
         bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
     x = x.to(tl.float32)
-    mean = tl.sum(x, axis=1) / length if CENTRED else tl.zeros([ROWS], tl.float32)
-    deviation = tl.where(mask, x - mean[:, None], 0.0) if CENTRED else x
+    mean = tl.sum(x, axis=1) / length if IS_LAYERNORM else tl.zeros([ROWS], tl.float32)
+    deviation = tl.where(mask, x - mean[:, None], 0.0) if IS_LAYERNORM else x
     # Of 16-bit elements what rounding the mean loses is far below their own spacing.
     lost = tl.sum(deviation, axis=1) / length if SHIFTED else tl.zeros([ROWS], tl.float32)
     rstd = rstd_of(tl.sum(deviation * deviation, axis=1) / length - lost * lost, eps)
     shift = -lost * rstd
-    if KEEP:
-        store_stats(stats_ptr, row, count, live, mean, rstd, shift, CENTRED)
+    if SAVE_STATS:
+        store_stats(stats_ptr, row, count, live, mean, rstd, shift, IS_LAYERNORM)
     y = deviation * rstd[:, None] + shift[:, None] if SHIFTED else deviation * rstd[:, None]
     if HAS_WEIGHT:
-        if not EARLY:
+        if not PRELOAD_PARAMS:
             weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
         y *= weight.to(tl.float32)[None, :]
     if HAS_BIAS:
-        if not EARLY:
+        if not PRELOAD_PARAMS:
             bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
         y += bias.to(tl.float32)[None, :]
     tl.store(out_ptr + row[:, None] * length + column[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -132,42 +132,47 @@ def normalize_rows(
 def _norm_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
-    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    IS_LAYERNORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE_STATS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, DIVISIBILITY: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    residual_stride = in_units(residual_stride, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = row < count
     inside = column < length
     mask = live[:, None] & inside[None, :]
     dense = row[:, None] * length + column[None, :]
-    x = tl.load(input_ptr + row[:, None] * in_stride + column[None, :], mask=mask, other=0.0, eviction_policy=ONCE)
-    if RESIDUAL:
+    x = tl.load(
+        input_ptr + row[:, None] * in_stride + column[None, :],
+        mask=mask,
+        other=0.0,
+        eviction_policy=EVICTION_OF_SINGLE_USE,
+    )
+    if HAS_RESIDUAL:
         at = residual_ptr + row[:, None] * residual_stride + column[None, :]
-        residual = tl.load(at, mask=mask, other=0.0, eviction_policy=ONCE)
+        residual = tl.load(at, mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + dense, x, mask=mask)
     normalize_rows(
         x, out_ptr, stats_ptr, weight_ptr, bias_ptr, row, column, count, length, eps,
-        CENTRED, KEEP, HAS_WEIGHT, HAS_BIAS, ROWS, BLOCK <= MAX_EARLY,
+        IS_LAYERNORM, SAVE_STATS, HAS_WEIGHT, HAS_BIAS, ROWS, BLOCK <= MAX_PRELOADED,
     )  # fmt: skip
 
 
 @triton.jit
 def normalize_row_again(
     x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    IS_LAYERNORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Normalise one row of any length, whose statistics are known. EVEN: it consists of whole blocks."""
     for start in range(0, length, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = tl.full([BLOCK], True, tl.int1) if EVEN else i < length
         x = tl.load(x_ptr + i, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        y = _normalized(x, mean, rstd, shift, CENTRED)
+        y = _normalized(x, mean, rstd, shift, IS_LAYERNORM)
         if HAS_WEIGHT:
             y *= tl.load(weight_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if HAS_BIAS:
@@ -179,51 +184,51 @@ def normalize_row_again(
 def _norm_online_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
     in_stride, residual_stride, count, length, eps,
-    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
-    HEAD: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    IS_LAYERNORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE_STATS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, DIVISIBILITY: tl.constexpr,
+    PILOT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    residual_stride = in_units(residual_stride, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     input_ptr += row * in_stride
     out_ptr += row * length
-    if RESIDUAL:
+    if HAS_RESIDUAL:
         residual_ptr += row * residual_stride
         sum_ptr += row * length
     # Deviations from the mean of the row's HEAD: close to those from the mean of all, and known in advance.
     mean = 0.0
-    if CENTRED:
-        of_head = tl.arange(0, HEAD)
+    if IS_LAYERNORM:
+        of_head = tl.arange(0, PILOT)
         head = tl.load(input_ptr + of_head, mask=of_head < length, other=0.0).to(tl.float32)
-        mean = tl.sum(head, axis=0) / tl.minimum(length, HEAD)
+        mean = tl.sum(head, axis=0) / tl.minimum(length, PILOT)
     sums = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
         i = start + lane
         inside = tl.full([BLOCK], True, tl.int1) if EVEN else i < length
         x = tl.load(input_ptr + i, mask=inside, other=0.0, eviction_policy="evict_last")
-        if RESIDUAL:
-            residual = tl.load(residual_ptr + i, mask=inside, other=0.0, eviction_policy=ONCE)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + i, mask=inside, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE)
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
             tl.store(sum_ptr + i, x, mask=inside)
         deviation = tl.where(inside, x.to(tl.float32) - mean, 0.0)
-        if CENTRED:
+        if IS_LAYERNORM:
             sums += deviation
         squares += deviation * deviation
-    lost = tl.sum(sums, axis=0) / length if CENTRED else 0.0
+    lost = tl.sum(sums, axis=0) / length if IS_LAYERNORM else 0.0
     rstd = rstd_of(tl.sum(squares, axis=0) / length - lost * lost, eps)
     shift = -lost * rstd
-    if KEEP:
-        store_stats(stats_ptr, row, count, True, mean, rstd, shift, CENTRED)
+    if SAVE_STATS:
+        store_stats(stats_ptr, row, count, True, mean, rstd, shift, IS_LAYERNORM)
     x_ptr = input_ptr
-    if RESIDUAL:
+    if HAS_RESIDUAL:
         tl.debug_barrier()  # the sum is read by threads that may not have written it
         x_ptr = sum_ptr
     normalize_row_again(
-        x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length, CENTRED, HAS_WEIGHT, HAS_BIAS, BLOCK, EVEN
+        x_ptr, out_ptr, weight_ptr, bias_ptr, mean, rstd, shift, length, IS_LAYERNORM, HAS_WEIGHT, HAS_BIAS, BLOCK, EVEN
     )
 
 
@@ -251,13 +256,16 @@ def _difference(x, y):
 def _norm_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length,
-    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    IS_LAYERNORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, DIVISIBILITY: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    grad_stride, grad_sum_stride = (
+        assume_divisible(grad_stride, DIVISIBILITY),
+        assume_divisible(grad_sum_stride, DIVISIBILITY),
+    )
     column = tl.arange(0, BLOCK)
     inside = column < length
     programs = tl.num_programs(0)
@@ -271,19 +279,19 @@ def _norm_backward_kernel(
         live = row < count
         mask = live[:, None] & inside[None, :]
         x_at = input_ptr + row[:, None] * in_stride + column[None, :]
-        x = tl.load(x_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+        x = tl.load(x_at, mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
         grad_at = grad_ptr + row[:, None] * grad_stride + column[None, :]
-        grad = tl.load(grad_at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
-        mean, rstd, shift = load_stats(stats_ptr, row, count, live, CENTRED)
-        x_hat = _normalized(x, mean[:, None], rstd[:, None], shift[:, None], CENTRED)
+        grad = tl.load(grad_at, mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
+        mean, rstd, shift = load_stats(stats_ptr, row, count, live, IS_LAYERNORM)
+        x_hat = _normalized(x, mean[:, None], rstd[:, None], shift[:, None], IS_LAYERNORM)
         if NEEDS_WEIGHTS:
             grad_weight += grad * x_hat
-            if CENTRED:
+            if IS_LAYERNORM:
                 grad_bias += grad
         if NEEDS_INPUT:
             weighted = grad * weight
             value = weighted
-            if CENTRED:
+            if IS_LAYERNORM:
                 # Both sums at once: of rows that several warps share each would cost them two barriers.
                 plain, dot = tl.reduce((weighted, weighted * x_hat), 1, add_both)
                 value = _difference(value, (plain / length)[:, None])
@@ -291,15 +299,17 @@ def _norm_backward_kernel(
                 dot = tl.sum(weighted * x_hat, axis=1)
             dot /= length
             value = (value - x_hat * dot[:, None]) * rstd[:, None]
-            if RESIDUAL:
+            if HAS_RESIDUAL:
                 at = row[:, None] * grad_sum_stride + column[None, :]
-                value += tl.load(grad_sum_ptr + at, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+                value += tl.load(grad_sum_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE).to(
+                    tl.float32
+                )
             dense = row[:, None] * length + column[None, :]
             tl.store(grad_input_ptr + dense, value.to(grad_input_ptr.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHTS:
         partials_ptr += tl.program_id(0).to(tl.int64) * length
         tl.store(partials_ptr + column, tl.sum(grad_weight, axis=0), mask=inside)
-        if CENTRED:
+        if IS_LAYERNORM:
             partials_ptr += programs.to(tl.int64) * length
             tl.store(partials_ptr + column, tl.sum(grad_bias, axis=0), mask=inside)
 
@@ -307,13 +317,17 @@ def _norm_backward_kernel(
 @triton.jit
 def _norm_backward_rows_kernel(
     means_ptr, grad_ptr, input_ptr, stats_ptr, weight_ptr, grad_stride, in_stride, count, length,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    IS_LAYERNORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, DIVISIBILITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The means of one row that its gradient needs, for rows of any length."""
-    length, in_stride, grad_stride = in_units(length, UNIT), in_units(in_stride, UNIT), in_units(grad_stride, UNIT)
+    length, in_stride, grad_stride = (
+        assume_divisible(length, DIVISIBILITY),
+        assume_divisible(in_stride, DIVISIBILITY),
+        assume_divisible(grad_stride, DIVISIBILITY),
+    )
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    mean, rstd, shift = load_stats(stats_ptr, row, count, True, CENTRED)
+    mean, rstd, shift = load_stats(stats_ptr, row, count, True, IS_LAYERNORM)
     plain = tl.zeros([BLOCK], tl.float32)
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -323,7 +337,7 @@ def _norm_backward_rows_kernel(
         if HAS_WEIGHT:
             weighted *= tl.load(weight_ptr + i, mask=i < length, other=0.0).to(tl.float32)
         plain += weighted
-        dot += weighted * _normalized(x, mean, rstd, shift, CENTRED)
+        dot += weighted * _normalized(x, mean, rstd, shift, IS_LAYERNORM)
     tl.store(means_ptr + 2 * row, tl.sum(plain, axis=0) / length)
     tl.store(means_ptr + 2 * row + 1, tl.sum(dot, axis=0) / length)
 
@@ -332,13 +346,16 @@ def _norm_backward_rows_kernel(
 def _norm_backward_columns_kernel(
     grad_input_ptr, partials_ptr, means_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length,
-    CENTRED: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    IS_LAYERNORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_INPUT: tl.constexpr, NEEDS_WEIGHTS: tl.constexpr, DIVISIBILITY: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of columns, over one group of rows."""
-    length, in_stride = in_units(length, UNIT), in_units(in_stride, UNIT)
-    grad_stride, grad_sum_stride = in_units(grad_stride, UNIT), in_units(grad_sum_stride, UNIT)
+    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    grad_stride, grad_sum_stride = (
+        assume_divisible(grad_stride, DIVISIBILITY),
+        assume_divisible(grad_sum_stride, DIVISIBILITY),
+    )
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < length
     groups = tl.num_programs(1)
@@ -351,25 +368,25 @@ def _norm_backward_columns_kernel(
         row = tl.cast(row_of_32_bits, tl.int64)
         x = tl.load(input_ptr + row * in_stride + column, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        mean, rstd, shift = load_stats(stats_ptr, row, count, True, CENTRED)
-        x_hat = _normalized(x, mean, rstd, shift, CENTRED)
+        mean, rstd, shift = load_stats(stats_ptr, row, count, True, IS_LAYERNORM)
+        x_hat = _normalized(x, mean, rstd, shift, IS_LAYERNORM)
         if NEEDS_WEIGHTS:
             grad_weight += grad * x_hat
-            if CENTRED:
+            if IS_LAYERNORM:
                 grad_bias += grad
         if NEEDS_INPUT:
             value = grad * weight
-            if CENTRED:
+            if IS_LAYERNORM:
                 value = _difference(value, tl.load(means_ptr + 2 * row))
             value = (value - x_hat * tl.load(means_ptr + 2 * row + 1)) * rstd
-            if RESIDUAL:
+            if HAS_RESIDUAL:
                 more = tl.load(grad_sum_ptr + row * grad_sum_stride + column, mask=inside, other=0.0)
                 value += more.to(tl.float32)
             tl.store(grad_input_ptr + row * length + column, value.to(grad_input_ptr.dtype.element_ty), mask=inside)
     if NEEDS_WEIGHTS:
         partials_ptr += tl.program_id(1).to(tl.int64) * length
         tl.store(partials_ptr + column, grad_weight, mask=inside)
-        if CENTRED:
+        if IS_LAYERNORM:
             partials_ptr += groups.to(tl.int64) * length
             tl.store(partials_ptr + column, grad_bias, mask=inside)
 
@@ -377,12 +394,12 @@ def _norm_backward_columns_kernel(
 @triton.jit
 def _norm_sum_kernel(
     grad_weight_ptr, grad_bias_ptr, partials_ptr, groups, length,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, DIVISIBILITY: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of weight (programs of the first kind) and bias (of the second) from the sums over groups of rows."""
-    begin_early(EARLY)
-    length = in_units(length, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length = assume_divisible(length, DIVISIBILITY)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < length
     which = tl.program_id(1)
@@ -403,9 +420,11 @@ def _norm_sum_kernel(
 
 # ---- configurations ------------------------------------------------------------------------------------------------
 
-KEY = ("length", "CENTRED", "RESIDUAL")
-_fused = Tuned(_norm_kernel, row_configs((0,)), ("BLOCK", "CENTRED", "RESIDUAL", "KEEP", "UNIT"), suitable_forward)
-_online = Tuned(
+KEY = ("length", "IS_LAYERNORM", "HAS_RESIDUAL")
+_fused = AutotunedKernel(
+    _norm_kernel, row_configs((0,)), ("BLOCK", "IS_LAYERNORM", "HAS_RESIDUAL", "SAVE_STATS", "DIVISIBILITY"), suitable_forward
+)
+_online = AutotunedKernel(
     _norm_online_kernel,
     blocks_of((8192, 16), (16384, 32), (8192, 32), (4096, 8), (4096, 16), (2048, 8)),
     KEY,
@@ -416,26 +435,28 @@ def _slower_early(constants: dict[str, Any]) -> bool:
     """Whether a backward pass had better begin when all before it has ended: where the programs that stay found their
     multiprocessors half taken, measured to be 4 % slower, though elsewhere it is 1 to 4 % faster.
     """
-    block, others = constants["BLOCK"], constants["CENTRED"] or constants["RESIDUAL"]
+    block, others = constants["BLOCK"], constants["IS_LAYERNORM"] or constants["HAS_RESIDUAL"]
     return block == 512 or (block == 1024 and others)
 
 
-_fused_backward = Tuned(
+_fused_backward = AutotunedKernel(
     _norm_backward_kernel,
     row_configs((3, 2)),
-    ("BLOCK", "CENTRED", "RESIDUAL", "NEEDS_WEIGHTS", "UNIT"),
-    suitable_staying,
+    ("BLOCK", "IS_LAYERNORM", "HAS_RESIDUAL", "NEEDS_WEIGHTS", "DIVISIBILITY"),
+    suitable_persistent,
     _slower_early,
 )
-_backward_rows = Tuned(_norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "CENTRED"))
-_backward_columns = Tuned(
+_backward_rows = AutotunedKernel(
+    _norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "IS_LAYERNORM")
+)
+_backward_columns = AutotunedKernel(
     _norm_backward_columns_kernel,
     blocks_of((2048, 4), (1024, 4), (4096, 8), stages=(3, 1)),
     (*KEY, "NEEDS_WEIGHTS"),
 )
 
-#: Launches by all that decides them.
-_launches = Launches()
+#: LaunchCache by all that decides them.
+_launches = LaunchCache()
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -463,12 +484,12 @@ def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.reshape(-1).contiguous()
 
 
-def head_of(dtype: torch.dtype) -> int:
+def pilot_of(dtype: torch.dtype) -> int:
     """Of how many of a row's first elements `online` takes the mean in advance.
 
     The further it is from that of all, the more bits cancel; elements of 16 bits have them to spare.
     """
-    return HEAD_FLOAT32 if dtype == torch.float32 else HEAD
+    return PILOT_FLOAT32 if dtype == torch.float32 else PILOT
 
 
 def forward_by(launch: Callable[..., None]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -523,12 +544,12 @@ def _launch(
     def make() -> Launch | None:
         arguments = (*strides, count, length, eps)
         constants = {
-            "CENTRED": kind.centred, "RESIDUAL": kind.residual, "KEEP": keep,
-            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "UNIT": unit_of(length, *strides),
+            "IS_LAYERNORM": kind.centred, "HAS_RESIDUAL": kind.residual, "SAVE_STATS": keep,
+            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "DIVISIBILITY": divisibility_of(length, *strides),
         }  # fmt: skip
         if not fused:
             constants["EVEN"] = length % LARGEST_BLOCK == 0
-            constants["HEAD"] = head_of(x.dtype)
+            constants["PILOT"] = pilot_of(x.dtype)
             return _online(lambda meta: (count,), tensors, arguments, constants)
         constants["BLOCK"] = triton.next_power_of_2(length)
         return _fused(lambda meta: (triton.cdiv(count, meta["ROWS"]),), tensors, arguments, constants)
@@ -582,7 +603,7 @@ def backward(
     sms = multiprocessors(x.device, MULTIPROCESSORS_INTERPRETED)
     # Groups of rows, each with its own sums; a block of columns, as many as the GPU is busy with.
     groups = (
-        staying_programs(length, block, count, sms)
+        persistent_programs(length, block, count, sms)
         if fused
         else min(count, max(1, 4 * sms // triton.cdiv(length, 2048)))
     )
@@ -591,8 +612,8 @@ def backward(
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
     strides = (grad.stride(0), s.stride(0), x.stride(0))
     key = ("backward", kind, count, length, strides, weight is None, needs, x.dtype, x.device)
-    constants = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": weight is not None}
-    wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights, "UNIT": unit_of(length, *strides)}
+    constants = {"IS_LAYERNORM": kind.centred, "HAS_RESIDUAL": kind.residual, "HAS_WEIGHT": weight is not None}
+    wanted = {"NEEDS_INPUT": needs.input, "NEEDS_WEIGHTS": weights, "DIVISIBILITY": divisibility_of(length, *strides)}
     if fused:
         tensors = (given, partials, grad, s, x, stats, w)
         _launches.run(
@@ -606,7 +627,11 @@ def backward(
         means = x.new_empty((count, 2), dtype=torch.float32)
         if needs.input:
             of_rows = (means, grad, x, stats, w)
-            of_row = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None, "UNIT": wanted["UNIT"]}
+            of_row = {
+                "IS_LAYERNORM": kind.centred,
+                "HAS_WEIGHT": weight is not None,
+                "DIVISIBILITY": wanted["DIVISIBILITY"],
+            }
             arguments = (strides[0], strides[2], count, length)
             _launches.run(
                 (*key, "rows"),
@@ -635,7 +660,15 @@ def add_up(
     tensors = (x if grad_weight is None else grad_weight, x if grad_bias is None else grad_bias, partials)
     together, columns = sum_tile(groups)
     grid = (triton.cdiv(length, columns), 1 if grad_bias is None else 2)
-    arguments = (groups, length, grad_weight is not None, grad_bias is not None, unit_of(length), together, columns)
+    arguments = (
+        groups,
+        length,
+        grad_weight is not None,
+        grad_bias is not None,
+        divisibility_of(length),
+        together,
+        columns,
+    )
     key = ("sum", arguments, x.dtype, x.device)
 
     def make() -> Launch | None:
@@ -665,22 +698,22 @@ FORWARD = {
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for a normalisation's calls: short and long rows, both passes."""
-    flags = {"CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True, "UNIT": 16}
-    forward_flags = {**flags, "KEEP": True, "HAS_BIAS": kind.centred}
+    flags = {"IS_LAYERNORM": kind.centred, "HAS_RESIDUAL": kind.residual, "HAS_WEIGHT": True, "DIVISIBILITY": 16}
+    forward_flags = {**flags, "SAVE_STATS": True, "HAS_BIAS": kind.centred}
     backward_flags = {**flags, "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True}
-    rows_flags = {"CENTRED": kind.centred, "HAS_WEIGHT": True, "UNIT": 16}
-    sum_flags = {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred, "UNIT": 16}
+    rows_flags = {"IS_LAYERNORM": kind.centred, "HAS_WEIGHT": True, "DIVISIBILITY": 16}
+    sum_flags = {"HAS_WEIGHT": True, "HAS_BIAS": kind.centred, "DIVISIBILITY": 16}
     made = []
     for block in (256, 4096, 16384):
         rows, warps = forward_shapes(block)[0]
         config = triton.Config({"ROWS": rows}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_kernel, "bf16", {**forward_flags, "BLOCK": block}, config))
     for block in (256, 4096, MAX_FUSED_BACKWARD):
-        rows, warps = staying_shapes(block)[0]
+        rows, warps = persistent_shapes(block)[0]
         config = triton.Config({"ROWS": rows, "STAGES": 3}, num_warps=warps, num_stages=1)
         made.append(entry(_norm_backward_kernel, "bf16", {**backward_flags, "BLOCK": block}, config))
     for kernel, constants, block, warps in (
-        (_norm_online_kernel, {**forward_flags, "HEAD": HEAD, "EVEN": False}, {"BLOCK": 8192}, 16),
+        (_norm_online_kernel, {**forward_flags, "PILOT": PILOT, "EVEN": False}, {"BLOCK": 8192}, 16),
         (_norm_backward_rows_kernel, rows_flags, {"BLOCK": 4096}, 8),
         (_norm_backward_columns_kernel, backward_flags, {"BLOCK": 2048, "STAGES": 3}, 4),
         (_norm_sum_kernel, sum_flags, {"GROUPS": 256, "COLUMNS": 16}, sum_warps(256)),

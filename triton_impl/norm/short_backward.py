@@ -12,10 +12,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from triton_impl.common.divisibility import in_units
+from triton_impl.common.divisibility import assume_divisible
 from triton_impl.common.gluon.cluster import widen
 from triton_impl.common.gluon.requirements import unsupported
-from triton_impl.common.gluon.smem_stages import bases, begin_slots, fetch_row, wait
+from triton_impl.common.gluon.smem_stages import bases, fetch_row, init_stages, wait
 from triton_impl.norm import cluster_backward
 from triton_impl.norm.persistent_backward import StayingBackward
 from triton_impl.norm.rows import Kind, add_both, load_stats
@@ -31,9 +31,9 @@ def _layout(warps, block):
 
 
 @gluon.jit
-def _begin(EARLY: gl.constexpr):
+def _begin(USE_PDL: gl.constexpr):
     """All warps know of the barriers; and what was written before is there."""
-    text: gl.constexpr = "bar.sync 0;" + ("griddepcontrol.wait; griddepcontrol.launch_dependents;" if EARLY else "")
+    text: gl.constexpr = "bar.sync 0;" + ("griddepcontrol.wait; griddepcontrol.launch_dependents;" if USE_PDL else "")
     gl.inline_asm_elementwise(text + " mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -51,11 +51,11 @@ def _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLO
 def _norm_short_backward_kernel(
     grad_input_ptr, partials_ptr, grad_ptr, grad_sum_ptr, input_ptr, stats_ptr, weight_ptr,
     grad_stride, grad_sum_stride, in_stride, count, length, per_element,
-    CENTRED: gl.constexpr, RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
-    NEEDS_WEIGHTS: gl.constexpr, UNIT: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, EARLY: gl.constexpr,
+    IS_LAYERNORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, HAS_WEIGHT: gl.constexpr, NEEDS_INPUT: gl.constexpr,
+    NEEDS_WEIGHTS: gl.constexpr, DIVISIBILITY: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, EVEN: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    length, grad_sum_stride = in_units(length, UNIT), in_units(grad_sum_stride, UNIT)
+    length, grad_sum_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(grad_sum_stride, DIVISIBILITY)
     warps: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = _layout(warps, BLOCK)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -65,12 +65,12 @@ def _norm_short_backward_kernel(
     i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
     inside = i < length
     rows = gl.allocate_shared_memory(DTYPE, [2 * STAGES, warps, BLOCK], PLAIN)
-    begin_slots(2 * STAGES * warps, STAGES, length, BLOCK, DTYPE)
-    _begin(EARLY)
+    init_stages(2 * STAGES * warps, STAGES, length, BLOCK, DTYPE)
+    _begin(USE_PDL)
     for turn in gl.static_range(STAGES):
         _fetch(turn, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
     row = gl.arange(0, warps, layout=gl.SliceLayout(1, LAYOUT)) * programs + gl.program_id(0)
-    mean, scale, shift = load_stats(stats_ptr, row, count, row < count, CENTRED)
+    mean, scale, shift = load_stats(stats_ptr, row, count, row < count, IS_LAYERNORM)
     weight = gl.full([BLOCK], 1.0, gl.float32, gl.SliceLayout(0, LAYOUT))
     if HAS_WEIGHT:
         weight = widen(gl.load(weight_ptr + i, mask=inside, other=0.0))
@@ -82,27 +82,27 @@ def _norm_short_backward_kernel(
         far = row.to(gl.int64)[:, None]
         mask = live[:, None] if EVEN else live[:, None] & inside[None, :]
         more = ()
-        if RESIDUAL and NEEDS_INPUT:
+        if HAS_RESIDUAL and NEEDS_INPUT:
             more = (gl.load(grad_sum_ptr + far * grad_sum_stride + i[None, :], mask=mask, other=0.0),)
         # For the next turn, and so not to be looked at in this one, which would wait for them.
-        next_mean, next_scale, next_shift = load_stats(stats_ptr, row + apart, count, row + apart < count, CENTRED)
+        next_mean, next_scale, next_shift = load_stats(stats_ptr, row + apart, count, row + apart < count, IS_LAYERNORM)
         slot = turn % STAGES * 2
         wait(turn % STAGES, turn // STAGES & 1)
         x, grad = widen(rows.index(slot).load(LAYOUT)), widen(rows.index(slot + 1).load(LAYOUT))
         _fetch(turn + STAGES, input_ptr, grad_ptr, in_stride, grad_stride, count, length, BLOCK, STAGES)
         offset = shift - mean * scale  # of 16 bits that rounds far less than their own spacing
         x_hat = x * scale[:, None]
-        if CENTRED:
+        if IS_LAYERNORM:
             x_hat += offset[:, None]
         if NEEDS_WEIGHTS:
             of_weight += grad * x_hat
-            if CENTRED:
+            if IS_LAYERNORM:
                 of_bias += grad
         if NEEDS_INPUT:
             value = grad
             if HAS_WEIGHT:
                 value *= weight[None, :]
-            if CENTRED:
+            if IS_LAYERNORM:
                 plain, dot = gl.reduce((value, value * x_hat), 1, add_both)
                 plain *= per_element
             else:
@@ -110,7 +110,7 @@ def _norm_short_backward_kernel(
             dot *= per_element
             # What x is multiplied by, and what is taken away, are the same for all of a row.
             by_x = x * (-scale * scale * dot)[:, None]
-            if CENTRED:
+            if IS_LAYERNORM:
                 by_x -= (scale * (plain + offset * dot))[:, None]
             value = value * scale[:, None] + by_x
             if len(more) > 0:
@@ -124,7 +124,7 @@ def _norm_short_backward_kernel(
         BY_COLUMN: gl.constexpr = gl.BlockedLayout([warps, max(1, BLOCK // (32 * warps))], [1, 32], [1, warps], [1, 0])
         j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, BY_COLUMN))
         gl.store(partials_ptr + j, gl.sum(gl.convert_layout(of_weight, BY_COLUMN), 0), mask=j < length)
-        if CENTRED:
+        if IS_LAYERNORM:
             partials_ptr += programs.to(gl.int64) * length
             gl.store(partials_ptr + j, gl.sum(gl.convert_layout(of_bias, BY_COLUMN), 0), mask=j < length)
 
@@ -170,8 +170,8 @@ backward = StayingBackward(
 def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for a normalisation's calls."""
     constants = {
-        "CENTRED": kind.centred, "RESIDUAL": kind.residual, "HAS_WEIGHT": True,
-        "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True, "UNIT": 16,
+        "IS_LAYERNORM": kind.centred, "HAS_RESIDUAL": kind.residual, "HAS_WEIGHT": True,
+        "NEEDS_INPUT": True, "NEEDS_WEIGHTS": True, "DIVISIBILITY": 16,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "partials_ptr": "*fp32", "per_element": "fp32"}
     return [

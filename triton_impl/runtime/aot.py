@@ -15,8 +15,8 @@ import triton
 
 from triton_impl.common import pdl
 from triton_impl.common.gluon import requirements
-from triton_impl.runtime.launch_cache import Launches
-from triton_impl.runtime.persistent_launch import Staying
+from triton_impl.runtime.launch_cache import LaunchCache
+from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: What compilers call the types of an entry's pointers.
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -148,14 +148,14 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
     try:
         with (
             mock.patch.object(triton.JITFunction, "run", run),
-            # Launches remembered before are of the GPU that is here, and would be made; and those of this block are
+            # LaunchCache remembered before are of the GPU that is here, and would be made; and those of this block are
             # none that can be made after it.
-            mock.patch.object(Launches, "get", return_value=None),
-            mock.patch.object(Launches, "remember"),
+            mock.patch.object(LaunchCache, "get", return_value=None),
+            mock.patch.object(LaunchCache, "remember"),
             # Whatever GPUs are here.
             mock.patch.object(pdl, "possible", return_value=capability >= 90),
             mock.patch.object(requirements, "traced_for", capability),
-            mock.patch.object(Staying, "_held", lambda staying, *of: staying.programs),
+            mock.patch.object(PersistentLaunch, "_held", lambda staying, *of: staying.programs),
         ):
             yield calls
     finally:

@@ -9,11 +9,11 @@ import torch
 import triton
 
 from triton_impl.common import pdl
-from triton_impl.runtime.autotuner import Chooser
+from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import Launch, to_time
 
 
-class Tuned:
+class AutotunedKernel:
     """A kernel and its configurations. `key` names the arguments that tell calls apart, as for :func:`triton.autotune`.
 
     ``prune(configs, named, **constants)`` leaves those that suit a call, and ends with :func:`to_time`. `late` tells by
@@ -30,7 +30,7 @@ class Tuned:
     ) -> None:
         self.kernel, self._late, self._key, self._prune = kernel, late, tuple(key), prune
         self._configs = configs if prune else to_time(configs)
-        self._chooser = Chooser(kernel)
+        self._chooser = Autotuner(kernel)
 
     def __call__(
         self,

@@ -24,7 +24,7 @@ from triton.runtime.cache import get_cache_manager, triton_key
 
 from triton_impl import interpreted
 from triton_impl.runtime import launch_cache
-from triton_impl.runtime.cache_key import settle
+from triton_impl.runtime.cache_key import stabilize
 
 #: Runs of each configuration: as many as fit in the time, within these.
 ROUNDS, SECONDS = (5, 40), 0.5
@@ -35,11 +35,11 @@ FLUSH_BYTES = 256 * 2**20
 Run = Callable[[triton.Config, bool], Any]
 
 
-class Chooser:
+class Autotuner:
     """What was chosen for a kernel, by key. The choice is kept on disk beside the compiled kernels."""
 
     def __init__(self, kernel: Any) -> None:
-        settle(kernel)
+        stabilize(kernel)
         self.kernel = kernel
         self._known: dict[Hashable, triton.Config] = {}
         self._lock = threading.Lock()

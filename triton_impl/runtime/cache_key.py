@@ -21,13 +21,13 @@ from triton_impl import interpreted
 _settled: set[int] = set()
 
 
-def settle(kernel: Any) -> None:
+def stabilize(kernel: Any) -> None:
     """Ask for the keys of all that a kernel calls, and then for its own."""
     if interpreted() or not isinstance(kernel, triton.JITFunction) or id(kernel) in _settled:
         return
     _settled.add(id(kernel))
     for called in _named(kernel.fn):
-        settle(called)
+        stabilize(called)
     kernel.cache_key  # noqa: B018
 
 

@@ -17,7 +17,7 @@ from kernel_ladder.tracing import shapes_only
 from kernel_ladder.variables import switch
 from triton_impl import interpreted
 from triton_impl.common import pdl
-from triton_impl.runtime.cache_key import settle
+from triton_impl.runtime.cache_key import stabilize
 
 ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
 
@@ -84,7 +84,7 @@ class Launch:
         return self._kernel.warmup(*tensors, *values, *self._arguments, grid=self._grid, **self._options)
 
 
-class Step(NamedTuple):
+class LaunchPlan(NamedTuple):
     """A launch that is worked out but for the tensors, of a kernel of one configuration that may begin early."""
 
     kernel: Any
@@ -96,7 +96,7 @@ class Step(NamedTuple):
         return Launch(self.kernel, self.grid, self.arguments, {})
 
 
-class Launches(dict[Hashable, Any]):
+class LaunchCache(dict[Hashable, Any]):
     """What is known of operands met before. Bounded, for programs whose shapes never repeat."""
 
     def remember(self, key: Hashable, value: Any) -> None:
@@ -150,7 +150,7 @@ def recording() -> list[Choice] | None:
     return _choices
 
 
-class Known:
+class CachedKernel:
     """A kernel of one configuration, whose launches are kept by what Triton would find out anew in each call.
 
     It takes its tensors first, then `values` (see :class:`Launch`), then all other arguments by position. The tensors
@@ -158,8 +158,8 @@ class Known:
     """
 
     def __init__(self, kernel: Any, **options: int) -> None:
-        settle(kernel)
-        self.kernel, self.options, self.launches = kernel, options, Launches()
+        stabilize(kernel)
+        self.kernel, self.options, self.launches = kernel, options, LaunchCache()
 
     def __call__(
         self, programs: int, tensors: tuple[torch.Tensor, ...], arguments: tuple[Any, ...], values: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""Launches of clusters that stay: as many as the GPU holds at once, each of which goes through many rows."""
+"""LaunchCache of clusters that stay: as many as the GPU holds at once, each of which goes through many rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton_impl.common.gluon import cluster
 from triton_impl.runtime.launch_cache import Launch
 
 
-class Staying:
+class PersistentLaunch:
     """A launch of as many clusters as the GPU holds, which is known once the kernel has been compiled.
 
     Parameters

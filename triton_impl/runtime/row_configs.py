@@ -43,12 +43,12 @@ def backward_shapes(block: int) -> list[tuple[int, int]]:
 ALONE, LEAST, STAYING_WARPS, OF_WHOLE_BLOCKS = 512, 8, 12, 10
 
 
-def staying_shapes(block: int) -> list[tuple[int, int]]:
+def persistent_shapes(block: int) -> list[tuple[int, int]]:
     """The same of a program that stays, and adds up columns over its rows."""
     return _shapes(block, (16,), (512, 256), 1) if block <= ALONE else backward_shapes(block)
 
 
-def staying_programs(length: int, block: int, count: int, multiprocessors: int) -> int:
+def persistent_programs(length: int, block: int, count: int, multiprocessors: int) -> int:
     """How many such programs share rows: as many as run at once, since later ones would wait for memory once more."""
     if block <= ALONE:
         return min(triton.cdiv(count, LEAST), multiprocessors * (OF_WHOLE_BLOCKS if length == block else STAYING_WARPS))
@@ -83,8 +83,8 @@ def suitable_backward(configs: list[triton.Config], named_args: dict, **constant
     return _chosen(configs, backward_shapes(constants["BLOCK"]))
 
 
-def suitable_staying(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
-    return _chosen(configs, staying_shapes(constants["BLOCK"]))
+def suitable_persistent(configs: list[triton.Config], named_args: dict, **constants: Any) -> list[triton.Config]:
+    return _chosen(configs, persistent_shapes(constants["BLOCK"]))
 
 
 def blocks_of(*choices: tuple[int, int], stages: tuple[int, ...] = (0,)) -> list[triton.Config]:

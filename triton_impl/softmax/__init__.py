@@ -17,14 +17,14 @@ import triton.language as tl
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.cache_policy import ONCE
-from triton_impl.common.divisibility import in_units, unit_of
-from triton_impl.common.elementwise import MAX_DIMS, along, offset_of, pad
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
+from triton_impl.common.elementwise import MAX_DIMS, gradient_for_kernel, offset_of, pad_strides
 from triton_impl.common.gluon import requirements
-from triton_impl.common.pdl import begin_early
+from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.autotuned_kernel import Tuned
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 from triton_impl.runtime.row_configs import (
     backward_shapes,
     blocks_of,
@@ -50,7 +50,7 @@ def _fused_rows(out_ptr, input_ptr, live, length, out_step, in_step, BLOCK: tl.c
     i = tl.arange(0, BLOCK)
     mask = live[:, None] & (i < length)[None, :]
     at = input_ptr[:, None] + (i.to(tl.int64) * in_step)[None, :]
-    x = tl.load(at, mask=mask, other=-float("inf"), eviction_policy=ONCE).to(tl.float32)
+    x = tl.load(at, mask=mask, other=-float("inf"), eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
     e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * LOG2E)
     y = e * (1 / tl.sum(tl.where(mask, e, 0.0), axis=1))[:, None]
     tl.store(out_ptr[:, None] + (i.to(tl.int64) * out_step)[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -63,8 +63,12 @@ def _backward_fused_rows(
     i = tl.arange(0, BLOCK)
     mask = live[:, None] & (i < length)[None, :]
     i = i.to(tl.int64)
-    grad = tl.load(grad_ptr[:, None] + (i * g_step)[None, :], mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
-    y = tl.load(output_ptr[:, None] + (i * o_step)[None, :], mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
+    grad = tl.load(
+        grad_ptr[:, None] + (i * g_step)[None, :], mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE
+    ).to(tl.float32)
+    y = tl.load(
+        output_ptr[:, None] + (i * o_step)[None, :], mask=mask, other=0.0, eviction_policy=EVICTION_OF_SINGLE_USE
+    ).to(tl.float32)
     value = (y * (grad - tl.sum(grad * y, axis=1)[:, None])).to(grad_input_ptr.dtype.element_ty)
     tl.store(grad_input_ptr[:, None] + (i * gi_step)[None, :], value, mask=mask)
 
@@ -126,19 +130,26 @@ def _backward_online_row(grad_input_ptr, grad_ptr, output_ptr, length, gi_step, 
 
 @triton.jit
 def _fused_kernel(
-    out_ptr, input_ptr, count, length, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
+    out_ptr,
+    input_ptr,
+    count,
+    length,
+    DIVISIBILITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    begin_early(EARLY)
-    length = in_units(length, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length = assume_divisible(length, DIVISIBILITY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = row * length
     _fused_rows(out_ptr + start, input_ptr + start, row < count, length, 1, 1, BLOCK)
 
 
 @triton.jit
-def _online_kernel(out_ptr, input_ptr, length, UNIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begin_early(EARLY)
-    length = in_units(length, UNIT)
+def _online_kernel(out_ptr, input_ptr, length, DIVISIBILITY: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    griddepcontrol_wait(USE_PDL)
+    length = assume_divisible(length, DIVISIBILITY)
     start = tl.program_id(0).to(tl.int64) * length
     _online_row(out_ptr + start, input_ptr + start, length, 1, 1, BLOCK, 4)
 
@@ -146,10 +157,10 @@ def _online_kernel(out_ptr, input_ptr, length, UNIT: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def _fused_backward_kernel(
     grad_input_ptr, grad_ptr, output_ptr, count, length,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
-    length = in_units(length, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length = assume_divisible(length, DIVISIBILITY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = row * length
     _backward_fused_rows(
@@ -159,10 +170,10 @@ def _fused_backward_kernel(
 
 @triton.jit
 def _online_backward_kernel(
-    grad_input_ptr, grad_ptr, output_ptr, length, UNIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    grad_input_ptr, grad_ptr, output_ptr, length, DIVISIBILITY: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
 ):
-    begin_early(EARLY)
-    length = in_units(length, UNIT)
+    griddepcontrol_wait(USE_PDL)
+    length = assume_divisible(length, DIVISIBILITY)
     start = tl.program_id(0).to(tl.int64) * length
     _backward_online_row(grad_input_ptr + start, grad_ptr + start, output_ptr + start, length, 1, 1, 1, BLOCK)
 
@@ -210,23 +221,23 @@ def _strided_backward_kernel(
 class _Climb(NamedTuple):
     """The kernels of one pass: for dense rows, tuned, and for any others."""
 
-    fused: Tuned
-    online: Tuned
+    fused: AutotunedKernel
+    online: AutotunedKernel
     strided: Any
 
 
 _ONLINE = ((8192, 16), (4096, 8), (8192, 8), (16384, 16), (16384, 32))
 _FORWARD = _Climb(
-    Tuned(_fused_kernel, row_configs((0,)), ("BLOCK", "UNIT"), suitable_forward),
-    Tuned(_online_kernel, blocks_of(*_ONLINE), ("length",)),
+    AutotunedKernel(_fused_kernel, row_configs((0,)), ("BLOCK", "DIVISIBILITY"), suitable_forward),
+    AutotunedKernel(_online_kernel, blocks_of(*_ONLINE), ("length",)),
     _strided_kernel,
 )
 _BACKWARD = _Climb(
-    Tuned(_fused_backward_kernel, row_configs((0,)), ("BLOCK", "UNIT"), suitable_backward),
-    Tuned(_online_backward_kernel, blocks_of(*_ONLINE), ("length",)),
+    AutotunedKernel(_fused_backward_kernel, row_configs((0,)), ("BLOCK", "DIVISIBILITY"), suitable_backward),
+    AutotunedKernel(_online_backward_kernel, blocks_of(*_ONLINE), ("length",)),
     _strided_backward_kernel,
 )
-_launches = Launches()
+_launches = LaunchCache()
 
 
 def _rows(dim: int, *tensors: torch.Tensor) -> list[int]:
@@ -234,7 +245,9 @@ def _rows(dim: int, *tensors: torch.Tensor) -> list[int]:
     first = tensors[0]
     others = [d for d in range(first.dim()) if d != dim]
     steps = [t.stride(dim) for t in tensors]
-    return steps + pad(*collapse([first.shape[d] for d in others], *([t.stride(d) for d in others] for t in tensors)))
+    return steps + pad_strides(
+        *collapse([first.shape[d] for d in others], *([t.stride(d) for d in others] for t in tensors))
+    )
 
 
 def _launch(climb: _Climb, dim: int, fused: bool, *tensors: torch.Tensor) -> None:
@@ -260,7 +273,7 @@ def _launch(climb: _Climb, dim: int, fused: bool, *tensors: torch.Tensor) -> Non
 
 def _launch_dense(climb: _Climb, fused: bool, tensors: tuple[torch.Tensor, ...], count: int, length: int) -> None:
     def make() -> Launch | None:
-        constants = {"UNIT": unit_of(length)}
+        constants = {"DIVISIBILITY": divisibility_of(length)}
         if not fused:
             return climb.online(lambda meta: (count,), tensors, (length,), constants)
         constants["BLOCK"] = triton.next_power_of_2(length)
@@ -279,7 +292,7 @@ def _variant(name: str, fused: bool, unsupported) -> None:
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor]:
         output, dim = saved
         grad_input = torch.empty_like(output)
-        _launch(_BACKWARD, dim, fused, grad_input, along(grad, grad_input, output, rows_at=dim), output)
+        _launch(_BACKWARD, dim, fused, grad_input, gradient_for_kernel(grad, grad_input, output, rows_at=dim), output)
         return (grad_input,)
 
     register("softmax", name, forward=forward, backward=backward, unsupported=unsupported)
@@ -322,9 +335,9 @@ def _entry(kernel: Any, dtype: str, rows: int, warps: int, **constants: Any) -> 
 
 
 AOT = [
-    *(_entry(_fused_kernel, "bf16", *forward_shapes(n)[0], UNIT=16, BLOCK=n) for n in (256, 4096, MAX_FUSED)),
-    *(_entry(_fused_backward_kernel, "bf16", *backward_shapes(n)[0], UNIT=16, BLOCK=n) for n in (256, 4096)),
-    *(_entry(k, "bf16", 0, 16, UNIT=16, BLOCK=8192) for k in (_online_kernel, _online_backward_kernel)),
+    *(_entry(_fused_kernel, "bf16", *forward_shapes(n)[0], DIVISIBILITY=16, BLOCK=n) for n in (256, 4096, MAX_FUSED)),
+    *(_entry(_fused_backward_kernel, "bf16", *backward_shapes(n)[0], DIVISIBILITY=16, BLOCK=n) for n in (256, 4096)),
+    *(_entry(k, "bf16", 0, 16, DIVISIBILITY=16, BLOCK=8192) for k in (_online_kernel, _online_backward_kernel)),
     *(_entry(k, "fp32", 1, 8, BLOCK=ONLINE_BLOCK, FUSED=False) for k in (_strided_kernel, _strided_backward_kernel)),
     *cluster.AOT,
 ]

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
-from triton_impl.common.divisibility import in_units, unit_of
+from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import (
     begin,
@@ -23,8 +23,8 @@ from triton_impl.common.gluon.cluster import (
 )
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
 from triton_impl.runtime.aot import TYPES, Entry, entry
-from triton_impl.runtime.autotuner import Chooser
-from triton_impl.runtime.launch_cache import Launch, Launches
+from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -46,11 +46,11 @@ def _sum_over_both(highest, total, other_highest, other_total):
 
 @gluon.jit
 def _softmax_cluster_kernel(
-    out_ptr, input_ptr, length, VECTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
+    out_ptr, input_ptr, length, VECTOR: gl.constexpr, DIVISIBILITY: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr
 ):  # fmt: skip
     """Each warp sums over a maximum of its own, so that maximum and sum travel together."""
     begin(2)
-    length = in_units(length, UNIT)
+    length = assume_divisible(length, DIVISIBILITY)
     start = gl.program_id(0).to(gl.int64) * length
     i = columns(BLOCK, VECTOR)
     x = load_part(input_ptr + start, i, length, -float("inf"), BLOCK, EVEN)
@@ -77,10 +77,10 @@ def _softmax_cluster_kernel(
 @gluon.jit
 def _softmax_cluster_backward_kernel(
     grad_input_ptr, grad_ptr, output_ptr, length,
-    VECTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
+    VECTOR: gl.constexpr, DIVISIBILITY: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     begin(1)
-    length = in_units(length, UNIT)
+    length = assume_divisible(length, DIVISIBILITY)
     start = gl.program_id(0).to(gl.int64) * length
     i = columns(BLOCK, VECTOR)
     grad = load_part(grad_ptr + start, i, length, 0.0, BLOCK, EVEN)
@@ -102,11 +102,11 @@ def _softmax_cluster_backward_kernel(
 #: Rows that are left to `fused`, which has them as fast.
 LEFT_TO_FUSED = 8192
 
-_forward, _backward = Chooser(_softmax_cluster_kernel), Chooser(_softmax_cluster_backward_kernel)
-_launches = Launches()
+_forward, _backward = Autotuner(_softmax_cluster_kernel), Autotuner(_softmax_cluster_backward_kernel)
+_launches = LaunchCache()
 
 
-def _launch(chooser: Chooser, *tensors: torch.Tensor) -> None:
+def _launch(chooser: Autotuner, *tensors: torch.Tensor) -> None:
     """Launch over the rows of `tensors`, the output first, dense all of them."""
     output = tensors[0]
     if shapes_only():
@@ -115,7 +115,7 @@ def _launch(chooser: Chooser, *tensors: torch.Tensor) -> None:
     count = output.numel() // length
     if count == 0:
         return
-    arguments = (length, cluster.vector_of(output.dtype), unit_of(length))
+    arguments = (length, cluster.vector_of(output.dtype), divisibility_of(length))
 
     def make() -> Launch:
         def launch(config) -> Launch:
@@ -152,7 +152,7 @@ def unsupported(input: torch.Tensor, *, dim: int) -> str | None:
 
 def _entry(kernel, dtype: torch.dtype, operands: int, length: int = 65536) -> Entry:
     config = cluster.configs(length, dtype, operands)[0]
-    return entry(kernel, TYPES[dtype], {"VECTOR": cluster.vector_of(dtype), "UNIT": 16}, config)
+    return entry(kernel, TYPES[dtype], {"VECTOR": cluster.vector_of(dtype), "DIVISIBILITY": 16}, config)
 
 
 AOT = [

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from triton_impl import multiprocessors
-from triton_impl.common.cache_policy import ONCE
+from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.runtime.launch_cache import to_time
 
 #: Blocks of a cluster at most; more would have to be asked for.
@@ -144,8 +144,8 @@ def load(ptr, i, length, other, EVEN: gl.constexpr):
     columns are past the row's end.
     """
     if EVEN:
-        return gl.load(ptr + i, eviction_policy=ONCE)
-    return gl.load(ptr + i, mask=i < length, other=other, eviction_policy=ONCE)
+        return gl.load(ptr + i, eviction_policy=EVICTION_OF_SINGLE_USE)
+    return gl.load(ptr + i, mask=i < length, other=other, eviction_policy=EVICTION_OF_SINGLE_USE)
 
 
 @gluon.jit

@@ -145,14 +145,14 @@ def _received(values):
 
 
 @gluon.jit
-def begin_turns():
+def init_cluster_reduce():
     """To be called before all else, save the slots' beginning. Loads that follow do not wait."""
     text: gl.constexpr = _beginning_turns()
     gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def all_have_begun():
+def wait_for_cluster_reduce():
     """To be called before the first turn."""
     text: gl.constexpr = "barrier.cluster.wait.aligned; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -75,7 +75,7 @@ def _beginning(barriers, warps, slots, block):
 
 
 @gluon.jit
-def begin_slots(COUNT: gl.constexpr, BARRIERS: gl.constexpr, length, BLOCK: gl.constexpr, DTYPE: gl.constexpr):
+def init_stages(COUNT: gl.constexpr, BARRIERS: gl.constexpr, length, BLOCK: gl.constexpr, DTYPE: gl.constexpr):
     """Make so many barriers for every warp, and zeros of all slots past the ends of rows. All must meet before they are
     used.
     """
