@@ -647,11 +647,6 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        # Without the earlier steps that take nothing which `persistent` refuses.
-        auto=(
-            *("torch.builtin", "cuda.split_kv", "cuda.persistent", "cuda.flash"),
-            *("triton.split_kv", "triton.warp_specialized", "triton.tma", "triton.flash", "torch.naive"),
-        ),
         parts=_parts,
     )
 )

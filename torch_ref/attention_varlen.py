@@ -386,7 +386,6 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda.pingpong", "triton.flash", "torch.flash", "torch.naive"),
         oracle=by_sequence,
         yardstick=by_sequence,
     )

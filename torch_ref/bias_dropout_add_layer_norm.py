@@ -158,7 +158,6 @@ SPEC = register_spec(
         sweep=sweep(_shapes, _options),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "triton.online", "torch.naive"),
     )
 )
 

@@ -102,7 +102,6 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda.vectorized", "triton.fused", "torch.naive"),
     )
 )
 

@@ -284,7 +284,6 @@ SPEC = register_spec(
         sweep=SWEEP,
         bytes=_bytes,
         flops=_flops,
-        auto=("torch.builtin",),
         yardstick=running_sum,
     )
 )

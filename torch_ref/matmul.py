@@ -276,7 +276,6 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("torch.builtin",),
         oracle=builtin,
         yardstick=running_sum,
     )

@@ -123,7 +123,6 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda.cluster", "cuda.registers", "cuda.shared", "triton.cluster", "triton.fused", "torch.builtin"),
     )
 )
 

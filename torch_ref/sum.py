@@ -187,7 +187,6 @@ SPEC = register_spec(
         sweep=_sweep(),
         bytes=_bytes,
         flops=_flops,
-        auto=("cuda.two_stage", "triton.two_stage", "torch.builtin"),
         yardstick=unluckiest,
     )
 )

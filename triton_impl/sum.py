@@ -291,10 +291,28 @@ def _unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
 register("sum", "triton.two_stage", forward=sum, backward=sum_backward, unsupported=_unsupported)
 
 AOT = [
-    entry(_sum_rows_kernel, "bf16", {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8}),
-    entry(_sum_rows_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}),
-    entry(_sum_columns_kernel, "bf16", {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8}),
-    entry(_sum_columns_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4}),
-    entry(_sum_columns_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4}),
+    entry(
+        _sum_rows_kernel,
+        "bf16",
+        {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8},
+    ),
+    entry(
+        _sum_rows_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}
+    ),
+    entry(
+        _sum_columns_kernel,
+        "bf16",
+        {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8},
+    ),
+    entry(
+        _sum_columns_kernel,
+        "fp32",
+        {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4},
+    ),
+    entry(
+        _sum_columns_kernel,
+        "fp32",
+        {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4},
+    ),
     entry(_sum_strided_kernel, "fp32", {"INT64_OFFSETS": True, "BLOCK_O": 4, "BLOCK_R": 128, "LOADS": 8}),
 ]

@@ -266,7 +266,11 @@ for module, name in (kernel.split(".") for kernel in KERNELS):
 def test_a_kernels_key_does_not_depend_on_what_was_run_before():
     kernels = "linear._linear_kernel", "softmax._fused_kernel", "bias_dropout_add_layer_norm._fused_kernel"
     found = set()
-    for first in (["dropout", "gelu", "runtime.row_configs", "common.elementwise", "matmul.tma"], ["softmax"], ["linear", "norm.rows"]):
+    for first in (
+        ["dropout", "gelu", "runtime.row_configs", "common.elementwise", "matmul.tma"],
+        ["softmax"],
+        ["linear", "norm.rows"],
+    ):
         result = run(f"FIRST, KERNELS = {first}, {kernels}\n{KEYS}", TRITON_INTERPRET="0")
         assert result.returncode == 0, result.stderr
         found.add(result.stdout)

@@ -24,7 +24,14 @@ def ahead_of_time(
 ) -> Entry:
     precision = "ieee" if dtype == "fp32" else "tf32"
     constants = {"BAND": band, "MASK": mask, "PRECISION": precision, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
-    constants |= {"EVEN_D": True, "EVEN_DV": True, "INT64_OFFSETS": False, "EVEN_Q": True, "VARLEN": False, "LSE_GRAD": False}
+    constants |= {
+        "EVEN_D": True,
+        "EVEN_DV": True,
+        "INT64_OFFSETS": False,
+        "EVEN_Q": True,
+        "VARLEN": False,
+        "LSE_GRAD": False,
+    }
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")} | more  # dense rows, as in most calls
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     config = triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=num_warps, num_stages=num_stages)

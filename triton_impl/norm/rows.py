@@ -422,7 +422,10 @@ def _norm_sum_kernel(
 
 KEY = ("length", "IS_LAYERNORM", "HAS_RESIDUAL")
 _fused = AutotunedKernel(
-    _norm_kernel, row_configs((0,)), ("BLOCK", "IS_LAYERNORM", "HAS_RESIDUAL", "SAVE_STATS", "DIVISIBILITY"), suitable_forward
+    _norm_kernel,
+    row_configs((0,)),
+    ("BLOCK", "IS_LAYERNORM", "HAS_RESIDUAL", "SAVE_STATS", "DIVISIBILITY"),
+    suitable_forward,
 )
 _online = AutotunedKernel(
     _norm_online_kernel,
