@@ -42,7 +42,8 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
         op: an operation's name.
         backend: a rung's name, a level's name or ``"auto"``; None is what :func:`kernel_ladder.use` chose, else the
             environment's ``KERNEL_LADDER_BACKEND``, else ``"auto"``.
-        inputs, options: those of the call.
+        inputs: the call's tensors, None for one that is absent.
+        options: the call's keyword arguments.
 
     Raises:
         BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.
