@@ -192,11 +192,16 @@ def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Co
 def _draw(path: Path, console: Console, gpu: str | None = None) -> None:
     try:
         from bench.measure import memory
-        from bench.show import pictures, roofline_chart
+        from bench.show import ladders, pictures, roofline_chart
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in (*pictures.draw(path, gpu), *memory.draw(path, gpu), *roofline_chart.draw(path, gpu)):
+    for picture in (
+        *ladders.draw(path, gpu),
+        *pictures.draw(path, gpu),
+        *memory.draw(path, gpu),
+        *roofline_chart.draw(path, gpu),
+    ):
         console.print(f"drew {picture}", soft_wrap=True)
 
 
