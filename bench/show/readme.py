@@ -9,6 +9,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``picture OP``: the operation's picture
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
+- ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
 - ``memory``: attention's memory and time against the length
 """
@@ -27,7 +28,7 @@ from bench.measure import environment, lengths
 from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import Row, picture_file
-from bench.show import climb, headlines, markdown
+from bench.show import climb, headlines, log_index, markdown
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -36,7 +37,10 @@ _BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTI
 _EMPTY = "*No rows yet"
 PASSES = ("forward", "backward")
 
-PAGES = [environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")]
+PAGES = [
+    *(environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")),
+    *sorted((environment.ROOT / "docs" / "climb").glob("*.md")),
+]
 
 Machines = dict[Path, list[Row]]
 
@@ -82,6 +86,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "summary": _summary,
         "machine": _machine,
         "headlines": headlines.write,
+        "index": log_index.write,
         "memory": lambda path, found: _memory(path, found, folder),
         "roofline": lambda path, found: _roofline("", path, found, folder),
     }
@@ -262,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         nargs="*",
         default=PAGES,
-        help="Markdown files (default: README.md, RESULTS.md and KERNEL_LOG.md)",
+        help="Markdown files (default: README.md, RESULTS.md, KERNEL_LOG.md and docs/climb/*.md)",
     )
     parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
