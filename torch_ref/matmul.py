@@ -130,6 +130,7 @@ SAMPLES = [
     Case("tile", ((64, 64), (64, 64))),
     Case("tile+1", ((65, 129), (129, 33))),
     Case("tile-1", ((63, 31), (31, 127))),
+    Case("tiles-of-128", ((256, 136), (136, 128))),
     Case("long-k", ((3, 1021), (1021, 5))),
     Case("thin", ((9, 104), (104, 72))),
     Case("transposed", ((37, 53), (53, 41)), layout="transposed"),
