@@ -26,6 +26,14 @@ GROUPS = {
         "attention/varlen.cu",
     ],
     "hopper_matmul": ["matmul/hopper.cu", "matmul/wgmma.cu", "matmul/warp_specialized.cu", "matmul/cluster.cu"],
+    "softmax": [
+        "softmax/naive.cu",
+        "softmax/online.cu",
+        "softmax/registers.cu",
+        "softmax/multirow.cu",
+        "softmax/cluster.cu",
+    ],
+    "softmax_dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu"],
     "products": [
         "attention/naive.cu",
         "linear.cu",

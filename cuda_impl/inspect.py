@@ -53,14 +53,13 @@ _PASSES = {
 }
 
 
-#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
-#: stage the first of two, a product shared out in equal parts that of whole tiles.
+#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in two
+#: stages those of one stage twice, a product shared out in equal parts that of whole tiles.
 _KERNELS_OF = {
     **{
-        (op, "cluster"): "registers"
-        for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
+        (op, "cluster"): "registers" for op in ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
     },
-    ("sum", "coalesced"): "two_stage",
+    ("sum", "two_stage"): "coalesced",
     ("matmul", "stream_k"): "persistent",
 }
 
@@ -68,6 +67,7 @@ _KERNELS_OF = {
 #: Variants whose backward pass is that of an earlier step.
 _BACKWARD_OF = {
     **{("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")},
+    ("softmax", "multirow"): "registers",
     ("matmul", "skinny"): "mma",
     **{("matmul", step): "registers" for step in ("thread_tile", "vectorized", "double_buffered")},
 }

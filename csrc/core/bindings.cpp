@@ -47,12 +47,16 @@ const std::vector<Schema>& schemas() {
         KL_OP("softmax.online(Tensor input, int dim) -> Tensor", softmax_online),
         KL_OP("softmax.shared(Tensor input, int dim) -> Tensor", softmax_shared),
         KL_OP("softmax.registers(Tensor input, int dim) -> Tensor", softmax_registers),
+        KL_OP("softmax.multirow(Tensor input, int dim) -> Tensor", softmax_multirow),
         KL_OP("softmax.cluster(Tensor input, int dim) -> Tensor", softmax_cluster),
+        KL_OP("softmax.cluster_two_pass(Tensor input, int dim) -> Tensor", softmax_cluster_two_pass),
         KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
         KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
         KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
         KL_OP("softmax_backward.registers(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_registers),
         KL_OP("softmax_backward.cluster(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_cluster),
+        KL_OP("softmax_backward.cluster_two_pass(Tensor grad, Tensor output, int dim) -> Tensor",
+              softmax_backward_cluster_two_pass),
         KL_OP("matmul.naive(Tensor input, Tensor other) -> Tensor", matmul_naive),
         KL_OP("matmul.coalesced(Tensor input, Tensor other) -> Tensor", matmul_coalesced),
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
@@ -260,7 +264,13 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     const ScalarType dtype = dtype_named(dtype_name);
     std::vector<KernelFacts> facts;
     gelu_kernel_facts(facts, dtype);
-    softmax_kernel_facts(facts, dtype);
+    softmax_naive_kernel_facts(facts, dtype);
+    softmax_online_kernel_facts(facts, dtype);
+    softmax_shared_kernel_facts(facts, dtype);
+    softmax_registers_kernel_facts(facts, dtype);
+    softmax_multirow_kernel_facts(facts, dtype);
+    softmax_cluster_kernel_facts(facts, dtype);
+    softmax_cluster_two_pass_kernel_facts(facts, dtype);
     matmul_naive_facts(facts, dtype);
     matmul_coalesced_facts(facts, dtype);
     matmul_tiled_facts(facts, dtype);

@@ -56,18 +56,27 @@ Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::s
 Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
 void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// softmax.cu
+// softmax/*.cu; multirow has the backward pass of registers
 Tensor softmax_naive(const Tensor& input, int64_t dim);
 Tensor softmax_online(const Tensor& input, int64_t dim);
 Tensor softmax_shared(const Tensor& input, int64_t dim);
 Tensor softmax_registers(const Tensor& input, int64_t dim);
+Tensor softmax_multirow(const Tensor& input, int64_t dim);
 Tensor softmax_cluster(const Tensor& input, int64_t dim);
+Tensor softmax_cluster_two_pass(const Tensor& input, int64_t dim);
 Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
-void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+Tensor softmax_backward_cluster_two_pass(const Tensor& grad, const Tensor& output, int64_t dim);
+void softmax_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_online_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_shared_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_registers_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_multirow_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_cluster_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_cluster_two_pass_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // The climb that the normalisations share: norm.cuh, norm/registers.cuh.
 enum class NormStep { naive, block, registers, cluster };

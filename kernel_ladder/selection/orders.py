@@ -7,7 +7,16 @@ from __future__ import annotations
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "gelu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
-    "softmax": ("cuda.cluster", "cuda.registers", "cuda.shared", "triton.cluster", "triton.fused", "torch.builtin"),
+    "softmax": (
+        "cuda.cluster_two_pass",
+        "cuda.cluster",
+        "cuda.multirow",
+        "cuda.registers",
+        "cuda.shared",
+        "triton.cluster",
+        "triton.fused",
+        "torch.builtin",
+    ),
     "matmul": ("torch.builtin",),
     "attention": (
         "torch.builtin",
