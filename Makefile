@@ -73,12 +73,13 @@ bench: $(INSTALLED)  ## set up and run the sweep
 architectures: $(INSTALLED)  ## compile csrc for every architecture that it supports (half an hour of a core; ARCH=12.0 for one)
 	@$(PY) _build/architectures.py $(addprefix --arch ,$(ARCH)) $(FILES)
 
-lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format: check only
+lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format, retired words: check only
 	@echo "== Checking style and types (a minute)"
 	@$(PY) -m pip install -q $(call extra,lint)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) _build/retired_words.py
 	@find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(CLANG_FORMAT) --dry-run -Werror
 
 format: $(if $(PYTHON),,$(PY))  ## let ruff and clang-format rewrite the files
