@@ -58,6 +58,7 @@ def test_every_table_is_as_the_rows_make_it(capsys):
     if status is None or status:
         pytest.skip("bench/results holds rows that are not committed, or there is no git to ask")
     assert readme.main(["--check"]) == 0, capsys.readouterr().err
+    assert readme.main(["--check", "--folders"]) == 0, capsys.readouterr().err
 
 
 def test_every_step_has_an_entry_in_the_log():
@@ -83,7 +84,7 @@ def test_every_environment_variable_is_explained():
 
 def test_every_file_of_tests_is_in_the_table():
     table_ = (ROOT / "CONTRIBUTING.md").read_text()
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         assert f"`{path.name}`" in table_, f"CONTRIBUTING.md does not say what {path.name} holds"
 
 
