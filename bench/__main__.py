@@ -34,6 +34,7 @@ Other commands, all reading rows that a sweep has written:
   python -m bench pictures [FILE]      draw the pictures again
   python -m bench report [FILE…]       the rows as one HTML page to explore
   python -m bench readme [--check]     renew the tables in README.md from the committed rows in bench/results/
+  python -m bench readme --folders     write the README.md of every folder of rungs, from its files' heads and the rows
   python -m bench merge FILE…          join the rows of several files, such as the shares of one sweep
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and

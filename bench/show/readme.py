@@ -12,6 +12,8 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
 - ``memory``: attention's memory and time against the length
+
+With ``--folders`` it writes the README.md of every folder of rungs instead, whole: see :mod:`bench.show.folders`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from bench.measure import environment, lengths
 from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import Row, picture_file
-from bench.show import climb, headlines, log_index, markdown
+from bench.show import climb, folders, headlines, log_index, markdown
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -271,11 +273,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
+    parser.add_argument("--folders", action="store_true", help="write the README.md of every folder of rungs instead")
     args = parser.parse_args(argv)
     # In the order of the file, which the sweep sorted: the same on machines that do not know every variant.
     machines = {
         path: store.of_one_machine(store.latest(store.read_given(path))) for path in args.results or default_results()
     }
+    if args.folders:
+        return _renew_folders(next(iter(machines.values()), []), args.check)
     stale = False
     for file in args.file:
         try:
@@ -294,3 +299,28 @@ def main(argv: Sequence[str]) -> int:
             store.replace(file, after)
             print(f"renewed {file}")
     return 1 if args.check and stale else 0
+
+
+def _renew_folders(found: list[Row], check: bool) -> int:
+    """Writes the pages of `folders`; with `check` only says which are stale, and returns 1 where one is."""
+    stale = False
+    written = folders.pages(found)
+    for file in folders.abandoned(written):
+        stale = True
+        if check:
+            print(f"{file} describes no ladder; `python -m bench readme --folders` removes it", file=sys.stderr)
+        else:
+            file.unlink()
+            print(f"removed {file}")
+    for file, text in written.items():
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            continue
+        stale = True
+        if check:
+            print(f"{file} is stale; `python -m bench readme --folders` renews it", file=sys.stderr)
+        else:
+            store.replace(file, text)
+            print(f"renewed {file}")
+    for fault in folders.faults():
+        print(fault, file=sys.stderr)
+    return 1 if check and stale else 0

@@ -60,6 +60,7 @@ def test_every_table_is_as_the_rows_make_it(capsys):
     if status is None or status:
         pytest.skip("bench/results holds rows that are not committed, or there is no git to ask")
     assert readme.main(["--check"]) == 0, capsys.readouterr().err
+    assert readme.main(["--check", "--folders"]) == 0, capsys.readouterr().err
 
 
 def test_every_step_has_an_entry_in_the_log():
