@@ -12,6 +12,7 @@ from bench.show.headline import headline
 from bench.show.table import microseconds
 
 PASSES = ("forward", "backward")
+OURS = ("triton", "cuda")
 HEADER = ["operation", "PyTorch", "best Triton", "best CUDA", "best peer", "of ceiling"]
 
 
@@ -26,13 +27,12 @@ def write(path: Path, found: Sequence[Row]) -> str:
         if standing is None:
             continue
         mine = [r for r in found if (r.op, r.shape, r.dtype) == (op, *standing) and r.us is not None]
-        ours = ("triton", "cuda")
         lines.append(
             [
                 f"`{op}` {standing[0]}",
                 _times(mine, lambda row, op=op: row.backend == kernel_ladder.spec(op).baseline),
-                *(_times(mine, lambda row, level=level: row.level == level) for level in (*ours, "peer")),
-                _cells(mine, lambda row: row.level in ours, _ceiling),
+                *(_times(mine, lambda row, level=level: row.level == level) for level in (*OURS, "peer")),
+                _cells(mine, lambda row: row.level in OURS, _ceiling),
             ]
         )
     if not lines:

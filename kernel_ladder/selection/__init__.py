@@ -1,9 +1,9 @@
 """Selection: which rung ``backend="cuda"``, ``"triton"`` or ``"auto"`` stands for, for these inputs on this GPU.
 
-A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first, ``"auto"``
-the rungs that :mod:`kernel_ladder.selection.orders` lists: the first that supports the call is taken. Where another order
-is faster, a rule of :mod:`kernel_ladder.selection.rules` names the rungs to try before those. Host code of kernels
-chooses nothing. :func:`explain` tells why a rung was taken.
+A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first;
+``"auto"`` means the rungs that :mod:`kernel_ladder.selection.orders` lists. The first that supports the call is taken.
+Where another order is faster, a rule of :mod:`kernel_ladder.selection.rules` names the rungs to try before those. Host
+code of kernels chooses nothing. :func:`explain` tells why a rung was taken.
 """
 
 from __future__ import annotations
