@@ -1,7 +1,10 @@
-"""Attention of packed sequences in Triton: the kernels of :mod:`triton_impl.attention`, which read offsets.
+"""attention_varlen, rung 1 of 1: flash
 
-A program finds in them where its sequence begins and how long it is. There are as many programs a sequence as the
-longest needs; those past the end of a shorter one have nothing to do.
+Idea      The kernels of attention's `flash` and of its backward (shared openly) read the offsets of packed sequences:
+          where a program's sequence begins and how long it is.
+Predicts  The time of `flash` on each sequence alone.
+Limit now Every sequence has as many programs as the longest needs; those past its end exit at once.
+Next      cuda `pingpong`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
-"""Attention in Triton: FlashAttention-2 (Dao, arXiv:2307.08691). Scores live in registers, never in memory.
+"""attention, rung 2 of 5: flash
 
-One program takes BLOCK_M queries and walks over the keys in steps of BLOCK_N, with a running maximum and sum per row
-(online softmax: Milakov and Gimelshein, arXiv:1805.02867). The walk has two parts: tiles that every row sees whole,
-read and used without any mask, and then the tiles on the diagonal and at the end of the keys. With a mask in memory or
-a sliding window there is one part, which asks of every score whether it is seen; tiles outside the window are skipped.
+Idea      FlashAttention-2 (Dao, arXiv:2307.08691). The loop over keys has two parts: tiles that every row sees whole,
+          read and used without a mask, then the tiles on the diagonal and at the end of the keys. Tiles are tuned by
+          head dimension; causal programs start with the longest tiles.
+Predicts  Masks cost arithmetic in ⌈BLOCK_M / BLOCK_N⌉ + 1 tiles per program instead of all.
+Limit now Every thread computes the addresses of its loads, in registers that the scores could have.
+Next      `tma`: the copy engine fetches the tiles.
+
+With a mask in memory or a sliding window the loop has one part, which tests every score; tiles outside the window are
+skipped. Takes any strides, head dimensions, masks, grouped heads and packed sequences (`attention_varlen`).
 """
 
 from __future__ import annotations
@@ -13,29 +18,29 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
-from triton_impl.attention.call import Call, forward_by, see_nothing
+from triton_impl.attention.call import Call, fill_without_keys, forward_by
 from triton_impl.attention.tiles import (
     TUNING_KEY,
-    Choices,
+    TileTable,
+    apply_mask,
     choose,
     configs,
-    hide,
     key_range,
     load_tile,
-    mask_tile,
+    mask_pointers,
+    needs_int64,
+    online_softmax,
     program_tile,
     seqlen_class,
     sequence,
-    soften,
     store_lse,
     store_tile,
-    wide,
 )
 from triton_impl.common.dot import dot
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
-CHOICES: Choices = {
+TILES: TileTable = {
     -64: ((64, 64, 8, 1), (64, 32, 4, 2), (32, 32, 4, 1)),
     -128: ((32, 32, 8, 1), (32, 32, 4, 1)),
     -256: ((16, 32, 8, 1), (32, 16, 8, 1)),
@@ -53,7 +58,7 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Take keys ``start … end`` into the running softmax of BLOCK_M queries."""
+    """Add keys ``start … end`` to the online softmax state (acc, row_sum, row_max) of BLOCK_M queries."""
     for start_n in range(start, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         k = load_tile(
@@ -63,11 +68,11 @@ def _attend(
         if MASKED:
             rows = tl.arange(0, BLOCK_M)[:, None]
             cols = tl.arange(0, BLOCK_N)[None, :]
-            mask = mask_tile(mask_base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS)
-            scores = hide(
+            mask = mask_pointers(mask_base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS)
+            scores = apply_mask(
                 scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
-        weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max, MASK)
+        weights, acc, row_sum, row_max = online_softmax(scores, scale_log2, acc, row_sum, row_max, MASK)
         v = load_tile(
             v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
         )
@@ -82,9 +87,14 @@ def _forward_kernel(
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """``out = softmax(scale · Q Kᵀ + mask) V`` and the log-sum-exp of every row.
+
+    Grid: (⌈S_q / BLOCK_M⌉ · B · H,), see :func:`program_tile`. Layout: every operand (B, H, S, D) by its strides, or
+    packed (VARLEN); `lse` (B, H, S) contiguous, or packed (H, S).
+    """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, head = program_tile(num_tiles, num_heads, section)
     if BAND == 1:
@@ -99,7 +109,7 @@ def _forward_kernel(
         k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
         first += seqlen_k - seqlen_q
         last += seqlen_k - seqlen_q
-        seqlen_k = tl.where(start_m < seqlen_q, seqlen_k, 0)  # past the last query there is nothing to do
+        seqlen_k = tl.where(start_m < seqlen_q, seqlen_k, 0)  # a program past the last query has no keys
         q_ptr += q_start * q_s
         out_ptr += q_start * o_s
         lse_base += q_start
@@ -139,24 +149,24 @@ def _forward_kernel(
 
 
 def _suitable(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    return choose(CHOICES, configs, kwargs)
+    return choose(TILES, configs, kwargs)
 
 
-_forward = AutotunedKernel(_forward_kernel, configs(CHOICES), TUNING_KEY, _suitable)
+_forward = AutotunedKernel(_forward_kernel, configs(TILES), TUNING_KEY, _suitable)
 
-#: By all that decides a forward pass: its launch.
+#: Launches by :attr:`Call.launch_key`.
 _launches: LaunchCache = LaunchCache()
 
 
 def forward(call: Call, results: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and, in base two, the log-sum-exp of every row of scores: `results`, where there is room for them."""
+    """Output and base-two log-sum-exp of every row of scores, written into `results` where given."""
     output, lse = call.empty_results() if results is None else results
     if shapes_only():
         return output, lse
-    what = call.what
+    what = call.launch_key
     known = _launches.get(what)
     if known is not None:
-        known(output, lse, call.q, call.k, call.v, *call.others)
+        known(output, lse, call.q, call.k, call.v, *call.mask_and_offsets)
     elif (launch := _first_forward(call, output, lse)) is not None:
         _launches.remember(what, launch)
     return output, lse
@@ -165,7 +175,7 @@ def forward(call: Call, results: tuple[torch.Tensor, torch.Tensor] | None = None
 def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launch | None:
     q, k, v = call.q, call.k, call.v
     if k.shape[2] == 0 or output.numel() == 0:
-        see_nothing(output, lse)
+        fill_without_keys(output, lse)
         return None
     batch, heads, _, head_dim = q.shape
     _, heads_kv, _, head_dim_v = v.shape
@@ -176,14 +186,14 @@ def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launc
     arguments = (
         call.score_scale, *strides[0][:3], *strides[1], *strides[2], *strides[3], *call.mask_strides,
         *call.lse_strides, num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, *call.limits,
-        call.together, seqlen_class(seqlen_q), *call.totals,
+        call.heads_per_section, seqlen_class(seqlen_q), *call.totals,
     )  # fmt: skip
 
     def grid(meta):
         return (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)
 
-    tensors = (output, lse, q, k, v, *call.others)
-    return _forward(grid, tensors, arguments, {**constants, "INT64_OFFSETS": wide(*strides, call.mask_strides)})
+    tensors = (output, lse, q, k, v, *call.mask_and_offsets)
+    return _forward(grid, tensors, arguments, {**constants, "INT64_OFFSETS": needs_int64(*strides, call.mask_strides)})
 
 
 attention = forward_by(forward)

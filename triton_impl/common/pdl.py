@@ -1,4 +1,4 @@
-"""Programmatic dependent launch (PDL, Hopper and later): a kernel starts while its predecessor in the stream still runs.
+"""Programmatic dependent launch (PDL, Hopper and later): a kernel starts while its predecessor still runs.
 
 Its programs take the places that the predecessor's leave, and wait at ``griddepcontrol.wait`` until all that the
 predecessor wrote is visible. That closes a gap of half a microsecond between two kernels. CUDA C++ Programming Guide,

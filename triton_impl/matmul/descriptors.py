@@ -23,8 +23,8 @@ from triton_impl.runtime.descriptor_launch import DescriptorLaunch, unaligned, w
 
 #: Rows and columns of the largest tile, or columns and rows.
 LARGEST = 128, 256
-#: Candidates, of which the cost model leaves COUNT. SUBTILES: a tile is stored whole, or in two halves where that leaves
-#: shared memory for one more stage.
+#: Candidates, of which the cost model leaves COUNT. SUBTILES: a tile is stored whole, or in two halves where that
+#: leaves shared memory for one more stage.
 CONFIGS = [
     *(config(*LARGEST, 64, 8, stages, SUBTILES=2) for stages in (3, 4)),
     *(config(*LARGEST[::-1], 64, 8, stages, SUBTILES=2) for stages in (3, 4)),

@@ -1,7 +1,7 @@
 """matmul, rung 2 of 5: tiled
 
-Idea      Triton pipelines the loads (``num_stages`` tiles ahead). Programs run in groups that share rows of A and columns
-          of B through the L2. Tile sizes are tuned per kind of product.
+Idea      Triton pipelines the loads (``num_stages`` tiles ahead). Programs run in groups that share rows of A and
+          columns of B through the L2. Tile sizes are tuned per kind of product.
 Predicts  Each element of A is read ⌈N / BLOCK_N⌉ times from the L2 and, in a group, about once from memory.
 Limit now Every thread computes the addresses and masks of its loads, in registers the accumulator could have.
 Next      `tma`: the copy engine fetches tiles by descriptors.

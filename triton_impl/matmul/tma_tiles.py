@@ -23,7 +23,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 def load_tile(
     desc, batch, x, k, ALONG_K: tl.constexpr, BATCHED: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Tile (BLOCK_X, BLOCK_K) at (x, k) of an operand: rows of A, or columns of B. ALONG_K: k is the dense dimension."""
+    """Tile (BLOCK_X, BLOCK_K) at (x, k) of an operand: rows of A or columns of B. ALONG_K: k is dense."""
     if ALONG_K and BATCHED:
         return desc.load([batch, x, k]).reshape(BLOCK_X, BLOCK_K)
     elif ALONG_K:

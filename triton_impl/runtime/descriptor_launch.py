@@ -1,7 +1,7 @@
 """Launch a kernel that takes tensor descriptors (TMA), and say why operands cannot have any.
 
-A tensor descriptor holds the address, shape, strides and tile of a tensor. The copy engine (TMA, Hopper and later) reads
-it, computes the addresses of a tile and fills what lies outside the tensor with zeros.
+A tensor descriptor holds the address, shape, strides and tile of a tensor. The copy engine (TMA, Hopper and later)
+reads it, computes the addresses of a tile and fills what lies outside the tensor with zeros.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def to_time(configs: list[triton.Config]) -> list[triton.Config]:
 class Launch:
     """One launch of a kernel with all arguments but its tensors; appends the PDL argument of a kernel that opts in.
 
-    Triton specialises a kernel on its tensors' dtypes and on whether each starts on 16 bytes. Where all do, as is usual,
+    Triton specialises a kernel on its tensors' dtypes and on whether each starts on 16 bytes. Where all do, as usual,
     the compiled kernel is launched directly, which saves Triton's look at every argument.
     """
 
@@ -135,7 +135,7 @@ _choices: list[TuningRecord] | None = None
 
 @contextmanager
 def recorded() -> Iterator[list[TuningRecord]]:
-    """Every choice made in the block. Choices known to the process are looked up again, on disk where they were tuned."""
+    """Every choice made in the block. Choices that the process knows are looked up again, on disk where tuned."""
     global _choices
     _choices = []
     try:

@@ -1,4 +1,14 @@
-"""Sum in Triton: tiles along rows or across columns, whichever way the memory lies; a long sum in two stages."""
+"""sum, rung 2 of 2: two_stage
+
+Idea      Tiles along rows or down columns, whichever way the memory lies. A sum too long for its programs is split into
+          parts; a second launch of the same kernels adds the partials.
+Predicts  numel · itemsize bytes read once, by at least ENOUGH_PROGRAMS programs: the rate of a copy's reads.
+Limit now Memory bandwidth; below about a megabyte, the latency of two launches.
+Next      cuda `two_stage`.
+
+Sums of float32 are kept in float64 and rounded once, which costs nothing where memory is the limit. Shared openly:
+`add` and `linear` sum their gradients with :func:`summed`.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +28,15 @@ from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad_strides
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.launch_cache import LaunchCache, LaunchPlan
 
-#: Elements of a tile by the bytes of one: a 16-byte load of each thread of 4 warps. A thread has several on their way.
+#: Elements of a tile by the bytes of one: a 16-byte load per thread of 4 warps. An iteration loads LOADS tiles.
 TILE = {2: 1024, 4: 512, 8: 256}
 LOADS = 8
-#: Columns of a tile: 256 bytes of them; few for the parts of a long sum, which lie in the L2 and are few rows.
-COLUMN_BYTES, COLUMNS_OF_PARTS = 256, 16
-#: A sum is split until there are so many programs. A constant, so that every GPU adds in the same order.
+#: Columns of a tile: 256 bytes of them. Partials are few rows in the L2, and take narrow tiles.
+COLUMN_BYTES, PARTIAL_COLUMNS = 256, 16
+#: A sum is split until it has so many programs. A constant, so that every GPU adds in the same order.
 ENOUGH_PROGRAMS = 1024
-#: Turns of a program's loop that make a part worth its second stage: along rows, whose parts a program adds up at once,
-#: and across them, where it goes through the parts of its columns.
-ALONG, ACROSS = 2, 4
+#: The least number of iterations of a part's loop, along rows and down columns: fewer are not worth a second stage.
+MIN_ROW_ITERATIONS, MIN_COLUMN_ITERATIONS = 2, 4
 
 
 @triton.jit
@@ -47,42 +56,47 @@ def _store(out_ptr, sums, mask):
 
 
 # ---- kernels: program (o, p) adds part p of the summands of a block of outputs ---------------------------------------
-# Tiles are added up element by element, and only in the end across threads. Those of a turn are one load, added up in a
-# thread's registers before anything else: of loads one after the other ptxas puts off all but two or three.
+# Tiles are added element by element, and across threads only at the end. The LOADS tiles of an iteration are one load,
+# added in a thread's registers first: of separate loads ptxas keeps only two or three in flight.
 
 
 @triton.jit
 def _sum_rows_kernel(
-    out_ptr, input_ptr, count, length, stride, part,
-    DIVISIBILITY: tl.constexpr, FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    out_ptr, input_ptr, n_outputs, n_summands, stride, part,
+    DIVISIBILITY: tl.constexpr, FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
+    LOADS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """``out[o, p] = Σ_i input[o, p · part + i]``. Grid: (⌈outputs / BLOCK_O⌉, parts). Layout: dense rows."""
     griddepcontrol_wait(USE_PDL)
-    length, stride, part = (
-        assume_divisible(length, DIVISIBILITY),
+    n_summands, stride, part = (
+        assume_divisible(n_summands, DIVISIBILITY),
         assume_divisible(stride, DIVISIBILITY),
         assume_divisible(part, DIVISIBILITY),
     )
     row = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
-    left = tl.minimum(length - begin, part)
+    left = tl.minimum(n_summands - begin, part)
     rows_ptr = input_ptr + begin + (row * stride)[:, None]
     total = _zeros(BLOCK_O, BLOCK_R, FLOAT64)
     for start in range(0, part, LOADS * BLOCK_R):
         i = start + tl.arange(0, LOADS * BLOCK_R)
-        x = tl.load(rows_ptr + i[None, :], mask=(row < count)[:, None] & (i < left)[None, :], other=0.0)
+        x = tl.load(rows_ptr + i[None, :], mask=(row < n_outputs)[:, None] & (i < left)[None, :], other=0.0)
         total += tl.sum(x.to(total.dtype).reshape(BLOCK_O, LOADS, BLOCK_R), axis=1)
-    # The parts of a sum lie side by side.
+    # Partials (outputs, parts).
     out_ptr += row * tl.num_programs(1) + tl.program_id(1)
-    _store(out_ptr, tl.sum(total, axis=1), row < count)
+    _store(out_ptr, tl.sum(total, axis=1), row < n_outputs)
 
 
 @triton.jit
 def _sum_columns_kernel(
-    out_ptr, input_ptr, blocks, length, columns, block_stride, stride, part,
-    DIVISIBILITY: tl.constexpr, FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    out_ptr, input_ptr, blocks, n_summands, columns, block_stride, stride, part,
+    DIVISIBILITY: tl.constexpr, FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr,
+    LOADS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """``out[p, b, c] = Σ_i input[b, p · part + i, c]``. Grid: (blocks · ⌈columns / BLOCK_O⌉, parts).
+
+    Layout: columns dense; any stride between summands (`stride`) and between blocks (`block_stride`).
+    """
     griddepcontrol_wait(USE_PDL)
     columns, stride, block_stride = (
         assume_divisible(columns, DIVISIBILITY),
@@ -93,7 +107,7 @@ def _sum_columns_kernel(
     block = (tl.program_id(0) // tiles).to(tl.int64)
     column = tl.program_id(0) % tiles * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
-    left = tl.minimum(length - begin, part)
+    left = tl.minimum(n_summands - begin, part)
     columns_ptr = input_ptr + block * block_stride + begin * stride + column[None, :]
     total = _zeros(BLOCK_R, BLOCK_O, FLOAT64)
     for start in range(0, part, LOADS * BLOCK_R):
@@ -101,91 +115,111 @@ def _sum_columns_kernel(
         mask = (i < left)[:, None] & (column < columns)[None, :]
         x = tl.load(columns_ptr + (i.to(tl.int64) * stride)[:, None], mask=mask, other=0.0)
         total += tl.sum(x.to(total.dtype).reshape(LOADS, BLOCK_R, BLOCK_O), axis=0)
-    # The parts of a sum lie below each other.
+    # Partials (parts, outputs).
     out_ptr += (tl.program_id(1).to(tl.int64) * blocks + block) * columns + column
     _store(out_ptr, tl.sum(total, axis=0), column < columns)
 
 
 @triton.jit
 def _sum_strided_kernel(
-    out_ptr, input_ptr, count, length, part, size1, size2, size3, i0, i1, i2, i3, o0, o1, o2, o3,
+    out_ptr, input_ptr, n_outputs, n_summands, part, size1, size2, size3, i0, i1, i2, i3, o0, o1, o2, o3,
     length1, length2, length3, r0, r1, r2, r3,
     FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """``out[o, p] = Σ_i input[at(o) + at(p · part + i)]``, of any strides. Grid: (⌈outputs / BLOCK_O⌉, parts)."""
     griddepcontrol_wait(USE_PDL)
     o = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
-    end = tl.minimum(begin + part, length)
+    end = tl.minimum(begin + part, n_summands)
     input_ptr += offset_of(o, size1, size2, size3, i0, i1, i2, i3)[:, None]
     total = _zeros(BLOCK_O, BLOCK_R, FLOAT64)
     for start in range(0, part, LOADS * BLOCK_R):
         i = begin + start + tl.arange(0, LOADS * BLOCK_R)
         offset = offset_of(i, length1, length2, length3, r0, r1, r2, r3)
-        x = tl.load(input_ptr + offset[None, :], mask=(o < count)[:, None] & (i < end)[None, :], other=0.0)
+        x = tl.load(input_ptr + offset[None, :], mask=(o < n_outputs)[:, None] & (i < end)[None, :], other=0.0)
         total += tl.sum(x.to(total.dtype).reshape(BLOCK_O, LOADS, BLOCK_R), axis=1)
     out_ptr += offset_of(o, size1, size2, size3, o0, o1, o2, o3) * tl.num_programs(1) + tl.program_id(1)
-    _store(out_ptr, tl.sum(total, axis=1), o < count)
+    _store(out_ptr, tl.sum(total, axis=1), o < n_outputs)
 
 
 # ---- host --------------------------------------------------------------------------------------------------------
 
 
-def _split(length: int, programs: int, least: int) -> tuple[int, int]:
-    """Summands of a part, no fewer than `least`, and the number of parts."""
-    parts = max(1, min(ENOUGH_PROGRAMS // programs, length // least))
+def _split(n_summands: int, programs: int, least: int) -> tuple[int, int]:
+    """(summands of a part, parts): no part has fewer than `least`."""
+    parts = max(1, min(ENOUGH_PROGRAMS // programs, n_summands // least))
     if parts == 1:
-        return length, 1
-    part = triton.cdiv(length, 16 * parts) * 16  # a multiple that keeps every part's loads whole
-    return part, triton.cdiv(length, part)
+        return n_summands, 1
+    part = triton.cdiv(n_summands, 16 * parts) * 16  # a multiple of 16 keeps every part aligned
+    return part, triton.cdiv(n_summands, part)
 
 
-def _turn(length: int, block_r: int, most: int = LOADS) -> int:
-    """Tiles of a turn of a program's loop: no more than the summands fill."""
-    return min(most, triton.next_power_of_2(triton.cdiv(length, block_r)))
+def _loads(n_summands: int, block_r: int, most: int = LOADS) -> int:
+    """Tiles of one iteration: no more than the summands fill."""
+    return min(most, triton.next_power_of_2(triton.cdiv(n_summands, block_r)))
 
 
-def _rows(count: int, length: int, stride: int, itemsize: int, wide: bool, split: bool) -> LaunchPlan:
-    block_r = min(triton.next_power_of_2(length), TILE[itemsize])
-    loads = _turn(length, block_r)
-    # Of rows shorter than all loads of a turn, several: as many as leave float64 sums their registers.
-    several = max(1, (LOADS // 2 if wide else LOADS) * TILE[itemsize] // (block_r * loads))
-    block_o = min(triton.next_power_of_2(count), several)
-    programs = triton.cdiv(count, block_o)
-    part, parts = _split(length, programs, ALONG * loads * block_r) if split else (length, 1)
-    arguments = (count, length, stride, part, divisibility_of(length, stride, part), wide, block_o, block_r, loads)
+def _rows(n_outputs: int, n_summands: int, stride: int, itemsize: int, float64: bool, split: bool) -> LaunchPlan:
+    block_r = min(triton.next_power_of_2(n_summands), TILE[itemsize])
+    loads = _loads(n_summands, block_r)
+    # Several rows where one is shorter than an iteration; float64 sums need twice the registers.
+    several = max(1, (LOADS // 2 if float64 else LOADS) * TILE[itemsize] // (block_r * loads))
+    block_o = min(triton.next_power_of_2(n_outputs), several)
+    programs = triton.cdiv(n_outputs, block_o)
+    part, parts = _split(n_summands, programs, MIN_ROW_ITERATIONS * loads * block_r) if split else (n_summands, 1)
+    arguments = (
+        n_outputs,
+        n_summands,
+        stride,
+        part,
+        divisibility_of(n_summands, stride, part),
+        float64,
+        block_o,
+        block_r,
+        loads,
+    )
     return LaunchPlan(_sum_rows_kernel, (programs, parts), arguments)
 
 
 def _columns(
-    blocks: int, length: int, columns: int, block_stride: int, stride: int, itemsize: int, wide: bool, split: bool
+    blocks: int,
+    n_summands: int,
+    columns: int,
+    block_stride: int,
+    stride: int,
+    itemsize: int,
+    float64: bool,
+    split: bool,
 ) -> LaunchPlan:
     most = triton.next_power_of_2(columns)
-    block_o = min(most, COLUMN_BYTES // itemsize if split else COLUMNS_OF_PARTS)
-    block_r = min(triton.next_power_of_2(length), TILE[itemsize] // block_o)
+    block_o = min(most, COLUMN_BYTES // itemsize if split else PARTIAL_COLUMNS)
+    block_r = min(triton.next_power_of_2(n_summands), TILE[itemsize] // block_o)
     block_o = min(most, TILE[itemsize] // block_r)
-    # Eight loads of float32 values down long columns lost up to a tenth: beside them a thread has its float64 sums.
-    loads = _turn(length, block_r, LOADS // 2 if wide else LOADS)
+    # Four loads for float32: with eight, and the float64 sums in registers, long columns were up to a tenth slower.
+    loads = _loads(n_summands, block_r, LOADS // 2 if float64 else LOADS)
     programs = blocks * triton.cdiv(columns, block_o)
-    part, parts = _split(length, programs, ACROSS * loads * block_r) if split else (length, 1)
+    part, parts = _split(n_summands, programs, MIN_COLUMN_ITERATIONS * loads * block_r) if split else (n_summands, 1)
     unit = divisibility_of(columns, block_stride, stride)
-    arguments = (blocks, length, columns, block_stride, stride, part, unit, wide, block_o, block_r, loads)
+    arguments = (blocks, n_summands, columns, block_stride, stride, part, unit, float64, block_o, block_r, loads)
     return LaunchPlan(_sum_columns_kernel, (programs, parts), arguments)
 
 
-def _strided(count: int, length: int, kept: list[int], reduced: list[int], itemsize: int, wide: bool) -> LaunchPlan:
-    block_r = min(triton.next_power_of_2(length), 128)
-    block_o = min(triton.next_power_of_2(count), TILE[itemsize] // block_r)
-    loads = _turn(length, block_r)
-    programs = triton.cdiv(count, block_o)
-    part, parts = _split(length, programs, ACROSS * loads * block_r)
-    arguments = (count, length, part, *kept, *reduced, wide, block_o, block_r, loads)
+def _strided(
+    n_outputs: int, n_summands: int, kept: list[int], reduced: list[int], itemsize: int, float64: bool
+) -> LaunchPlan:
+    block_r = min(triton.next_power_of_2(n_summands), 128)
+    block_o = min(triton.next_power_of_2(n_outputs), TILE[itemsize] // block_r)
+    loads = _loads(n_summands, block_r)
+    programs = triton.cdiv(n_outputs, block_o)
+    part, parts = _split(n_summands, programs, MIN_COLUMN_ITERATIONS * loads * block_r)
+    arguments = (n_outputs, n_summands, part, *kept, *reduced, float64, block_o, block_r, loads)
     return LaunchPlan(_sum_strided_kernel, (programs, parts), arguments)
 
 
 def _collapsed(input: torch.Tensor, dims: tuple[int, ...]) -> tuple[list[int], list[list[int]], list[int], list[int]]:
     """Sizes of the kept dimensions with their strides in input and output, sizes of the summed ones with theirs.
 
-    Each in the order of memory, a dimension that repeats one element outermost, so that as many collapse as can.
+    Each in memory order, a dimension of stride 0 outermost, so that as many collapse as can.
     """
     stride = input.stride()
     out_stride, next_stride = [0] * input.dim(), 1
@@ -201,51 +235,56 @@ def _collapsed(input: torch.Tensor, dims: tuple[int, ...]) -> tuple[list[int], l
     return sizes, [strides, out_strides], lengths, steps
 
 
-def _steps(input: torch.Tensor, dims: tuple[int, ...]) -> list[LaunchPlan]:
-    """The kernel that adds up a tensor, or the two: none where there is nothing to add."""
+def _plans(input: torch.Tensor, dims: tuple[int, ...]) -> list[LaunchPlan]:
+    """The launches that sum a tensor: one, two where it is split, none where it is empty."""
     if input.numel() == 0:
         return []
     sizes, (strides, out_strides), lengths, steps = _collapsed(input, dims)
-    count, length, itemsize = math.prod(sizes), math.prod(lengths), input.element_size()
-    wide = input.dtype == torch.float32
-    one_run = len(sizes) == 1 and (count == 1 or out_strides[0] == 1)  # of outputs, as they lie in memory
-    if one_run and len(steps) == 1 and (steps[0] == 1 or (length == 1 and strides[0] != 1)):
-        first = _rows(count, length, strides[0], itemsize, wide, True)
+    n_outputs, n_summands, itemsize = math.prod(sizes), math.prod(lengths), input.element_size()
+    float64 = input.dtype == torch.float32
+    one_run = len(sizes) == 1 and (n_outputs == 1 or out_strides[0] == 1)  # of outputs, as they lie in memory
+    if one_run and len(steps) == 1 and (steps[0] == 1 or (n_summands == 1 and strides[0] != 1)):
+        first = _rows(n_outputs, n_summands, strides[0], itemsize, float64, True)
     elif len(steps) == 1 and strides[-1] == out_strides[-1] == 1 and (one_run or out_strides[:-1] == sizes[1:]):
         blocks, block_stride = (1, 0) if one_run else (sizes[0], strides[0])
-        first = _columns(blocks, length, sizes[-1], block_stride, steps[0], itemsize, wide, True)
+        first = _columns(blocks, n_summands, sizes[-1], block_stride, steps[0], itemsize, float64, True)
     else:
         first = _strided(
-            count, length, pad_strides(sizes, [strides, out_strides]), pad_strides(lengths, [steps]), itemsize, wide
+            n_outputs,
+            n_summands,
+            pad_strides(sizes, [strides, out_strides]),
+            pad_strides(lengths, [steps]),
+            itemsize,
+            float64,
         )
     parts = first.grid[1]
     if parts == 1:
         return [first]
     itemsize = _part_dtype(input.dtype).itemsize
     if first.kernel is _sum_columns_kernel:
-        return [first, _columns(1, parts, count, 0, count, itemsize, True, False)]
-    return [first, _rows(count, parts, parts, itemsize, True, False)]
+        return [first, _columns(1, parts, n_outputs, 0, n_outputs, itemsize, True, False)]
+    return [first, _rows(n_outputs, parts, parts, itemsize, True, False)]
 
 
 def _part_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float32 else torch.float32
 
 
-#: By all that decides a sum: the output's shape, the number of parts, and the launches.
+#: (output shape, parts, launches) by all that decides a sum.
 _launches: LaunchCache = LaunchCache()
 
 
 def summed(input: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """The sum over `dims`, which are counted from the first and in order."""
+    """The sum over `dims`, non-negative and in order."""
     if shapes_only():
         shape = sum_shape(input.shape, dims, keepdim)
         return torch.empty(shape, dtype=input.dtype, device=input.device)
     key = (input.shape, input.stride(), dims, keepdim, input.dtype, input.device)
     known: Any = _launches.get(key)
     if known is None:
-        steps = _steps(input, dims)
-        shape, parts = sum_shape(input.shape, dims, keepdim), steps[0].grid[1] if steps else 0
-        known = shape, parts, [step.launch() for step in steps]
+        plans = _plans(input, dims)
+        shape, parts = sum_shape(input.shape, dims, keepdim), plans[0].grid[1] if plans else 0
+        known = shape, parts, [plan.launch() for plan in plans]
         _launches.remember(key, known)
     shape, parts, stages = known
     if parts == 0:
@@ -261,7 +300,7 @@ def summed(input: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.T
 
 
 def summed_gradient(grad: torch.Tensor, dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """The same of a gradient, whose strides no `unsupported` has seen: copied where they need too many dimensions."""
+    """As :func:`summed`, of a gradient, whose strides no `unsupported` has seen: copied where they do not collapse."""
     return summed(grad if too_many_dims(grad, dims) is None else grad.contiguous(), dims, keepdim)
 
 
@@ -275,7 +314,7 @@ def sum_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> t
 
 
 def too_many_dims(input: torch.Tensor, dims: tuple[int, ...]) -> str | None:
-    """Why :func:`summed` has no place for a tensor's dimensions, or None."""
+    """Why :func:`summed` cannot index a tensor, or None."""
     if input.dim() > MAX_DIMS:
         kept, _, reduced, _ = _collapsed(input, dims)
         if (most := max(len(kept), len(reduced))) > MAX_DIMS:
