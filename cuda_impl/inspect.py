@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cuda_impl import extension, unavailable
+from cuda_impl import climb, extension, unavailable
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection import architecture, cubin
 from kernel_ladder.inspection.inspect import (
@@ -70,6 +70,7 @@ _BACKWARD_OF = {
     ("softmax", "multirow"): "registers",
     ("bias_gelu", "vectorized"): "multirow",
     ("matmul", "skinny"): "mma",
+    **{("matmul", step): "registers" for step in ("thread_tile", "vectorized", "double_buffered")},
 }
 
 
@@ -135,7 +136,10 @@ def instances() -> tuple[Instance, ...]:
 def of_variant(op: str, step: str) -> list[Instance]:
     """The kernels of a variant: ``<op>_<step>…_kernel``, and ``<op>_backward_<step>…_kernel``."""
     step = _KERNELS_OF.get((op, step), step)
-    named = re.compile(rf"{op}(_backward)?_{step}(_\w+)?_kernel")
+    # Of two names that fit, as "registers" and "registers_tma", the longer is the variant's.
+    longer = [name for name in climb(op) if name.startswith(f"{step}_")]
+    not_longer = f"(?!{'|'.join(f'{name}_' for name in longer)})" if longer else ""
+    named = re.compile(rf"{op}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
     return [i for i in instances() if named.fullmatch(i.function)]
 
 

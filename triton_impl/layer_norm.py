@@ -8,6 +8,7 @@ import torch
 
 from kernel_ladder.semantics.norms import forwards
 from triton_impl import register
+from triton_impl.norm import naive
 from triton_impl.norm.ladder import STEPS, Step, ahead_of_time
 from triton_impl.norm.rows import Kind, Needs, as_matrix, as_parameter
 
@@ -49,7 +50,14 @@ def _variant(name: str, step: Step) -> None:
     register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused, here=here)
 
 
+register(
+    "layer_norm",
+    "triton.naive",
+    forward=naive.layer_norm,
+    backward=naive.layer_norm_backward,
+    unsupported=naive.layer_norm_unsupported,
+)
 for _name, _step in STEPS.items():
     _variant(f"triton.{_name}", _step)
 
-AOT = ahead_of_time(KIND)
+AOT = naive.ahead_of_time(True) + ahead_of_time(KIND)

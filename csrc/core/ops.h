@@ -125,19 +125,30 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
 Tensor matmul_naive(const Tensor& input, const Tensor& other);
 Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
 Tensor matmul_tiled(const Tensor& input, const Tensor& other);
+Tensor matmul_thread_tile(const Tensor& input, const Tensor& other);
+Tensor matmul_vectorized(const Tensor& input, const Tensor& other);
+Tensor matmul_double_buffered(const Tensor& input, const Tensor& other);
 Tensor matmul_registers(const Tensor& input, const Tensor& other);
+Tensor matmul_registers_tma(const Tensor& input, const Tensor& other);
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32);
-Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32, int64_t tile_m, int64_t tile_n,
+                      int64_t splits, bool pair);
+// How many blocks run at once on a device in clusters of 1, 2, 4 and 8. Needs a GPU of compute capability 9.0.
+std::vector<int> matmul_split_k_blocks_at_once(int device);
 Tensor matmul_skinny(const Tensor& input, const Tensor& other);
 void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_thread_tile_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_vectorized_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_double_buffered_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_registers_tma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype);

@@ -434,20 +434,11 @@ _online = AutotunedKernel(
 )
 
 
-def _slower_early(constants: dict[str, Any]) -> bool:
-    """Whether a backward pass had better begin when all before it has ended: where the programs that stay found their
-    multiprocessors half taken, measured to be 4 % slower, though elsewhere it is 1 to 4 % faster.
-    """
-    block, others = constants["BLOCK"], constants["IS_LAYERNORM"] or constants["HAS_RESIDUAL"]
-    return block == 512 or (block == 1024 and others)
-
-
 _fused_backward = AutotunedKernel(
     _norm_backward_kernel,
     row_configs((3, 2)),
     ("BLOCK", "IS_LAYERNORM", "HAS_RESIDUAL", "NEEDS_WEIGHTS", "DIVISIBILITY"),
     suitable_persistent,
-    _slower_early,
 )
 _backward_rows = AutotunedKernel(
     _norm_backward_rows_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("length", "IS_LAYERNORM")

@@ -33,7 +33,7 @@ from triton_impl.runtime.row_configs import (
     suitable_backward,
     suitable_forward,
 )
-from triton_impl.softmax import cluster
+from triton_impl.softmax import cluster, naive
 
 #: The longest row that `fused` keeps in registers: 32 values a thread at 1024 threads.
 MAX_FUSED = 32768
@@ -318,6 +318,7 @@ def _unsupported_fused(input: torch.Tensor, *, dim: int) -> str | None:
     return _unsupported(input, dim=dim)
 
 
+register("softmax", "triton.naive", forward=naive.forward, backward=naive.backward, unsupported=naive.unsupported)
 _variant("triton.online", fused=False, unsupported=_unsupported)
 _variant("triton.fused", fused=True, unsupported=_unsupported_fused)
 register(
@@ -335,6 +336,7 @@ def _entry(kernel: Any, dtype: str, rows: int, warps: int, **constants: Any) -> 
 
 
 AOT = [
+    *naive.AOT,
     *(_entry(_fused_kernel, "bf16", *forward_shapes(n)[0], DIVISIBILITY=16, BLOCK=n) for n in (256, 4096, MAX_FUSED)),
     *(_entry(_fused_backward_kernel, "bf16", *backward_shapes(n)[0], DIVISIBILITY=16, BLOCK=n) for n in (256, 4096)),
     *(_entry(k, "bf16", 0, 16, DIVISIBILITY=16, BLOCK=8192) for k in (_online_kernel, _online_backward_kernel)),
