@@ -100,7 +100,7 @@ __global__ void bias_gelu_backward_naive_kernel(T* grad_input, __grid_constant__
 // bias_gelu, rung 2 of 3: vectorized
 // Idea      One vector of 16 bytes per thread, over all rows one after the other.
 // Predicts  The same bytes with an eighth of the load instructions in 16 bits, a quarter in float32.
-// Limit now Each thread loads 16 bytes of bias from L1 and finds its row by a multiplication, for one vector of output.
+// Limit now Each thread loads its bias and computes its row and column for one vector of output.
 // Next      `multirow`: load the bias once for several rows.
 //
 // It takes rows of whole aligned vectors at one stride. Its blocks are four times as many as those of `multirow`, so

@@ -37,7 +37,7 @@ __global__ void dropout_naive_kernel(T* output, const T* input, __grid_constant_
 
 // dropout, rung 2 of 2: vectorized
 // Idea      16-byte loads and stores, one call of Philox for eight elements, round keys as kernel constants.
-// Predicts  The same bytes with an eighth of the integer arithmetic.
+// Predicts  The same bytes with an eighth of the calls of Philox.
 // Limit now Memory bandwidth; close behind it, integer arithmetic.
 // Next      –
 

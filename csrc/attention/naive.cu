@@ -1,7 +1,7 @@
 // attention, rung 1 of 7: naive
 // Idea      One thread per element of each product. Scores and weights go to memory as float32 matrices of S_q × S_k per
 //           head, and come back.
-// Predicts  16·S_q·S_k bytes per head for the scores alone (write, softmax, read), and no reuse on chip.
+// Predicts  At least 16·S_q·S_k bytes per head for the scores alone: a write, a softmax in place, a read.
 // Limit now Memory traffic, and products on CUDA cores.
 // Next      `flash`: keep scores on chip.
 //
