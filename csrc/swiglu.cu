@@ -1,11 +1,8 @@
-// SwiGLU's gate: silu(gate) · up, with silu(x) = x · sigmoid(x) (Shazeer, arXiv:2002.05202).
+// swiglu: silu(gate) · up, with silu(x) = x · sigmoid(x) (Shazeer, arXiv:2002.05202).
 //
-//   variant     the one idea it adds                          what limits it now
-//   naive       one fused kernel, one element a thread        2-byte loads: too few bytes in flight
-//   vectorized  16-byte loads and stores                      memory bandwidth
-//
-// Both take any strides; halves of one tensor, the usual operands, are read in whole vectors (elementwise.cuh). Outputs
-// keep the memory order of a dense gate.
+// Both rungs take any strides; the halves of one tensor, the usual operands, are read in vectors (core/elementwise.cuh).
+// Outputs keep the memory order of a dense gate. `vectorized` shares the element-wise function of `naive` for what is
+// no whole vector.
 
 #include "core/elementwise.cuh"
 #include "core/ops.h"
@@ -13,7 +10,7 @@
 namespace kl {
 namespace {
 
-// sigmoid(x) and its slope, of exp(−|x|), which neither overflows nor lets them cancel.
+/// sigmoid(x) and its slope, from exp(−|x|): without overflow or cancellation.
 __device__ inline float sigmoid(float x, float* slope) {
     const float e = exp2_approx(-LOG2E * fabsf(x));
     const float p = rcp_approx(1.0f + e);
@@ -35,7 +32,11 @@ __device__ inline void backward(float grad, float gate, float up, float* grad_ga
 enum { OUTPUT, GATE, UP, OPERANDS };
 enum { GRAD_GATE, GRAD_UP, GRAD, GATE_AGAIN, UP_AGAIN, BACKWARD_OPERANDS };
 
-// ---- naive: one element a thread -----------------------------------------------------------------------------------
+// swiglu, rung 1 of 2: naive
+// Idea      One fused kernel, one element per thread.
+// Predicts  3·sizeof(T) bytes per element; 5·sizeof(T) backward.
+// Limit now 2-byte loads leave too few bytes in flight.
+// Next      `vectorized`: 16-byte loads and stores.
 
 template <typename T>
 __device__ void swiglu_element(T* output, const T* gate, const T* up, const Operands<OPERANDS>& at, int64_t i) {
@@ -67,7 +68,11 @@ __global__ void swiglu_backward_naive_kernel(T* grad_gate, T* grad_up, const T* 
     if (i < numel) swiglu_backward_element(grad_gate, grad_up, grad, gate, up, at, i);
 }
 
-// ---- vectorized: 16 bytes a load -----------------------------------------------------------------------------------
+// swiglu, rung 2 of 2: vectorized
+// Idea      16-byte loads and stores; launched with programmatic dependent launch (PDL).
+// Predicts  The same bytes with an eighth of the load instructions in 16 bits, a quarter in float32.
+// Limit now Memory bandwidth.
+// Next      –
 
 template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)

@@ -68,6 +68,7 @@ _KERNELS_OF = {
 _BACKWARD_OF = {
     **{("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")},
     ("softmax", "multirow"): "registers",
+    ("bias_gelu", "vectorized"): "multirow",
     ("matmul", "skinny"): "mma",
     **{("matmul", step): "registers" for step in ("thread_tile", "vectorized", "double_buffered")},
 }

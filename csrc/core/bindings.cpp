@@ -125,11 +125,12 @@ const std::vector<Schema>& schemas() {
               dropout_vectorized),
         KL_OP("bias_gelu.naive(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_naive),
         KL_OP("bias_gelu.vectorized(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_vectorized),
+        KL_OP("bias_gelu.multirow(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_multirow),
         KL_OP("bias_gelu_backward.naive(Tensor grad, Tensor input, Tensor bias, str approximate) -> (Tensor, Tensor)",
               bias_gelu_backward_naive),
-        KL_OP("bias_gelu_backward.vectorized(Tensor grad, Tensor input, Tensor bias, str approximate)"
+        KL_OP("bias_gelu_backward.multirow(Tensor grad, Tensor input, Tensor bias, str approximate)"
               " -> (Tensor, Tensor)",
-              bias_gelu_backward_vectorized),
+              bias_gelu_backward_multirow),
         KL_OP("swiglu.naive(Tensor gate, Tensor up) -> Tensor", swiglu_naive),
         KL_OP("swiglu.vectorized(Tensor gate, Tensor up) -> Tensor", swiglu_vectorized),
         KL_OP("swiglu_backward.naive(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_backward_naive),

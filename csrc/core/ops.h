@@ -219,13 +219,14 @@ Tensor dropout_naive(const Tensor& input, int64_t threshold, double scale, int64
 Tensor dropout_vectorized(const Tensor& input, int64_t threshold, double scale, int64_t seed);
 void dropout_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// bias_gelu.cu
+// bias_gelu.cu; vectorized has the backward pass of multirow
 Tensor bias_gelu_naive(const Tensor& input, const Tensor& bias, const std::string& approximate);
 Tensor bias_gelu_vectorized(const Tensor& input, const Tensor& bias, const std::string& approximate);
+Tensor bias_gelu_multirow(const Tensor& input, const Tensor& bias, const std::string& approximate);
 std::tuple<Tensor, Tensor> bias_gelu_backward_naive(const Tensor& grad, const Tensor& input, const Tensor& bias,
                                                     const std::string& approximate);
-std::tuple<Tensor, Tensor> bias_gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const Tensor& bias,
-                                                         const std::string& approximate);
+std::tuple<Tensor, Tensor> bias_gelu_backward_multirow(const Tensor& grad, const Tensor& input, const Tensor& bias,
+                                                       const std::string& approximate);
 void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // swiglu.cu

@@ -1,8 +1,7 @@
 // softmax, rung 5 of 7: multirow
 // Idea      A warp, or a part of one, shares up to four short rows, and each thread holds vectors of all of them. The
-//           lanes reduce all rows at once: four rows cost three exchanges before the last one instead of eight.
-// Predicts  2·N·sizeof(T) bytes per row as in `registers`, with a quarter of the instructions for the address of a row and
-//           for its reductions.
+//           lanes reduce all rows at once: four rows cost three exchanges where they would cost eight.
+// Predicts  2·N·sizeof(T) bytes per row as in `registers`, with fewer instructions per row for addresses and reductions.
 // Limit now Rows of at most 1024 elements that lie at one stride and consist of aligned 16-byte vectors.
 // Next      `cluster`, for rows at the other end.
 //

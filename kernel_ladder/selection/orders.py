@@ -35,7 +35,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "dropout": ("cuda.vectorized", "triton.fused", "torch.naive"),
-    "bias_gelu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
+    "bias_gelu": ("cuda.multirow", "triton.fused", "torch.builtin"),
     "swiglu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
     "add_rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "bias_dropout_add_layer_norm": (
