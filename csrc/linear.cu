@@ -1,8 +1,10 @@
-// linear, rung 1 of 5: naive; and the host code that its rungs share. The other rungs are listed in matmul/linear.cuh.
+// linear, rung 1 of 5: naive
 // Idea      Bias and activation are applied to the sum in its register.
 // Predicts  No second kernel: 2 · M · N elements less to read and write.
 // Limit now That of matmul's `coalesced`: every operand element comes from the L1 or the L2.
 // Next      `registers`: the same epilogue in matmul's `registers`.
+//
+// Also the host code that linear's rungs share. matmul/linear.cuh lists the other rungs.
 
 #include "matmul/linear.cuh"
 

@@ -1,4 +1,4 @@
-// matmul, rung 15 of 16, and linear, rung 5 of 5: skinny
+// matmul, rung 15 of 16: skinny
 // Idea      At most 16 rows: the other operand goes from global memory through registers straight into mma, 16 bytes
 //           per load. Its rows are mma's 16 rows, and rows of the input mma's 8 columns.
 // Predicts  Time is N · K · sizeof(T) / bandwidth: the other operand is read once.
@@ -8,6 +8,7 @@
 // No shared memory is needed for operands: within a product the order of k is free as long as both operands have the
 // same, so a lane takes what its 16 bytes hold. The warps of a block share K, and their sums are added in order at the
 // end.
+// linear's `skinny`, its rung 5 of 5, is the same kernel with an epilogue.
 
 #include "core/mma.cuh"
 #include "matmul/linear.cuh"

@@ -1,5 +1,5 @@
 // matmul, rung 9 of 16: wgmma
-// Idea      wgmma reads both operands from shared memory, where TMA puts them. One thread issues the loads: no warp
+// Idea      TMA puts both operands in shared memory, and wgmma reads them there. One thread issues the loads: no warp
 //           computes addresses or swizzles, and operands never pass through registers.
 // Predicts  Four instructions per stage and warpgroup, each 64x128 outputs over 32 bytes of k, instead of the ldmatrix
 //           and mma.sync of every 16x8 square.
