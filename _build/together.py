@@ -25,7 +25,13 @@ GROUPS = {
         "attention/persistent.cu",
         "attention/varlen.cu",
     ],
-    "hopper_matmul": ["matmul/hopper.cu", "matmul/wgmma.cu", "matmul/warp_specialized.cu", "matmul/cluster.cu"],
+    "hopper_matmul": [
+        "matmul/hopper.cu",
+        "matmul/wgmma.cu",
+        "matmul/warp_specialized.cu",
+        "matmul/cluster.cu",
+        "matmul/stream_k.cu",
+    ],
     "softmax": [
         "softmax/naive.cu",
         "softmax/online.cu",
@@ -45,7 +51,7 @@ GROUPS = {
         "matmul/vectorized.cu",
         "matmul/double_buffered.cu",
         "matmul/skinny.cu",
-        "matmul/realign.cu",
+        "matmul/pad_operands.cu",
     ],
 }
 

@@ -17,7 +17,7 @@
 
 #include "core/ops.h"
 #include "core/torch_tensor.h"
-#include "matmul/parts.h"
+#include "matmul/chunked_copy.h"
 
 namespace kl {
 namespace {

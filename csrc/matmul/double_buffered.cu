@@ -1,10 +1,10 @@
 // matmul, rung 6 of 16: double_buffered
 // Idea      Shared memory holds two stages. While the threads multiply one, the next tile is on its way into registers,
 //           and then into the other stage.
-// Predicts  Time per tile: max(load, multiply) instead of load + multiply: up to 2x where both are equal. One barrier per
-//           tile instead of two.
-// Limit now 64 outputs per thread need 4 shared loads of 16 bytes per k, for 64 multiply-adds. A tile of 8 k hides little
-//           latency.
+// Predicts  Time per tile: max(load, multiply) instead of load + multiply: up to 2x where both are equal. One barrier
+//           per tile instead of two.
+// Limit now 64 outputs per thread need 4 shared loads of 16 bytes per k, for 64 multiply-adds. A tile of 8 k hides
+//           little latency.
 // Next      `registers`: 8x16 outputs per thread, tiles of 32 k, three stages filled by cp.async, any layout.
 //
 // Plain case: float32, row-major operands without gaps, M and N multiples of 128, K a multiple of 8.

@@ -1,9 +1,12 @@
-// matmul, fifth step; the table of the climb stands in matmul.cuh.
-//
-//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync: Hopper's full rate needs wgmma
+// matmul, rung 8 of 16: mma
+// Idea      Tensor cores: mma.sync multiplies 16x8 outputs over 32 bytes of k per warp. ldmatrix feeds it from shared
+//           memory, which cp.async fills.
+// Predicts  One mma.sync replaces 16 · 8 · 16 / 32 = 64 multiply-adds per lane in 16 bits.
+// Limit now mma.sync itself: only wgmma reaches Hopper's full rate.
+// Next      `wgmma`: Hopper's tensor cores read shared memory themselves.
 //
 // A block makes BM×BN outputs and walks K in tiles of 128 bytes. Three tiles of each operand lie in shared memory: one
-// is multiplied while cp.async fills the others, past the registers. A warp's share is held in registers as 16×8
+// is multiplied while cp.async fills the others, past the registers. A warp holds its outputs in registers as 16×8
 // squares; ldmatrix brings the next fragments while the tensor cores work on these.
 //
 // A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way: [x][k] where memory runs along

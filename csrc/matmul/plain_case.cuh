@@ -5,8 +5,8 @@
 
 namespace kl {
 
-// Checks a call of rung `name` and allocates its output. Raises unless both operands are float32, row-major without gaps and
-// aligned to 16 bytes, and M, N and K are multiples of the tile.
+// Checks a call of rung `name` and allocates its output. Raises unless both operands are float32, row-major without
+// gaps and aligned to 16 bytes, and M, N and K are multiples of the tile.
 inline Call prepare_plain(const Tensor& input, const Tensor& other, int tile_m, int tile_n, int tile_k,
                           const char* name) {
     Call call = prepare(input, other);

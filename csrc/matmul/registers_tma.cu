@@ -1,21 +1,21 @@
 // matmul, rung 10 of 16: registers_tma
-// Idea      `registers` for float32 on Hopper, with tiles loaded by TMA: one thread asks for tiles of 32 k, and no thread
-//           copies.
+// Idea      `registers` for float32 on Hopper, with tiles loaded by TMA: one thread asks for tiles of 32 k, and no
+//           thread copies.
 // Predicts  94 of 100 instructions are multiply-adds.
 // Limit now The rate of the float32 units, and their register banks.
 // Next      Tensor cores round float32 to tf32: `wgmma` and the rungs after it take float32 only where that is allowed.
 //
-// As in `registers`, a thread makes 8x16 outputs, a block of 128 threads 128x128, and two blocks share an SM. Each register
-// is in one of two banks, by its parity, and two operands of one bank delay the next instruction. So rows are walked back
-// and forth, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h): each multiply-add shares one
-// operand with the one before, which is kept in the operand cache, and has two others, a column's value and its sum. The
-// compiler chooses their registers from different banks if nothing else binds the sums: they leave through shared memory,
-// one by one.
+// As in `registers`, a thread makes 8x16 outputs, a block of 128 threads 128x128, and two blocks share an SM. Each
+// register is in one of two banks, by its parity, and two operands of one bank delay the next instruction. So rows are
+// walked back and forth, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h): each multiply-add
+// shares one operand with the one before, which is kept in the operand cache, and has two others, a column's value and
+// its sum. The compiler chooses their registers from different banks if nothing else binds the sums: they leave through
+// shared memory, one by one.
 //
-// "Rows" are the operand with 8 values per thread. "Columns" are the operand with 16, which must lie along its x (m or n).
-// Rows may also lie along k: a thread then reads four k of each of its rows at once. Where A lies along m and B along k, B
-// is the rows, and the product is written transposed. Where both lie along k, the smaller is first copied to lie along x.
-// cuda_impl/matmul.py refuses products that are not worth that copy, and copies over 64 MiB.
+// "Rows" are the operand with 8 values per thread. "Columns" are the operand with 16, which must lie along its x (m or
+// n). Rows may also lie along k: a thread then reads four k of each of its rows at once. Where A lies along m and B
+// along k, B is the rows, and the product is written transposed. Where both lie along k, the smaller is first copied to
+// lie along x. cuda_impl/matmul.py refuses products that are not worth that copy, and copies over 64 MiB.
 
 #include "matmul/hopper.cuh"
 
@@ -25,7 +25,7 @@ namespace {
 namespace registers_tma {
 constexpr int BLOCK = 128, BK = 32, STAGES = 3, WARPS = 4, BLOCK_THREADS = WARPS * WARP;
 constexpr int TILE_BYTES = BLOCK * BK * static_cast<int>(sizeof(float)), STAGE_BYTES = 2 * TILE_BYTES;
-// Two barriers a stage: its tiles are there; every warp has read them.
+// Two barriers per stage: `full`, its tiles have arrived; `empty`, every warp has read them.
 constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
 // Along x a tile is panels: 32 k, each a row of 32 x. Along k it is one box: 128 x, each a row of 32 k.
 constexpr int PANEL_COLUMNS = SWIZZLE_ROW / sizeof(float);
@@ -35,8 +35,8 @@ constexpr int PITCH = BLOCK + 4;  // of the outputs, in floats: rows begin at mu
 static_assert(BLOCK * PITCH * sizeof(float) <= STAGES * STAGE_BYTES, "outputs lie where tiles were");
 }  // namespace registers_tma
 
-// Which of a block's outputs a thread makes. A warp makes 64×64, its lanes standing 8×4 (registers.cu). Columns are
-// runs of four, 16 apart. Rows are 8 apart where they lie along k, else two runs of four, 32 apart.
+// Which of a block's outputs a thread computes. A warp computes 64×64, with its lanes arranged 8×4 (registers.cu).
+// Columns are runs of four, 16 apart. Rows are 8 apart where they lie along k, else two runs of four, 32 apart.
 template <bool ROWS_ALONG_K>
 struct Place {
     const uint32_t m_warp = threadIdx.x / WARP / 2, n_warp = threadIdx.x / WARP % 2;
@@ -58,19 +58,20 @@ __device__ __forceinline__ void store_shared(uint32_t to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 
-// Not fmaf, which the compiler would move past a branch.
+// Inline PTX: the compiler would move fmaf past the branch of keep_apart.
 __device__ __forceinline__ void multiply_add(float& sum, float a, float b) {
     asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
 }
 
-// Not a sum of constants, which the compiler would make anew, from fewer registers and more instructions.
+// Inline PTX: the compiler would recompute a sum of constants, with fewer registers and more instructions.
 __device__ __forceinline__ void advance(uint32_t& address, int by) {
     asm volatile("add.s32 %0, %0, %1;" : "+r"(address) : "r"(by));
 }
 
-// A branch over what is never run, since no product is of fewer k than none: the compiler may not mix the multiply-adds of
-// several k, which it would at the price of operands of one bank, and registers. One that did not come back would be left
-// out from the second on; a single instruction would be put under a condition, with no branch.
+// A scheduling barrier for the compiler: a branch over a loop that never runs, since K is never negative. Without it
+// the compiler mixes the multiply-adds of several k, which costs registers and puts operands in one bank. A body
+// without a loop would be removed from the second use on, and a single instruction would be predicated instead of
+// branched over.
 __device__ __forceinline__ void keep_apart(int K) {
     asm volatile(
         "{\n.reg .pred usual, early;\n.reg .u32 now;\n"
@@ -93,13 +94,13 @@ __device__ inline void load_operand(uint32_t shared, const CUtensorMap& map, uin
     }
 }
 
-// A block's outputs → (m0, n0) of an M×N matrix, or TRANSPOSED of an N×M one: through shared memory, that a warp may
-// store whole rows, and that no four sums need registers that follow one another.
+// Stores a block's outputs at (m0, n0) of an M×N matrix, or TRANSPOSED of an N×M one, through shared memory: a warp
+// then stores whole rows, and no four sums need consecutive registers.
 template <typename Place, bool TRANSPOSED>
 __device__ inline void store_block(float* c, const float (&sum)[8][16], const Place& place, uint32_t shared, int M,
                                    int N, int m0, int n0) {
     using namespace registers_tma;
-    __syncthreads();  // all have read their last
+    __syncthreads();  // every thread has read its last values
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
@@ -131,7 +132,7 @@ __device__ inline void store_block(float* c, const float (&sum)[8][16], const Pl
 // The product of `from.a`, M rows, and `from.b`, N columns. TRANSPOSED: it is written as an N×M matrix.
 template <typename T, bool ROWS_ALONG_K, bool TRANSPOSED>
 __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
-    matmul_registers_tma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
+    matmul_registers_tma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileRaster order) {
 #if KL_SM90A
     using namespace registers_tma;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
@@ -156,15 +157,16 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
 
     const Place<ROWS_ALONG_K> place;
     const uint32_t m_lane = place.m_lane;
-    // Where a thread's values lie for each k of eight, or of four, how the swizzle has it. Worked out once, and added to.
+    // Addresses of a thread's values for each k of eight, or of four, in the swizzled layout. Computed once, then
+    // incremented.
     uint32_t a_at[8], b_at[4];
     for (int k = 0; k < 8; ++k) a_at[k] = tiles + place.m_warp * 2 * PANEL + swizzled(k, m_lane);
     for (int k = 0; k < 4; ++k) b_at[k] = tiles + TILE_BYTES + place.n_warp * 2 * PANEL + (place.n_lane ^ k) * 16;
     float sum[8][16] = {};
-    // Of this k and of the next; four k of each row where rows lie along k. All begin as zeros: see below.
+    // Values of this k and of the next; four k of each row where rows lie along k. They start as zeros: see below.
     float a[2][8] = {}, a4[8][4] = {}, b[2][16] = {};
 
-    // One k. Rows that lie along k are read anew from `next` as soon as they have met their fourth.
+    // Multiplies one k. Rows that lie along k are reloaded from `next` right after their fourth k.
     const auto multiply = [&](int k, bool reload, uint32_t next) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -178,8 +180,8 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
         }
     };
 
-    // The last k of eight is multiplied while the first of the next eight is on its way, so that a turn begins with the
-    // previous turn's last: the first turn with zeros, and one k is left at the end.
+    // Software pipeline: the last k of eight is multiplied while the first of the next eight is loaded. So an iteration
+    // starts with the last k of the previous one (the first iteration with zeros), and one k is left at the end.
     Ring<STAGES> reading, refilled;
 #pragma unroll 1
     for (int tile = 0; tile < k_tiles; ++tile) {
@@ -188,8 +190,8 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
             if (threadIdx.x % WARP == 0) mbarrier_arrive(empty + reading.stage * 8);
             reading.next();
         }
-        // The stage that is refilled is the one before the last: other warps may be a tile behind. Warps take turns at it, one
-        // for each of the SM's four schedulers: if it were always the same, its scheduler would be behind, and all wait.
+        // Refills the stage before the last, since other warps may be a tile behind. The warps, one on each of the SM's
+        // four schedulers, take turns at it: if one warp always did it, its scheduler would fall behind and all wait.
         if (tile > 1 && tile + 1 < k_tiles) {
             if (threadIdx.x == tile % WARPS * WARP) {
                 mbarrier_wait(empty + refilled.stage * 8, refilled.phase);
@@ -293,7 +295,7 @@ template <bool ROWS_ALONG_K, bool TRANSPOSED>
 void launch(float* c, const TmaTensor& rows, const TmaTensor& columns, const Tiled& p, const Launch& on) {
     using namespace registers_tma;
     static DeviceSet asked;
-    const TileOrder order = tile_order(p, BLOCK, BLOCK);
+    const TileRaster order = tile_order(p, BLOCK, BLOCK);
     launch_hopper(matmul_registers_tma_kernel<float, ROWS_ALONG_K, TRANSPOSED>, "matmul.registers_tma",
                   {tile_count(order, p), 1, BLOCK_THREADS, SHARED}, on, asked, c,
                   TmaOperands{tensor_map(rows), tensor_map(columns)}, p, order);

@@ -1,6 +1,6 @@
 // matmul, rung 16 of 16: split_k
-// Idea      A cluster of up to 8 blocks shares the K of one output tile. Each block multiplies its part of K; the blocks
-//           add their partial sums through distributed shared memory.
+// Idea      A cluster of up to 8 blocks shares the K of one output tile. Each block multiplies its part of K; the
+//           blocks add their partial sums through distributed shared memory.
 // Predicts  With T tiles on S SMs, min(T · splits, S) SMs work instead of min(T, S): up to 8.0x for T <= S / 8.
 // Limit now The latency of the first and last bytes; tiles that do not fill the last wave.
 //
@@ -11,11 +11,12 @@
 // A pair is a cluster of two tiles side by side. Each block fetches half of their rows of A, for both (multicast): the
 // L2 delivers fewer bytes. Pairs pay where A lies along M; where it lies along K, two splits are faster.
 //
-// A product this small takes 5 us, of which a third passes before the first bytes arrive. So the prologue avoids integer
-// division.
+// A product this small takes 5 us, of which a third passes before the first bytes arrive. So the prologue avoids
+// integer division.
 //
-// Shared code: an A of at most 32 rows along M is copied to lie along K, and the first stages of B arrive during the copy
-// (pad_operands.cu). Operands that TMA cannot read are copied too, or read by `persistent`'s kernel with plain loads.
+// Shared code: an A of at most 32 rows along M is copied to lie along K, and the first stages of B arrive during the
+// copy (pad_operands.cu). Operands that TMA cannot read are copied too, or read by `persistent`'s kernel with plain
+// loads.
 
 #include "core/divisor.cuh"
 #include "core/pdl.cuh"
@@ -62,7 +63,7 @@ using Width = std::integral_constant<int, WIDTH>;
 struct SplitKScheduler {
     Divisor tiles_m, tiles_n;
     int log_blocks;
-    int a_panel, b_panel;  // bytes that TMA brings of a panel of each operand
+    int a_panel, b_panel;  // bytes that TMA loads of a panel of each operand
 
     __device__ int part() const { return blockIdx.x & ((1 << log_blocks) - 1); }
     __device__ void at(int* batch, int* m, int* n) const {
@@ -80,13 +81,13 @@ __device__ void reduce_and_store(const float (&sum)[Tile::BN / 2], T* c, const T
                                  uint32_t stages, uint32_t sums, int rank, int log_splits) {
     const int splits = 1 << log_splits, thread = threadIdx.x - WARPGROUP;
     const int turns = (Tile::UNITS + splits - 1 - rank) >> log_splits;
-    const auto place = [&](int unit, int part, int j) {  // of 16 bytes, which are a thread's of 8 columns
+    const auto place = [&](int unit, int part, int j) {  // of a thread's 16 bytes of 8 columns
         const int slot = (unit >> log_splits << log_splits) + part;
         return stages + slot * Tile::UNIT_BYTES + (j * Tile::CONSUMERS * WARPGROUP + thread) * 16;
     };
     if (thread == 0) mbarrier_arrive_expect(sums, turns * (splits - 1) * Tile::UNIT_BYTES);
     __syncwarp();
-    cluster_leave();  // all have read their last stage
+    cluster_leave();  // every block has read its last stage
 #pragma unroll
     for (int unit = 0; unit < Tile::UNITS; ++unit) {
         const int to = unit & (splits - 1);
@@ -147,10 +148,11 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     Ring<STAGES> at;
     if (group == 0) {
         if constexpr (CONSUMERS > 1) registers_decrease<40>();
-        // A warp for each operand: of small tiles one alone would take longer to ask for a stage than its bytes to come.
+        // One producer warp per operand: with small tiles a single warp would issue a stage's loads more slowly than
+        // the bytes arrive.
         const auto bring = [&](auto major, auto width, const CUtensorMap& map, uint32_t to, int x, int size, int step,
                                int panel_bytes) {
-            // What lies outside is not asked for, whatever rows and columns it would be of: they are not stored.
+            // Panels outside the operand are not loaded: their rows and columns are not stored.
             const int panels = min(width(), size - x + PANEL_X - 1) / PANEL_X, bytes = panels * panel_bytes;
             for (int i = begin; i < end; ++i, at.next()) {
                 const uint32_t barrier = full + at.stage * 8;
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         if (warp == 0 && elect_one()) {
             bring(MajorOf<B>{}, Width<BN>{}, from.b, tiles + A_BYTES, n0, p.N, p.b_step, scheduler.b_panel);
         } else if (warp == 1 && elect_one()) {
-            wait_for_previous();  // where A is a copy; nothing is stored before it is here
+            wait_for_previous();  // where A is a copy (PDL); nothing is stored before A arrives
             bring(MajorOf<A>{}, Width<BM>{}, from.a, tiles, m0, p.M, p.a_step, scheduler.a_panel);
         }
         __syncwarp();
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         store_outputs<T, BN>(sum, c, p, m0 + half * PANEL_X, n0);
         if constexpr (Tile::PAIR) {
             __syncwarp();
-            cluster_wait();  // shared memory stays until the other block writes and arrives no more
+            cluster_wait();  // shared memory must live until the other block's last write and arrival
         }
     }
 #endif
@@ -225,7 +227,7 @@ template <typename Tile, typename T, Major A, Major B>
 void launch_split(const HopperCall& call, int log_splits, bool early, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
-    const TileOrder tiles = tile_order(p, Tile::BM, Tile::BESIDE * Tile::BN);
+    const TileRaster tiles = tile_order(p, Tile::BM, Tile::BESIDE * Tile::BN);
     const TmaTensor a = low<A>(call.a), b = low<B>(call.b);
     const int log_blocks = Tile::PAIR ? 1 : log_splits, blocks = 1 << log_blocks;
     const SplitKScheduler scheduler{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_blocks, a.box[1] * SWIZZLE_ROW,
@@ -249,7 +251,7 @@ Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32,
     KL_CHECK(splits == 1 || splits == 2 || splits == 4 || splits == MAX_SPLITS,
              "matmul: split_k needs `splits` of 1, 2, 4 or 8, got ", splits);
     return run_hopper(input, other, allow_tf32, "split_k", [&](HopperCall call, const Launch& on) {
-        const std::optional<Tensor> copy = turn_few_rows(&call, dtype, on);
+        const std::optional<Tensor> copy = transpose_small_a(&call, dtype, on);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
             constexpr Major A = a_major(), B = b_major();

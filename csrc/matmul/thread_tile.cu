@@ -1,5 +1,6 @@
 // matmul, rung 4 of 16: thread_tile
-// Idea      Each thread computes TM x TN = 8x8 outputs in registers. A value read from shared memory serves 8 multiply-adds.
+// Idea      Each thread computes TM x TN = 8x8 outputs in registers. A value read from shared memory serves 8
+//           multiply-adds.
 // Predicts  Shared loads per multiply-add: (TM + TN) / (TM · TN) = 1/4 instead of 2 in `tiled`: 8x fewer. Arithmetic
 //           intensity: 2 · BM · BN / (4 · (BM + BN)) = 32 flop per byte of global memory instead of 8: 4x less traffic.
 // Limit now Load instructions: each moves 4 bytes, from global memory and from A's tile.

@@ -1,8 +1,8 @@
 // matmul, rung 5 of 16: vectorized
-// Idea      Every load moves 16 bytes. A is transposed on its way into shared memory, so that the 8 values a thread needs
-//           of one k are neighbours.
-// Predicts  Load instructions per thread and tile of K: global 8 -> 2; shared BK · (TM + TN) = 128 -> BK · (TM + TN) / 4
-//           = 32. 4x fewer of both, for 512 multiply-adds.
+// Idea      Every load moves 16 bytes. A is transposed on its way into shared memory, so that the 8 values a thread
+//           needs of one k are neighbours.
+// Predicts  Load instructions per thread and tile of K: global 8 -> 2; shared BK · (TM + TN) = 128 -> BK · (TM + TN) /
+//           4 = 32. 4x fewer of both, for 512 multiply-adds.
 // Limit now Latency: all threads wait for the next tile's loads, and multiply nothing meanwhile.
 // Next      `double_buffered`: load the next tile during the multiply-adds.
 //

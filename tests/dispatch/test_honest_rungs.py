@@ -27,7 +27,17 @@ from ..conftest import DEVICE, needs_gpu
 ROOT = Path(__file__).resolve().parents[2]
 
 #: (level, operation) -> kernels that several rungs' forward passes launch, and why.
-SHARED: dict[tuple[str, str], dict[str, str]] = {}
+SHARED: dict[tuple[str, str], dict[str, str]] = {
+    ("cuda", "matmul"): {
+        "matmul_persistent_kernel": "stream_k is persistent's kernel with another schedule; the instance with plain"
+        " loads serves every rung on Hopper where TMA cannot read an operand and a padded copy does not pay",
+        "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
+    },
+    ("cuda", "linear"): {
+        "linear_naive_kernel": "with an inner dimension of 0 persistent has no tile: naive's kernel writes the bias",
+        "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
+    },
+}
 
 
 def shared_by(kernels: dict[str, set[str]], openly: dict[str, str]) -> dict[str, list[str]]:

@@ -24,8 +24,8 @@ struct CopiedOperand {
 constexpr int64_t PART_TILE_M = 128, PART_TILE_N = 256;
 
 // Parts of at most `most` bytes of copies each: as many whole batches as fit, or where none does, of each batch as many
-// tiles as fill the last turn of `sms` multiprocessors best, and of such the most. None, where parts of a batch would leave
-// most of the GPU idle: then plain loads are faster.
+// tiles as fill the last turn of `sms` multiprocessors best, and of such the most. None, where parts of a batch would
+// leave most of the GPU idle: then plain loads are faster.
 inline std::vector<Part> parts_of(int64_t batches, int64_t M, int64_t N, const CopiedOperand& a, const CopiedOperand& b,
                                   int64_t most, int64_t sms) {
     constexpr double LEAST_FULL = 0.2;  // plain loads have a fifth to a third of the rate

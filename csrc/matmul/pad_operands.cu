@@ -1,45 +1,46 @@
-// Operands that TMA cannot address, for every step on Hopper: leading dimensions, first elements or batches off the
-// 16-byte grid, to which TMA holds every address that it reads. Where the products are many they are copied first, to
-// rows that begin at multiples of 128 bytes, and the step runs as if they had lain so. (PyTorch's Inductor pads such
-// operands at compile time: torch/_inductor/fx_passes/pad_mm.py.)
+// Copies of operands that TMA cannot address, or reads badly. All rungs on Hopper share them.
 //
-// Copying reads and writes an element once; the multiplying kernels use it as often as the other operand is wide. What
-// is not worth a copy, or lies along neither dimension, goes to plain_loader.cuh.
-
+// pad_operands: TMA reads rows, first elements and batches only at multiples of 16 bytes. Where a product is large
+// enough, an operand that is not so aligned is copied first, to rows that begin at multiples of 128 bytes, and the rung
+// runs on the copy. (PyTorch's Inductor pads such operands at compile time: torch/_inductor/fx_passes/pad_mm.py.) A
+// copy reads and writes an element once; the product uses it as often as the other operand is wide. Smaller products,
+// and operands without a stride of 1, go to plain_loader.cuh.
 //
-// And operands that TMA reads badly: few rows of A that lie along memory. Its boxes are 64 wide, and cost as much as if
-// they were full; `split_k`, whose time for few rows is that of reading B, copies such an A to lie along k.
+// transpose_small_a: an A of few rows that lie along M. A TMA box is 64 wide, and costs as much as if it were full. The
+// time of `split_k` for few rows is that of reading B, so it copies such an A to lie along K.
+//
+// chunked_copy: copies take at most 64 MiB at a time; a larger product is computed in parts of its outputs.
 
 #include "core/pdl.cuh"
+#include "matmul/chunked_copy.h"
 #include "matmul/hopper.cuh"
-#include "matmul/parts.h"
 #include "matmul/unaligned.cuh"
 
 namespace kl {
 namespace {
 
-// A product is worth a copy from this many multiply-adds on for each element copied, and altogether: below, launching
-// a second kernel costs more than plain loads do.
+// A product is worth a copy from this many multiply-adds on, for each element copied and in total. Below, the launch of
+// a second kernel costs more than plain loads.
 constexpr int64_t WORTH_PER_ELEMENT = 192, WORTH_ALTOGETHER = int64_t{1} << 29;
 
-// Rows of `length` neighbouring elements, `per_batch` of them `step` elements apart; and where they go, dense but for
-// `to_step`.
-struct Rows {
+// Rows to copy: `length` neighbouring elements each, `step` elements apart, `per_batch` of them per batch. The copy's
+// rows are `to_step` elements apart.
+struct PaddedRows {
     const void* from;
     void* to;
     int64_t count, per_batch, step, batch_step, to_step;
     int length;
 };
 
-// A warp copies a row of `first`, or of `second`, 16 bytes a lane.
+// One warp per row of `first`, then of `second`; 16 bytes per lane.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    matmul_persistent_realign_kernel(const __grid_constant__ Rows first, const __grid_constant__ Rows second) {
+    matmul_persistent_pad_kernel(const __grid_constant__ PaddedRows first, const __grid_constant__ PaddedRows second) {
     constexpr int E = 16 / sizeof(T), AT_ONCE = 4;
     int64_t row = (int64_t{blockIdx.x} * THREADS + threadIdx.x) / WARP;
     const bool of_second = row >= first.count;
     if (of_second) row -= first.count;
-    const Rows& rows = of_second ? second : first;
+    const PaddedRows& rows = of_second ? second : first;
     if (row >= rows.count) return;
     const T* from =
         static_cast<const T*>(rows.from) + row / rows.per_batch * rows.batch_step + row % rows.per_batch * rows.step;
@@ -60,10 +61,10 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Eight values along k a thread, of rows that lie along memory: 16 bytes of a row of the copy, with zeros past its end.
+// Each thread copies eight k of one row of an A along M: 16 bytes of a row of the copy, with zeros past its end.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-    matmul_split_k_turn_kernel(T* to, const T* from, int rows, int k, int64_t k_step, int64_t to_step) {
+    matmul_split_k_transpose_kernel(T* to, const T* from, int rows, int k, int64_t k_step, int64_t to_step) {
     launch_dependents();
     const int index = blockIdx.x * THREADS + threadIdx.x, row = index % rows, first = index / rows * 8;
     if (first >= k) return;
@@ -75,11 +76,11 @@ __global__ void __launch_bounds__(THREADS)
     *reinterpret_cast<uint4*>(to + row * to_step + first) = *reinterpret_cast<const uint4*>(values);
 }
 
-// Worth it for so few rows, for so many stages of B, and so many bytes of it that a microsecond more is little.
-// A copy of at most 64 MiB.
+// When transpose_small_a pays: few rows, many stages of B, and so many bytes of B that a microsecond more is little.
+// The copy takes at most 64 MiB. kernel_ladder/selection/matmul.py has the same numbers.
 constexpr int64_t FEW_ROWS = 32, LONG_K = 4096, LARGE = int64_t{1} << 24, MOST_COPIED = int64_t{1} << 25;
 
-// An operand of X rows (columns), and how it is to lie.
+// An operand of X rows (columns), and the major dimension of its copy.
 struct Operand {
     const void* data;
     int64_t X, x_step, K, k_step, batches, batch_step;
@@ -93,17 +94,18 @@ struct Operand {
     int64_t room(int64_t item) const { return batches * outer() * to_step(item); }
 };
 
-// What copies of both operands may take, in bytes.
+// The most that copies of both operands take, in bytes.
 constexpr int64_t MOST_BYTES = int64_t{64} << 20;
 
-// Which way an operand is to lie: along the dimension that it lies along, which for tf32 must be k. False where neither.
+// Chooses the major dimension of an operand's copy: the one of stride 1, which for tf32 must be k. False where there is
+// none.
 bool lies_along(ScalarType dtype, Operand* operand) {
     if (operand->K == 1 || operand->k_step == 1) return true;
     operand->major = Major::MN;
     return dtype != ScalarType::Float && (operand->X == 1 || operand->x_step == 1);
 }
 
-// Both operands of a call of which one at least is worth a copy.
+// Both operands of a call of which at least one is worth a copy.
 struct Copies {
     Operand a, b;
 
@@ -124,7 +126,7 @@ struct Copies {
     }
 };
 
-// A part of a call, which is worth its copies if the whole is.
+// A part of a call. It is worth its copies if the whole is.
 HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of) {
     const int64_t item = whole.output.element_size();
     HopperCall part = whole;
@@ -141,7 +143,7 @@ HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of) {
 
 }  // namespace
 
-void in_parts(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run) {
+void chunked_copy(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run) {
     const Product& p = call.product;
     const int64_t item = call.output.element_size();
     const std::optional<Copies> copies = call.copied ? Copies::of(call, dtype) : std::nullopt;
@@ -166,7 +168,7 @@ void in_parts(HopperCall& call, ScalarType dtype, const Launch& on, const std::f
     }
 }
 
-Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
+Tensor pad_operands(HopperCall* call, ScalarType dtype, const Launch& on) {
     const std::optional<Copies> copies = call->copied ? Copies::of(*call, dtype) : std::nullopt;
     if (!copies.has_value()) return {};
     call->a_copied = !call->a_by_tma;
@@ -183,23 +185,23 @@ Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on) {
                                   from.batches > 1 ? outer * step : 0, tensor, major);
         KL_CHECK(can, "matmul: a copy of an operand cannot be described");
         *data = to;
-        return Rows{from.data,       to,   from.batches * outer,           outer, from.step(),
-                    from.batch_step, step, static_cast<int>(from.length())};
+        return PaddedRows{from.data,       to,   from.batches * outer,           outer, from.step(),
+                          from.batch_step, step, static_cast<int>(from.length())};
     };
-    Rows a_rows{}, b_rows{};
+    PaddedRows a_rows{}, b_rows{};
     if (!call->a_by_tma) a_rows = move(a, first, &call->a_data, &call->a, &call->a_major);
     if (!call->b_by_tma) b_rows = move(b, first + a_room * item, &call->b_data, &call->b, &call->b_major);
     call->a_by_tma = call->b_by_tma = true;
 
     const unsigned int blocks = grid_size(ceil_div(a_rows.count + b_rows.count, THREADS / WARP));
     dispatch(dtype, "matmul", [&](auto zero) {
-        matmul_persistent_realign_kernel<decltype(zero)><<<blocks, THREADS, 0, on.stream>>>(a_rows, b_rows);
+        matmul_persistent_pad_kernel<decltype(zero)><<<blocks, THREADS, 0, on.stream>>>(a_rows, b_rows);
     });
     KL_LAUNCH_CHECK();
     return memory;
 }
 
-std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const Launch& on) {
+std::optional<Tensor> transpose_small_a(HopperCall* call, ScalarType dtype, const Launch& on) {
     const Product& p = call->product;
     const bool few =
         p.M <= FEW_ROWS && p.batches == 1 && p.K >= LONG_K && p.K * p.N >= LARGE && p.K * p.M <= MOST_COPIED;
@@ -210,7 +212,7 @@ std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const La
         using T = decltype(zero);
         if constexpr (sizeof(T) == 2) {  // else A lies along k
             const unsigned int blocks = grid_size(ceil_div(ceil_div(p.K, 8) * p.M, THREADS));
-            matmul_split_k_turn_kernel<<<blocks, THREADS, 0, on.stream>>>(
+            matmul_split_k_transpose_kernel<<<blocks, THREADS, 0, on.stream>>>(
                 static_cast<T*>(memory.data_ptr()), static_cast<const T*>(call->a_data), static_cast<int>(p.M),
                 static_cast<int>(p.K), p.a_k, step);
         }
@@ -222,12 +224,12 @@ std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const La
     return memory;
 }
 
-void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void pad_operands_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<matmul_persistent_realign_kernel<T>>("matmul.persistent realign", THREADS));
+        facts.push_back(kernel_facts<matmul_persistent_pad_kernel<T>>("matmul.persistent pad", THREADS));
         if constexpr (sizeof(T) == 2) {
-            facts.push_back(kernel_facts<matmul_split_k_turn_kernel<T>>("matmul.split_k turn", THREADS));
+            facts.push_back(kernel_facts<matmul_split_k_transpose_kernel<T>>("matmul.split_k transpose", THREADS));
         }
     });
 }
