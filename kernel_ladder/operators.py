@@ -6,8 +6,8 @@ formula) leaves its plain tensor operations in the graph, for the compiler to fu
 ``kernel_ladder::forward`` and ``kernel_ladder::backward``. The compiled program calls these like a library. They use
 the kernels, launch caches and tuned configurations of an eager call, at any length.
 
-An operator takes tensors, integers and strings. So a call's options, and the non-tensors that a forward pass saves,
-are passed as a string (the constant part) and a list of integers, which may be symbolic.
+An operator takes tensors, integers and strings. A call's options, and the non-tensors that a forward pass saves, become
+a string (the constant part) and a list of integers, which may be symbolic.
 """
 
 from __future__ import annotations

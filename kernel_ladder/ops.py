@@ -370,8 +370,8 @@ def dropout(
 ) -> torch.Tensor:
     """Dropout: each element is dropped with probability p, the others are divided by 1 − p.
 
-    As :func:`torch.nn.functional.dropout`, with a seed instead of a global generator. The same seed gives the same mask
-    for the same shape, at every backend, on every device, and in the backward pass, so no mask is stored. Every call
+    As :func:`torch.nn.functional.dropout`, with a seed instead of a global generator. One seed gives one mask for a
+    shape, at every backend and on every device. The backward pass draws it again, so no mask is stored. Every call
     needs a seed of its own. :mod:`kernel_ladder.semantics.philox` defines the mask, bit for bit.
 
     Args:

@@ -102,10 +102,10 @@ class Spec:
         flops: the least floating-point operations for ``(case, backward)``.
         oracle: a formula for the float64 oracle, if the naive one needs too much memory. A test checks that it equals
             ``reference``.
-        yardstick: the formula whose error in the inputs' dtype sets the bound of the agreement check, if the naive one
-            needs too much memory, or sums in a better order than a kernel can be required to.
-        parts: splits inputs and output into independent parts, as pairs of (one index per input, output index), so that
-            the oracle of a large case fits in memory.
+        yardstick: the formula whose error in the inputs' dtype sets the bound of the agreement check. It replaces the
+            naive formula if that needs too much memory, or sums in a better order than a kernel must.
+        parts: splits inputs and output into independent parts, so that the oracle of a large case fits in memory. Each
+            part is a pair (one index per input, output index).
     """
 
     name: str
