@@ -162,9 +162,9 @@ NOT_CONVERTED: frozenset[str] = frozenset(
         "cuda_impl/rms_norm.py",
         "tests/cli/test_inspect.py",
         "triton_impl/add_rms_norm.py",
-        "triton_impl/attention/__init__.py",
         "triton_impl/attention/backward.py",
         "triton_impl/attention/call.py",
+        "triton_impl/attention/flash.py",
         "triton_impl/attention/split_kv.py",
         "triton_impl/attention/tiles.py",
         "triton_impl/attention/tma.py",
@@ -178,8 +178,6 @@ NOT_CONVERTED: frozenset[str] = frozenset(
         "triton_impl/common/gluon/philox.py",
         "triton_impl/common/gluon/smem_stages.py",
         "triton_impl/layer_norm.py",
-        "triton_impl/linear.py",
-        "triton_impl/matmul/tma.py",
         "triton_impl/norm/cluster.py",
         "triton_impl/norm/cluster_backward.py",
         "triton_impl/norm/ladder.py",
@@ -193,7 +191,7 @@ NOT_CONVERTED: frozenset[str] = frozenset(
         "triton_impl/runtime/persistent_launch.py",
         "triton_impl/runtime/row_configs.py",
         "triton_impl/softmax/__init__.py",
-        "triton_impl/sum.py",
+        "triton_impl/sum/two_stage.py",
     }
 )
 
