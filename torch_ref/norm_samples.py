@@ -49,6 +49,8 @@ def cases(shapes: Shapes, options: Callable[[tuple[int, ...]], dict[str, Any]]) 
         case("medium", (3, 20000)),
         case("long", (2, 65537)),
         case("two-clusters", (5, 65536)),
+        case("long-vectors", (3, 98_312)),
+        case("longest-vectors", (2, 131_072)),
         case("million", (1, 1_000_000)),
     ]
 

@@ -14,6 +14,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from bench.measure.environment import ROOT
@@ -97,7 +98,8 @@ def _heads_in(file: Path, text: str) -> Iterator[tuple[tuple[str, ...], str, Hea
     lines = [_LEADER.sub("", line.strip("\n")) for line in text.splitlines()]
     for number, line in enumerate(lines):
         if title := _HEAD.match(line.strip()):
-            fields = _fields(lines[number + 1 :])
+            # Titles that follow one another, of operations whose ladders differ in length, share their fields.
+            fields = _fields([*dropwhile(lambda x: _HEAD.match(x.strip()), lines[number + 1 :])])
             names = set(re.findall(r"\w+", title["ops"]))
             ops = (*names, *(NORMS if names & {"norm", "norms"} else ()))
             limit = fields.get("Limit now", fields.get("Limit", ""))

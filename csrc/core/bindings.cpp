@@ -33,8 +33,25 @@ struct Schema {
 #define KL_OP(signature, function) \
     Schema { signature, boxed<&function> }
 
-// The step of the climb is the overload and the function's template argument alike.
+// The rung of a normalisation is the overload and the function's template argument alike.
 #define KL_NORM(op, step, arguments) KL_OP(#op "." #step arguments, op<NormStep::step>)
+#define KL_LAYER_NORM "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"
+#define KL_LAYER_NORM_BACKWARD                                                                       \
+    "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight," \
+    " bool needs_bias) -> (Tensor, Tensor, Tensor)"
+#define KL_RMS_NORM "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"
+#define KL_RMS_NORM_BACKWARD                                                                         \
+    "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight)" \
+    " -> (Tensor, Tensor)"
+#define KL_ADD_RMS_NORM \
+    "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"
+#define KL_ADD_RMS_NORM_BACKWARD                                                                 \
+    "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input," \
+    " bool needs_weight) -> (Tensor, Tensor)"
+#define KL_CHAIN                                                                                     \
+    "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold," \
+    " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"
+#define KL_CHAIN_BACKWARD "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"
 
 const std::vector<Schema>& schemas() {
     static const std::vector<Schema> list = {
@@ -136,77 +153,38 @@ const std::vector<Schema>& schemas() {
         KL_OP("swiglu_backward.naive(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_backward_naive),
         KL_OP("swiglu_backward.vectorized(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
               swiglu_backward_vectorized),
-        KL_NORM(layer_norm, naive,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm, block,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm, registers,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm, cluster,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, naive,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, block,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, registers,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, cluster,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(rms_norm, naive, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm, block, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm, registers, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm, cluster, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, naive,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, block,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, registers,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, cluster,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, naive,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, block,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, registers,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, cluster,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, naive,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, block,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, registers,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, cluster,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm, naive,
-                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
-                " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm, registers,
-                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
-                " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm, cluster,
-                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
-                " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm_backward, naive,
-                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm_backward, registers,
-                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm_backward, cluster,
-                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
+        // The rungs from `registers` on share the backward pass of that name.
+        KL_NORM(layer_norm, naive, KL_LAYER_NORM),
+        KL_NORM(layer_norm, block, KL_LAYER_NORM),
+        KL_NORM(layer_norm, registers, KL_LAYER_NORM),
+        KL_NORM(layer_norm, smem_pipeline, KL_LAYER_NORM),
+        KL_NORM(layer_norm, cluster, KL_LAYER_NORM),
+        KL_NORM(layer_norm, persistent_cluster, KL_LAYER_NORM),
+        KL_NORM(layer_norm_backward, naive, KL_LAYER_NORM_BACKWARD),
+        KL_NORM(layer_norm_backward, block, KL_LAYER_NORM_BACKWARD),
+        KL_NORM(layer_norm_backward, registers, KL_LAYER_NORM_BACKWARD),
+        KL_NORM(rms_norm, naive, KL_RMS_NORM),
+        KL_NORM(rms_norm, block, KL_RMS_NORM),
+        KL_NORM(rms_norm, registers, KL_RMS_NORM),
+        KL_NORM(rms_norm, smem_pipeline, KL_RMS_NORM),
+        KL_NORM(rms_norm, cluster, KL_RMS_NORM),
+        KL_NORM(rms_norm_backward, naive, KL_RMS_NORM_BACKWARD),
+        KL_NORM(rms_norm_backward, block, KL_RMS_NORM_BACKWARD),
+        KL_NORM(rms_norm_backward, registers, KL_RMS_NORM_BACKWARD),
+        KL_NORM(add_rms_norm, naive, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, block, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, registers, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, smem_pipeline, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, cluster, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm_backward, naive, KL_ADD_RMS_NORM_BACKWARD),
+        KL_NORM(add_rms_norm_backward, block, KL_ADD_RMS_NORM_BACKWARD),
+        KL_NORM(add_rms_norm_backward, registers, KL_ADD_RMS_NORM_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm, naive, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm, registers, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm, smem_pipeline, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm, cluster, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm_backward, naive, KL_CHAIN_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm_backward, registers, KL_CHAIN_BACKWARD),
         KL_OP("linear.naive(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
               linear_naive),
         KL_OP("linear.registers(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep)"
@@ -305,6 +283,7 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     rms_norm_kernel_facts(facts, dtype);
     add_rms_norm_kernel_facts(facts, dtype);
     bias_dropout_add_layer_norm_kernel_facts(facts, dtype);
+    bias_dropout_add_layer_norm_backward_kernel_facts(facts, dtype);
     linear_naive_facts(facts, dtype);
     linear_registers_facts(facts, dtype);
     linear_mma_facts(facts, dtype);

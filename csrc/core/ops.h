@@ -78,8 +78,11 @@ void softmax_multirow_kernel_facts(std::vector<KernelFacts>& facts, ScalarType d
 void softmax_cluster_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void softmax_cluster_two_pass_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// The climb that the normalisations share: norm.cuh, norm/registers.cuh.
-enum class NormStep { naive, block, registers, cluster };
+// The rungs of the normalisations, of which an operation has some: csrc/norm has a file for each.
+enum class NormStep { naive, block, registers, smem_pipeline, cluster, persistent_cluster };
+
+// Instantiates an operator's function, a template of the rung, for one rung of the schema table in core/bindings.cpp.
+#define KL_NORM_RUNG(function, step) template decltype(function<NormStep::step>) function<NormStep::step>;
 
 // layer_norm.cu: over the last dimension. Forward gives output and, where asked to keep it, what the backward pass needs of
 // the rows.
@@ -111,7 +114,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tenso
                                                  bool needs_input, bool needs_weight);
 void add_rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// bias_dropout_add_layer_norm.cu: output, sum and statistics; backward, from the sum's gradient those of input and bias
+// bias_dropout_add_layer_norm/*.cu: output, sum and statistics; backward, from the sum's gradient those of input and bias
 template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
     const Tensor& input, const Tensor& bias, const Tensor& residual, const std::optional<Tensor>& weight,
@@ -120,6 +123,7 @@ template <NormStep STEP>
 std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& grad, int64_t threshold, double scale,
                                                                 int64_t seed);
 void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void bias_dropout_add_layer_norm_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // matmul/*.cu
 Tensor matmul_naive(const Tensor& input, const Tensor& other);

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
     softmax_multirow_kernel(__grid_constant__ const MultirowArguments<T> p) {
     begin_early();
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
-    const ShortShare<ROWS> share(p.count, p.length);
+    const MultiRowPartition<ROWS> share(p.count, p.length);
     Vec<T> tile[ROWS][V];
     share.load(tile, p.input, p.in_step, NEG_INF);
     float top[ROWS], sum[ROWS], x[ROWS][V * E];

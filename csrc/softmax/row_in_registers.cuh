@@ -156,16 +156,16 @@ template <typename T, int V, bool VECTORIZED, bool CLUSTER>
 __device__ __forceinline__ void softmax_in_registers(T* output, const Rows& out_rows, const T* input,
                                                      const Rows& in_rows, int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
-    __shared__ Mailbox<CLUSTER, OnlineSoftmaxState> mailbox;
-    const RowShare<CLUSTER> share(vectors_of<T>(length));
-    share.open(mailbox);
+    __shared__ ReduceSmem<CLUSTER, OnlineSoftmaxState> reduce_smem;
+    const RowPartition<CLUSTER> share(vectors_of<T>(length));
+    share.open(reduce_smem);
     if constexpr (!CLUSTER) begin_early();
     const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[V];
     load_row<VECTORIZED>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
     share.meet();
-    const OnlineSoftmaxState state = reduce_over_row(softmax_state(tile), MergeSoftmax{}, mailbox);
+    const OnlineSoftmaxState state = reduce_over_row(softmax_state(tile), MergeSoftmax{}, reduce_smem);
     T* const out = output + out_rows.start(row);
     store_softmax(tile, state, [&](int v, const Vec<T>& part) {
         store_part<VECTORIZED>(out, out_rows, part, v, share, live, length);
@@ -178,9 +178,9 @@ __device__ __forceinline__ void softmax_backward_in_registers(T* grad_input, con
                                                               const Rows& g_rows, const T* output, const Rows& o_rows,
                                                               int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
-    __shared__ Mailbox<CLUSTER, float> mailbox;
-    const RowShare<CLUSTER> share(vectors_of<T>(length));
-    share.open(mailbox);
+    __shared__ ReduceSmem<CLUSTER, float> reduce_smem;
+    const RowPartition<CLUSTER> share(vectors_of<T>(length));
+    share.open(reduce_smem);
     if constexpr (!CLUSTER) begin_early();
     const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void softmax_backward_in_registers(T* grad_input, con
     load_row<VECTORIZED>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
     load_row<VECTORIZED>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
     share.meet();
-    const float dot = reduce_over_row(dot_of(g_tile, o_tile), Sum{}, mailbox);
+    const float dot = reduce_over_row(dot_of(g_tile, o_tile), Sum{}, reduce_smem);
     stay_packed(g_tile);
     stay_packed(o_tile);
     softmax_gradient(g_tile, o_tile, dot);

@@ -237,9 +237,12 @@ def test_cuda_reads_the_extension(variant, pass_):
         return
     assert found.kernels
     launched = {k.name for k in found.launches}  # on a GPU: with those of other operations
+    norms = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "AddRmsNorm"}
+    own = "norm_" if variant.op in norms else f"{variant.op}_"
+    assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
     for kernel in found.kernels:
         assert exists(kernel.source)
-        assert kernel.name.startswith(f"{variant.op}_") or kernel.name in launched
+        assert kernel.name.startswith(own) or kernel.name in launched
         assert kernel.registers is not None
         assert 0 < kernel.registers <= 255
         assert kernel.local is not None
