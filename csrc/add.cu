@@ -47,7 +47,7 @@ __device__ Vec<T> operand_vec(const T* operand, const Strided& walk, const Divis
                               int64_t numel) {
     if constexpr (LAYOUT == Operand::repeated_row)
         return load_vec(operand + in_row<T>(first, vectors_a_row, walk.sizes[1]));
-    if (LAYOUT == Operand::dense && first + Vec<T>::size <= numel) return load_vec(once(operand + first));
+    if (LAYOUT == Operand::dense && first + Vec<T>::size <= numel) return load_vec(evict_last(operand + first));
     Vec<T> v;
 #pragma unroll
     for (int e = 0; e < Vec<T>::size; ++e) {
@@ -61,7 +61,7 @@ template <typename T, Operand INPUT, Operand OTHER>
 __global__ void __launch_bounds__(THREADS)
     add_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided input_walk, const T* other,
                           __grid_constant__ const Strided other_walk, const Divisor vectors_a_row, int64_t numel) {
-    begin_early();
+    pdl_begin();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (first >= numel) return;
     float a[Vec<T>::size], b[Vec<T>::size];
@@ -150,7 +150,7 @@ Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
             constexpr int64_t LONGEST = int64_t{1} << 31;
             const int64_t vectors = of_other == Operand::repeated_row ? other_walk.sizes[1] / Vec<T>::size : 1;
             const Divisor vectors_a_row(static_cast<uint32_t>(std::min(vectors, LONGEST)));
-            launch_early(kernel, grid, THREADS, launch, out, a, input_walk, b, other_walk, vectors_a_row, numel);
+            launch_pdl(kernel, grid, THREADS, launch, out, a, input_walk, b, other_walk, vectors_a_row, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             add_naive_kernel<<<grid, THREADS, 0, launch.stream>>>(out, a, input_walk, b, other_walk, numel);
@@ -165,13 +165,13 @@ Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
 Tensor add_naive(const Tensor& input, const Tensor& other) { return add(input, other, false); }
 Tensor add_vectorized(const Tensor& input, const Tensor& other) { return add(input, other, true); }
 
-void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void add_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "add", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<add_naive_kernel<T>>("add.naive", THREADS));
-        facts.push_back(
-            kernel_facts<add_vectorized_kernel<T, Operand::dense, Operand::dense>>("add.vectorized", THREADS));
-        facts.push_back(kernel_facts<add_vectorized_kernel<T, Operand::dense, Operand::repeated_row>>(
+        attributes.push_back(kernel_attributes<add_naive_kernel<T>>("add.naive", THREADS));
+        attributes.push_back(
+            kernel_attributes<add_vectorized_kernel<T, Operand::dense, Operand::dense>>("add.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<add_vectorized_kernel<T, Operand::dense, Operand::repeated_row>>(
             "add.vectorized, a row", THREADS));
     });
 }

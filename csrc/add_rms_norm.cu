@@ -40,8 +40,8 @@ KL_NORM_RUNG(add_rms_norm_backward, naive)
 KL_NORM_RUNG(add_rms_norm_backward, block)
 KL_NORM_RUNG(add_rms_norm_backward, registers)
 
-void add_rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    norm_kernel_facts<AddRmsNorm>(facts, dtype);
+void add_rms_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    norm_kernel_attributes<AddRmsNorm>(attributes, dtype);
 }
 
 }  // namespace kl

@@ -110,12 +110,12 @@ template <typename T, typename Form>
 __global__ void __launch_bounds__(THREADS)
     bias_gelu_vectorized_kernel(T* output, const T* input, const T* bias, int64_t out_step, int64_t in_step,
                                 uint32_t vectors, __grid_constant__ const Divisor vectors_a_row) {
-    begin_early();
+    pdl_begin();
     constexpr int N = Vec<T>::size;
     const uint32_t i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= vectors) return;
     const uint32_t row = vectors_a_row.quotient(i), column = vectors_a_row.remainder(i) * N;
-    const Vec<T> part = load_vec(once(input + (row * in_step + column))), own = load_vec(bias + column);
+    const Vec<T> part = load_vec(evict_last(input + (row * in_step + column))), own = load_vec(bias + column);
     float x[N], b[N];
     unpack(part, x);
     unpack(own, b);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(THREADS)
     bias_gelu_multirow_kernel(T* output, __grid_constant__ const Matrix out, const T* input,
                               __grid_constant__ const Matrix in, const T* bias, int64_t bias_step, int64_t rows,
                               int64_t columns, __grid_constant__ const Divisor column_blocks) {
-    begin_early();
+    pdl_begin();
     constexpr int N = WIDTH<T, VECTORIZED>;
     const uint32_t row_block = column_blocks.quotient(blockIdx.x), column_block = column_blocks.remainder(blockIdx.x);
     const int64_t column = (int64_t{column_block} * blockDim.x + threadIdx.x) * N;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int64_t row = first + r * blockDim.y;
-        if (row < rows) chunks[r].load(once(input + in.at<VECTORIZED>(row, column)));
+        if (row < rows) chunks[r].load(evict_last(input + in.at<VECTORIZED>(row, column)));
     }
     float b[N], x[N];
     load_bias<T, VECTORIZED>(b, bias, bias_step, column);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
                                        const T* grad, __grid_constant__ const Matrix gr, const T* input,
                                        __grid_constant__ const Matrix in, const T* bias, int64_t bias_step,
                                        int64_t rows, int64_t columns, int64_t rows_a_share) {
-    begin_early();
+    pdl_begin();
     constexpr int N = WIDTH<T, VECTORIZED>;
     __shared__ float sums[BACKWARD_THREADS * N];
     const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N, share = blockIdx.y;
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
             const int64_t row = first + r * blockDim.y;
-            if (row < end) grads[r].load(once(grad + gr.at<VECTORIZED>(row, column)));
-            if (row < end) inputs[r].load(once(input + in.at<VECTORIZED>(row, column)));
+            if (row < end) grads[r].load(evict_last(grad + gr.at<VECTORIZED>(row, column)));
+            if (row < end) inputs[r].load(evict_last(input + in.at<VECTORIZED>(row, column)));
         }
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
 template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
     bias_gelu_backward_multirow_sum_kernel(T* output, const float* partials, int64_t shares, int64_t columns) {
-    begin_early();
+    pdl_begin();
     sum_shares(output, partials, shares, columns);
 }
 
@@ -274,9 +274,9 @@ Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& app
         if (rung == BiasGeluRung::vectorized) {
             KL_CHECK(vectorized && rows * chunks < int64_t{1} << 31,
                      "bias_gelu: vectorized takes fewer than 2^31 aligned vectors of 16 bytes, in rows at one stride");
-            launch_early(bias_gelu_vectorized_kernel<T, Form>, grid_size(ceil_div(rows * chunks, THREADS)), THREADS,
-                         launch, y, x, b, out.step_of_rows(), in.step_of_rows(), static_cast<uint32_t>(rows * chunks),
-                         Divisor(static_cast<uint32_t>(chunks)));
+            launch_pdl(bias_gelu_vectorized_kernel<T, Form>, grid_size(ceil_div(rows * chunks, THREADS)), THREADS,
+                       launch, y, x, b, out.step_of_rows(), in.step_of_rows(), static_cast<uint32_t>(rows * chunks),
+                       Divisor(static_cast<uint32_t>(chunks)));
             return;
         }
         const unsigned int lanes = lanes_for(chunks);
@@ -284,8 +284,8 @@ Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& app
         const int64_t column_blocks = ceil_div(chunks, lanes), row_blocks = ceil_div(rows, int64_t{block.y} * ROWS);
         const auto kernel =
             vectorized ? bias_gelu_multirow_kernel<T, Form, true> : bias_gelu_multirow_kernel<T, Form, false>;
-        launch_early(kernel, grid_size(column_blocks * row_blocks), block, launch, y, out, x, in, b, bias.stride(0),
-                     rows, columns, Divisor(static_cast<uint32_t>(column_blocks)));
+        launch_pdl(kernel, grid_size(column_blocks * row_blocks), block, launch, y, out, x, in, b, bias.stride(0), rows,
+                   columns, Divisor(static_cast<uint32_t>(column_blocks)));
     });
     KL_LAUNCH_CHECK();
     return output;
@@ -317,8 +317,8 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
             return;
         }
         const auto sum_up = [&](const float* partials, int64_t shares) {
-            launch_early(bias_gelu_backward_multirow_sum_kernel<T>, blocks_of_columns(columns), sum_block(columns),
-                         launch, gb, partials, shares, columns);
+            launch_pdl(bias_gelu_backward_multirow_sum_kernel<T>, blocks_of_columns(columns), sum_block(columns),
+                       launch, gb, partials, shares, columns);
         };
         if (rows == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
         const bool vectorized = are_vectors<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
@@ -333,8 +333,8 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         const auto kernel = vectorized ? bias_gelu_backward_multirow_kernel<T, Form, true>
                                        : bias_gelu_backward_multirow_kernel<T, Form, false>;
         const dim3 grid(grid_size(column_blocks), grid_size(shares));
-        launch_early(kernel, grid, block, launch, gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
-                     rows_a_share);
+        launch_pdl(kernel, grid, block, launch, gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
+                   rows_a_share);
         KL_LAUNCH_CHECK();
         sum_up(sums, shares);
     });
@@ -362,17 +362,19 @@ std::tuple<Tensor, Tensor> bias_gelu_backward_multirow(const Tensor& grad, const
     return bias_gelu_backward(grad, input, bias, approximate, BiasGeluRung::multirow);
 }
 
-void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void bias_gelu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "bias_gelu", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<bias_gelu_naive_kernel<T, Exact>>("bias_gelu.naive", THREADS));
-        facts.push_back(kernel_facts<bias_gelu_vectorized_kernel<T, Exact>>("bias_gelu.vectorized", THREADS));
-        facts.push_back(kernel_facts<bias_gelu_multirow_kernel<T, Exact, true>>("bias_gelu.multirow", THREADS));
-        facts.push_back(kernel_facts<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
-        facts.push_back(kernel_facts<bias_gelu_backward_multirow_kernel<T, Exact, true>>("bias_gelu_backward.multirow",
-                                                                                         BACKWARD_THREADS));
-        facts.push_back(
-            kernel_facts<bias_gelu_backward_multirow_sum_kernel<T>>("bias_gelu_backward.multirow (sum)", SUM_THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_naive_kernel<T, Exact>>("bias_gelu.naive", THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_vectorized_kernel<T, Exact>>("bias_gelu.vectorized", THREADS));
+        attributes.push_back(
+            kernel_attributes<bias_gelu_multirow_kernel<T, Exact, true>>("bias_gelu.multirow", THREADS));
+        attributes.push_back(
+            kernel_attributes<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_backward_multirow_kernel<T, Exact, true>>(
+            "bias_gelu_backward.multirow", BACKWARD_THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_backward_multirow_sum_kernel<T>>(
+            "bias_gelu_backward.multirow (sum)", SUM_THREADS));
     });
 }
 

@@ -45,7 +45,7 @@ template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
     dropout_vectorized_kernel(T* output, const T* input, __grid_constant__ const Operands<BOTH> at,
                               __grid_constant__ const DropoutMask mask, int64_t numel) {
-    begin_early();
+    pdl_begin();
     constexpr int SIZE = Vec<T>::size;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
     if (!is_vector<ACCESS, T>(first, numel)) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int64_t i = first; i < first + SIZE && i < numel; ++i) dropout_element(output, input, at, mask, i);
         return;
     }
-    const Vec<T> v = load_vec(once(input + vector_offset<ACCESS, T>(at, IN, first)));
+    const Vec<T> v = load_vec(evict_last(input + vector_offset<ACCESS, T>(at, IN, first)));
     // A block has a power of two of vectors, so that threadIdx.x never carries into the upper word.
     const uint64_t vector = uint64_t{blockIdx.x} * THREADS;
     float x[SIZE];
@@ -86,8 +86,8 @@ Tensor dropout(const Tensor& input, int64_t threshold, double scale, int64_t see
         }
         const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
         dispatch_access(operands.access, [&](auto access) {
-            launch_early(dropout_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, in, operands, mask,
-                         numel);
+            launch_pdl(dropout_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, in, operands, mask,
+                       numel);
         });
     });
     KL_LAUNCH_CHECK();
@@ -103,11 +103,12 @@ Tensor dropout_vectorized(const Tensor& input, int64_t threshold, double scale, 
     return dropout(input, threshold, scale, seed, true);
 }
 
-void dropout_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void dropout_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "dropout", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<dropout_naive_kernel<T>>("dropout.naive", THREADS));
-        facts.push_back(kernel_facts<dropout_vectorized_kernel<T, Access::dense>>("dropout.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<dropout_naive_kernel<T>>("dropout.naive", THREADS));
+        attributes.push_back(
+            kernel_attributes<dropout_vectorized_kernel<T, Access::dense>>("dropout.vectorized", THREADS));
     });
 }
 

@@ -81,10 +81,10 @@ __device__ Vec<T> gelu_gradient_of(const Vec<T>& grad, const Vec<T>& input) {
 template <typename T, typename Form, bool VECTORIZED>
 __global__ void __launch_bounds__(THREADS)
     gelu_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided walk, int64_t numel) {
-    begin_early();
+    pdl_begin();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (VECTORIZED && first + Vec<T>::size <= numel) {
-        store_vec(output + first, gelu_of<T, Form>(load_vec(once(input + first))));
+        store_vec(output + first, gelu_of<T, Form>(load_vec(evict_last(input + first))));
     } else if (first < numel) {
         scatter_vec(output, gelu_of<T, Form>(gather_vec<VECTORIZED>(input, walk, first, numel)), first, numel);
     }
@@ -94,11 +94,11 @@ template <typename T, typename Form, bool VECTORIZED>
 __global__ void __launch_bounds__(THREADS)
     gelu_backward_vectorized_kernel(T* grad_input, const T* grad, __grid_constant__ const Strided grad_walk,
                                     const T* input, __grid_constant__ const Strided input_walk, int64_t numel) {
-    begin_early();
+    pdl_begin();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (VECTORIZED && first + Vec<T>::size <= numel) {
         store_vec(grad_input + first,
-                  gelu_gradient_of<T, Form>(load_vec(once(grad + first)), load_vec(once(input + first))));
+                  gelu_gradient_of<T, Form>(load_vec(evict_last(grad + first)), load_vec(evict_last(input + first))));
     } else if (first < numel) {
         const Vec<T> x = gather_vec<VECTORIZED>(input, input_walk, first, numel),
                      g = gather_vec<VECTORIZED>(grad, grad_walk, first, numel);
@@ -126,7 +126,7 @@ Tensor gelu(const Tensor& input, const std::string& approximate, bool vectorized
             const bool vectors = walk.is_dense() && is_aligned16(in);
             const auto kernel =
                 vectors ? gelu_vectorized_kernel<T, Form, true> : gelu_vectorized_kernel<T, Form, false>;
-            launch_early(kernel, grid, THREADS, launch, out, in, walk, numel);
+            launch_pdl(kernel, grid, THREADS, launch, out, in, walk, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             gelu_naive_kernel<T, Form><<<grid, THREADS, 0, launch.stream>>>(out, in, walk, numel);
@@ -157,7 +157,7 @@ Tensor gelu_backward(const Tensor& grad, const Tensor& input, const std::string&
             const bool vectors = grad_walk.is_dense() && is_aligned16(g) && input_walk.is_dense() && is_aligned16(x);
             const auto kernel = vectors ? gelu_backward_vectorized_kernel<T, Form, true>
                                         : gelu_backward_vectorized_kernel<T, Form, false>;
-            launch_early(kernel, grid, THREADS, launch, out, g, grad_walk, x, input_walk, numel);
+            launch_pdl(kernel, grid, THREADS, launch, out, g, grad_walk, x, input_walk, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             gelu_backward_naive_kernel<T, Form>
@@ -179,14 +179,14 @@ Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const s
     return gelu_backward(grad, input, approximate, true);
 }
 
-void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void gelu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "gelu", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<gelu_naive_kernel<T, Exact>>("gelu.naive", THREADS));
-        facts.push_back(kernel_facts<gelu_vectorized_kernel<T, Exact, true>>("gelu.vectorized", THREADS));
-        facts.push_back(kernel_facts<gelu_backward_naive_kernel<T, Exact>>("gelu_backward.naive", THREADS));
-        facts.push_back(
-            kernel_facts<gelu_backward_vectorized_kernel<T, Exact, true>>("gelu_backward.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<gelu_naive_kernel<T, Exact>>("gelu.naive", THREADS));
+        attributes.push_back(kernel_attributes<gelu_vectorized_kernel<T, Exact, true>>("gelu.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<gelu_backward_naive_kernel<T, Exact>>("gelu_backward.naive", THREADS));
+        attributes.push_back(
+            kernel_attributes<gelu_backward_vectorized_kernel<T, Exact, true>>("gelu_backward.vectorized", THREADS));
     });
 }
 

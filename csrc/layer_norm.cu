@@ -41,8 +41,8 @@ KL_NORM_RUNG(layer_norm_backward, naive)
 KL_NORM_RUNG(layer_norm_backward, block)
 KL_NORM_RUNG(layer_norm_backward, registers)
 
-void layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    norm_kernel_facts<LayerNorm>(facts, dtype);
+void layer_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    norm_kernel_attributes<LayerNorm>(attributes, dtype);
 }
 
 }  // namespace kl

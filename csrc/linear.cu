@@ -65,9 +65,9 @@ std::tuple<Tensor, Tensor> linear_naive(const Tensor& input, const Tensor& weigh
     return call.outputs();
 }
 
-void linear_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_naive_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "linear", [&](auto zero) {
-        facts.push_back(kernel_facts<linear_naive_kernel<decltype(zero)>>("linear.naive", THREADS));
+        attributes.push_back(kernel_attributes<linear_naive_kernel<decltype(zero)>>("linear.naive", THREADS));
     });
 }
 

@@ -39,8 +39,8 @@ KL_NORM_RUNG(rms_norm_backward, naive)
 KL_NORM_RUNG(rms_norm_backward, block)
 KL_NORM_RUNG(rms_norm_backward, registers)
 
-void rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    norm_kernel_facts<RmsNorm>(facts, dtype);
+void rms_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    norm_kernel_attributes<RmsNorm>(attributes, dtype);
 }
 
 }  // namespace kl

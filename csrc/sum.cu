@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(THREADS)
 template <typename In, typename Out>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_coalesced_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r, int64_t part) {
-    begin_early();
+    pdl_begin();
     using Acc = Accumulator<In>;
     constexpr int N = Vec<In>::size;
     __shared__ Acc scratch[THREADS / WARP];
@@ -208,7 +208,7 @@ template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_coalesced_strided_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
                                       int64_t part) {
-    begin_early();
+    pdl_begin();
     using Acc = Accumulator<In>;
     __shared__ Acc scratch[THREADS / WARP];
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -231,7 +231,7 @@ template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     sum_coalesced_columns_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
                                  int64_t part) {
-    begin_early();
+    pdl_begin();
     using Acc = Accumulator<In>;
     constexpr int N = sizeof(Unit) / sizeof(In);
     __shared__ Acc scratch[N][THREADS];
@@ -408,7 +408,7 @@ struct Stage {
         }
     }
     void run(const Target<In, Out>& to, const In* input, const Launch& launch) const {
-        launch_early(kernel, shape.grid, shape.block, launch, to, input, r, shape.part);
+        launch_pdl(kernel, shape.grid, shape.block, launch, to, input, r, shape.part);
     }
 };
 
@@ -481,19 +481,21 @@ Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool 
     return sum(input, dim, keepdim, SumRung::two_stage);
 }
 
-void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void sum_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "sum", [&](auto zero) {
         using T = decltype(zero);
         using Part = Accumulator<T>;
-        facts.push_back(kernel_facts<sum_naive_kernel<T>>("sum.naive", THREADS));
-        facts.push_back(kernel_facts<sum_block_kernel<T>>("sum.block", THREADS));
-        facts.push_back(kernel_facts<sum_coalesced_rows_kernel<T, T>>("sum.coalesced, rows", THREADS));
-        facts.push_back(kernel_facts<sum_coalesced_rows_kernel<Part, T>>("sum.two_stage, rows of parts", THREADS));
-        facts.push_back(
-            kernel_facts<sum_coalesced_strided_rows_kernel<T, T, Vec<T>>>("sum.coalesced, strided rows", THREADS));
-        facts.push_back(kernel_facts<sum_coalesced_columns_kernel<T, T, Vec<T>>>("sum.coalesced, columns", THREADS));
-        facts.push_back(
-            kernel_facts<sum_coalesced_columns_kernel<Part, T, Vec<Part>>>("sum.two_stage, columns of parts", THREADS));
+        attributes.push_back(kernel_attributes<sum_naive_kernel<T>>("sum.naive", THREADS));
+        attributes.push_back(kernel_attributes<sum_block_kernel<T>>("sum.block", THREADS));
+        attributes.push_back(kernel_attributes<sum_coalesced_rows_kernel<T, T>>("sum.coalesced, rows", THREADS));
+        attributes.push_back(
+            kernel_attributes<sum_coalesced_rows_kernel<Part, T>>("sum.two_stage, rows of parts", THREADS));
+        attributes.push_back(
+            kernel_attributes<sum_coalesced_strided_rows_kernel<T, T, Vec<T>>>("sum.coalesced, strided rows", THREADS));
+        attributes.push_back(
+            kernel_attributes<sum_coalesced_columns_kernel<T, T, Vec<T>>>("sum.coalesced, columns", THREADS));
+        attributes.push_back(kernel_attributes<sum_coalesced_columns_kernel<Part, T, Vec<Part>>>(
+            "sum.two_stage, columns of parts", THREADS));
     });
 }
 

@@ -78,7 +78,7 @@ template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
     swiglu_vectorized_kernel(T* output, const T* gate, const T* up, __grid_constant__ const Operands<OPERANDS> at,
                              int64_t numel) {
-    begin_early();
+    pdl_begin();
     constexpr int SIZE = Vec<T>::size;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
     if (!is_vector<ACCESS, T>(first, numel)) {
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(THREADS)
         for (int64_t i = first; i < first + SIZE && i < numel; ++i) swiglu_element(output, gate, up, at, i);
         return;
     }
-    const Vec<T> gate_vec = load_vec(once(gate + vector_offset<ACCESS, T>(at, GATE, first)));
-    const Vec<T> up_vec = load_vec(once(up + vector_offset<ACCESS, T>(at, UP, first)));
+    const Vec<T> gate_vec = load_vec(evict_last(gate + vector_offset<ACCESS, T>(at, GATE, first)));
+    const Vec<T> up_vec = load_vec(evict_last(up + vector_offset<ACCESS, T>(at, UP, first)));
     float x[SIZE], u[SIZE];
     unpack(gate_vec, x);
     unpack(up_vec, u);
@@ -100,7 +100,7 @@ template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
     swiglu_backward_vectorized_kernel(T* grad_gate, T* grad_up, const T* grad, const T* gate, const T* up,
                                       __grid_constant__ const Operands<BACKWARD_OPERANDS> at, int64_t numel) {
-    begin_early();
+    pdl_begin();
     constexpr int SIZE = Vec<T>::size;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
     if (!is_vector<ACCESS, T>(first, numel)) {
@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(THREADS)
         }
         return;
     }
-    const Vec<T> gate_vec = load_vec(once(gate + vector_offset<ACCESS, T>(at, GATE_AGAIN, first)));
-    const Vec<T> up_vec = load_vec(once(up + vector_offset<ACCESS, T>(at, UP_AGAIN, first)));
-    const Vec<T> grad_vec = load_vec(once(grad + vector_offset<ACCESS, T>(at, GRAD, first)));
+    const Vec<T> gate_vec = load_vec(evict_last(gate + vector_offset<ACCESS, T>(at, GATE_AGAIN, first)));
+    const Vec<T> up_vec = load_vec(evict_last(up + vector_offset<ACCESS, T>(at, UP_AGAIN, first)));
+    const Vec<T> grad_vec = load_vec(evict_last(grad + vector_offset<ACCESS, T>(at, GRAD, first)));
     float x[SIZE], u[SIZE], g[SIZE];
     unpack(gate_vec, x);
     unpack(up_vec, u);
@@ -147,7 +147,7 @@ Tensor swiglu(const Tensor& gate, const Tensor& up, bool vectorized) {
         }
         const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
         dispatch_access(operands.access, [&](auto access) {
-            launch_early(swiglu_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, x, u, operands, numel);
+            launch_pdl(swiglu_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, x, u, operands, numel);
         });
     });
     KL_LAUNCH_CHECK();
@@ -181,8 +181,8 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gat
         }
         const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
         dispatch_access(operands.access, [&](auto access) {
-            launch_early(swiglu_backward_vectorized_kernel<T, access.value>, grid, THREADS, launch, gg, gu, g, x, u,
-                         operands, numel);
+            launch_pdl(swiglu_backward_vectorized_kernel<T, access.value>, grid, THREADS, launch, gg, gu, g, x, u,
+                       operands, numel);
         });
     });
     KL_LAUNCH_CHECK();
@@ -200,15 +200,15 @@ std::tuple<Tensor, Tensor> swiglu_backward_vectorized(const Tensor& grad, const 
     return swiglu_backward(grad, gate, up, true);
 }
 
-void swiglu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void swiglu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "swiglu", [&](auto zero) {
         using T = decltype(zero);
         constexpr auto DENSE = Access::dense;
-        facts.push_back(kernel_facts<swiglu_naive_kernel<T>>("swiglu.naive", THREADS));
-        facts.push_back(kernel_facts<swiglu_vectorized_kernel<T, DENSE>>("swiglu.vectorized", THREADS));
-        facts.push_back(kernel_facts<swiglu_backward_naive_kernel<T>>("swiglu_backward.naive", THREADS));
-        facts.push_back(
-            kernel_facts<swiglu_backward_vectorized_kernel<T, DENSE>>("swiglu_backward.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<swiglu_naive_kernel<T>>("swiglu.naive", THREADS));
+        attributes.push_back(kernel_attributes<swiglu_vectorized_kernel<T, DENSE>>("swiglu.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<swiglu_backward_naive_kernel<T>>("swiglu_backward.naive", THREADS));
+        attributes.push_back(
+            kernel_attributes<swiglu_backward_vectorized_kernel<T, DENSE>>("swiglu_backward.vectorized", THREADS));
     });
 }
 

@@ -159,7 +159,7 @@ def of_variant(op: str, step: str) -> list[Instance]:
 def sources() -> Path | None:
     """The folder of the kernels' sources: that of the project, or the copy that an installed package carries."""
     copies = (Path(__file__).resolve().parent / "csrc", ROOT / "csrc")
-    return next((folder for folder in copies if (folder / "bindings.cpp").exists()), None)
+    return next((folder for folder in copies if (folder / "core" / "bindings.cpp").exists()), None)
 
 
 @functools.cache

@@ -237,14 +237,15 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
     return {output, lse};
 }
 
-void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
         const auto add = [&](const char* name, auto shape, auto masked) {
             using T = decltype(zero);
             using S = decltype(shape);
             constexpr bool MASKED = decltype(masked)::value;
-            facts.push_back(kernel_facts<attention_flash_kernel<T, S, !MASKED, MASKED>>(name, S::THREADS, SHARED<S>));
+            attributes.push_back(
+                kernel_attributes<attention_flash_kernel<T, S, !MASKED, MASKED>>(name, S::THREADS, SHARED<S>));
         };
         add("attention.flash.64", Shape64{}, std::false_type{});
         add("attention.flash.128", Shape128{}, std::false_type{});

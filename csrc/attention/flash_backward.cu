@@ -359,17 +359,20 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
     return {grad_query, grad_key, grad_value};
 }
 
-void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention_backward", [&](auto zero) {
         using T = decltype(zero);
         const auto add = [&](const char* query_name, const char* key_name, auto query_shape, auto key_shape) {
             using Q = decltype(query_shape);
             using K = decltype(key_shape);
-            facts.push_back(kernel_facts<attention_flash_query_kernel<T, Q, false>>(query_name, Q::THREADS, SHARED<Q>));
-            facts.push_back(kernel_facts<attention_flash_key_kernel<T, K, false>>(key_name, K::THREADS, KEY_SHARED<K>));
+            attributes.push_back(
+                kernel_attributes<attention_flash_query_kernel<T, Q, false>>(query_name, Q::THREADS, SHARED<Q>));
+            attributes.push_back(
+                kernel_attributes<attention_flash_key_kernel<T, K, false>>(key_name, K::THREADS, KEY_SHARED<K>));
         };
-        facts.push_back(kernel_facts<attention_flash_delta_kernel<T>>("attention_backward.flash.delta", DELTA_THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_flash_delta_kernel<T>>("attention_backward.flash.delta", DELTA_THREADS));
         add("attention_backward.flash.query.64", "attention_backward.flash.key.64", QueryShape64{}, KeyShape64{});
         add("attention_backward.flash.query.128", "attention_backward.flash.key.128", QueryShape128{}, KeyShape128{});
         add("attention_backward.flash.query.256", "attention_backward.flash.key.256", QueryShape256{}, KeyShape256{});

@@ -124,11 +124,12 @@ struct AttentionCall {
 
 /// Adds the attributes of a rung's kernels, one per shape: `of(zero, shape, name)` returns those of one.
 template <typename... Shapes, typename F>
-void hopper_facts(std::vector<KernelFacts>& facts, ScalarType dtype, std::initializer_list<const char*> names, F&& of) {
+void hopper_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype,
+                       std::initializer_list<const char*> names, F&& of) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
         auto name = names.begin();
-        (facts.push_back(of(zero, Shapes{}, *name++)), ...);
+        (attributes.push_back(of(zero, Shapes{}, *name++)), ...);
     });
 }
 
@@ -224,7 +225,7 @@ struct ThreadRows {
 template <int PANELS>
 __device__ inline void load_panels(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int panel_bytes, int row,
                                    int head, int batch) {
-    mbarrier_arrive_expect(barrier, PANELS * panel_bytes);
+    mbarrier_arrive_expect_tx(barrier, PANELS * panel_bytes);
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) tma_load(shared + i * panel_bytes, map, barrier, i * PANEL, row, head, batch);
 }

@@ -201,15 +201,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, 
     return {grad_query, grad_key, grad_value};
 }
 
-void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "attention", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<attention_naive_product_kernel<float, T, T>>("attention.naive.scores", THREADS));
-        facts.push_back(kernel_facts<attention_naive_softmax_kernel>("attention.naive.softmax", THREADS));
-        facts.push_back(kernel_facts<attention_naive_product_kernel<T, float, T>>("attention.naive.output", THREADS));
-        facts.push_back(
-            kernel_facts<attention_naive_softmax_backward_kernel>("attention_backward.naive.softmax", THREADS));
-        facts.push_back(kernel_facts<attention_naive_fill_kernel>("attention.naive.fill", THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_naive_product_kernel<float, T, T>>("attention.naive.scores", THREADS));
+        attributes.push_back(kernel_attributes<attention_naive_softmax_kernel>("attention.naive.softmax", THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_naive_product_kernel<T, float, T>>("attention.naive.output", THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_naive_softmax_backward_kernel>("attention_backward.naive.softmax", THREADS));
+        attributes.push_back(kernel_attributes<attention_naive_fill_kernel>("attention.naive.fill", THREADS));
     });
 }
 

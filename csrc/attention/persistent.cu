@@ -126,14 +126,14 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
     });
 }
 
-void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Persistent64, Persistent96, Persistent128, Persistent256>(
-        facts, dtype,
+void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Persistent64, Persistent96, Persistent128, Persistent256>(
+        attributes, dtype,
         {"attention.persistent.64", "attention.persistent.96", "attention.persistent.128", "attention.persistent.256"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
-            return kernel_facts<attention_persistent_kernel<T, S>>(name, S::THREADS, S::SHARED);
+            return kernel_attributes<attention_persistent_kernel<T, S>>(name, S::THREADS, S::SHARED);
         });
 }
 

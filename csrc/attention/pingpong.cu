@@ -55,13 +55,14 @@ std::tuple<Tensor, Tensor> attention_pingpong(const Tensor& query, const Tensor&
     });
 }
 
-void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Pingpong64, Pingpong128>(
-        facts, dtype, {"attention.pingpong.64", "attention.pingpong.128"}, [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            return kernel_facts<attention_pingpong_kernel<T, S>>(name, S::THREADS, S::SHARED);
-        });
+void attention_pingpong_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Pingpong64, Pingpong128>(attributes, dtype, {"attention.pingpong.64", "attention.pingpong.128"},
+                                               [](auto zero, auto shape, const char* name) {
+                                                   using T = decltype(zero);
+                                                   using S = decltype(shape);
+                                                   return kernel_attributes<attention_pingpong_kernel<T, S>>(
+                                                       name, S::THREADS, S::SHARED);
+                                               });
 }
 
 }  // namespace kl

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         if (threadIdx.x == 0) {
             mbarrier_init(arrived, 1);
             mbarrier_init_fence();
-            mbarrier_arrive_expect(arrived, finished * (runs.count - 1) * S::ROW_FLOATS * 4);
+            mbarrier_arrive_expect_tx(arrived, finished * (runs.count - 1) * S::ROW_FLOATS * 4);
         }
         __syncwarp();
         cluster_arrive_relaxed();
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     }
     cp_async_wait<0>();
     __syncthreads();  // all warps have read their last stage
-    launch_dependents();
+    griddepcontrol_launch_dependents();
 
     // Partial results per warp and row: output, then maximum and sum.
     float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
@@ -332,7 +332,7 @@ template <typename T>
 __global__ void __launch_bounds__(COMBINE_THREADS)
     attention_split_kv_combine_kernel(T* output, Lse lse, const float* partial, Lse of_runs, int64_t rows, int runs,
                                       int D_v) {
-    wait_for_previous();
+    griddepcontrol_wait();
     const int64_t row = blockIdx.x;
     float max_of_all = -INFINITE, sum = 0.0f;
     for (int r = threadIdx.x % WARP; r < runs; r += WARP) max_of_all = fmaxf(max_of_all, of_runs.data[r * rows + row]);
@@ -376,7 +376,7 @@ bool launch_in_clusters(const Operands<T>& operands, const Attention& a, const R
     const auto kernel = attention_split_kv_kernel<T, InCluster>;
     if (!has_hopper_code(kernel, launch.device) || InCluster::SHARED > shared_limit(launch.device)) return false;
     static DeviceSet asked;
-    static Resident occupancy;
+    static OccupancyCache occupancy;
     const Runs runs = split(a, InCluster::BLOCKS, launch.device);
     const bool some = runs.count == 2 || runs.count == 4 || runs.count == PORTABLE_CLUSTER;
     if (!some || runs.count * S::BLOCKS < apart.count) return false;
@@ -410,8 +410,8 @@ void launch_split(Operands<T> operands, const Tensor& query, const Attention& a,
     kernel<<<grid, S::THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
-    launch_early(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch, operands.output,
-                 lse, operands.partial, operands.lse, a.rows(), runs.count, static_cast<int>(a.D_v));
+    launch_pdl(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch, operands.output, lse,
+               operands.partial, operands.lse, a.rows(), runs.count, static_cast<int>(a.D_v));
 }
 
 }  // namespace
@@ -442,16 +442,16 @@ std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor&
     return {output, lse};
 }
 
-void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
         const auto add = [&](const char* name, auto shape) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_split_kv_kernel<T, S>>(name, S::THREADS, S::SHARED));
+            attributes.push_back(kernel_attributes<attention_split_kv_kernel<T, S>>(name, S::THREADS, S::SHARED));
         };
-        facts.push_back(kernel_facts<attention_split_kv_combine_kernel<decltype(zero)>>("attention.split_kv.combine",
-                                                                                        COMBINE_THREADS));
+        attributes.push_back(kernel_attributes<attention_split_kv_combine_kernel<decltype(zero)>>(
+            "attention.split_kv.combine", COMBINE_THREADS));
         add("attention.split_kv.64", Split64{});
         add("attention.split_kv.128", Split128{});
         add("attention.split_kv.256", Split256{});

@@ -119,14 +119,14 @@ std::tuple<Tensor, Tensor> attention_varlen_pingpong(const Tensor& query, const 
     });
 }
 
-void attention_varlen_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Varlen64, Varlen128>(facts, dtype, {"attention_varlen.pingpong.64", "attention_varlen.pingpong.128"},
-                                      [](auto zero, auto shape, const char* name) {
-                                          using T = decltype(zero);
-                                          using S = decltype(shape);
-                                          return kernel_facts<attention_varlen_pingpong_kernel<T, S>>(name, S::THREADS,
-                                                                                                      S::SHARED);
-                                      });
+void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Varlen64, Varlen128>(
+        attributes, dtype, {"attention_varlen.pingpong.64", "attention_varlen.pingpong.128"},
+        [](auto zero, auto shape, const char* name) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            return kernel_attributes<attention_varlen_pingpong_kernel<T, S>>(name, S::THREADS, S::SHARED);
+        });
 }
 
 }  // namespace kl

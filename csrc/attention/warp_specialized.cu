@@ -74,13 +74,13 @@ std::tuple<Tensor, Tensor> attention_warp_specialized(const Tensor& query, const
     });
 }
 
-void attention_warp_specialized_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Specialized64, Specialized128>(
-        facts, dtype, {"attention.warp_specialized.64", "attention.warp_specialized.128"},
+void attention_warp_specialized_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Specialized64, Specialized128>(
+        attributes, dtype, {"attention.warp_specialized.64", "attention.warp_specialized.128"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
-            return kernel_facts<attention_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED);
+            return kernel_attributes<attention_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED);
         });
 }
 

@@ -75,13 +75,13 @@ std::tuple<Tensor, Tensor> attention_wgmma(const Tensor& query, const Tensor& ke
     });
 }
 
-void attention_wgmma_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Wgmma64, Wgmma128>(facts, dtype, {"attention.wgmma.64", "attention.wgmma.128"},
-                                    [](auto zero, auto shape, const char* name) {
-                                        using T = decltype(zero);
-                                        using S = decltype(shape);
-                                        return kernel_facts<attention_wgmma_kernel<T, S>>(name, S::THREADS, S::SHARED);
-                                    });
+void attention_wgmma_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Wgmma64, Wgmma128>(
+        attributes, dtype, {"attention.wgmma.64", "attention.wgmma.128"}, [](auto zero, auto shape, const char* name) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            return kernel_attributes<attention_wgmma_kernel<T, S>>(name, S::THREADS, S::SHARED);
+        });
 }
 
 }  // namespace kl

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
                                                           __grid_constant__ const Rows g,
                                                           __grid_constant__ const DropoutMask mask, int64_t count,
                                                           int64_t length, int64_t rows_a_share) {
-    begin_early();
+    pdl_begin();
     constexpr int E = VECTORIZED ? Vec<T>::size : 1, DRAWS = sizeof(T) == 2 ? 2 : 1;
     __shared__ float sums[DROP_THREADS * E];
     const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * E, share = blockIdx.y;
@@ -88,7 +88,7 @@ template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
     bias_dropout_add_layer_norm_backward_registers_sum_kernel(T* output, const float* partials, int64_t shares,
                                                               int64_t columns) {
-    begin_early();
+    pdl_begin();
     sum_shares(output, partials, shares, columns);
 }
 
@@ -121,8 +121,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
                 <<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(to, gi, bias, from, g, mask, count, length);
         } else {
             const auto sum_up = [&](const float* partials, int64_t shares) {
-                launch_early(bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>, blocks_of_columns(length),
-                             sum_block(length), launch, bias, partials, shares, length);
+                launch_pdl(bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>, blocks_of_columns(length),
+                           sum_block(length), launch, bias, partials, shares, length);
             };
             if (count == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
             const bool whole = g.template vectors<T>(length) && gi.template vectors<T>(length);
@@ -136,8 +136,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
             const dim3 grid(grid_size(column_blocks), grid_size(shares));
             const auto kernel = whole ? bias_dropout_add_layer_norm_backward_registers_kernel<T, true>
                                       : bias_dropout_add_layer_norm_backward_registers_kernel<T, false>;
-            launch_early(kernel, grid, block, launch, to, gi, pointer<float>(partials), from, g, mask, count, length,
-                         rows_a_share);
+            launch_pdl(kernel, grid, block, launch, to, gi, pointer<float>(partials), from, g, mask, count, length,
+                       rows_a_share);
             sum_up(pointer<float>(partials), shares);
         }
     });
@@ -148,18 +148,19 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
 KL_NORM_RUNG(bias_dropout_add_layer_norm_backward, naive)
 KL_NORM_RUNG(bias_dropout_add_layer_norm_backward, registers)
 
-void bias_dropout_add_layer_norm_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void bias_dropout_add_layer_norm_backward_kernel_attributes(std::vector<KernelAttributes>& attributes,
+                                                            ScalarType dtype) {
     dispatch(dtype, BACKWARD_NAME, [&](auto zero) {
         using T = decltype(zero);
-        const auto add = [&](const char* rung, KernelFacts fact) {
+        const auto add = [&](const char* rung, KernelAttributes fact) {
             fact.name = std::string(BACKWARD_NAME) + "." + rung;
-            facts.push_back(fact);
+            attributes.push_back(fact);
         };
-        add("naive", kernel_facts<bias_dropout_add_layer_norm_backward_naive_kernel<T>>("", NORM_NAIVE_THREADS));
+        add("naive", kernel_attributes<bias_dropout_add_layer_norm_backward_naive_kernel<T>>("", NORM_NAIVE_THREADS));
         add("registers",
-            kernel_facts<bias_dropout_add_layer_norm_backward_registers_kernel<T, true>>("", DROP_THREADS));
+            kernel_attributes<bias_dropout_add_layer_norm_backward_registers_kernel<T, true>>("", DROP_THREADS));
         add("registers (sum)",
-            kernel_facts<bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>>("", SUM_THREADS));
+            kernel_attributes<bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>>("", SUM_THREADS));
     });
 }
 

@@ -59,7 +59,7 @@ __global__ void bias_dropout_add_layer_norm_naive_kernel(__grid_constant__ const
 // Predicts  4·N·sizeof(T) bytes per row, as `registers`.
 // Limit now Memory bandwidth, closely followed by the integer arithmetic of Philox.
 
-// Without the cache policy of once(): where Philox is the limit, it makes short rows 2 to 5 % slower and long ones no
+// Without the cache policy of evict_last(): where Philox is the limit, it makes short rows 2 to 5 % slower and long ones no
 // faster.
 template <typename T, int THREADS = 0>
 using DrawnStages = SmemStages<T, THREADS, false>;
@@ -173,7 +173,7 @@ constexpr int ROWS_PER_DRAW = sizeof(T) == 2 && ROWS > 1 ? 2 : 1;
 /// with them. THREADS: see SmemStages.
 template <typename T, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS, int THREADS>
 __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uint4* input, uint4* residual) {
-    begin_early();
+    pdl_begin();
     constexpr int E = Vec<T>::size, DRAWS = ROWS_PER_DRAW<T, ROWS>;
     const MultiRowPartition<ROWS, BY_BLOCK> share(p.norm.count, p.norm.length);
     const DrawnStages<T, THREADS> inputs(input), residuals(residual);
@@ -312,7 +312,7 @@ void launch_chain_rows(const Chain<T>& p, const DropoutMask& mask, bool vectoriz
         LaunchConfig(dim3(shape.grid(p.norm.count)), shape.block(),
                      stage_bytes(shape.threads * shape.rows, STAGE_VECTORS), launch)
             .clusters_of(shape.cluster)
-            .early(!CLUSTER && has_hopper_code(kernel, launch.device))
+            .pdl(!CLUSTER && has_hopper_code(kernel, launch.device))
             .run(kernel, p, mask);
     });
 }
@@ -323,11 +323,11 @@ void launch_chain_registers(const Chain<T>& p, const DropoutMask& mask, bool vec
     const auto by_block = [&](auto, unsigned grid, dim3 block) {
         constexpr auto kernel = bias_dropout_add_layer_norm_registers_block_rows_kernel<T>;
         LaunchConfig(dim3(grid), block, stage_bytes(block.x, 2 * CHAIN_ROWS_STAGE_VECTORS), launch)
-            .early(has_hopper_code(kernel, launch.device))
+            .pdl(has_hopper_code(kernel, launch.device))
             .run(kernel, args, mask);
     };
     const auto by_rows = [&](auto rows, unsigned grid, dim3 block) {
-        launch_early(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch, args, mask);
+        launch_pdl(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch, args, mask);
     };
     if (are_even(vectorized, p.norm.in, p.norm.res, p.norm.out) &&
         with_even_rows<T>(std::tuple<ChainBlockRows>{}, p.norm.count, p.norm.length, by_block, by_rows)) {
@@ -431,29 +431,29 @@ KL_NORM_RUNG(bias_dropout_add_layer_norm, registers)
 KL_NORM_RUNG(bias_dropout_add_layer_norm, smem_pipeline)
 KL_NORM_RUNG(bias_dropout_add_layer_norm, cluster)
 
-void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void bias_dropout_add_layer_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, NAME, [&](auto zero) {
         using T = decltype(zero);
         const std::string forward = std::string(NAME) + ".";
-        const auto add = [&](const std::string& name, KernelFacts fact) {
+        const auto add = [&](const std::string& name, KernelAttributes fact) {
             fact.name = name;
-            facts.push_back(fact);
+            attributes.push_back(fact);
         };
-        add(forward + "naive", kernel_facts<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
-        add(forward + "registers", kernel_facts<bias_dropout_add_layer_norm_registers_kernel<T, true>>(
+        add(forward + "naive", kernel_attributes<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
+        add(forward + "registers", kernel_attributes<bias_dropout_add_layer_norm_registers_kernel<T, true>>(
                                        "", MIN_BLOCK, stage_bytes(MIN_BLOCK, CHAIN_STAGE_VECTORS<true, false>)));
         add(forward + "registers (short rows)",
-            kernel_facts<bias_dropout_add_layer_norm_registers_short_kernel<T, SHORT_ROWS>>("", MIN_BLOCK));
+            kernel_attributes<bias_dropout_add_layer_norm_registers_short_kernel<T, SHORT_ROWS>>("", MIN_BLOCK));
         if constexpr (sizeof(T) == 2) {
             add(forward + "registers (rows by blocks)",
-                kernel_facts<bias_dropout_add_layer_norm_registers_block_rows_kernel<T>>(
+                kernel_attributes<bias_dropout_add_layer_norm_registers_block_rows_kernel<T>>(
                     "", ChainBlockRows::THREADS, stage_bytes(ChainBlockRows::THREADS, 2 * CHAIN_ROWS_STAGE_VECTORS)));
             const auto pipeline = [&](const std::string& name, auto shape, auto cluster) {
                 using SHAPE = decltype(shape);
                 constexpr auto* KERNEL =
                     bias_dropout_add_layer_norm_smem_pipeline_kernel<T, SHAPE, decltype(cluster)::value>;
-                add(forward + name,
-                    kernel_facts<KERNEL>("", SHAPE::THREADS, stage_bytes(SHAPE::THREADS, SHAPE::stage_vectors(2))));
+                add(forward + name, kernel_attributes<KERNEL>("", SHAPE::THREADS,
+                                                              stage_bytes(SHAPE::THREADS, SHAPE::stage_vectors(2))));
             };
             pipeline("smem_pipeline (up to 4096)", ShortChainPipeline{}, std::false_type{});
             pipeline("smem_pipeline (up to 8192)", ChainPipeline{}, std::false_type{});
@@ -461,7 +461,8 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
             pipeline("smem_pipeline (cluster)", ChainPipeline{}, std::true_type{});
             pipeline("smem_pipeline (cluster, longest rows)", WideChainPipeline{}, std::true_type{});
         }
-        add(forward + "cluster", kernel_facts<bias_dropout_add_layer_norm_cluster_kernel<T, true>>("", ROW_THREADS));
+        add(forward + "cluster",
+            kernel_attributes<bias_dropout_add_layer_norm_cluster_kernel<T, true>>("", ROW_THREADS));
     });
 }
 

@@ -239,57 +239,57 @@ ScalarType dtype_named(const std::string& name) {
     return found->second;
 }
 
-std::vector<KernelFacts> kernels(const std::string& dtype_name) {
+std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     const ScalarType dtype = dtype_named(dtype_name);
-    std::vector<KernelFacts> facts;
-    gelu_kernel_facts(facts, dtype);
-    softmax_naive_kernel_facts(facts, dtype);
-    softmax_online_kernel_facts(facts, dtype);
-    softmax_shared_kernel_facts(facts, dtype);
-    softmax_registers_kernel_facts(facts, dtype);
-    softmax_multirow_kernel_facts(facts, dtype);
-    softmax_cluster_kernel_facts(facts, dtype);
-    softmax_cluster_two_pass_kernel_facts(facts, dtype);
-    matmul_naive_facts(facts, dtype);
-    matmul_coalesced_facts(facts, dtype);
-    matmul_tiled_facts(facts, dtype);
-    matmul_thread_tile_facts(facts, dtype);
-    matmul_vectorized_facts(facts, dtype);
-    matmul_double_buffered_facts(facts, dtype);
-    matmul_registers_facts(facts, dtype);
-    matmul_mma_facts(facts, dtype);
-    matmul_wgmma_facts(facts, dtype);
-    matmul_registers_tma_facts(facts, dtype);
-    matmul_warp_specialized_facts(facts, dtype);
-    matmul_cluster_facts(facts, dtype);
-    matmul_persistent_facts(facts, dtype);
-    matmul_skinny_facts(facts, dtype);
-    matmul_split_k_facts(facts, dtype);
-    attention_naive_kernel_facts(facts, dtype);
-    attention_flash_kernel_facts(facts, dtype);
-    attention_wgmma_kernel_facts(facts, dtype);
-    attention_warp_specialized_kernel_facts(facts, dtype);
-    attention_pingpong_kernel_facts(facts, dtype);
-    attention_persistent_kernel_facts(facts, dtype);
-    attention_split_kv_kernel_facts(facts, dtype);
-    attention_varlen_kernel_facts(facts, dtype);
-    attention_flash_backward_kernel_facts(facts, dtype);
-    add_kernel_facts(facts, dtype);
-    sum_kernel_facts(facts, dtype);
-    dropout_kernel_facts(facts, dtype);
-    bias_gelu_kernel_facts(facts, dtype);
-    swiglu_kernel_facts(facts, dtype);
-    layer_norm_kernel_facts(facts, dtype);
-    rms_norm_kernel_facts(facts, dtype);
-    add_rms_norm_kernel_facts(facts, dtype);
-    bias_dropout_add_layer_norm_kernel_facts(facts, dtype);
-    bias_dropout_add_layer_norm_backward_kernel_facts(facts, dtype);
-    linear_naive_facts(facts, dtype);
-    linear_registers_facts(facts, dtype);
-    linear_mma_facts(facts, dtype);
-    linear_persistent_facts(facts, dtype);
-    linear_skinny_facts(facts, dtype);
-    return facts;
+    std::vector<KernelAttributes> attributes;
+    gelu_kernel_attributes(attributes, dtype);
+    softmax_naive_kernel_attributes(attributes, dtype);
+    softmax_online_kernel_attributes(attributes, dtype);
+    softmax_shared_kernel_attributes(attributes, dtype);
+    softmax_registers_kernel_attributes(attributes, dtype);
+    softmax_multirow_kernel_attributes(attributes, dtype);
+    softmax_cluster_kernel_attributes(attributes, dtype);
+    softmax_cluster_two_pass_kernel_attributes(attributes, dtype);
+    matmul_naive_attributes(attributes, dtype);
+    matmul_coalesced_attributes(attributes, dtype);
+    matmul_tiled_attributes(attributes, dtype);
+    matmul_thread_tile_attributes(attributes, dtype);
+    matmul_vectorized_attributes(attributes, dtype);
+    matmul_double_buffered_attributes(attributes, dtype);
+    matmul_registers_attributes(attributes, dtype);
+    matmul_mma_attributes(attributes, dtype);
+    matmul_wgmma_attributes(attributes, dtype);
+    matmul_registers_tma_attributes(attributes, dtype);
+    matmul_warp_specialized_attributes(attributes, dtype);
+    matmul_cluster_attributes(attributes, dtype);
+    matmul_persistent_attributes(attributes, dtype);
+    matmul_skinny_attributes(attributes, dtype);
+    matmul_split_k_attributes(attributes, dtype);
+    attention_naive_kernel_attributes(attributes, dtype);
+    attention_flash_kernel_attributes(attributes, dtype);
+    attention_wgmma_kernel_attributes(attributes, dtype);
+    attention_warp_specialized_kernel_attributes(attributes, dtype);
+    attention_pingpong_kernel_attributes(attributes, dtype);
+    attention_persistent_kernel_attributes(attributes, dtype);
+    attention_split_kv_kernel_attributes(attributes, dtype);
+    attention_varlen_kernel_attributes(attributes, dtype);
+    attention_flash_backward_kernel_attributes(attributes, dtype);
+    add_kernel_attributes(attributes, dtype);
+    sum_kernel_attributes(attributes, dtype);
+    dropout_kernel_attributes(attributes, dtype);
+    bias_gelu_kernel_attributes(attributes, dtype);
+    swiglu_kernel_attributes(attributes, dtype);
+    layer_norm_kernel_attributes(attributes, dtype);
+    rms_norm_kernel_attributes(attributes, dtype);
+    add_rms_norm_kernel_attributes(attributes, dtype);
+    bias_dropout_add_layer_norm_kernel_attributes(attributes, dtype);
+    bias_dropout_add_layer_norm_backward_kernel_attributes(attributes, dtype);
+    linear_naive_attributes(attributes, dtype);
+    linear_registers_attributes(attributes, dtype);
+    linear_mma_attributes(attributes, dtype);
+    linear_persistent_attributes(attributes, dtype);
+    linear_skinny_attributes(attributes, dtype);
+    return attributes;
 }
 
 // What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, save that the libraries are never destroyed: at exit
@@ -308,16 +308,16 @@ void register_operators() {
 PYBIND11_MODULE(_C, module) {
     namespace py = pybind11;
     kl::register_operators();
-    module.doc() = "Operators torch.ops.kernel_ladder.*, and facts about their kernels.";
-    py::class_<kl::KernelFacts>(module, "KernelFacts", "What the compiler made of a kernel.")
-        .def_readonly("name", &kl::KernelFacts::name)
-        .def_readonly("type", &kl::KernelFacts::type)
-        .def_readonly("registers", &kl::KernelFacts::registers)
-        .def_readonly("static_shared", &kl::KernelFacts::static_shared)
-        .def_readonly("dynamic_shared", &kl::KernelFacts::dynamic_shared)
-        .def_readonly("local", &kl::KernelFacts::local)
-        .def_readonly("threads", &kl::KernelFacts::threads)
-        .def_readonly("blocks_per_sm", &kl::KernelFacts::blocks_per_sm);
+    module.doc() = "Operators torch.ops.kernel_ladder.*, and attributes about their kernels.";
+    py::class_<kl::KernelAttributes>(module, "KernelAttributes", "What the compiler made of a kernel.")
+        .def_readonly("name", &kl::KernelAttributes::name)
+        .def_readonly("type", &kl::KernelAttributes::type)
+        .def_readonly("registers", &kl::KernelAttributes::registers)
+        .def_readonly("static_shared", &kl::KernelAttributes::static_shared)
+        .def_readonly("dynamic_shared", &kl::KernelAttributes::dynamic_shared)
+        .def_readonly("local", &kl::KernelAttributes::local)
+        .def_readonly("threads", &kl::KernelAttributes::threads)
+        .def_readonly("blocks_per_sm", &kl::KernelAttributes::blocks_per_sm);
     module.def("architectures", &kl::architectures,
                "What the kernels were compiled to: 'sm_90a' is machine code, 'compute_80' is PTX.");
     module.def("variants", &kl::variants, "Operators with their variants, in the order of the climb.");

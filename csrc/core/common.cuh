@@ -184,7 +184,7 @@ using Persisting = cuda::access_property::persisting;
 /// early, and memory moves the same bytes 1 to 5 % faster. From compute capability 10.0 on it is the plain pointer: cicc of
 /// CUDA 13.0 crashes there on associate_access_property with 16-bit elements, and no gain has been measured.
 template <typename T>
-__device__ inline const T* once(const T* pointer) {
+__device__ inline const T* evict_last(const T* pointer) {
 #if __CUDA_ARCH__ < 1000
     return cuda::associate_access_property(pointer, Persisting{});
 #else
@@ -200,7 +200,7 @@ __device__ inline void store_vec(T* pointer, const Vec<T>& value) {
 /// Stores with the cache policy evict_first. Up to 6 % faster in persistent cluster kernels that loop over rows; elsewhere
 /// 1 to 2 % slower, or no faster.
 template <typename T>
-__device__ inline void store_streamed(T* pointer, const Vec<T>& value) {
+__device__ inline void store_evict_first(T* pointer, const Vec<T>& value) {
     __stcs(reinterpret_cast<uint4*>(pointer), reinterpret_cast<const uint4&>(value));
 }
 

@@ -28,7 +28,7 @@ struct LaunchConfig {
     }
 
     /// Launches with PDL if `yes`: the kernel itself waits for the kernel before it (core/pdl.cuh).
-    LaunchConfig& early(bool yes) {
+    LaunchConfig& pdl(bool yes) {
         if (!yes) return *this;
         cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
         attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -18,7 +18,7 @@ __device__ inline void cp_async16(uint32_t shared, const void* global, int bytes
 }
 
 /// The same for all 16 bytes or none: cheaper, because a byte count would be encoded in the low bits of the address.
-/// EVICT_LAST: with the L2 eviction policy of once(), for data that is read once.
+/// EVICT_LAST: with the L2 eviction policy of evict_last(), for data that is read once.
 template <bool EVICT_LAST = false>
 __device__ inline void cp_async16_if(uint32_t shared, const void* global, bool inside) {
     if constexpr (EVICT_LAST) {

@@ -20,7 +20,7 @@ void allow_clusters(Kernel* kernel, unsigned blocks) {
 
 /// Number of clusters of a kernel (or of blocks, for a cluster of one) that are resident on the GPU at once. The driver is
 /// queried once per device, cluster size and block size, from which shared memory follows. Each kernel has its own cache.
-struct Resident {
+struct OccupancyCache {
     static constexpr int DEVICES = 16, SIZES = 5, BLOCKS = 6;
     std::atomic<int> known[DEVICES][SIZES][BLOCKS]{};
 

@@ -7,7 +7,7 @@
 namespace kl {
 
 /// Once all blocks have called this, or ended, the next kernel may start on free SMs.
-__device__ inline void launch_dependents() {
+__device__ inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -16,7 +16,7 @@ __device__ inline void launch_dependents() {
 /// Waits until the kernel before has ended and its writes are visible. Every thread of a kernel launched with PDL must call
 /// it before it touches memory, because the next kernel in the stream waits for this one only. Such a kernel must not use
 /// ld.global.nc: its operands may be written while it waits.
-__device__ inline void wait_for_previous() {
+__device__ inline void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -24,15 +24,15 @@ __device__ inline void wait_for_previous() {
 
 /// Prologue of a kernel launched with PDL. Its blocks start as those of the kernel before leave their SMs, which removes a
 /// gap of a microsecond between the two; the next kernel may do the same.
-__device__ inline void begin_early() {
-    wait_for_previous();
-    launch_dependents();
+__device__ inline void pdl_begin() {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
 }
 
-/// Launches kernel(arguments…) with PDL. The kernel must call wait_for_previous.
+/// Launches kernel(arguments…) with PDL. The kernel must call griddepcontrol_wait.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch, Arguments... arguments) {
-    LaunchConfig(grid, block, 0, launch).early(has_hopper_code(kernel, launch.device)).run(kernel, arguments...);
+void launch_pdl(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch, Arguments... arguments) {
+    LaunchConfig(grid, block, 0, launch).pdl(has_hopper_code(kernel, launch.device)).run(kernel, arguments...);
 }
 
 }  // namespace kl

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
     using namespace cluster;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        Ring<STAGES>::init(full, empty, 1, CLUSTER * CONSUMERS * WARPGROUP / WARP);
+        PipelineState<STAGES>::init(full, empty, 1, CLUSTER * CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
         from.prefetch();
     }
@@ -35,14 +35,14 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
     order.at<BM, BN>(blockIdx.x / CLUSTER, cluster_rank(), &batch, &m0, &n0);
     const int k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
-    Ring<STAGES> at;
+    PipelineState<STAGES> at;
     if (group == 0) {
         registers_decrease<40>();
         if (warp == 0 && elect_one()) {
-            for (int i = 0; i < k_tiles; ++i, at.next()) {
+            for (int i = 0; i < k_tiles; ++i, at.advance()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
-                mbarrier_arrive_expect(barrier, STAGE_BYTES);  // what this block's TMA and the other's bring
+                mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);  // what this block's TMA and the other's bring
                 load_pair<A, B, BM, BN>(stage, from, barrier, order.below, m0, n0, i * BLOCK_K<T>, batch * p.a_step,
                                         batch * p.b_step);
             }
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
         const int half = group - 1;
         float sum[BN / 2];
         int before = 0;
-        for (int i = 0; i < k_tiles; ++i, at.next()) {
+        for (int i = 0; i < k_tiles; ++i, at.advance()) {
             const uint32_t stage = tiles + at.stage * STAGE_BYTES;
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > 0);
@@ -90,12 +90,13 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
     });
 }
 
-void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_cluster_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace cluster;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_cluster_kernel<T, Major::K, B>>("matmul.cluster", BLOCK_THREADS, SHARED));
+        attributes.push_back(
+            kernel_attributes<matmul_cluster_kernel<T, Major::K, B>>("matmul.cluster", BLOCK_THREADS, SHARED));
     });
 }
 

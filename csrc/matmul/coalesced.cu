@@ -45,9 +45,9 @@ Tensor matmul_coalesced(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_coalesced_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
-        facts.push_back(kernel_facts<matmul_coalesced_kernel<decltype(zero)>>("matmul.coalesced", THREADS));
+        attributes.push_back(kernel_attributes<matmul_coalesced_kernel<decltype(zero)>>("matmul.coalesced", THREADS));
     });
 }
 

@@ -92,10 +92,10 @@ Tensor matmul_double_buffered(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_double_buffered_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_double_buffered_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype != ScalarType::Float) return;
-    facts.push_back(
-        kernel_facts<matmul_double_buffered_kernel>("matmul.double_buffered", double_buffered::BLOCK_THREADS));
+    attributes.push_back(
+        kernel_attributes<matmul_double_buffered_kernel>("matmul.double_buffered", double_buffered::BLOCK_THREADS));
 }
 
 }  // namespace kl

@@ -79,7 +79,7 @@ Tensor pad_operands(HopperCall* call, ScalarType dtype, const Launch& on);
 // Runs a call of which TMA cannot read an operand: as a whole, or, where copies would take more than 64 MiB, in parts
 // of its outputs one after the other; without copies where parts would be too small.
 void chunked_copy(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
-void pad_operands_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void pad_operands_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // Copies an A of few rows that lies along M to lie along K, where that pays, and points the call to the copy. The
 // kernel that reads the copy may be launched with programmatic dependent launch. Returns nothing where A is not copied.
@@ -150,7 +150,7 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, const Hopper
         allow_shared(kernel, grid.shared, on.device, asked);
     }
     LaunchConfig config(dim3(grid.blocks), dim3(grid.threads), grid.shared, on);
-    config.clusters_of(grid.cluster).early(grid.early).run(kernel, std::forward<Arguments>(arguments)...);
+    config.clusters_of(grid.cluster).pdl(grid.early).run(kernel, std::forward<Arguments>(arguments)...);
 }
 
 // ---- device ---------------------------------------------------------------------------------------------------------

@@ -141,13 +141,14 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
     return layer.outputs();
 }
 
-void linear_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_persistent_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "linear", [&](auto zero) {
         using T = decltype(zero);
         using ByTma = TmaLoader<T, Major::K, Major::K>;
-        facts.push_back(kernel_facts<linear_persistent_kernel<ByTma>>("linear.persistent", 3 * WARPGROUP, SHARED));
-        facts.push_back(
-            kernel_facts<linear_persistent_kernel<PlainLoader<T>>>("linear.persistent plain", 4 * WARPGROUP, SHARED));
+        attributes.push_back(
+            kernel_attributes<linear_persistent_kernel<ByTma>>("linear.persistent", 3 * WARPGROUP, SHARED));
+        attributes.push_back(kernel_attributes<linear_persistent_kernel<PlainLoader<T>>>("linear.persistent plain",
+                                                                                         4 * WARPGROUP, SHARED));
     });
 }
 

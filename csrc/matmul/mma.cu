@@ -375,24 +375,24 @@ std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight,
     return call.outputs();
 }
 
-void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     constexpr Layout ALONG_K = Layout::ALONG_K, ALONG_X = Layout::ALONG_X;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(
-            kernel_facts<matmul_mma_kernel<T, Large, ALONG_K, ALONG_X>>("matmul.mma", Large::THREADS, Large::SHARED));
-        facts.push_back(kernel_facts<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>("matmul.mma small", Small::THREADS,
-                                                                                    Small::SHARED));
+        attributes.push_back(kernel_attributes<matmul_mma_kernel<T, Large, ALONG_K, ALONG_X>>(
+            "matmul.mma", Large::THREADS, Large::SHARED));
+        attributes.push_back(kernel_attributes<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>(
+            "matmul.mma small", Small::THREADS, Small::SHARED));
     });
 }
 
-void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "linear", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(
-            kernel_facts<linear_mma_kernel<T, Large, Layout::ALONG_K>>("linear.mma", Large::THREADS, Large::SHARED));
-        facts.push_back(kernel_facts<linear_mma_kernel<T, Small, Layout::ALONG_K>>("linear.mma small", Small::THREADS,
-                                                                                   Small::SHARED));
+        attributes.push_back(kernel_attributes<linear_mma_kernel<T, Large, Layout::ALONG_K>>(
+            "linear.mma", Large::THREADS, Large::SHARED));
+        attributes.push_back(kernel_attributes<linear_mma_kernel<T, Small, Layout::ALONG_K>>(
+            "linear.mma small", Small::THREADS, Small::SHARED));
     });
 }
 

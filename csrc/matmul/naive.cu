@@ -45,9 +45,9 @@ Tensor matmul_naive(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_naive_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
-        facts.push_back(kernel_facts<matmul_naive_kernel<decltype(zero)>>("matmul.naive", THREADS));
+        attributes.push_back(kernel_attributes<matmul_naive_kernel<decltype(zero)>>("matmul.naive", THREADS));
     });
 }
 

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS)
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     matmul_split_k_transpose_kernel(T* to, const T* from, int rows, int k, int64_t k_step, int64_t to_step) {
-    launch_dependents();
+    griddepcontrol_launch_dependents();
     const int index = blockIdx.x * THREADS + threadIdx.x, row = index % rows, first = index / rows * 8;
     if (first >= k) return;
     alignas(16) T values[8];
@@ -224,12 +224,13 @@ std::optional<Tensor> transpose_small_a(HopperCall* call, ScalarType dtype, cons
     return memory;
 }
 
-void pad_operands_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void pad_operands_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<matmul_persistent_pad_kernel<T>>("matmul.persistent pad", THREADS));
+        attributes.push_back(kernel_attributes<matmul_persistent_pad_kernel<T>>("matmul.persistent pad", THREADS));
         if constexpr (sizeof(T) == 2) {
-            facts.push_back(kernel_facts<matmul_split_k_transpose_kernel<T>>("matmul.split_k transpose", THREADS));
+            attributes.push_back(
+                kernel_attributes<matmul_split_k_transpose_kernel<T>>("matmul.split_k transpose", THREADS));
         }
     });
 }

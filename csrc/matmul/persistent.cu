@@ -49,15 +49,16 @@ Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf
     });
 }
 
-void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_persistent_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         using ByTma = TmaLoader<T, Major::K, sizeof(T) == 2 ? Major::MN : Major::K>;
-        facts.push_back(kernel_facts<matmul_persistent_kernel<ByTma>>("matmul.persistent", 3 * WARPGROUP, SHARED));
-        facts.push_back(
-            kernel_facts<matmul_persistent_kernel<PlainLoader<T>>>("matmul.persistent plain", 4 * WARPGROUP, SHARED));
+        attributes.push_back(
+            kernel_attributes<matmul_persistent_kernel<ByTma>>("matmul.persistent", 3 * WARPGROUP, SHARED));
+        attributes.push_back(kernel_attributes<matmul_persistent_kernel<PlainLoader<T>>>("matmul.persistent plain",
+                                                                                         4 * WARPGROUP, SHARED));
     });
-    pad_operands_facts(facts, dtype);
+    pad_operands_attributes(attributes, dtype);
 }
 
 }  // namespace kl

@@ -33,7 +33,7 @@ __device__ inline void multiply_tiles(const OutputTarget<typename Loader::Elemen
     const uint32_t stages = aligned_shared(), panels = stages + STAGES * STAGE_BYTES;
     const uint32_t full = panels + OUT_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        Ring<STAGES>::init(full, empty, Loader::ARRIVALS, Loader::BLOCKS * CONSUMERS * WARPGROUP / WARP);
+        PipelineState<STAGES>::init(full, empty, Loader::ARRIVALS, Loader::BLOCKS * CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
         Loader::prefetch(from);
     }
@@ -43,7 +43,7 @@ __device__ inline void multiply_tiles(const OutputTarget<typename Loader::Elemen
     const int worker = static_cast<int>(blockIdx.x) / Loader::BLOCKS;
     const int group = warp_index() / (WARPGROUP / WARP), lane = threadIdx.x % WARP;
     int batch, m0, n0;
-    Ring<STAGES> at;
+    PipelineState<STAGES> at;
     WorkTile work;
     StreamKScheduler scheduler(schedule, worker);
     if (group < Loader::WARPGROUPS) {
@@ -52,7 +52,7 @@ __device__ inline void multiply_tiles(const OutputTarget<typename Loader::Elemen
             while (scheduler.next(&work)) {
                 order.at<BM, BN, Loader::BLOCKS>(work.tile, rank, &batch, &m0, &n0);
                 const Loader loader(from, p, order.below, batch, m0, n0);
-                for (int i = work.begin; i < work.end; ++i, at.next()) {
+                for (int i = work.begin; i < work.end; ++i, at.advance()) {
                     mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
                     loader.load(stages + at.stage * STAGE_BYTES, full + at.stage * 8, i * BLOCK_K<T>);
                 }
@@ -80,7 +80,7 @@ __device__ inline void multiply_tiles(const OutputTarget<typename Loader::Elemen
             const bool lag = !std::is_same_v<Epilogue, IdentityEpilogue> && work.end - work.begin >= STAGES;
             if (lag && half == 1) named_barrier_sync(LAG_BARRIER, CONSUMER_THREADS);
             int before = 0;
-            for (int i = work.begin; i < work.end; ++i, at.next()) {
+            for (int i = work.begin; i < work.end; ++i, at.advance()) {
                 const uint32_t stage = stages + at.stage * STAGE_BYTES;
                 mbarrier_wait(full + at.stage * 8, at.phase);
                 multiply_stage<T, Loader::A, Loader::B, BN, Loader::PARTS>(sum, stage + half * PANEL_BYTES,

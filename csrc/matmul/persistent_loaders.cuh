@@ -29,7 +29,7 @@ struct TmaLoader {
     __device__ static void prefetch(const Source& from) { from.prefetch(); }
     __device__ static bool takes_part() { return warp_index() == 0 && elect_one(); }
     __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
-        mbarrier_arrive_expect(barrier, STAGE_BYTES);
+        mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
         load_pair<A, B, BM, BN>(stage, from, barrier, below, m0, n0, k, a_batch, b_batch);
     }
 };
@@ -65,7 +65,7 @@ struct PlainLoader {
     __device__ void load(uint32_t stage, uint32_t barrier, int k) const {
         const auto thread = static_cast<int>(threadIdx.x);
         if (thread == 0) {
-            mbarrier_arrive_expect(barrier, (from.a_by_tma ? A_BYTES : 0) + (from.b_by_tma ? B_BYTES : 0));
+            mbarrier_arrive_expect_tx(barrier, (from.a_by_tma ? A_BYTES : 0) + (from.b_by_tma ? B_BYTES : 0));
             if (from.a_by_tma) load_tile<Major::K, BM>(stage, from.tma.a, barrier, m0, k, a_batch);
             if (from.b_by_tma) load_tile<Major::K, BN>(stage + A_BYTES, from.tma.b, barrier, n0, k, b_batch);
         }

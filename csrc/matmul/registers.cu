@@ -339,17 +339,17 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
     return call.outputs();
 }
 
-void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_registers_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype != ScalarType::Float) return;
-    facts.push_back(
-        kernel_facts<linear_registers_kernel<float, true>>("linear.registers", BLOCK_THREADS, SHARED<float>));
+    attributes.push_back(
+        kernel_attributes<linear_registers_kernel<float, true>>("linear.registers", BLOCK_THREADS, SHARED<float>));
 }
 
-void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_registers_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(
-            kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", BLOCK_THREADS, SHARED<T>));
+        attributes.push_back(kernel_attributes<matmul_registers_kernel<T, true, false, true>>(
+            "matmul.registers", BLOCK_THREADS, SHARED<T>));
     });
 }
 

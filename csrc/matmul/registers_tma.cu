@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
     using namespace registers_tma;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        Ring<STAGES>::init(full, empty, 1, WARPS);
+        PipelineState<STAGES>::init(full, empty, 1, WARPS);
         mbarrier_init_fence();
         from.prefetch();
     }
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
     const int m0 = tile_m * BLOCK, n0 = tile_n * BLOCK, k_tiles = static_cast<int>(ceil_div(p.K, BK));
     const auto load = [&](int tile, int s) {
         const uint32_t stage = tiles + s * STAGE_BYTES, barrier = full + s * 8;
-        mbarrier_arrive_expect(barrier, STAGE_BYTES);
+        mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
         load_operand<ROWS_ALONG_K>(stage, from.a, barrier, m0, tile * BK, batch * p.a_step);
         load_operand<false>(stage + TILE_BYTES, from.b, barrier, n0, tile * BK, batch * p.b_step);
     };
@@ -182,13 +182,13 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
 
     // Software pipeline: the last k of eight is multiplied while the first of the next eight is loaded. So an iteration
     // starts with the last k of the previous one (the first iteration with zeros), and one k is left at the end.
-    Ring<STAGES> reading, refilled;
+    PipelineState<STAGES> reading, refilled;
 #pragma unroll 1
     for (int tile = 0; tile < k_tiles; ++tile) {
         if (tile > 0) {
             __syncwarp();
             if (threadIdx.x % WARP == 0) mbarrier_arrive(empty + reading.stage * 8);
-            reading.next();
+            reading.advance();
         }
         // Refills the stage before the last, since other warps may be a tile behind. The warps, one on each of the SM's
         // four schedulers, take turns at it: if one warp always did it, its scheduler would fall behind and all wait.
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
                 mbarrier_wait(empty + refilled.stage * 8, refilled.phase);
                 load(tile + 1, refilled.stage);
             }
-            refilled.next();
+            refilled.advance();
         }
         mbarrier_wait(full + reading.stage * 8, reading.phase);
         const uint32_t rows = tiles + reading.stage * STAGE_BYTES + place.row(0) * SWIZZLE_ROW;
@@ -356,13 +356,13 @@ Tensor matmul_registers_tma(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_registers_tma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_registers_tma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace registers_tma;
     if (dtype != ScalarType::Float) return;
-    facts.push_back(
-        kernel_facts<matmul_registers_tma_kernel<float, true, false>>("matmul.registers_tma", BLOCK_THREADS, SHARED));
-    facts.push_back(kernel_facts<matmul_registers_tma_transpose_kernel<float>>("matmul.registers_tma transpose",
-                                                                               TRANSPOSE_THREADS));
+    attributes.push_back(kernel_attributes<matmul_registers_tma_kernel<float, true, false>>("matmul.registers_tma",
+                                                                                            BLOCK_THREADS, SHARED));
+    attributes.push_back(kernel_attributes<matmul_registers_tma_transpose_kernel<float>>(
+        "matmul.registers_tma transpose", TRANSPOSE_THREADS));
 }
 
 }  // namespace kl

@@ -246,20 +246,22 @@ std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weig
     return call.outputs();
 }
 
-void matmul_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch16(dtype, [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<matmul_skinny_kernel<T, 2, true>>("matmul.skinny", SKINNY_THREADS<true>));
-        facts.push_back(
-            kernel_facts<matmul_skinny_kernel<T, 2, false>>("matmul.skinny along N", SKINNY_THREADS<false>));
+        attributes.push_back(
+            kernel_attributes<matmul_skinny_kernel<T, 2, true>>("matmul.skinny", SKINNY_THREADS<true>));
+        attributes.push_back(
+            kernel_attributes<matmul_skinny_kernel<T, 2, false>>("matmul.skinny along N", SKINNY_THREADS<false>));
     });
 }
 
-void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch16(dtype, [&](auto zero) {
-        facts.push_back(kernel_facts<linear_skinny_kernel<decltype(zero), 2>>("linear.skinny", SKINNY_THREADS<true>));
+        attributes.push_back(
+            kernel_attributes<linear_skinny_kernel<decltype(zero), 2>>("linear.skinny", SKINNY_THREADS<true>));
     });
 }
 

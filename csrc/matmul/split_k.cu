@@ -85,7 +85,7 @@ __device__ void reduce_and_store(const float (&sum)[Tile::BN / 2], T* c, const T
         const int slot = (unit >> log_splits << log_splits) + part;
         return stages + slot * Tile::UNIT_BYTES + (j * Tile::CONSUMERS * WARPGROUP + thread) * 16;
     };
-    if (thread == 0) mbarrier_arrive_expect(sums, turns * (splits - 1) * Tile::UNIT_BYTES);
+    if (thread == 0) mbarrier_arrive_expect_tx(sums, turns * (splits - 1) * Tile::UNIT_BYTES);
     __syncwarp();
     cluster_leave();  // every block has read its last stage
 #pragma unroll
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     const uint32_t sums = empty + STAGES * 8;  // barrier: partial sums of the peers have arrived
     if (threadIdx.x == 0) {
         from.prefetch();
-        Ring<STAGES>::init(full, empty, OPERANDS, Tile::BESIDE * CONSUMERS * WARPGROUP / WARP);
+        PipelineState<STAGES>::init(full, empty, OPERANDS, Tile::BESIDE * CONSUMERS * WARPGROUP / WARP);
         mbarrier_init(sums, 1);
         mbarrier_init_fence();
     }
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
     if constexpr (Tile::PAIR) cluster_leave();  // neither block writes into the other before its barriers are there
 
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
-    Ring<STAGES> at;
+    PipelineState<STAGES> at;
     if (group == 0) {
         if constexpr (CONSUMERS > 1) registers_decrease<40>();
         // One producer warp per operand: with small tiles a single warp would issue a stage's loads more slowly than
@@ -154,10 +154,10 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
                                int panel_bytes) {
             // Panels outside the operand are not loaded: their rows and columns are not stored.
             const int panels = min(width(), size - x + PANEL_X - 1) / PANEL_X, bytes = panels * panel_bytes;
-            for (int i = begin; i < end; ++i, at.next()) {
+            for (int i = begin; i < end; ++i, at.advance()) {
                 const uint32_t barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
-                mbarrier_arrive_expect(barrier, bytes);
+                mbarrier_arrive_expect_tx(barrier, bytes);
                 const uint32_t stage = to + at.stage * STAGE_BYTES;
                 if constexpr (Tile::PAIR && width() == BM) {
                     if (rank >= panels) continue;
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         if (warp == 0 && elect_one()) {
             bring(MajorOf<B>{}, Width<BN>{}, from.b, tiles + A_BYTES, n0, p.N, p.b_step, scheduler.b_panel);
         } else if (warp == 1 && elect_one()) {
-            wait_for_previous();  // where A is a copy (PDL); nothing is stored before A arrives
+            griddepcontrol_wait();  // where A is a copy (PDL); nothing is stored before A arrives
             bring(MajorOf<A>{}, Width<BM>{}, from.a, tiles, m0, p.M, p.a_step, scheduler.a_panel);
         }
         __syncwarp();
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         const int half = group - 1, lane = threadIdx.x % WARP;
         float sum[BN / 2];
         int before = 0;
-        for (int i = begin; i < end; ++i, at.next()) {
+        for (int i = begin; i < end; ++i, at.advance()) {
             const uint32_t stage = tiles + at.stage * STAGE_BYTES;
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > begin);
@@ -295,14 +295,15 @@ std::vector<int> matmul_split_k_blocks_at_once(int device) {
     return blocks;
 }
 
-void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_split_k_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
         const auto add = [&](const char* name, auto tile) {
             using Tile = decltype(tile);
             constexpr Major A = Tile::PAIR ? Major::MN : Major::K;
-            facts.push_back(kernel_facts<matmul_split_k_kernel<T, A, B, Tile>>(name, Tile::THREADS, Tile::SHARED));
+            attributes.push_back(
+                kernel_attributes<matmul_split_k_kernel<T, A, B, Tile>>(name, Tile::THREADS, Tile::SHARED));
         };
         add("matmul.split_k 128x192", Wide{});
         add("matmul.split_k 128x128", Square{});

@@ -83,9 +83,10 @@ Tensor matmul_thread_tile(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_thread_tile_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_thread_tile_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype != ScalarType::Float) return;
-    facts.push_back(kernel_facts<matmul_thread_tile_kernel>("matmul.thread_tile", thread_tile::BLOCK_THREADS));
+    attributes.push_back(
+        kernel_attributes<matmul_thread_tile_kernel>("matmul.thread_tile", thread_tile::BLOCK_THREADS));
 }
 
 }  // namespace kl

@@ -62,9 +62,9 @@ Tensor matmul_tiled(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_tiled_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
-        facts.push_back(kernel_facts<matmul_tiled_kernel<decltype(zero)>>("matmul.tiled", TILE * TILE));
+        attributes.push_back(kernel_attributes<matmul_tiled_kernel<decltype(zero)>>("matmul.tiled", TILE * TILE));
     });
 }
 

@@ -82,9 +82,9 @@ Tensor matmul_vectorized(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-void matmul_vectorized_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_vectorized_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype != ScalarType::Float) return;
-    facts.push_back(kernel_facts<matmul_vectorized_kernel>("matmul.vectorized", vectorized::BLOCK_THREADS));
+    attributes.push_back(kernel_attributes<matmul_vectorized_kernel>("matmul.vectorized", vectorized::BLOCK_THREADS));
 }
 
 }  // namespace kl

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
     using namespace warp_specialized;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        Ring<STAGES>::init(full, empty, 1, CONSUMERS * WARPGROUP / WARP);
+        PipelineState<STAGES>::init(full, empty, 1, CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
         from.prefetch();
     }
@@ -36,14 +36,14 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
     order.at(blockIdx.x, &batch, &tile_m, &tile_n);
     const int m0 = tile_m * BM, n0 = tile_n * BN, k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
-    Ring<STAGES> at;
+    PipelineState<STAGES> at;
     if (group == 0) {
         registers_decrease<40>();
         if (warp == 0 && elect_one()) {
-            for (int i = 0; i < k_tiles; ++i, at.next()) {
+            for (int i = 0; i < k_tiles; ++i, at.advance()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
-                mbarrier_arrive_expect(barrier, STAGE_BYTES);
+                mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
                 load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
                 load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
             }
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
         const int half = group - 1;  // of the tile's rows
         float sum[BN / 2];
         int before = 0;
-        for (int i = 0; i < k_tiles; ++i, at.next()) {
+        for (int i = 0; i < k_tiles; ++i, at.advance()) {
             const uint32_t stage = tiles + at.stage * STAGE_BYTES;
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > 0);
@@ -87,13 +87,13 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
     });
 }
 
-void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_warp_specialized_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace warp_specialized;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_warp_specialized_kernel<T, Major::K, B>>("matmul.warp_specialized",
-                                                                                     BLOCK_THREADS, SHARED));
+        attributes.push_back(kernel_attributes<matmul_warp_specialized_kernel<T, Major::K, B>>(
+            "matmul.warp_specialized", BLOCK_THREADS, SHARED));
     });
 }
 

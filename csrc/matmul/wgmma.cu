@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(wgmma::BLOCK_THREADS)
     const int m0 = tile_m * BM, n0 = tile_n * BN, k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
     const auto load = [&](int i) {  // by one thread
         const uint32_t stage = tiles + i % STAGES * STAGE_BYTES, barrier = barriers + i % STAGES * 8;
-        mbarrier_arrive_expect(barrier, STAGE_BYTES);
+        mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
         load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
         load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
     };
@@ -80,12 +80,13 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     });
 }
 
-void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_wgmma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace wgmma;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_wgmma_kernel<T, Major::K, B>>("matmul.wgmma", BLOCK_THREADS, SHARED));
+        attributes.push_back(
+            kernel_attributes<matmul_wgmma_kernel<T, Major::K, B>>("matmul.wgmma", BLOCK_THREADS, SHARED));
     });
 }
 

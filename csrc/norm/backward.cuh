@@ -291,12 +291,12 @@ __global__ void __launch_bounds__(ROW_THREADS, 1)
     using Part = BackwardPart<T, IS_LAYERNORM, HAS_RESIDUAL, V, VECTORIZED, CLUSTER>;
     using Sums = typename Part::Sums;
     const std::conditional_t<IS_LAYERNORM, PairSum, Sum> add;
-    launch_dependents();  // each block fills its SM: the next kernel's blocks start as these exit
+    griddepcontrol_launch_dependents();  // each block fills its SM: the next kernel's blocks start as these exit
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     __shared__ ClusterReduceSmem<CLUSTER, Sums> reduce_smem[2];
     const typename Part::Share share(vectors_of<T>(p.length));
     share.open(reduce_smem[0], reduce_smem[1]);
-    wait_for_previous();
+    griddepcontrol_wait();
     // A block's rows lie a grid apart, so that the last rows are spread over all SMs.
     const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
     Part part(p, share, in_shared, first_row + (Part::ONE_ROW_PER_CTA ? 0 : int64_t{gridDim.x} * threadIdx.y));
@@ -415,7 +415,7 @@ void launch_backward_rows(NormWeights<T> w, NormBackward<T> p, bool vectorized, 
     with_row_shape<FEW, ROW_VECTORS - 1, ROW_VECTORS>(shape, vectorized, [&](auto v, auto a, auto b) {
         constexpr auto kernel = norm_backward_registers_kernel<Op, T, v(), a(), b()>;
         static DeviceSet asked;
-        static Resident resident;
+        static OccupancyCache resident;
         const int stages = backward_stage_vectors(v(), is_roomy(code_version(kernel, launch.device)));
         allow_shared_up_to(kernel, stage_bytes(ROW_THREADS, stages), launch.device, asked);
         const int bytes = rows_that_fit(shape, stages, launch.device);

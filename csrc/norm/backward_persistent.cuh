@@ -49,11 +49,11 @@ struct PersistentBackwardReduceSmem {
         }
         if (warp >= ROWS) return;
         const int blocks = static_cast<int>(cluster::blocks());
-        if (threadIdx.x == 0) mbarrier_arrive_expect(arrives, ROWS * blocks * sizeof(V));
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrives, ROWS * blocks * sizeof(V));
         mbarrier_wait(full, iteration / 2 % 2);
         const V of_block = over_lanes(of_warps[iteration % 2][warp][lane % WARPS], op, WARPS);
         if (lane < blocks)
-            cluster::send(shared_address(&of_blocks[box][warp][cluster::rank()]), of_block, arrives, lane);
+            cluster::send(shared_address(&of_blocks[box][warp][cluster_rank()]), of_block, arrives, lane);
     }
 
     // Waits for the partials of all blocks.
@@ -143,11 +143,11 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     const std::conditional_t<IS_LAYERNORM, PairSum, Sum> add;
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     __shared__ PersistentBackwardReduceSmem<Value, SHAPE> smem;
-    launch_dependents();
+    griddepcontrol_launch_dependents();
     smem.open();
-    wait_for_previous();
+    griddepcontrol_wait();
     const int group = static_cast<int>(blockIdx.x) >> cluster::log2_blocks();
-    PersistentRows<T, IS_LAYERNORM, SHAPE> rows(p, group, static_cast<int>(cluster::rank()), in_shared);
+    PersistentRows<T, IS_LAYERNORM, SHAPE> rows(p, group, static_cast<int>(cluster_rank()), in_shared);
 #pragma unroll 1
     for (int iteration = 0; iteration < STAGES; ++iteration) rows.fetch(rows.first + iteration * rows.apart, iteration);
     rows.load_weight();
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
                     x[e] = gradient<IS_LAYERNORM>(rows.part.x_hat[e], rows.part.weighted[e], means, before[r].rstd);
                 }
                 if (rows.inside && row - rows.apart + r < rows.count && p.grad_input != nullptr) {
-                    store_streamed(out, pack<T>(x));
+                    store_evict_first(out, pack<T>(x));
                 }
             }
             to += p.even_gi.apart;
@@ -244,7 +244,7 @@ bool launch_backward_persistent(NormWeights<T> w, NormBackward<T> p, bool vector
             return false;
         }
         static DeviceSet asked;
-        static Resident resident;
+        static OccupancyCache resident;
         allow_shared(kernel, bytes, launch.device, asked);
         const unsigned cluster = cluster_blocks(vectors, SHAPE::THREADS);
         const int64_t fit = resident.clusters(kernel, dim3(SHAPE::THREADS), cluster, bytes, launch);

@@ -74,8 +74,10 @@ struct WarpsRows {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             if (live & has(v)) {
-                reinterpret_cast<uint4&>(x[v]) = *once(reinterpret_cast<const uint4*>(input + v * SHAPE::LANES * E));
-                reinterpret_cast<uint4&>(g[v]) = *once(reinterpret_cast<const uint4*>(grad + v * SHAPE::LANES * E));
+                reinterpret_cast<uint4&>(x[v]) =
+                    *evict_last(reinterpret_cast<const uint4*>(input + v * SHAPE::LANES * E));
+                reinterpret_cast<uint4&>(g[v]) =
+                    *evict_last(reinterpret_cast<const uint4*>(grad + v * SHAPE::LANES * E));
             }
         }
         if (live) stats = load_stats<IS_LAYERNORM>(p.stats, row);
@@ -120,14 +122,14 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     norm_backward_registers_warps_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
     constexpr bool IS_LAYERNORM = Op::IS_LAYERNORM;
     constexpr int E = Vec<T>::size, V = SHAPE::VECTORS, SUMS = IS_LAYERNORM ? 2 : 1;
-    launch_dependents();
+    griddepcontrol_launch_dependents();
     __shared__ WarpsReduceSmem<SHAPE, SUMS> reduce_smem;
     __shared__ float4 sums_of_rows[SHAPE::ROWS * SUMS * SHAPE::REACH * E / 4];
     const int warp = threadIdx.x / WARP, row_in_block = warp / SHAPE::WARPS, warp_in_row = warp % SHAPE::WARPS;
     // A block's rows lie a grid apart, so that the last rows are spread over all SMs.
     const int first = static_cast<int>(blockIdx.x + row_in_block * gridDim.x), count = static_cast<int>(p.count);
     const int apart = static_cast<int>(p.apart);
-    wait_for_previous();
+    griddepcontrol_wait();
     WarpsRows<T, IS_LAYERNORM, SHAPE> next(p, warp_in_row * WARP + threadIdx.x % WARP, first);
     next.fetch(first);
     uint4 weight[V];
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
 #pragma unroll
             for (int e = 0; e < E; ++e)
                 out[e] = gradient<IS_LAYERNORM>(part.x_hat[e], part.weighted[e], means, stats.rstd);
-            if (next.has(v)) store_streamed(to + v * SHAPE::LANES * E, pack<T>(out));
+            if (next.has(v)) store_evict_first(to + v * SHAPE::LANES * E, pack<T>(out));
         }
         to += p.even_gi.apart;
     }
@@ -194,10 +196,10 @@ bool launch_backward_warps(NormWeights<T> w, NormBackward<T> p, bool vectorized,
             using SHAPE = decltype(shape);
             if (!vectorized || vectors > SHAPE::REACH || vectors <= SHAPE::REACH / 4 * 3) return false;
             constexpr auto kernel = norm_backward_registers_warps_kernel<Op, T, SHAPE>;
-            static Resident resident;
+            static OccupancyCache resident;
             const int64_t most = resident.clusters(kernel, dim3(SHAPE::THREADS), 1, 0, launch);
             const auto partials = distribute_rows<Op::IS_LAYERNORM>(w, p, SHAPE::ROWS, most, like);
-            launch_early(kernel, dim3(w.groups), dim3(SHAPE::THREADS), launch, w, p);
+            launch_pdl(kernel, dim3(w.groups), dim3(SHAPE::THREADS), launch, w, p);
             if (w.wanted()) launch_column_sum<Op>(w, p.length, launch);
             return true;
         };

@@ -177,11 +177,11 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
 
 /// What the compiler made of one instance of each of an operation's kernels, for operands of one dtype.
 template <class Op>
-void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     const std::string forward = std::string(Op::NAME) + ".", backward = std::string(Op::BACKWARD_NAME) + ".";
-    const auto add = [&](const std::string& name, KernelFacts fact) {
+    const auto add = [&](const std::string& name, KernelAttributes fact) {
         fact.name = name;
-        facts.push_back(fact);
+        attributes.push_back(fact);
     };
     // Calls f with each type of a tuple.
     const auto each = [](auto shapes, auto&& f) { std::apply([&](auto... shape) { (f(shape), ...); }, shapes); };
@@ -190,55 +190,57 @@ void norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
         const auto up_to = [](int vectors) {
             return " (rows of up to " + std::to_string(vectors * Vec<T>::size) + ")";
         };
-        add(forward + "naive", kernel_facts<norm_naive_kernel<Op, T>>("", NORM_NAIVE_THREADS));
-        add(forward + "block", kernel_facts<norm_block_kernel<Op, T>>("", NORM_THREADS));
-        add(forward + "registers", kernel_facts<norm_registers_kernel<Op, T, ROW_VECTORS, true>>("", MIN_BLOCK));
+        add(forward + "naive", kernel_attributes<norm_naive_kernel<Op, T>>("", NORM_NAIVE_THREADS));
+        add(forward + "block", kernel_attributes<norm_block_kernel<Op, T>>("", NORM_THREADS));
+        add(forward + "registers", kernel_attributes<norm_registers_kernel<Op, T, ROW_VECTORS, true>>("", MIN_BLOCK));
         add(forward + "registers (short rows)",
-            kernel_facts<norm_registers_short_kernel<Op, T, SHORT_ROWS>>("", MIN_BLOCK));
-        add(forward + "cluster", kernel_facts<norm_cluster_kernel<Op, T, LONG_ROW_VECTORS<Op>, true>>("", ROW_THREADS));
+            kernel_attributes<norm_registers_short_kernel<Op, T, SHORT_ROWS>>("", MIN_BLOCK));
+        add(forward + "cluster",
+            kernel_attributes<norm_cluster_kernel<Op, T, LONG_ROW_VECTORS<Op>, true>>("", ROW_THREADS));
         if constexpr (sizeof(T) == 2) {
             using ROWS = std::tuple_element_t<0, typename Op::BlockRows>;
             add(forward + "registers (rows by blocks)",
-                kernel_facts<norm_registers_block_rows_kernel<Op, T, ROWS>>("", ROWS::THREADS));
+                kernel_attributes<norm_registers_block_rows_kernel<Op, T, ROWS>>("", ROWS::THREADS));
             using SHAPE = NormPipeline;
             constexpr int bytes = stage_bytes(SHAPE::THREADS, SHAPE::stage_vectors(Op::HAS_RESIDUAL ? 2 : 1));
             add(forward + "smem_pipeline",
-                kernel_facts<norm_smem_pipeline_kernel<Op, T, SHAPE, false>>("", SHAPE::THREADS, bytes));
+                kernel_attributes<norm_smem_pipeline_kernel<Op, T, SHAPE, false>>("", SHAPE::THREADS, bytes));
             if constexpr (Op::HAS_RESIDUAL) {
                 add(forward + "smem_pipeline (cluster)",
-                    kernel_facts<norm_smem_pipeline_kernel<Op, T, SHAPE, true>>("", SHAPE::THREADS, bytes));
+                    kernel_attributes<norm_smem_pipeline_kernel<Op, T, SHAPE, true>>("", SHAPE::THREADS, bytes));
             }
             if constexpr (HAS_PERSISTENT<Op>) {
                 each(typename Op::Persistent{}, [&](auto shape) {
                     using SHAPE = decltype(shape);
                     add(forward + "persistent_cluster" + (SHAPE::FULL ? " (longest rows)" : ""),
-                        kernel_facts<norm_persistent_cluster_kernel<Op, T, SHAPE>>("", SHAPE::THREADS, SHAPE::BYTES));
+                        kernel_attributes<norm_persistent_cluster_kernel<Op, T, SHAPE>>("", SHAPE::THREADS,
+                                                                                        SHAPE::BYTES));
                 });
             }
             if constexpr (!Op::HAS_RESIDUAL) {
                 each(typename Op::WarpsPerRow{}, [&](auto shape) {
                     using SHAPE = decltype(shape);
                     add(backward + "registers" + up_to(SHAPE::REACH),
-                        kernel_facts<norm_backward_registers_warps_kernel<Op, T, SHAPE>>("", SHAPE::THREADS));
+                        kernel_attributes<norm_backward_registers_warps_kernel<Op, T, SHAPE>>("", SHAPE::THREADS));
                 });
                 using SHAPE = typename Op::PersistentBackward;
                 add(backward + "registers (persistent)",
-                    kernel_facts<norm_backward_registers_persistent_kernel<Op, T, SHAPE>>(
+                    kernel_attributes<norm_backward_registers_persistent_kernel<Op, T, SHAPE>>(
                         "", SHAPE::THREADS, stage_bytes(SHAPE::THREADS, SHAPE::STAGE_VECTORS)));
             }
         }
-        add(backward + "naive", kernel_facts<norm_backward_naive_kernel<Op, T>>("", NORM_NAIVE_THREADS));
+        add(backward + "naive", kernel_attributes<norm_backward_naive_kernel<Op, T>>("", NORM_NAIVE_THREADS));
         add(backward + "naive (weights)",
-            kernel_facts<norm_backward_naive_weights_kernel<Op, T>>("", NORM_NAIVE_THREADS));
-        add(backward + "block", kernel_facts<norm_backward_block_kernel<Op, T>>("", NORM_THREADS));
+            kernel_attributes<norm_backward_naive_weights_kernel<Op, T>>("", NORM_NAIVE_THREADS));
+        add(backward + "block", kernel_attributes<norm_backward_block_kernel<Op, T>>("", NORM_THREADS));
         add(backward + "block (weights)",
-            kernel_facts<norm_backward_block_weights_kernel<Op, T>>("", WARP * COLUMN_LANES));
-        add(backward + "column sum", kernel_facts<norm_backward_column_sum_kernel<Op, T>>("", SUM_THREADS));
+            kernel_attributes<norm_backward_block_weights_kernel<Op, T>>("", WARP * COLUMN_LANES));
+        add(backward + "column sum", kernel_attributes<norm_backward_column_sum_kernel<Op, T>>("", SUM_THREADS));
         constexpr int FEW = Op::HAS_RESIDUAL ? ROW_VECTORS : REGISTER_VECTORS;
-        add(backward + "registers", kernel_facts<norm_backward_registers_kernel<Op, T, FEW, true, false>>(
+        add(backward + "registers", kernel_attributes<norm_backward_registers_kernel<Op, T, FEW, true, false>>(
                                         "", ROW_THREADS, stage_bytes(ROW_THREADS, backward_stage_vectors(FEW, true))));
         add(backward + "registers (cluster)",
-            kernel_facts<norm_backward_registers_kernel<Op, T, ROW_VECTORS, true, true>>(
+            kernel_attributes<norm_backward_registers_kernel<Op, T, ROW_VECTORS, true, true>>(
                 "", ROW_THREADS, stage_bytes(ROW_THREADS, backward_stage_vectors(ROW_VECTORS, true))));
     });
 }

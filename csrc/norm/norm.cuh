@@ -185,7 +185,7 @@ inline void check_takes(bool takes, const char* op, int64_t length) {
 /// rows. blockIdx.y selects the weight or the bias.
 template <class Op, typename T>
 __global__ void __launch_bounds__(SUM_THREADS) norm_backward_column_sum_kernel(const NormWeights<T> w, int64_t length) {
-    begin_early();
+    pdl_begin();
     T* const out = blockIdx.y == 0 ? w.grad_weight : w.grad_bias;
     if (out != nullptr) sum_shares(out, w.partials + int64_t{blockIdx.y} * w.groups * length, w.groups, length);
 }
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(SUM_THREADS) norm_backward_column_sum_kernel(c
 template <class Op, typename T>
 void launch_column_sum(const NormWeights<T>& w, int64_t length, const Launch& launch) {
     const dim3 grid(blocks_of_columns(length), w.grad_bias == nullptr ? 1 : 2);
-    launch_early(norm_backward_column_sum_kernel<Op, T>, grid, sum_block(length), launch, w, length);
+    launch_pdl(norm_backward_column_sum_kernel<Op, T>, grid, sum_block(length), launch, w, length);
 }
 
 }  // namespace kl

@@ -126,7 +126,7 @@ struct PersistentPart {
         const uint32_t bytes = of_warp(warp) * sizeof(uint4);
         if (iteration >= iterations || bytes == 0) return;
         uint64_t* const full = &smem.full[stage][warp];
-        mbarrier_arrive_expect(shared_address(full), bytes);
+        mbarrier_arrive_expect_tx(shared_address(full), bytes);
         bulk_load<true>(rows + stage * SHAPE::STAGE_VECTORS + warp * segment,
                         at(p.input, p.in_step, iteration) + warp * segment * E, bytes, full);
     }
@@ -138,7 +138,7 @@ struct PersistentPart {
         }
         smem.open();
         const uint32_t bytes = mine * sizeof(uint4), wanted = (p.weight != nullptr) + (p.bias != nullptr);
-        mbarrier_arrive_expect(shared_address(&smem.parameters), wanted * bytes);
+        mbarrier_arrive_expect_tx(shared_address(&smem.parameters), wanted * bytes);
         if (p.weight != nullptr) bulk_load<false>(weight, at(p.weight, 0, 0), bytes, &smem.parameters);
         if (p.bias != nullptr) bulk_load<false>(bias, at(p.bias, 0, 0), bytes, &smem.parameters);
     }
@@ -179,15 +179,15 @@ struct PersistentPart {
 
     // The reduction warp: merges the partials of this block's warps and sends the result to all blocks of the cluster.
     __device__ void run_reduction_warp() const {
-        const int elements = of_warp(lane % BLOCK_SHAPE::WARPS) * E, rank = static_cast<int>(cluster::rank());
+        const int elements = of_warp(lane % BLOCK_SHAPE::WARPS) * E, rank = static_cast<int>(cluster_rank());
         const float per_element = 1.0f / static_cast<float>(mine * E);
-        Ring<Scratch::WARP_STAGES> warp_stage;
-        Ring<Scratch::BLOCK_STAGES> block_stage;
-        for (int iteration = 0; iteration < iterations; ++iteration, warp_stage.next(), block_stage.next()) {
+        PipelineState<Scratch::WARP_STAGES> warp_stage;
+        PipelineState<Scratch::BLOCK_STAGES> block_stage;
+        for (int iteration = 0; iteration < iterations; ++iteration, warp_stage.advance(), block_stage.advance()) {
             mbarrier_wait(shared_address(&smem.warps_arrived[warp_stage.stage]), warp_stage.phase);
             const Pair of_warp = smem.of_warps[warp_stage.stage][lane % BLOCK_SHAPE::WARPS];
             uint64_t* const arrived = &smem.arrived[block_stage.stage];
-            if (lane == 0) mbarrier_arrive_expect(shared_address(arrived), SHAPE::BLOCKS * sizeof(Pair));
+            if (lane == 0) mbarrier_arrive_expect_tx(shared_address(arrived), SHAPE::BLOCKS * sizeof(Pair));
             const Pair of_block = merge_moments<true>(of_warp, elements, per_element, BLOCK_SHAPE::WARPS);
             __syncwarp();  // all lanes have read the warps' partials, which the next rows overwrite
             if (lane < SHAPE::BLOCKS) cluster::send(&smem.of_blocks[block_stage.stage][rank], of_block, arrived, lane);
@@ -199,9 +199,9 @@ struct PersistentPart {
         const MergeBlocks merge(share.part * E, share.of_block(SHAPE::BLOCKS - 1) * E);
         const auto elements = static_cast<float>(of_warp(warp) * E);
         const float per_element = 1.0f / fmaxf(elements, 1.0f);
-        Ring<SHAPE::STAGES> row;
-        Ring<Scratch::WARP_STAGES> warp_stage;
-        Ring<Scratch::BLOCK_STAGES> block_stage;
+        PipelineState<SHAPE::STAGES> row;
+        PipelineState<Scratch::WARP_STAGES> warp_stage;
+        PipelineState<Scratch::BLOCK_STAGES> block_stage;
         Vec<T> tile[V], before[V];
         T* to = at(p.output, p.out_step, 0);
         mbarrier_wait(shared_address(&smem.parameters), 0);
@@ -220,8 +220,8 @@ struct PersistentPart {
                     smem.of_warps[warp_stage.stage][warp] = partial_of_warp;
                     mbarrier_arrive(shared_address(&smem.warps_arrived[warp_stage.stage]));
                 }
-                row.next();
-                warp_stage.next();
+                row.advance();
+                warp_stage.advance();
             }
             if (iteration > 0) {
                 mbarrier_wait(shared_address(&smem.arrived[block_stage.stage]), block_stage.phase);
@@ -230,7 +230,7 @@ struct PersistentPart {
                     store_stats<true>(p.stats, first + int64_t{iteration - 1} * apart, stats);
                 store(to, before, stats);
                 to += apart * p.out_step;
-                block_stage.next();
+                block_stage.advance();
             }
 #pragma unroll
             for (int v = 0; v < V; ++v) before[v] = tile[v];
@@ -247,7 +247,7 @@ struct PersistentPart {
             unpack(reinterpret_cast<const Vec<T>&>(bias[i]), offset);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] = fmaf(normalized<true, SHIFTED<T>>(x[e], stats), scale[e], offset[e]);
-            if (has(v)) store_streamed(to + i * E, pack<T>(x));
+            if (has(v)) store_evict_first(to + i * E, pack<T>(x));
             keep_order();
         }
     }
@@ -288,7 +288,7 @@ void launch_persistent_cluster(const NormForward<T>& p, bool vectorized, const L
             if (!SHAPE::takes(p.length / Vec<T>::size)) return false;
             constexpr auto kernel = norm_persistent_cluster_kernel<Op, T, SHAPE>;
             static DeviceSet asked;
-            static Resident resident;
+            static OccupancyCache resident;
             KL_CHECK(has_hopper_code(kernel, launch.device), NO_CLUSTERS);
             allow_shared(kernel, SHAPE::BYTES, launch.device, asked);
             const int64_t most = resident.clusters(kernel, dim3(SHAPE::THREADS), SHAPE::BLOCKS, SHAPE::BYTES, launch);

@@ -101,7 +101,7 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     constexpr int E = Vec<T>::size;
     const RowPartition<CLUSTER> share(vectors_of<T>(p.length));
     share.open(reduce_smem);
-    if constexpr (!CLUSTER) begin_early();
+    if constexpr (!CLUSTER) pdl_begin();
     const bool live = share.live(p.count);
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[V];

@@ -129,7 +129,7 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROW
 // Rows of one operand or, with HAS_RESIDUAL, the sum of two, which is stored.
 template <typename T, bool IS_LAYERNORM, bool HAS_RESIDUAL, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS>
 __device__ void norm_short(const ShortNorm<T>& p) {
-    begin_early();
+    pdl_begin();
     const MultiRowPartition<ROWS, BY_BLOCK> share(p.count, p.length);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
         share.load(tile, p.input, p.in_step, 0.0f);
@@ -174,10 +174,10 @@ bool launch_short_rows(const NormForward<T>& p, const Launch& launch) {
     return with_even_rows<T>(
         typename Op::BlockRows{}, p.count, p.length,
         [&](auto shape, unsigned grid, dim3 block) {
-            launch_early(norm_registers_block_rows_kernel<Op, T, decltype(shape)>, grid, block, launch, args);
+            launch_pdl(norm_registers_block_rows_kernel<Op, T, decltype(shape)>, grid, block, launch, args);
         },
         [&](auto rows, unsigned grid, dim3 block) {
-            launch_early(norm_registers_short_kernel<Op, T, rows()>, grid, block, launch, args);
+            launch_pdl(norm_registers_short_kernel<Op, T, rows()>, grid, block, launch, args);
         });
 }
 

@@ -33,7 +33,7 @@ struct PipelinePartition {
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
             part = cluster_part(vectors);
-            begin = static_cast<int>(cluster::rank()) * part;
+            begin = static_cast<int>(cluster_rank()) * part;
             group >>= cluster::log2_blocks();
         }
 #endif
@@ -188,9 +188,9 @@ struct PipelineReduceSmem {
         }
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
-            const int blocks = static_cast<int>(cluster::blocks()), rank = static_cast<int>(cluster::rank());
+            const int blocks = static_cast<int>(cluster::blocks()), rank = static_cast<int>(cluster_rank());
             cluster::wait();  // until every block has initialised its mbarrier
-            if (threadIdx.x == 0) mbarrier_arrive_expect(shared_address(&arrived), ROWS * blocks * sizeof(Value));
+            if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared_address(&arrived), ROWS * blocks * sizeof(Value));
             if (warp < ROWS) {
                 const Value value = of_block(warp, rcp_approx(static_cast<float>(max(share.of_block(rank) * E, 1))));
                 if (lane < blocks) cluster::send(&of_blocks[warp][rank], value, &arrived, lane);
@@ -281,7 +281,7 @@ __device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelineParti
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     __shared__ PipelineReduceSmem<IS_LAYERNORM, SHAPE, CLUSTER> mail;
     mail.open();
-    if constexpr (!CLUSTER) begin_early();
+    if constexpr (!CLUSTER) pdl_begin();
     const PipelineRows<T, SHAPE, CLUSTER, OPERANDS, SINGLE_USE> rows(p, share, in_shared);
     rows.fetch_first();
     const auto make_and_keep = [&](int r, int v) {
@@ -374,7 +374,7 @@ void launch_pipeline(void (*kernel)(Parameters...), DeviceSet& asked, int64_t co
     const dim3 grid(grid_size(ceil_div(count, SHAPE::ROWS) * cluster));
     LaunchConfig(grid, dim3(SHAPE::THREADS), bytes, launch)
         .clusters_of(cluster)
-        .early(cluster == 1 && has_hopper_code(kernel, launch.device))
+        .pdl(cluster == 1 && has_hopper_code(kernel, launch.device))
         .run(kernel, arguments...);
 }
 

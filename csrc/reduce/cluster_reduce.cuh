@@ -43,9 +43,9 @@ __device__ V reduce_arrive(V value, Op op, ClusterReduceSmem<CLUSTER, V>& reduce
         if (warp > 0) return value;
         const int blocks = static_cast<int>(cluster::blocks());
         value = over_lanes(reduce_smem.of_warps[lane & (warps - 1)], op, warps);
-        if (lane == 0) mbarrier_arrive_expect(shared_address(&reduce_smem.arrived), blocks * sizeof(V));
+        if (lane == 0) mbarrier_arrive_expect_tx(shared_address(&reduce_smem.arrived), blocks * sizeof(V));
         if (lane < blocks) {
-            cluster::send(&reduce_smem.of_blocks[cluster::rank()], value, &reduce_smem.arrived, lane);
+            cluster::send(&reduce_smem.of_blocks[cluster_rank()], value, &reduce_smem.arrived, lane);
         }
     }
 #endif

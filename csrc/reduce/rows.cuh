@@ -102,7 +102,7 @@ struct RowPartition {
         end = vectors;
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
-            const int part = cluster_part(vectors), begin = static_cast<int>(cluster::rank()) * part;
+            const int part = cluster_part(vectors), begin = static_cast<int>(cluster_rank()) * part;
             row = blockIdx.x >> cluster::log2_blocks();
             first += begin;
             end = min(begin + part, vectors);
@@ -171,7 +171,7 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
             // As one 16-byte word: ptxas issues such loads back to back. Of single elements it would select one by
             // one and wait for each load in between.
             uint4 word = filled<T>(fill);
-            if (inside) word = *once(reinterpret_cast<const uint4*>(row + first));
+            if (inside) word = *evict_last(reinterpret_cast<const uint4*>(row + first));
             reinterpret_cast<uint4&>(tile[v]) = word;
         } else {
             tile[v] = load_chunk(row, rows, first, inside ? length : 0, fill);
@@ -227,14 +227,14 @@ __device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
     return sum;
 }
 
-// Stores vector v of this thread. STREAMED: through store_streamed, where VECTORIZED.
+// Stores vector v of this thread. STREAMED: through store_evict_first, where VECTORIZED.
 template <bool VECTORIZED, bool STREAMED = false, typename T, typename Share>
 __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
                            int64_t length) {
     if (!live || !share.template has<T>(v, length)) return;
     const int first = share.at(v) * Vec<T>::size;
     if constexpr (VECTORIZED && STREAMED) {
-        store_streamed(row + first, part);
+        store_evict_first(row + first, part);
     } else if constexpr (VECTORIZED) {
         store_vec(row + first, part);
     } else {
@@ -303,9 +303,9 @@ __device__ int exchange_over_row(const V& value, ReduceSmem<CLUSTER, V>& reduce_
     if constexpr (CLUSTER) {  // every warp writes to every block
         const uint32_t arrived = shared_address(&reduce_smem.arrived);
         const int blocks = static_cast<int>(cluster::blocks()), count = blocks * warps;
-        if (threadIdx.x == 0) mbarrier_arrive_expect(arrived, count * sizeof(V));
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrived, count * sizeof(V));
         if (lane < blocks) {
-            cluster::send(&reduce_smem.partials[cluster::rank() * warps + warp], value, &reduce_smem.arrived, lane);
+            cluster::send(&reduce_smem.partials[cluster_rank() * warps + warp], value, &reduce_smem.arrived, lane);
         }
         meanwhile();
         mbarrier_wait(arrived, 0);
@@ -428,7 +428,7 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
     KL_CHECK(shape.cluster == 1 || has_hopper_code(kernel, launch.device), NO_CLUSTERS);
     LaunchConfig(dim3(grid), shape.block(), shared_bytes, launch)
         .clusters_of(shape.cluster)
-        .early(shape.cluster == 1 && has_hopper_code(kernel, launch.device))
+        .pdl(shape.cluster == 1 && has_hopper_code(kernel, launch.device))
         .run(kernel, arguments...);
 }
 

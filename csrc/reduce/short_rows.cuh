@@ -82,7 +82,7 @@ struct MultiRowPartition {
                 uint4 word = filled<T>(fill);
                 // & instead of &&: after a branch ptxas would use the values loaded so far before it loads the rest.
                 if (live(r) & has<T>(v, length)) {
-                    word = *once(reinterpret_cast<const uint4*>(from + v * lanes * Vec<T>::size));
+                    word = *evict_last(reinterpret_cast<const uint4*>(from + v * lanes * Vec<T>::size));
                 }
                 reinterpret_cast<uint4&>(tile[r][v]) = word;
             }

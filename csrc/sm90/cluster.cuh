@@ -18,13 +18,6 @@ __device__ inline uint32_t blocks() {
 /// log2 of the number of blocks, which is a power of two.
 __device__ inline int log2_blocks() { return __popc(blocks() - 1); }
 
-__device__ inline uint32_t rank() {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;"
-                 : "=r"(rank));  // volatile: read again each time instead of kept in a register
-    return rank;
-}
-
 /// Orders only what fences order.
 __device__ inline void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }

@@ -89,7 +89,7 @@ __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
         : "memory");
 }
 /// Arrives, and expects `bytes` from TMA in this phase.
-__device__ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -112,7 +112,7 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 
 /// Pipeline state: the current stage and the phase parity of its barriers.
 template <int STAGES>
-struct Ring {
+struct PipelineState {
     int stage = 0;
     uint32_t phase = 0;
 
@@ -124,7 +124,7 @@ struct Ring {
             mbarrier_init(empty + s * 8, frees);
         }
     }
-    __device__ void next() {
+    __device__ void advance() {
         if (++stage == STAGES) {
             stage = 0;
             phase ^= 1;
@@ -199,7 +199,7 @@ __device__ inline void tma_store_wait() {
 }
 
 /// Bulk copy of contiguous global memory to shared memory, a multiple of 16 bytes; one thread calls it, and `barrier` counts
-/// the bytes. EVICT_LAST: with the L2 eviction policy of once(), for data that is read once.
+/// the bytes. EVICT_LAST: with the L2 eviction policy of evict_last(), for data that is read once.
 template <bool EVICT_LAST>
 __device__ inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
     if constexpr (EVICT_LAST) {

@@ -12,7 +12,7 @@ constexpr int STAGE_ALIGNMENT = 128;
 
 /// A thread's 16-byte stages in shared memory. Each thread copies and reads only its own, so that no barrier is needed,
 /// and cp.async holds no register while data is in flight. THREADS: the block's, where known, and the distance between
-/// stages of a thread. SINGLE_USE: copies use the cache policy of once().
+/// stages of a thread. SINGLE_USE: copies use the cache policy of evict_last().
 template <typename T, int THREADS = 0, bool SINGLE_USE = true>
 struct SmemStages {
     uint4* own;

@@ -67,15 +67,15 @@ Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_
     });
 }
 
-void softmax_cluster_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void softmax_cluster_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "softmax", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(
-            kernel_facts<softmax_cluster_kernel<T, WIDE_VECTORS, true, true>>("softmax.cluster", ROW_THREADS));
-        facts.push_back(kernel_facts<softmax_cluster_kernel<T, WIDE_VECTORS, true, false>>(
+        attributes.push_back(
+            kernel_attributes<softmax_cluster_kernel<T, WIDE_VECTORS, true, true>>("softmax.cluster", ROW_THREADS));
+        attributes.push_back(kernel_attributes<softmax_cluster_kernel<T, WIDE_VECTORS, true, false>>(
             "softmax.cluster (one block)", ROW_THREADS));
-        facts.push_back(
-            kernel_facts<softmax_backward_cluster_kernel<T, true>>("softmax_backward.cluster", ROW_THREADS));
+        attributes.push_back(
+            kernel_attributes<softmax_backward_cluster_kernel<T, true>>("softmax_backward.cluster", ROW_THREADS));
     });
 }
 

@@ -127,12 +127,12 @@ Tensor softmax_backward_cluster_two_pass(const Tensor& grad, const Tensor& outpu
     });
 }
 
-void softmax_cluster_two_pass_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void softmax_cluster_two_pass_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "softmax", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<softmax_cluster_two_pass_kernel<T, true>>("softmax.cluster_two_pass", ROW_THREADS,
-                                                                               ONE_BLOCK_PER_SM_BYTES));
-        facts.push_back(kernel_facts<softmax_backward_cluster_two_pass_kernel<T, true>>(
+        attributes.push_back(kernel_attributes<softmax_cluster_two_pass_kernel<T, true>>(
+            "softmax.cluster_two_pass", ROW_THREADS, ONE_BLOCK_PER_SM_BYTES));
+        attributes.push_back(kernel_attributes<softmax_backward_cluster_two_pass_kernel<T, true>>(
             "softmax_backward.cluster_two_pass", ROW_THREADS, ONE_BLOCK_PER_SM_BYTES));
     });
 }

@@ -27,7 +27,7 @@ struct MultirowArguments {
 template <typename T, int ROWS>
 __global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
     softmax_multirow_kernel(__grid_constant__ const MultirowArguments<T> p) {
-    begin_early();
+    pdl_begin();
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
     const MultiRowPartition<ROWS> share(p.count, p.length);
     Vec<T> tile[ROWS][V];
@@ -84,15 +84,15 @@ Tensor softmax_multirow(const Tensor& input, int64_t dim) {
         const MultirowArguments<T> args{call.output,         call.input, call.out_rows.step(),
                                         call.in_rows.step(), count,      static_cast<int>(length)};
         with_short_rows<T>(count, length, [&](auto rows, unsigned grid, dim3 block) {
-            launch_early(softmax_multirow_kernel<T, rows()>, grid, block, call.launch, args);
+            launch_pdl(softmax_multirow_kernel<T, rows()>, grid, block, call.launch, args);
         });
     });
 }
 
-void softmax_multirow_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void softmax_multirow_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "softmax", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<softmax_multirow_kernel<T, SHORT_ROWS>>("softmax.multirow", MIN_BLOCK));
+        attributes.push_back(kernel_attributes<softmax_multirow_kernel<T, SHORT_ROWS>>("softmax.multirow", MIN_BLOCK));
     });
 }
 

@@ -64,11 +64,12 @@ Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t 
     });
 }
 
-void softmax_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void softmax_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "softmax", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<softmax_naive_kernel<T>>("softmax.naive", NAIVE_THREADS));
-        facts.push_back(kernel_facts<softmax_backward_naive_kernel<T>>("softmax_backward.naive", NAIVE_THREADS));
+        attributes.push_back(kernel_attributes<softmax_naive_kernel<T>>("softmax.naive", NAIVE_THREADS));
+        attributes.push_back(
+            kernel_attributes<softmax_backward_naive_kernel<T>>("softmax_backward.naive", NAIVE_THREADS));
     });
 }
 

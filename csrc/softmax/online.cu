@@ -103,11 +103,12 @@ Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t
     });
 }
 
-void softmax_online_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void softmax_online_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "softmax", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<softmax_online_kernel<T>>("softmax.online", ONLINE_THREADS));
-        facts.push_back(kernel_facts<softmax_backward_online_kernel<T>>("softmax_backward.online", ONLINE_THREADS));
+        attributes.push_back(kernel_attributes<softmax_online_kernel<T>>("softmax.online", ONLINE_THREADS));
+        attributes.push_back(
+            kernel_attributes<softmax_backward_online_kernel<T>>("softmax_backward.online", ONLINE_THREADS));
     });
 }
 

@@ -56,12 +56,13 @@ Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int6
     });
 }
 
-void softmax_registers_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void softmax_registers_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "softmax", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<softmax_registers_kernel<T, ROW_VECTORS, true>>("softmax.registers", MIN_BLOCK));
-        facts.push_back(
-            kernel_facts<softmax_backward_registers_kernel<T, true>>("softmax_backward.registers", MIN_BLOCK));
+        attributes.push_back(
+            kernel_attributes<softmax_registers_kernel<T, ROW_VECTORS, true>>("softmax.registers", MIN_BLOCK));
+        attributes.push_back(
+            kernel_attributes<softmax_backward_registers_kernel<T, true>>("softmax_backward.registers", MIN_BLOCK));
     });
 }
 

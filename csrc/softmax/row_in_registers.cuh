@@ -159,7 +159,7 @@ __device__ __forceinline__ void softmax_in_registers(T* output, const Rows& out_
     __shared__ ReduceSmem<CLUSTER, OnlineSoftmaxState> reduce_smem;
     const RowPartition<CLUSTER> share(vectors_of<T>(length));
     share.open(reduce_smem);
-    if constexpr (!CLUSTER) begin_early();
+    if constexpr (!CLUSTER) pdl_begin();
     const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
     Vec<T> tile[V];
@@ -181,7 +181,7 @@ __device__ __forceinline__ void softmax_backward_in_registers(T* grad_input, con
     __shared__ ReduceSmem<CLUSTER, float> reduce_smem;
     const RowPartition<CLUSTER> share(vectors_of<T>(length));
     share.open(reduce_smem);
-    if constexpr (!CLUSTER) begin_early();
+    if constexpr (!CLUSTER) pdl_begin();
     const bool live = share.live(count);
     const int64_t row = live ? share.row : 0;
     Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];

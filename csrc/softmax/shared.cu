@@ -159,15 +159,16 @@ Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t
     });
 }
 
-void softmax_shared_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void softmax_shared_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "softmax", [&](auto zero) {
         using T = decltype(zero);
         // Shared memory grows with the row; these are the attributes for rows of 4096.
         const dim3 block = shared_block<T>(4096);
         const auto bytes = static_cast<int64_t>(shared_bytes<T>(4096, block, 1));
         const int threads = static_cast<int>(block.x * block.y);
-        facts.push_back(kernel_facts<softmax_shared_kernel<T>>("softmax.shared", threads, bytes));
-        facts.push_back(kernel_facts<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
+        attributes.push_back(kernel_attributes<softmax_shared_kernel<T>>("softmax.shared", threads, bytes));
+        attributes.push_back(
+            kernel_attributes<softmax_backward_shared_kernel<T>>("softmax_backward.shared", threads, 2 * bytes));
     });
 }
 
