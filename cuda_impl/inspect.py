@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cuda_impl import extension, unavailable
+from cuda_impl import climb, extension, unavailable
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection import architecture, cubin
 from kernel_ladder.inspection.inspect import (
@@ -53,14 +53,13 @@ _PASSES = {
 }
 
 
-#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
-#: stage the first of two, a product shared out in equal parts that of whole tiles.
+#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in two
+#: stages those of one stage twice, a product shared out in equal parts that of whole tiles.
 _KERNELS_OF = {
     **{
-        (op, "cluster"): "registers"
-        for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
+        (op, "cluster"): "registers" for op in ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
     },
-    ("sum", "coalesced"): "two_stage",
+    ("sum", "two_stage"): "coalesced",
     ("matmul", "stream_k"): "persistent",
 }
 
@@ -68,7 +67,9 @@ _KERNELS_OF = {
 #: Variants whose backward pass is that of an earlier step.
 _BACKWARD_OF = {
     **{("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")},
+    ("softmax", "multirow"): "registers",
     ("matmul", "skinny"): "mma",
+    **{("matmul", step): "registers" for step in ("thread_tile", "vectorized", "double_buffered")},
 }
 
 
@@ -134,7 +135,10 @@ def instances() -> tuple[Instance, ...]:
 def of_variant(op: str, step: str) -> list[Instance]:
     """The kernels of a variant: ``<op>_<step>…_kernel``, and ``<op>_backward_<step>…_kernel``."""
     step = _KERNELS_OF.get((op, step), step)
-    named = re.compile(rf"{op}(_backward)?_{step}(_\w+)?_kernel")
+    # Of two names that fit, as "registers" and "registers_tma", the longer is the variant's.
+    longer = [name for name in climb(op) if name.startswith(f"{step}_")]
+    not_longer = f"(?!{'|'.join(f'{name}_' for name in longer)})" if longer else ""
+    named = re.compile(rf"{op}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
     return [i for i in instances() if named.fullmatch(i.function)]
 
 

@@ -19,7 +19,8 @@ from kernel_ladder.ops import (
     sum,
     swiglu,
 )
-from kernel_ladder.table import LEVELS, OPS, backends, register, resolve, spec, use, variants
+from kernel_ladder.selection import resolve
+from kernel_ladder.table import LEVELS, OPS, backends, register, spec, use, variants
 
 __all__ = [
     "LEVELS",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_ladder import autograd, table
+from kernel_ladder import autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
 from kernel_ladder.table import Variant
@@ -448,7 +448,7 @@ def _called(
         return list(as_tuple(restated.output(_one_or_all(outputs))))
     named = {name: value if name in _CHANGING else _constant(value) for name, value in named.items()}
     inputs = _fixed_widths(op, inputs)
-    variant = table.choose(op, backend, inputs, named, False, source)
+    variant = selection.choose(op, backend, inputs, named, False, source)
     if all(_is_real(x) for x in inputs):
         return list(as_tuple(autograd.run(variant, inputs, named)))
     if variant.backward is None:

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kernel_ladder import autograd, operators, table
+from kernel_ladder import autograd, operators, selection, table
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.semantics.masks import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.semantics.reduction import Dim
@@ -34,7 +34,7 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
             if x is not None and x.is_neg():  # kernels read memory, which has the other sign
                 inputs = each(torch.resolve_neg, inputs)
                 break
-    variant = table.choose(op, backend, inputs, options, compiling)
+    variant = selection.choose(op, backend, inputs, options, compiling)
     try:
         return autograd.run(variant, inputs, options)
     except RuntimeError as error:
@@ -412,7 +412,7 @@ def _not_training(op: str, training: Any, backend: str | None, input: torch.Tens
         _call(op, backend, (input,), options)  # whose result no one uses: a compiler drops it
         return input
     table.spec(op).check(input, **options)
-    table.choose(op, backend, (input,), options, False)
+    selection.choose(op, backend, (input,), options, False)
     return input
 
 

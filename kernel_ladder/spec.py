@@ -94,8 +94,6 @@ class Spec:
         sweep: the cases of the benchmark; those marked ``quick`` make the short sweep.
         bytes: least bytes to move for ``(case, itemsize, backward)``.
         flops: least floating-point operations for ``(case, backward)``.
-        auto: variants in the order in which ``backend="auto"`` tries them on a GPU, fastest first. None stands here
-            that PyTorch's own function, or another level's, beats by far; the table tries those after all others.
         oracle: a faster formula for the float64 oracle where the naive one needs too much memory.
             A test holds it equal to ``reference``.
         yardstick: the formula whose error in the inputs' dtype sets the agreement's bound, where the naive one needs
@@ -113,7 +111,6 @@ class Spec:
     sweep: Sequence[Case]
     bytes: Callable[[Case, int, bool], int]
     flops: Callable[[Case, bool], int]
-    auto: Sequence[str]
     oracle: Callable[..., Output] | None = None
     yardstick: Callable[..., Output] | None = None
     parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None

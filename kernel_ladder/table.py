@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError, VariableError
+from kernel_ladder.errors import BackendError, UnavailableError, VariableError
 from kernel_ladder.level_packages import load as load_package
-from kernel_ladder.spec import Inputs, Options, Output, Spec
-from kernel_ladder.transforms import is_wrapped, transforms_active
+from kernel_ladder.spec import Output, Spec
 
 #: Operations, each a module of this name in every level's package.
 OPS: tuple[str, ...] = (
@@ -90,8 +88,8 @@ class Variant:
 specs: dict[str, Spec] = {}  # those loaded; spec() loads the others
 _variants: dict[tuple[str, str], dict[str, Variant]] = {}  # (op, level) -> name -> variant, in the order of the climb
 _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, once loaded
-#: What :func:`_candidates` found for calls met before: to look it up anew takes as long as a small call's checks.
-_known: dict[tuple[str, str, bool], tuple[Variant, ...]] = {}
+#: What to do when a variant has been added, or levels are to be asked anew: others keep what they found in this table.
+_on_change: list[Callable[[], None]] = []
 _loading = threading.RLock()
 _chosen = threading.local()
 
@@ -129,7 +127,7 @@ def register(
     if name in variants:
         raise ValueError(f"register: {op} has a variant {name!r} already")
     variants[name] = Variant(op, name, forward, backward, unsupported, inference, here)
-    _known.clear()
+    _changed()
     return variants[name]
 
 
@@ -147,7 +145,7 @@ def _load_all() -> None:
             _load(op, level)
 
 
-def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
+def at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
     """Why a level is unavailable for an operation, or None, and its variants in the order of the climb."""
     # Importing cannot be traced, and torch.compile does not see a dictionary change that it has read already.
     if is_compiling():
@@ -158,7 +156,7 @@ def _at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
 
 
 @untraced
-def _known_to(*ops: str) -> list[str]:
+def known_to(*ops: str) -> list[str]:
     return [v.name for op in ops for v in variants(op)]
 
 
@@ -197,7 +195,17 @@ def _load(op: str, level: str) -> None:
 def forget() -> None:
     """Ask anew what is available, and which variants a backend's name stands for."""
     _unavailable.clear()
-    _known.clear()
+    _changed()
+
+
+def on_change(function: Callable[[], None]) -> None:
+    """Call `function` whenever the table has changed."""
+    _on_change.append(function)
+
+
+def _changed() -> None:
+    for function in _on_change:
+        function()
 
 
 def _check_op(op: str) -> None:
@@ -233,7 +241,7 @@ def variants(op: str, level: str | None = None) -> list[Variant]:
 def unavailable(op: str, level: str) -> str | None:
     """Why a level cannot be used on this machine for an operation, or None where it can."""
     _check_op(op)
-    return _at_level(op, level)[0]
+    return at_level(op, level)[0]
 
 
 def backends(op: str) -> dict[str, str | None]:
@@ -271,11 +279,11 @@ class use(ContextDecorator):
         if not isinstance(backend, str):
             raise TypeError(f"use: argument `backend` must be a str, got {type(backend).__name__}")
         if backend != "auto" and backend not in LEVELS:
-            known = _known_to(*OPS)
-            level = _level_of(backend)
+            known = known_to(*OPS)
+            level = level_of(backend)
             out_of_reach = level is not None and not any(name.startswith(f"{level}.") for name in known)
             if backend not in known and not out_of_reach:
-                raise BackendError(_unknown_backend("use", backend, known))
+                raise BackendError(unknown_backend("use", backend, known))
         self.backend = backend
         self._entered = False
         self._before: str | None = None
@@ -306,13 +314,13 @@ class use(ContextDecorator):
             )
 
 
-def _level_of(backend: str) -> str | None:
+def level_of(backend: str) -> str | None:
     """The level of a name that is a level's or may be a variant's, else None."""
     level, dot, step = backend.partition(".")
     return level if level in LEVELS and bool(dot) == bool(step) else None
 
 
-def _unknown_backend(caller: str, backend: str, known: list[str], source: str = "") -> str:
+def unknown_backend(caller: str, backend: str, known: list[str], source: str = "") -> str:
     names = [name for name in dict.fromkeys([*LEVELS, "auto", *known]) if name != backend]
     near = difflib.get_close_matches(backend, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
@@ -342,25 +350,13 @@ def named(op: str, backend: str) -> list[Variant]:
     Raises:
         BackendError: no such operation or backend.
     """
-    level = _level_of(backend)
+    level = level_of(backend)
     climb = [] if level is None else variants(op, level)
     found = [v for v in reversed(climb) if backend in (level, v.name)]
     if level is None or (climb and not found):
         _check_op(op)
-        raise BackendError(_unknown_backend(op, backend, _known_to(op)))
+        raise BackendError(unknown_backend(op, backend, known_to(op)))
     return found
-
-
-def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> Variant:
-    """The variant that `backend` names for these inputs.
-
-    A variant's name means that variant or an error. A level's name means its most optimised variant that supports the
-    inputs. None means what :func:`use` chose, else the environment's ``KERNEL_LADDER_BACKEND``, else ``"auto"``.
-
-    Raises:
-        BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.
-    """
-    return choose(op, backend, inputs, options, is_compiling())
 
 
 def asked_for(op: str, backend: str | None) -> str:
@@ -370,91 +366,3 @@ def asked_for(op: str, backend: str | None) -> str:
     if not isinstance(backend, str):
         raise TypeError(f"{op}: argument `backend` must be a str or None, got {type(backend).__name__}")
     return backend
-
-
-def choose(
-    op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool, source: str | None = None
-) -> Variant:
-    """:func:`resolve`, for a caller who has asked already whether torch.compile is tracing.
-
-    `source` is how messages begin, where the caller has asked for it too (:func:`source_of`).
-    """
-    given = backend
-    if type(backend) is not str:  # every call comes by here, and most name one
-        backend = asked_for(op, backend)
-    call = (op, backend, inputs[0].is_cuda)
-    candidates = None if compiling else _known.get(call)
-    if candidates is None:
-        candidates = _candidates(*call, source_of(given) if source is None else source)
-        if not compiling:
-            _known[call] = candidates
-    followed = transforms_active() or forward_ad._current_level >= 0
-    for variant in candidates:
-        if followed and _not_followed(variant, inputs, compiling):
-            continue
-        if variant.unsupported(*inputs, **options) is None:
-            return variant
-    why = _refusal(backend, candidates, inputs, options, followed, compiling)
-    raise UnsupportedError(f"{op}: {source_of(given) if source is None else source}{why}")
-
-
-def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:
-    """Why a variant is not for these inputs inside a transform that must see PyTorch's operators, or None."""
-    # Where torch.compile traces the caller, the compile level is the formula.
-    if variant.backward is None and (variant.level == "torch" or (compiling and variant.level == "compile")):
-        return None
-    if transforms_active():
-        # Tensors from outside of a transform are plain ones in it, save to autograd and to torch.compile.
-        if compiling or variant.level == "compile" or any(x.requires_grad or is_wrapped(x) for x in _given(inputs)):
-            return "torch.func (vmap, grad, jvp and so on) follows PyTorch's own operators alone; use backend='torch'"
-    elif compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in _given(inputs)):
-        return "forward-mode differentiation follows PyTorch's own operators alone; use backend='torch'"
-    return None
-
-
-def _given(inputs: Inputs) -> list[torch.Tensor]:
-    return [x for x in inputs if x is not None]
-
-
-def _candidates(op: str, backend: str, on_gpu: bool, source: str) -> tuple[Variant, ...]:
-    """The variants that a backend's name may stand for, most optimised first; there is at least one."""
-    if backend == "auto":
-        first = spec(op).auto if on_gpu else ()
-        # What `auto` leaves out of a level comes last: there are inputs that nothing else takes.
-        named = {name.partition(".")[0] for name in first}
-        names = [*first, spec(op).baseline, "torch.naive", *(level for level in ("triton", "cuda") if level in named)]
-        return tuple(dict.fromkeys(v for name in names for v in _available(op, name)))
-    level = _level_of(backend)
-    if level is None:
-        raise BackendError(_unknown_backend(op, backend, _known_to(op), source))
-    reason, climb = _at_level(op, level)
-    if backend != level and climb and backend not in climb:
-        raise BackendError(_unknown_backend(op, backend, _known_to(op), source))
-    if reason is not None:
-        raise UnavailableError(f"{op}: {source}backend {backend!r} is unavailable: {reason}")
-    return tuple(_available(op, backend))
-
-
-def _available(op: str, backend: str) -> list[Variant]:
-    level = backend.partition(".")[0]
-    reason, climb = _at_level(op, level)
-    if reason is not None:
-        return []
-    if backend == level:
-        return [*reversed(climb.values())]
-    return [climb[backend]] if backend in climb else []
-
-
-def _refusal(
-    backend: str, candidates: tuple[Variant, ...], inputs: Inputs, options: Options, followed: bool, compiling: bool
-) -> str:
-    # Apart from the loop that chooses, whose variables a comprehension would make slower.
-    reasons = [
-        (v.name, (_not_followed(v, inputs, compiling) if followed else None) or v.unsupported(*inputs, **options))
-        for v in candidates
-    ]
-    if backend in LEVELS:
-        every = "; ".join(f"{name}: {why}" for name, why in reasons)
-        return f"no variant at level {backend!r} supports this call: {every}"
-    name, why = next((reason for reason in reasons if reason[0] == "torch.naive"), reasons[-1])
-    return f"{name} does not support this call: {why}"

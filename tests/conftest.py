@@ -97,7 +97,7 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def fresh_choices() -> None:
     """What the table remembers of earlier calls is gone, for tests that change the table under it."""
-    table._known.clear()
+    table._changed()
 
 
 @pytest.fixture(autouse=True)

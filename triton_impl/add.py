@@ -16,9 +16,8 @@ from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad_strides
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import LaunchCache, LaunchPlan
-from triton_impl.sum import summed_gradient
+from triton_impl.sum.two_stage import summed_gradient
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
 BLOCK = 1024
@@ -138,9 +137,3 @@ def _unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
 
 
 register("add", "triton.fused", forward=add, backward=add_backward, unsupported=_unsupported)
-
-AOT = [
-    entry(_add_kernel, "bf16", {"BLOCK": BLOCK}),
-    entry(_add_row_kernel, "bf16", {"DIVISIBILITY": 16, "BLOCK_M": 2, "BLOCK_N": MAX_COLUMNS}),
-    entry(_add_strided_kernel, "fp32", {"BLOCK": BLOCK}),
-]

@@ -13,7 +13,7 @@ import triton.language as tl
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
-from triton_impl.common.column_sum import row_partition, sum_partials, sum_partials_kernel, sum_tile, sum_warps
+from triton_impl.common.column_sum import row_partition, sum_partials
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import (
     gradient_for_kernel,
@@ -25,7 +25,6 @@ from triton_impl.common.elementwise import (
 )
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.gelu import gelu_derivative, gelu_of
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
 
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
@@ -191,40 +190,3 @@ def _unsupported(input: torch.Tensor, bias: torch.Tensor, **options: object) -> 
 
 
 register("bias_gelu", "triton.fused", forward=bias_gelu, backward=bias_gelu_backward, unsupported=_unsupported)
-
-_ROWS = dict.fromkeys(("size1", "size2", "size3", "o_step", "i_step", "bias_step"), 1)
-_TILES = tuple(
-    dict(zip(("BLOCK_M", "BLOCK_N"), _tile(4096, *sizes), strict=True))
-    for sizes in ((FORWARD_TILE, FORWARD_COLUMNS), (BACKWARD_TILE, BACKWARD_COLUMNS))
-)
-_WARPS = (
-    triton.Config({}, num_warps=FORWARD_WARPS),
-    triton.Config({}, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS),
-)
-_FLOAT = {"partials_ptr": "*fp32"}
-
-AOT = [
-    *(
-        entry(_bias_gelu_kernel, "bf16", {"DIVISIBILITY": 16, "TANH": tanh, **_TILES[0]}, _WARPS[0])
-        for tanh in (True, False)
-    ),
-    *(
-        entry(_bias_gelu_backward_kernel, "bf16", {"DIVISIBILITY": 16, "TANH": tanh, **_TILES[1]}, _WARPS[1], _FLOAT)
-        for tanh in (True, False)
-    ),
-    entry(_bias_gelu_strided_kernel, "bf16", {"TANH": False, **_TILES[0], **_ROWS}, _WARPS[0]),
-    entry(
-        _bias_gelu_backward_strided_kernel,
-        "bf16",
-        {"TANH": False, **_TILES[1], **_ROWS, "g_step": 1},
-        _WARPS[1],
-        _FLOAT,
-    ),
-    entry(
-        sum_partials_kernel,
-        "bf16",
-        {"DIVISIBILITY": 16, **dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True))},
-        triton.Config({}, num_warps=sum_warps(1000)),
-        _FLOAT,
-    ),
-]

@@ -11,7 +11,6 @@ from triton_impl import register, unsupported
 from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.elementwise import indexing, offset_of, too_many_dims
 from triton_impl.common.philox import ARGUMENTS, arguments, factors_at, factors_in_order
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
@@ -73,9 +72,3 @@ def _unsupported(input: torch.Tensor, **options: object) -> str | None:
 
 
 register("dropout", "triton.fused", forward=dropout, backward=dropout_backward, unsupported=_unsupported)
-
-AOT = [
-    entry(_dropout_kernel, "bf16", {"BLOCK": BLOCK, "VECTOR": 8}, types={"scale": "fp32"}),
-    entry(_dropout_kernel, "fp32", {"BLOCK": BLOCK, "VECTOR": 4}, types={"scale": "fp32"}),
-    entry(_dropout_strided_kernel, "bf16", {"BLOCK": BLOCK}, types={"scale": "fp32"}),
-]

@@ -12,7 +12,6 @@ from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.elementwise import gradient_for_kernel, indexing, is_dense, offset_of, too_many_dims
 from triton_impl.common.fast_math import exp2, rcp
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -157,15 +156,3 @@ def _unsupported(input: torch.Tensor, **options: object) -> str | None:
 
 
 register("gelu", "triton.fused", forward=gelu, backward=gelu_backward, unsupported=_unsupported)
-
-AOT = [
-    *(
-        entry(kernel, "bf16", {"TANH": tanh, "BLOCK": BLOCK})
-        for kernel in (_gelu_kernel, _gelu_backward_kernel)
-        for tanh in (True, False)
-    ),
-    *(
-        entry(kernel, "fp32", {"TANH": False, "BLOCK": BLOCK})
-        for kernel in (_gelu_strided_kernel, _gelu_backward_strided_kernel)
-    ),
-]

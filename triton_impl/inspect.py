@@ -49,7 +49,7 @@ from kernel_ladder.testing.samples import empty_inputs
 from triton_impl import interpreted
 from triton_impl.common.gluon import requirements
 from triton_impl.runtime import launch_cache
-from triton_impl.runtime.aot import Call, traced
+from triton_impl.runtime.aot import TracedLaunch, traced
 
 CODE = ("source", "ttgir", "ptx", "sass")
 AHEAD_OF_TIME = True
@@ -99,7 +99,7 @@ def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Ins
     return found
 
 
-def _kernel(call: Call, arch: architecture.Architecture, path: Path) -> Kernel:
+def _kernel(call: TracedLaunch, arch: architecture.Architecture, path: Path) -> Kernel:
     metadata = call.compiled.metadata
     kernel = Kernel(
         call.kernel.fn.__name__,
@@ -116,7 +116,7 @@ def _kernel(call: Call, arch: architecture.Architecture, path: Path) -> Kernel:
     return kernel
 
 
-def _constants(call: Call) -> str:
+def _constants(call: TracedLaunch) -> str:
     """What the kernel was specialised to: its constants in capitals, warps and stages."""
     values = {call.kernel.arg_names[path[0]]: value for path, value in call.compiled.src.constants.items()}
     shown = [f"{name}={value}" for name, value in values.items() if name.isupper()]
@@ -130,7 +130,7 @@ def _location(kernel: Any) -> str:
     return located(python.getsourcefile(kernel.fn) or "", first + offset)
 
 
-def _code(request: Request, call: Call, path: Path) -> list[Code]:
+def _code(request: Request, call: TracedLaunch, path: Path) -> list[Code]:
     name = call.kernel.fn.__name__
     found = []
     if "source" in request.code:
@@ -141,7 +141,7 @@ def _code(request: Request, call: Call, path: Path) -> list[Code]:
     return found
 
 
-def _choice(choice: launch_cache.Choice) -> Choice:
+def _choice(choice: launch_cache.TuningRecord) -> Choice:
     # Triton notes infinity for a configuration that did not fit.
     timed = [Timed(str(config), None if ms == float("inf") else ms * 1e3) for config, ms in choice.timings.items()]
     timed.sort(key=lambda t: (t.us is None, t.us))

@@ -20,7 +20,6 @@ from triton_impl.common.elementwise import (
 )
 from triton_impl.common.fast_math import exp2, rcp
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -147,16 +146,3 @@ def _unsupported(gate: torch.Tensor, up: torch.Tensor) -> str | None:
 
 
 register("swiglu", "triton.fused", forward=swiglu, backward=swiglu_backward, unsupported=_unsupported)
-
-_TILE = {"BLOCK_M": 1, "BLOCK_N": BLOCK, "size1": 1, "size2": 1, "size3": 1}
-
-AOT = [
-    entry(_swiglu_kernel, "bf16", {"BLOCK": BLOCK}),
-    entry(_swiglu_backward_kernel, "bf16", {"BLOCK": BLOCK}),
-    entry(_swiglu_rows_kernel, "bf16", {**_TILE, **dict.fromkeys(("o_step", "g_step", "u_step"), 1)}),
-    entry(
-        _swiglu_backward_rows_kernel,
-        "bf16",
-        {**_TILE, **dict.fromkeys(("gg_step", "gu_step", "gr_step", "g_step", "u_step"), 1)},
-    ),
-]

@@ -122,10 +122,6 @@ struct AttentionCall {
     }
 };
 
-// `wgmma`'s tile at head dimension 64, and its launch, which is `persistent`'s too where that is ahead.
-using Wgmma64 = HopperShape<64, 64, 1>;
-std::tuple<Tensor, Tensor> run_wgmma(AttentionCall& call);
-
 // Facts of a step's kernels by their names, one for each shape: `of(zero, shape, name)` gives those of one.
 template <typename... Shapes, typename F>
 void hopper_facts(std::vector<KernelFacts>& facts, ScalarType dtype, std::initializer_list<const char*> names, F&& of) {

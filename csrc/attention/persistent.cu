@@ -8,7 +8,6 @@
 //     waits for its loads, and none for a block's start.
 //   - Tiles are walked in an order that shares keys and values in L2, and where they differ in length are handed out by a
 //     counter, the longest first (TileOrder below; FlashAttention-3, hopper/tile_scheduler.hpp).
-//   - At head dimension 64 and few keys a query the step is `wgmma`: see `wgmma_is_ahead`.
 
 #include "attention/pingpong.cuh"
 
@@ -91,29 +90,6 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #endif
 }
 
-// How long the tiles of a head take, in scores made, hidden ones too: each costs as much as `more` keys beside its own.
-// Of many tiles some, evenly spaced, stand for all. (QueryTile's arithmetic.)
-template <typename S>
-double time_in_scores(const Attention& a, int more) {
-    const int64_t tiles = ceil_div(a.S_q, S::QUERIES), stride = ceil_div(tiles, 128);
-    int64_t keys = 0;
-    for (int64_t tile = 0; tile < tiles; tile += stride) {
-        const int64_t q0 = tile * S::QUERIES,
-                      end = ceil_div(std::min<int64_t>(a.S_k, q0 + S::QUERIES + a.last), S::KEYS);
-        const int64_t last = std::max<int64_t>(end, 1) - 1;
-        keys += (last - std::min(std::max<int64_t>(q0 + a.first, 0) / S::KEYS, last) + 1) * S::KEYS + more;
-    }
-    return static_cast<double>(keys) * S::QUERIES * static_cast<double>(stride);
-}
-
-// At head dimension 64 a softmax takes as long as the products, and 192 queries against 128 keys make many scores in vain
-// where few are seen: five blocks of `wgmma` on an SM, of 64 queries each, are ahead there. With many keys each loads all
-// that L2 gives. What a tile costs, and how much slower `wgmma` is with many keys, is fitted to times at 512 to 4096 keys.
-bool wgmma_is_ahead(const Attention& a) {
-    if (std::max(a.D, a.D_v) > 64) return false;
-    return 1.11 * time_in_scores<Wgmma64>(a, 80) < time_in_scores<Persistent64>(a, 107);
-}
-
 template <typename T, typename S>
 void run_persistent(AttentionCall& call) {
     const Attention& a = call.a;
@@ -141,7 +117,6 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
                                                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                                 double scale, bool enable_gqa) {
     AttentionCall call("persistent", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    if (wgmma_is_ahead(call.a)) return run_wgmma(call);
     return call.results<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
         using T = decltype(zero);
         using S = decltype(shape);

@@ -11,6 +11,7 @@
 namespace kl {
 namespace {
 
+using Wgmma64 = HopperShape<64, 64, 1>;
 using Wgmma128 = HopperShape<128, 64, 1>;
 
 template <typename T, typename S>
@@ -62,19 +63,15 @@ __global__ void __launch_bounds__(S::THREADS, 2)
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> run_wgmma(AttentionCall& call) {
+std::tuple<Tensor, Tensor> attention_wgmma(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                           double scale, bool enable_gqa) {
+    AttentionCall call("wgmma", query, key, value, attn_mask, first, last, scale, enable_gqa);
     return call.results<Wgmma64, Wgmma128>([&](auto zero, auto shape) {
         using T = decltype(zero);
         using S = decltype(shape);
         call.run<attention_wgmma_kernel<T, S>, T, S>(call.tiles<S>());
     });
-}
-
-std::tuple<Tensor, Tensor> attention_wgmma(const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
-                                           double scale, bool enable_gqa) {
-    AttentionCall call("wgmma", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    return run_wgmma(call);
 }
 
 void attention_wgmma_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {

@@ -47,25 +47,36 @@ const std::vector<Schema>& schemas() {
         KL_OP("softmax.online(Tensor input, int dim) -> Tensor", softmax_online),
         KL_OP("softmax.shared(Tensor input, int dim) -> Tensor", softmax_shared),
         KL_OP("softmax.registers(Tensor input, int dim) -> Tensor", softmax_registers),
+        KL_OP("softmax.multirow(Tensor input, int dim) -> Tensor", softmax_multirow),
         KL_OP("softmax.cluster(Tensor input, int dim) -> Tensor", softmax_cluster),
+        KL_OP("softmax.cluster_two_pass(Tensor input, int dim) -> Tensor", softmax_cluster_two_pass),
         KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
         KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
         KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
         KL_OP("softmax_backward.registers(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_registers),
         KL_OP("softmax_backward.cluster(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_cluster),
+        KL_OP("softmax_backward.cluster_two_pass(Tensor grad, Tensor output, int dim) -> Tensor",
+              softmax_backward_cluster_two_pass),
         KL_OP("matmul.naive(Tensor input, Tensor other) -> Tensor", matmul_naive),
         KL_OP("matmul.coalesced(Tensor input, Tensor other) -> Tensor", matmul_coalesced),
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
+        KL_OP("matmul.thread_tile(Tensor input, Tensor other) -> Tensor", matmul_thread_tile),
+        KL_OP("matmul.vectorized(Tensor input, Tensor other) -> Tensor", matmul_vectorized),
+        KL_OP("matmul.double_buffered(Tensor input, Tensor other) -> Tensor", matmul_double_buffered),
         KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
         KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
         KL_OP("matmul.wgmma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_wgmma),
+        KL_OP("matmul.registers_tma(Tensor input, Tensor other) -> Tensor", matmul_registers_tma),
         KL_OP("matmul.warp_specialized(Tensor input, Tensor other, bool allow_tf32) -> Tensor",
               matmul_warp_specialized),
         KL_OP("matmul.cluster(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_cluster),
         KL_OP("matmul.persistent(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_persistent),
         KL_OP("matmul.stream_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_stream_k),
         KL_OP("matmul.skinny(Tensor input, Tensor other) -> Tensor", matmul_skinny),
-        KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
+        KL_OP(
+            "matmul.split_k(Tensor input, Tensor other, bool allow_tf32, int tile_m, int tile_n, int splits, bool pair)"
+            " -> Tensor",
+            matmul_split_k),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_naive),
@@ -253,13 +264,23 @@ std::vector<KernelFacts> kernels(const std::string& dtype_name) {
     const ScalarType dtype = dtype_named(dtype_name);
     std::vector<KernelFacts> facts;
     gelu_kernel_facts(facts, dtype);
-    softmax_kernel_facts(facts, dtype);
+    softmax_naive_kernel_facts(facts, dtype);
+    softmax_online_kernel_facts(facts, dtype);
+    softmax_shared_kernel_facts(facts, dtype);
+    softmax_registers_kernel_facts(facts, dtype);
+    softmax_multirow_kernel_facts(facts, dtype);
+    softmax_cluster_kernel_facts(facts, dtype);
+    softmax_cluster_two_pass_kernel_facts(facts, dtype);
     matmul_naive_facts(facts, dtype);
     matmul_coalesced_facts(facts, dtype);
     matmul_tiled_facts(facts, dtype);
+    matmul_thread_tile_facts(facts, dtype);
+    matmul_vectorized_facts(facts, dtype);
+    matmul_double_buffered_facts(facts, dtype);
     matmul_registers_facts(facts, dtype);
     matmul_mma_facts(facts, dtype);
     matmul_wgmma_facts(facts, dtype);
+    matmul_registers_tma_facts(facts, dtype);
     matmul_warp_specialized_facts(facts, dtype);
     matmul_cluster_facts(facts, dtype);
     matmul_persistent_facts(facts, dtype);
@@ -322,6 +343,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("variants", &kl::variants, "Operators with their variants, in the order of the climb.");
     module.def("kernels", &kl::kernels, py::arg("dtype") = "bfloat16",
                "Registers, shared and local memory and occupancy of each kernel, for operands of a dtype.");
+    module.def("split_k_blocks_at_once", &kl::matmul_split_k_blocks_at_once, py::arg("device"),
+               "How many blocks of matmul.split_k run at once, in clusters of 1, 2, 4 and 8.");
     py::class_<kl::CopiedOperand>(module, "CopiedOperand", "Bytes of an operand's copy: of a batch, and of a tile.")
         .def(py::init([](int64_t of_batch, int64_t of_tile, bool per_batch) {
                  return kl::CopiedOperand{of_batch, of_tile, per_batch};

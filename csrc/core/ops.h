@@ -56,18 +56,27 @@ Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::s
 Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
 void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
-// softmax.cu
+// softmax/*.cu; multirow has the backward pass of registers
 Tensor softmax_naive(const Tensor& input, int64_t dim);
 Tensor softmax_online(const Tensor& input, int64_t dim);
 Tensor softmax_shared(const Tensor& input, int64_t dim);
 Tensor softmax_registers(const Tensor& input, int64_t dim);
+Tensor softmax_multirow(const Tensor& input, int64_t dim);
 Tensor softmax_cluster(const Tensor& input, int64_t dim);
+Tensor softmax_cluster_two_pass(const Tensor& input, int64_t dim);
 Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
-void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+Tensor softmax_backward_cluster_two_pass(const Tensor& grad, const Tensor& output, int64_t dim);
+void softmax_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_online_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_shared_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_registers_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_multirow_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_cluster_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void softmax_cluster_two_pass_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 
 // The climb that the normalisations share: norm.cuh, norm/registers.cuh.
 enum class NormStep { naive, block, registers, cluster };
@@ -116,19 +125,30 @@ void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, S
 Tensor matmul_naive(const Tensor& input, const Tensor& other);
 Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
 Tensor matmul_tiled(const Tensor& input, const Tensor& other);
+Tensor matmul_thread_tile(const Tensor& input, const Tensor& other);
+Tensor matmul_vectorized(const Tensor& input, const Tensor& other);
+Tensor matmul_double_buffered(const Tensor& input, const Tensor& other);
 Tensor matmul_registers(const Tensor& input, const Tensor& other);
+Tensor matmul_registers_tma(const Tensor& input, const Tensor& other);
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32);
-Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32, int64_t tile_m, int64_t tile_n,
+                      int64_t splits, bool pair);
+// How many blocks run at once on a device in clusters of 1, 2, 4 and 8. Needs a GPU of compute capability 9.0.
+std::vector<int> matmul_split_k_blocks_at_once(int device);
 Tensor matmul_skinny(const Tensor& input, const Tensor& other);
 void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_thread_tile_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_vectorized_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_double_buffered_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_registers_tma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
 void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype);

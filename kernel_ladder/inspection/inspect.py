@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kernel_ladder import autograd, table
+from kernel_ladder import autograd, selection, table
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection.architecture import Architecture, occupancy
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
@@ -178,8 +178,9 @@ def select(candidates: Sequence[table.Variant], request: Request) -> Request:
         return dataclasses.replace(request, variant=candidates[0])
     level = importlib.import_module(f"{table.LEVELS[candidates[0].level]}.inspect")
     refusal = getattr(level, "judge", refusal_here)(request)
+    inputs = tensors(make_inputs, request.case, request.dtype, run_device())
     reasons = []
-    for variant in candidates:
+    for variant in selection.preferred_first(list(candidates), inputs, request.case.options):
         if (reason := refusal(variant)) is None:
             return dataclasses.replace(request, variant=variant)
         reasons.append(f"{variant.name}: {reason}")

@@ -8,11 +8,10 @@ Past that a row is spread over a cluster. Forward, `cluster` overtakes `fused` a
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-Inputs = tuple[torch.Tensor | None, ...]
+from kernel_ladder.spec import Inputs, Options
 
 #: The longest rows of the fastest `fused` backward pass.
 FUSED_BACKWARD = 8192
@@ -30,25 +29,25 @@ def _by_length(n_cols: int, gradient: bool, cluster_from: int, persistent_from: 
     return ("triton.cluster",) if n_cols < persistent_from else ("triton.persistent_cluster",)
 
 
-def layer_norm(inputs: Inputs, options: dict[str, Any]) -> tuple[str, ...]:
+def layer_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`cluster` from 2049 elements, `persistent_cluster` from 32769; with a gradient `fused` up to 8192."""
     return _by_length(math.prod(options["normalized_shape"]), _wants_gradient(inputs), 2049, 32769)
 
 
-def rms_norm(inputs: Inputs, options: dict[str, Any]) -> tuple[str, ...]:
+def rms_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`fused` below 8192 elements, `cluster` from there; with a gradient `fused` at 8192 too."""
     n_cols = math.prod(options["normalized_shape"])
     return _by_length(n_cols, _wants_gradient(inputs), 8192, n_cols + 1)
 
 
-def add_rms_norm(inputs: Inputs, options: dict[str, Any]) -> tuple[str, ...]:
+def add_rms_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """As :func:`rms_norm`."""
     assert inputs[0] is not None
     n_cols = inputs[0].shape[-1]
     return _by_length(n_cols, _wants_gradient(inputs), 8192, n_cols + 1)
 
 
-def bias_dropout_add_layer_norm(inputs: Inputs, options: dict[str, Any]) -> tuple[str, ...]:
+def bias_dropout_add_layer_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`cluster` from 2049 elements, `persistent_cluster` from 16385; with a gradient `fused` up to 8192."""
     assert inputs[0] is not None
     return _by_length(inputs[0].shape[-1], _wants_gradient(inputs), 2049, 16385)

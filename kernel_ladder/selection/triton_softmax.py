@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from kernel_ladder.spec import Inputs, Options
 
 #: The longest rows at which `fused` is as fast as `cluster` (H100).
 FUSED = 8192
 
 
-def softmax(inputs: tuple[torch.Tensor | None, ...], options: dict[str, Any]) -> tuple[str, ...]:
+def softmax(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`fused` up to 8192 elements, `cluster` from there."""
     (x,) = inputs
     assert x is not None

@@ -436,7 +436,7 @@ def test_a_shape_selects_the_kernels_of_a_call_at_cuda(capsys):
     assert main(["inspect", "softmax", "--backend", "cuda", "--shape", "16384x4096", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {k["name"] for k in found["kernels"]} <= {k["name"] for k in found["launches"]}
-    from kernel_ladder.table import choose
+    from kernel_ladder.selection import choose
 
     x = torch.empty(16384, 4096, dtype=torch.bfloat16, device="cuda")
     assert found["backend"] == choose("softmax", "cuda", (x,), {"dim": -1}, False).name

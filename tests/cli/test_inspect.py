@@ -35,12 +35,19 @@ needs_extension = pytest.mark.skipif(cuda_impl.extension() is None, reason="the 
 needs_cuobjdump = pytest.mark.skipif(cubin.cuobjdump() is None, reason="no cuobjdump was found")
 
 
+#: Rungs that take no other dtype.
+FLOAT32_ALONE = {
+    ("linear", "cuda.registers"),
+    *(("matmul", f"cuda.{name}") for name in ("thread_tile", "vectorized", "double_buffered", "registers_tma")),
+}
+
+
 @functools.cache
 def looked_into(
     op: str, backend: str, pass_: str = "forward", *code: str, arch: str | None = None, shape: str | None = None
 ) -> Inspection:
     (variant,) = (v for v in table.variants(op) if v.name == backend)
-    dtype = torch.float32 if (op, backend) == ("linear", "cuda.registers") else torch.bfloat16
+    dtype = torch.float32 if (op, backend) in FLOAT32_ALONE else torch.bfloat16
     case = None if shape is None else case_named(kernel_ladder.spec(op), shape)
     return inspect(Request(variant, case, dtype, pass_, arch, frozenset(code)))
 
@@ -261,7 +268,11 @@ INSTRUCTIONS = [
     ("sum", "cuda.block", r"SHFL\.BFLY"),
     ("sum", "cuda.two_stage", r"LDG\.E\.128"),
     ("matmul", "cuda.tiled", r"\bLDS\b"),
+    ("matmul", "cuda.thread_tile", r"\bFFMA\b"),
+    ("matmul", "cuda.vectorized", r"LDG\.E\.128"),
+    ("matmul", "cuda.double_buffered", r"LDG\.E\.128"),
     ("matmul", "cuda.registers", r"\bFFMA\b"),
+    ("matmul", "cuda.registers_tma", r"UTMALDG\.3D"),
     ("matmul", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
     ("matmul", "cuda.wgmma", r"HGMMA\.64x128x16\.F32\.BF16"),
     ("matmul", "cuda.wgmma", r"UTMALDG\.3D"),

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cuda_impl
 import kernel_ladder
 from cuda_impl import built_for
-from kernel_ladder import autograd, gpu, table
+from kernel_ladder import autograd, gpu, selection, table
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, has_gradient
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import empty_inputs, make_grad, make_inputs
@@ -53,7 +53,7 @@ def chosen(op: str, case: Case, dtype: torch.dtype, *, gradient: bool) -> tuple[
         inputs = pretended_inputs(case, dtype, gradient=gradient)
         options = {**case.options}
         try:
-            found = table.resolve(op, "auto", inputs, options).name
+            found = selection.resolve(op, "auto", inputs, options).name
         except kernel_ladder.UnsupportedError:
             found = None
         refused = {}
@@ -265,6 +265,6 @@ def test_what_would_be_chosen_elsewhere_agrees_here(built_everywhere):
             spec, inputs = kernel_ladder.spec(op), make_inputs(case, torch.bfloat16, DEVICE)
             grad = make_grad(spec, inputs, case.options)
             with gpu.pretend(name):
-                variant = table.resolve(op, "auto", as_leaves(inputs), case.options)
+                variant = selection.resolve(op, "auto", as_leaves(inputs), case.options)
                 found = agreement(spec, functools.partial(run_variant, variant), inputs, case.options, grad)
             assert found.agrees, f"{variant}: {found}"

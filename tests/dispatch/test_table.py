@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder import BackendError, UnavailableError, UnsupportedError, table
+from kernel_ladder import BackendError, UnavailableError, UnsupportedError, selection, table
+from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.testing.samples import make_inputs
 
 from ..conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case, variant_id
@@ -20,7 +21,7 @@ from ..conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case,
 
 def resolve(op: str, backend: str | None, dtype: torch.dtype = torch.float32):
     case = typical_case(op)
-    return table.resolve(op, backend, make_inputs(case, dtype, DEVICE), case.options)
+    return selection.resolve(op, backend, make_inputs(case, dtype, DEVICE), case.options)
 
 
 def steps(*names: str, **unsupported):
@@ -45,7 +46,7 @@ def test_a_variants_name_means_that_variant(variant):
     case = typical_case(variant.op)
     inputs = make_inputs(case, torch.float32, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
-    assert table.resolve(variant.op, variant.name, inputs, case.options) is variant
+    assert selection.resolve(variant.op, variant.name, inputs, case.options) is variant
 
 
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
@@ -66,7 +67,7 @@ def test_none_is_auto_and_auto_is_the_builtin_on_the_cpu(op):
 def test_every_name_in_auto_exists():
     for op in kernel_ladder.OPS:
         names = {*table.LEVELS, *(v.name for v in table.variants(op))}
-        for name in kernel_ladder.spec(op).auto:
+        for name in ORDERS[op]:
             # Without the extension its variants are unknown, and so are those of a level that failed to import.
             assert name in names or not table.variants(op, name.partition(".")[0]), name
 

@@ -14,9 +14,8 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, multiprocessors
-from triton_impl.attention.aot_kernels import ahead_of_time
 from triton_impl.attention.call import Call, forward_by, mask_grad_unsupported, see_nothing
-from triton_impl.attention.tiles import BELOW_DIAGONAL, BOOLEAN, LOG2_E, hide, load_tile, soften, store_lse, wide
+from triton_impl.attention.tiles import LOG2_E, hide, load_tile, soften, store_lse, wide
 from triton_impl.common.dot import dot
 from triton_impl.common.fast_math import exp2
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
@@ -219,11 +218,3 @@ def unsupported(
     if rows > MAX_ROWS:
         return f"split_kv is for few queries: at most {MAX_ROWS} share a head of keys, got {rows}"
     return mask_grad_unsupported(query, key, value, attn_mask)
-
-
-AOT = [
-    ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),
-    ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
-    ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),
-    ahead_of_time(_split_kernel, 64, 32, 64, 4, 4, mask=BOOLEAN),
-]

@@ -16,11 +16,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.semantics.strides import has_rows_at
-from triton_impl.attention.aot_kernels import ahead_of_time
 from triton_impl.attention.call import Call, launched_by, mask_grad_unsupported
 from triton_impl.attention.tiles import (
-    BELOW_DIAGONAL,
-    BETWEEN_DIAGONALS,
     LOG2_E,
     Choices,
     configs_of,
@@ -33,9 +30,8 @@ from triton_impl.attention.tiles import (
     wide,
 )
 from triton_impl.common.dot import dot
-from triton_impl.matmul.tma import DescriptorLaunch, without_descriptors
-from triton_impl.runtime.aot import Entry
 from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.descriptor_launch import DescriptorLaunch, without_descriptors
 
 IEEE = tl.constexpr("ieee")
 
@@ -185,19 +181,3 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
 
 
 attention = launched_by(_first)
-
-
-def _ahead_of_time(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:
-    made = ahead_of_time(_tma_kernel, head_dim, m, n, num_warps, num_stages, band)
-    rows = {"q_desc": m, "k_desc": n, "v_desc": n}
-    described = {name: f"tensordesc<bf16[1,1,{count},{head_dim}]>" for name, count in rows.items()}
-    return made._replace(signature=made.signature | described)
-
-
-AOT = [
-    _ahead_of_time(64, 128, 128, 8, 3),
-    _ahead_of_time(128, 128, 128, 8, 2),
-    _ahead_of_time(128, 128, 64, 8, 3, BELOW_DIAGONAL),
-    _ahead_of_time(128, 128, 128, 8, 2, BETWEEN_DIAGONALS),
-    _ahead_of_time(256, 128, 64, 8, 2, BELOW_DIAGONAL),
-]

@@ -28,11 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_impl import multiprocessors
 from triton_impl.attention import tma as attention_tma
 from triton_impl.attention.call import Call, launched_by
-from triton_impl.attention.tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS
+from triton_impl.attention.tiles import BELOW_DIAGONAL
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
-from triton_impl.matmul.tma import DescriptorLaunch
-from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.descriptor_launch import DescriptorLaunch
 
 #: Queries of a warpgroup.
 BLOCK_M = gl.constexpr(64)
@@ -446,23 +445,3 @@ def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLau
 
 
 attention = launched_by(_first)
-
-
-def _ahead_of_time(head_dim: int, choice: int, band: int = 0) -> Entry:
-    config = configs(head_dim)[choice]
-    made = entry(_specialized_kernel, "bf16", {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}, config)
-    rows = {"q_desc": BLOCK_M.value, "k_desc": config.kwargs["BLOCK_N"], "v_desc": config.kwargs["BLOCK_N"]}
-    described = {
-        name: f"tensordesc<bf16[1, 1, {count}, {head_dim}],{_layout(count, head_dim, torch.bfloat16)!r}>"
-        for name, count in rows.items()
-    }
-    return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | described)
-
-
-AOT = [
-    _ahead_of_time(64, 0),
-    _ahead_of_time(64, 1),
-    _ahead_of_time(128, 0, BELOW_DIAGONAL),
-    _ahead_of_time(128, 1),
-    _ahead_of_time(256, 0, BETWEEN_DIAGONALS),
-]

@@ -1,9 +1,9 @@
-"""bias_dropout_add_layer_norm, rung 3: cluster (Gluon, Hopper), 16-bit elements
+"""bias_dropout_add_layer_norm, rung 3 of 4: cluster
 
 Idea      One thread-block cluster per row. Each thread makes the sum one vector at a time, with one call of Philox per
           vector, and keeps it as 16-bit values in registers; the blocks exchange their moments through distributed
           shared memory. Backward: the kernel of :mod:`triton_impl.norm.cluster_backward`, then the dropout gradient's
-          (common.py).
+          (common.py). In Gluon, for Hopper and 16-bit elements.
 Predicts  3·N·sizeof(T) bytes per row, 4·N·sizeof(T) with the sum saved, at lengths where `fused` runs out of registers.
 Limit now Each cluster reads the three parameters from L2.
 Next      `persistent_cluster`: keep them in shared memory while clusters loop over rows.

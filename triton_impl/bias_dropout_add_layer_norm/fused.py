@@ -1,4 +1,4 @@
-"""bias_dropout_add_layer_norm, rung 2: fused
+"""bias_dropout_add_layer_norm, rung 2 of 4: fused
 
 Idea      Whole rows in registers, one or several per program: bias, dropout, residual sum and LayerNorm in one kernel.
           Backward: the kernel of :mod:`triton_impl.norm.fused`, then the dropout gradient's (common.py).

@@ -1,4 +1,4 @@
-"""bias_dropout_add_layer_norm, rung 1: online
+"""bias_dropout_add_layer_norm, rung 1 of 4: online
 
 Idea      A row of any length, one block of columns at a time. The first pass stores the sum and finds its statistics;
           the second normalises the sum, which it finds in L2. Backward: the kernels of :mod:`triton_impl.norm.online`,

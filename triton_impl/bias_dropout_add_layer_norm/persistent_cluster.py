@@ -1,7 +1,8 @@
-"""bias_dropout_add_layer_norm, rung 4: persistent_cluster (Gluon, Hopper), forward, 16-bit elements
+"""bias_dropout_add_layer_norm, rung 4 of 4: persistent_cluster
 
 Idea      As many clusters as the GPU holds, each of which loops over rows, as persistent_cluster.py of the norms,
           whose second pass this kernel shares. All three parameters stay in shared memory.
+          In Gluon, for Hopper and 16-bit elements. No backward pass.
 Predicts  4 bytes per value from memory where `cluster` reads 10 from L2.
 Limit now One row in flight per cluster: two make memory slower.
 """

@@ -74,7 +74,7 @@ INTERPRETER_CONFIG = config(64, 64, 64, 1, 1)
 
 
 @triton.jit
-def grouped(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def rasterize(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """Row and column of tiles of a tile's number.
 
     Grouped order: programs that run together cover GROUP_M rows of tiles, and share their A and B through the L2.
@@ -89,7 +89,7 @@ def grouped(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: t
 @triton.jit
 def accumulate(
     a_ptr, b_ptr, tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-    PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LARGE: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product in float32, with its rows, its columns, and which of its elements the output has."""
@@ -98,7 +98,7 @@ def accumulate(
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else offs_m < M
     mask_n = tl.full((BLOCK_N,), True, tl.int1) if EVEN_N else offs_n < N
-    if LARGE:
+    if INT64_OFFSETS:
         offs_m, offs_n, offs_k = offs_m.to(tl.int64), offs_n.to(tl.int64), offs_k.to(tl.int64)
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
@@ -158,7 +158,7 @@ def arguments_of(a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], dic
         "EVEN_M": m % BLOCK_MULTIPLE == 0,
         "EVEN_N": n % BLOCK_MULTIPLE == 0,
         "EVEN_K": k % BLOCK_MULTIPLE == 0,
-        "LARGE": large,
+        "INT64_OFFSETS": large,
     }
     return (m, n, k, stride_am, stride_ak, stride_bk, stride_bn, tuning_key), constants
 

@@ -1,8 +1,10 @@
-"""layer_norm, rms_norm, add_rms_norm, rung 4: cluster (Gluon, Hopper)
+"""layer_norm, rung 4 of 5: cluster
+rms_norm, rung 4 of 4: cluster
+add_rms_norm, rung 3 of 3: cluster
 
 Idea      One thread-block cluster per row. Each block keeps its part of the row in registers; the blocks exchange their
           moments through distributed shared memory. A row that one block holds has that block alone. Backward:
-          cluster_backward.py.
+          cluster_backward.py. In Gluon, for Hopper.
 Predicts  2·N·sizeof(T) bytes per row at lengths where `fused` runs out of registers.
 Limit now Each cluster reads weight and bias from L2, and waits once for its row and once for the exchange.
 Next      `persistent_cluster`: clusters that loop over rows and copy the next row meanwhile.

@@ -1,4 +1,6 @@
-"""layer_norm, rms_norm, add_rms_norm, rung 3: fused
+"""layer_norm, rung 3 of 5: fused
+rms_norm, rung 3 of 4: fused
+add_rms_norm, rung 2 of 3: fused
 
 Idea      Whole rows in registers, one or several per program: one read, one write. Backward, persistent programs loop
           over rows and keep the column sums of the parameters' gradients in registers.

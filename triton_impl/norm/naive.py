@@ -1,4 +1,5 @@
-"""layer_norm and rms_norm, rung 1: naive
+"""layer_norm, rung 1 of 5: naive
+rms_norm, rung 1 of 4: naive
 
 Idea      One program per row. The whole row is one block of registers, so global memory is read once and written once.
           Backward, a second kernel sums the parameters' gradients: one program per block of columns loops over rows.

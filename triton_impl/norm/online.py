@@ -1,4 +1,6 @@
-"""layer_norm, rms_norm, add_rms_norm, rung 2: online
+"""layer_norm, rung 2 of 5: online
+rms_norm, rung 2 of 4: online
+add_rms_norm, rung 1 of 3: online
 
 Idea      A row of any length, one block of columns at a time. The first pass sums x and x² about a pilot mean, so one
           read gives both statistics; the second pass normalises and finds the row in L2. Backward, one kernel finds

@@ -1,7 +1,8 @@
-"""softmax, rung 4 of 4: cluster (Gluon, Hopper)
+"""softmax, rung 4 of 4: cluster
 
 Idea      One thread-block cluster per row. Each block keeps its part of the row in registers; the blocks exchange their
           maximum and sum through distributed shared memory. A row that one block can hold has that block alone.
+          In Gluon, for Hopper.
 Predicts  2·N·sizeof(T) bytes per row at lengths where `fused` runs out of registers.
 Limit now One row per cluster: each waits once for its row and once for the exchange.
 """

@@ -12,11 +12,10 @@ import triton.language as tl
 from kernel_ladder.semantics.reduction import Dim, reduced_dims, spread, sum_shape
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
-from triton_impl import register, unsupported
+from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad_strides
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import LaunchCache, LaunchPlan
 
 #: Elements of a tile by the bytes of one: a 16-byte load of each thread of 4 warps. A thread has several on their way.
@@ -32,9 +31,9 @@ ALONG, ACROSS = 2, 4
 
 
 @triton.jit
-def _zeros(BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, INT64_OFFSETS: tl.constexpr):
+def _zeros(BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, FLOAT64: tl.constexpr):
     # Sums of float32 values are kept in float64 and rounded once: memory is the limit by far.
-    if INT64_OFFSETS:
+    if FLOAT64:
         return tl.zeros([BLOCK_O, BLOCK_R], tl.float64)
     else:
         return tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
@@ -55,7 +54,7 @@ def _store(out_ptr, sums, mask):
 @triton.jit
 def _sum_rows_kernel(
     out_ptr, input_ptr, count, length, stride, part,
-    DIVISIBILITY: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     griddepcontrol_wait(USE_PDL)
@@ -68,7 +67,7 @@ def _sum_rows_kernel(
     begin = tl.program_id(1).to(tl.int64) * part
     left = tl.minimum(length - begin, part)
     rows_ptr = input_ptr + begin + (row * stride)[:, None]
-    total = _zeros(BLOCK_O, BLOCK_R, INT64_OFFSETS)
+    total = _zeros(BLOCK_O, BLOCK_R, FLOAT64)
     for start in range(0, part, LOADS * BLOCK_R):
         i = start + tl.arange(0, LOADS * BLOCK_R)
         x = tl.load(rows_ptr + i[None, :], mask=(row < count)[:, None] & (i < left)[None, :], other=0.0)
@@ -81,7 +80,7 @@ def _sum_rows_kernel(
 @triton.jit
 def _sum_columns_kernel(
     out_ptr, input_ptr, blocks, length, columns, block_stride, stride, part,
-    DIVISIBILITY: tl.constexpr, INT64_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
+    DIVISIBILITY: tl.constexpr, FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     griddepcontrol_wait(USE_PDL)
@@ -96,7 +95,7 @@ def _sum_columns_kernel(
     begin = tl.program_id(1).to(tl.int64) * part
     left = tl.minimum(length - begin, part)
     columns_ptr = input_ptr + block * block_stride + begin * stride + column[None, :]
-    total = _zeros(BLOCK_R, BLOCK_O, INT64_OFFSETS)
+    total = _zeros(BLOCK_R, BLOCK_O, FLOAT64)
     for start in range(0, part, LOADS * BLOCK_R):
         i = start + tl.arange(0, LOADS * BLOCK_R)
         mask = (i < left)[:, None] & (column < columns)[None, :]
@@ -111,14 +110,14 @@ def _sum_columns_kernel(
 def _sum_strided_kernel(
     out_ptr, input_ptr, count, length, part, size1, size2, size3, i0, i1, i2, i3, o0, o1, o2, o3,
     length1, length2, length3, r0, r1, r2, r3,
-    INT64_OFFSETS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, USE_PDL: tl.constexpr,
+    FLOAT64: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, LOADS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     griddepcontrol_wait(USE_PDL)
     o = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     begin = tl.program_id(1).to(tl.int64) * part
     end = tl.minimum(begin + part, length)
     input_ptr += offset_of(o, size1, size2, size3, i0, i1, i2, i3)[:, None]
-    total = _zeros(BLOCK_O, BLOCK_R, INT64_OFFSETS)
+    total = _zeros(BLOCK_O, BLOCK_R, FLOAT64)
     for start in range(0, part, LOADS * BLOCK_R):
         i = begin + start + tl.arange(0, LOADS * BLOCK_R)
         offset = offset_of(i, length1, length2, length3, r0, r1, r2, r3)
@@ -284,17 +283,5 @@ def too_many_dims(input: torch.Tensor, dims: tuple[int, ...]) -> str | None:
     return None
 
 
-def _unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
-    return unsupported(input) or too_many_dims(input, reduced_dims(dim, input.dim()))
-
-
-register("sum", "triton.two_stage", forward=sum, backward=sum_backward, unsupported=_unsupported)
-
-AOT = [
-    entry(_sum_rows_kernel, "bf16", {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 1, "BLOCK_R": 1024, "LOADS": 8}),
-    entry(_sum_rows_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 8, "BLOCK_R": 256, "LOADS": 1}),
-    entry(_sum_columns_kernel, "bf16", {"DIVISIBILITY": 16, "INT64_OFFSETS": False, "BLOCK_O": 128, "BLOCK_R": 8, "LOADS": 8}),
-    entry(_sum_columns_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 64, "BLOCK_R": 8, "LOADS": 4}),
-    entry(_sum_columns_kernel, "fp32", {"DIVISIBILITY": 16, "INT64_OFFSETS": True, "BLOCK_O": 16, "BLOCK_R": 32, "LOADS": 4}),
-    entry(_sum_strided_kernel, "fp32", {"INT64_OFFSETS": True, "BLOCK_O": 4, "BLOCK_R": 128, "LOADS": 8}),
-]
+def unsupported(input: torch.Tensor, *, dim: Dim, keepdim: bool) -> str | None:
+    return unsupported_by_triton(input) or too_many_dims(input, reduced_dims(dim, input.dim()))

@@ -1,0 +1,206 @@
+"""Selection: which rung ``backend="cuda"``, ``"triton"`` or ``"auto"`` stands for, for these inputs on this GPU.
+
+A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first;
+``"auto"`` means the rungs that :mod:`kernel_ladder.selection.orders` lists. The first that supports the call is taken.
+Where another order is faster, a rule of :mod:`kernel_ladder.selection.rules` names the rungs to try before those. Host
+code of kernels chooses nothing. :func:`explain` tells why a rung was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from kernel_ladder import table
+from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
+from kernel_ladder.selection.orders import ORDERS
+from kernel_ladder.selection.rules import RULES, Rule
+from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.table import LEVELS, Variant, asked_for, source_of
+from kernel_ladder.transforms import is_wrapped, transforms_active
+
+
+class Preferred(NamedTuple):
+    """A rule, and the rungs among which it names some."""
+
+    rule: Rule
+    rungs: dict[str, Variant]
+
+
+#: Candidates of calls met before, by operation, backend and device type.
+_known: dict[tuple[str, str, bool], tuple[Variant | Preferred, ...]] = {}
+table.on_change(_known.clear)
+
+
+def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> Variant:
+    """The rung that `backend` names for these inputs.
+
+    Args:
+        op: an operation's name.
+        backend: a rung's name, a level's name or ``"auto"``; None is what :func:`kernel_ladder.use` chose, else the
+            environment's ``KERNEL_LADDER_BACKEND``, else ``"auto"``.
+        inputs: the call's tensors, None for one that is absent.
+        options: the call's keyword arguments.
+
+    Raises:
+        BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.
+    """
+    return choose(op, backend, inputs, options, is_compiling())
+
+
+def choose(
+    op: str, backend: str | None, inputs: Inputs, options: Options, compiling: bool, source: str | None = None
+) -> Variant:
+    """:func:`resolve`, for a caller who knows already whether torch.compile is tracing.
+
+    `source` is how messages begin, where the caller knows it too (:func:`kernel_ladder.table.source_of`).
+    """
+    given = backend
+    if type(backend) is not str:  # the common case needs no call
+        backend = asked_for(op, backend)
+    call = (op, backend, inputs[0].is_cuda)
+    candidates = None if compiling else _known.get(call)
+    if candidates is None:
+        candidates = _candidates(*call, source_of(given) if source is None else source)
+        if not compiling:
+            _known[call] = candidates
+    followed = transforms_active() or forward_ad._current_level >= 0
+    for candidate in candidates:
+        if isinstance(candidate, Preferred):
+            for name in candidate.rule(inputs, options):
+                preferred = candidate.rungs.get(name)
+                if (
+                    preferred is not None
+                    and not (followed and _not_followed(preferred, inputs, compiling))
+                    and preferred.unsupported(*inputs, **options) is None
+                ):
+                    return preferred
+            continue
+        if followed and _not_followed(candidate, inputs, compiling):
+            continue
+        if candidate.unsupported(*inputs, **options) is None:
+            return candidate
+    why = _refusal(backend, candidates, inputs, options, followed, compiling)
+    raise UnsupportedError(f"{op}: {source_of(given) if source is None else source}{why}")
+
+
+def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> list[tuple[str, str | None]]:
+    """The rungs in the order in which this call tries them, up to the one taken, each with why it was passed over.
+
+    The reason of the rung taken is None. Where none is taken every rung has a reason.
+    """
+    backend = asked_for(op, backend)
+    followed = transforms_active() or forward_ad._current_level >= 0
+    tried: list[tuple[str, str | None]] = []
+    for rung in _in_order(_candidates(op, backend, inputs[0].is_cuda, ""), inputs, options):
+        if any(rung.name == name for name, _ in tried):
+            continue
+        reason = (_not_followed(rung, inputs, False) if followed else None) or rung.unsupported(*inputs, **options)
+        tried.append((rung.name, reason))
+        if reason is None:
+            break
+    return tried
+
+
+def preferred_first(rungs: list[Variant], inputs: Inputs, options: Options) -> list[Variant]:
+    """The rungs of one level in the order in which a call by the level's name tries them; `rungs`, last to first."""
+    by_name = {rung.name: rung for rung in rungs}
+    rule = RULES.get((rungs[0].op, rungs[0].level))
+    names = () if rule is None else rule(inputs, options)
+    return list(dict.fromkeys([*(by_name[name] for name in names if name in by_name), *rungs]))
+
+
+def _in_order(candidates: tuple[Variant | Preferred, ...], inputs: Inputs, options: Options) -> Iterator[Variant]:
+    for candidate in candidates:
+        if isinstance(candidate, Preferred):
+            yield from (candidate.rungs[n] for n in candidate.rule(inputs, options) if n in candidate.rungs)
+        else:
+            yield candidate
+
+
+def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:
+    """Why a rung is not for these inputs inside a transform that must see PyTorch's operators, or None."""
+    # Where torch.compile traces the caller, the compile level is the formula.
+    if variant.backward is None and (variant.level == "torch" or (compiling and variant.level == "compile")):
+        return None
+    given = [x for x in inputs if x is not None]
+    if transforms_active():
+        # Tensors from outside of a transform are plain ones in it, save to autograd and to torch.compile.
+        if compiling or variant.level == "compile" or any(x.requires_grad or is_wrapped(x) for x in given):
+            return "torch.func (vmap, grad, jvp and so on) follows PyTorch's own operators alone; use backend='torch'"
+    elif compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+        return "forward-mode differentiation follows PyTorch's own operators alone; use backend='torch'"
+    return None
+
+
+def _candidates(op: str, backend: str, on_gpu: bool, source: str) -> tuple[Variant | Preferred, ...]:
+    """What a backend's name may stand for, in the order to try; there is at least one rung."""
+    if backend == "auto":
+        first = ORDERS[op] if on_gpu else ()
+        # What the order leaves out of a level comes last: some inputs nothing else takes.
+        named = {name.partition(".")[0] for name in first}
+        names = [
+            *first,
+            table.spec(op).baseline,
+            "torch.naive",
+            *(each for each in ("triton", "cuda") if each in named),
+        ]
+        rungs = dict.fromkeys(v for name in names for v in _available(op, name))
+        return _with_rules(op, tuple(rungs))
+    level = table.level_of(backend)
+    if level is None:
+        raise BackendError(table.unknown_backend(op, backend, table.known_to(op), source))
+    reason, climb = table.at_level(op, level)
+    if backend != level and climb and backend not in climb:
+        raise BackendError(table.unknown_backend(op, backend, table.known_to(op), source))
+    if reason is not None:
+        raise UnavailableError(f"{op}: {source}backend {backend!r} is unavailable: {reason}")
+    rungs_of_level = tuple(_available(op, backend))
+    return _with_rules(op, rungs_of_level) if backend == level else rungs_of_level
+
+
+def _with_rules(op: str, rungs: tuple[Variant, ...]) -> tuple[Variant | Preferred, ...]:
+    """`rungs`, before the first of each level the level's rule, if there is one."""
+    found: list[Variant | Preferred] = []
+    seen = set[str]()
+    for rung in rungs:
+        if rung.level not in seen:
+            seen.add(rung.level)
+            if (rule := RULES.get((op, rung.level))) is not None:
+                found.append(Preferred(rule, table.at_level(op, rung.level)[1]))
+        found.append(rung)
+    return tuple(found)
+
+
+def _available(op: str, backend: str) -> list[Variant]:
+    level = backend.partition(".")[0]
+    reason, climb = table.at_level(op, level)
+    if reason is not None:
+        return []
+    if backend == level:
+        return [*reversed(climb.values())]
+    return [climb[backend]] if backend in climb else []
+
+
+def _refusal(
+    backend: str,
+    candidates: tuple[Variant | Preferred, ...],
+    inputs: Inputs,
+    options: Options,
+    followed: bool,
+    compiling: bool,
+) -> str:
+    # A function of its own: a comprehension there would slow the loop that chooses.
+    reasons = [
+        (v.name, (_not_followed(v, inputs, compiling) if followed else None) or v.unsupported(*inputs, **options))
+        for v in candidates
+        if not isinstance(v, Preferred)
+    ]
+    if backend in LEVELS:
+        every = "; ".join(f"{name}: {why}" for name, why in reasons)
+        return f"no variant at level {backend!r} supports this call: {every}"
+    name, why = next((reason for reason in reasons if reason[0] == "torch.naive"), reasons[-1])
+    return f"{name} does not support this call: {why}"

@@ -1,0 +1,50 @@
+"""What ``backend="auto"`` tries on a GPU, fastest first, a level's name standing for all of its rungs.
+
+On a CPU ``"auto"`` is PyTorch's own function. Rungs that take nothing which a later one refuses are left out.
+"""
+
+from __future__ import annotations
+
+ORDERS: dict[str, tuple[str, ...]] = {
+    "gelu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
+    "softmax": (
+        "cuda.cluster_two_pass",
+        "cuda.cluster",
+        "cuda.multirow",
+        "cuda.registers",
+        "cuda.shared",
+        "triton.cluster",
+        "triton.fused",
+        "torch.builtin",
+    ),
+    "matmul": ("torch.builtin",),
+    "attention": (
+        "torch.builtin",
+        "cuda.split_kv",
+        "cuda.persistent",
+        "cuda.flash",
+        "triton.split_kv",
+        "triton.warp_specialized",
+        "triton.tma",
+        "triton.flash",
+        "torch.naive",
+    ),
+    "attention_varlen": ("cuda.pingpong", "triton.flash", "torch.flash", "torch.naive"),
+    "add": ("cuda.vectorized", "triton.fused", "torch.builtin"),
+    "sum": ("cuda.two_stage", "triton.two_stage", "torch.builtin"),
+    "layer_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
+    "rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
+    "dropout": ("cuda.vectorized", "triton.fused", "torch.naive"),
+    "bias_gelu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
+    "swiglu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
+    "add_rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
+    "bias_dropout_add_layer_norm": (
+        "cuda.cluster",
+        "cuda.registers",
+        "triton.cluster",
+        "triton.fused",
+        "triton.online",
+        "torch.naive",
+    ),
+    "linear": ("torch.builtin",),
+}

@@ -1,0 +1,34 @@
+"""Rules: for some calls other rungs of a level are faster than its last. Each file of this package has some.
+
+A rule takes the inputs and options of a call and returns the names of the rungs to try before the others, best first.
+A rung that does not support the call is passed over, and a name that is not registered is ignored. Rules depend on
+shapes, dtypes, strides and the GPU alone: the same call is always given to the same rung.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+from kernel_ladder.spec import Inputs, Options
+
+Rule = Callable[[Inputs, Options], tuple[str, ...]]
+
+
+def _collected() -> dict[tuple[str, str], Rule]:
+    """The ``RULES`` of every file beside this one, by operation and level."""
+    import kernel_ladder.selection as package
+
+    found: dict[tuple[str, str], Rule] = {}
+    for file in pkgutil.iter_modules(package.__path__):
+        if file.name in ("orders", "rules"):
+            continue
+        rules = importlib.import_module(f"{package.__name__}.{file.name}").RULES
+        assert not found.keys() & rules.keys(), f"two rules for {found.keys() & rules.keys()}"
+        found.update(rules)
+    return found
+
+
+#: The rule of an operation at a level, where there is one.
+RULES: dict[tuple[str, str], Rule] = _collected()

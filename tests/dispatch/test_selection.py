@@ -1,0 +1,98 @@
+"""Selection: rules name the rungs to try first, a rung's own name is obeyed, and the choice can be printed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder import UnsupportedError, selection, table
+from kernel_ladder.__main__ import main
+from kernel_ladder.selection.orders import ORDERS
+from kernel_ladder.selection.rules import RULES
+
+from ..conftest import DEVICE
+
+
+def rung(name: str, refuses=lambda input: None):
+    return table.register(
+        "gelu",
+        name,
+        forward=lambda input, **options: (input, ()),
+        unsupported=lambda input, **options: refuses(input),
+    )
+
+
+@pytest.fixture
+def rule(scratch_table, monkeypatch):
+    """Two rungs of gelu at a level, and a rule that prefers the first one for rows of at most 8."""
+    rung("torch.short", lambda input: "takes float32 alone" if input.dtype != torch.float32 else None)
+    rung("torch.long")
+    prefer = lambda inputs, options: ("torch.absent", "torch.short") if inputs[0].shape[-1] <= 8 else ()  # noqa: E731
+    monkeypatch.setitem(RULES, ("gelu", "torch"), prefer)
+
+
+def chosen(x: torch.Tensor, backend: str = "torch") -> str:
+    return selection.resolve("gelu", backend, (x,), {"approximate": "none"}).name
+
+
+def test_a_rule_names_what_is_tried_first(rule):
+    assert chosen(torch.zeros(3, 8, device=DEVICE)) == "torch.short"
+    assert chosen(torch.zeros(3, 9, device=DEVICE)) == "torch.long"
+
+
+def test_a_preferred_rung_may_refuse(rule):
+    assert chosen(torch.zeros(3, 8, device=DEVICE, dtype=torch.float64)) == "torch.long"
+
+
+def test_a_rungs_name_is_obeyed_whatever_the_rule(rule):
+    assert chosen(torch.zeros(3, 8, device=DEVICE), "torch.long") == "torch.long"
+    with pytest.raises(UnsupportedError, match="float32 alone"):
+        chosen(torch.zeros(3, 8, device=DEVICE, dtype=torch.float64), "torch.short")
+
+
+def test_the_explanation_ends_with_the_rung_that_is_taken(rule):
+    x = torch.zeros(3, 8, device=DEVICE, dtype=torch.float64)
+    tried = selection.explain("gelu", "torch", (x,), {"approximate": "none"})
+    assert tried == [("torch.short", "takes float32 alone"), ("torch.long", None)]
+
+
+def test_every_operation_has_an_order_and_rules_are_of_levels():
+    assert set(ORDERS) == set(kernel_ladder.OPS)
+    for op, level in RULES:
+        assert op in kernel_ladder.OPS
+        assert level in table.LEVELS
+
+
+@pytest.mark.parametrize("op", kernel_ladder.OPS)
+def test_what_is_printed_is_what_is_taken(op, capsys):
+    spec = kernel_ladder.spec(op)
+    case = min((c for c in spec.sweep), key=lambda c: sum(torch.Size(s).numel() for s in c.shapes if s is not None))
+    assert main(["list", op, "--for", case.id, "--dtype", "float32", "--json"]) == 0
+    rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == ["auto", *table.LEVELS]
+    if DEVICE.type == "cpu":
+        assert rows["auto"]["variant"] == spec.baseline
+    assert rows["torch"]["variant"] in {v.name for v in table.variants(op, "torch")}
+    assert all(each["reason"] for row in rows.values() for each in row["passed_over"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["list", "--for", "8x8"], "name one"),
+        (["list", "gelu", "softmax", "--for", "8x8"], "name one"),
+        (["list", "gelu", "--for", "8x8", "--dtype", "int"], "unknown `dtype` 'int'"),
+    ],
+)
+def test_a_bad_question_is_told(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_shape_is_told(capsys):
+    assert main(["list", "gelu", "--for", "eight"]) == 2
+    assert "unknown `shape` 'eight'" in capsys.readouterr().err
