@@ -11,6 +11,7 @@ Three forms are read, the first of them wins:
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def _fields(lines: Sequence[str]) -> dict[str, str]:
     """The fields that follow a head's title; a line that is neither a field nor indented ends them."""
     found: dict[str, str] = {}
     name = ""
-    for line in lines:
+    # Titles that follow each other, of operations that share a file, share their fields.
+    for line in itertools.dropwhile(lambda line: _HEAD.match(line.strip()), lines):
         text = line.rstrip().removesuffix('"""')
         if field := _FIELD.match(text):
             name, found[field["name"]] = field["name"], field["text"].strip()

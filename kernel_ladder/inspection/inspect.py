@@ -254,7 +254,8 @@ def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
     reasons = []
     for case in candidates:
         inputs = tensors(make_inputs, case, request.dtype, device)
-        reason = variant.unsupported(*inputs, **case.options)
+        differentiated = request.pass_ == "backward" and variant.backward is not None
+        reason = variant.unsupported(*(as_leaves(inputs) if differentiated else inputs), **case.options)
         if reason is None:
             return case, as_leaves(inputs) if request.pass_ == "backward" else inputs
         reasons.append(reason)

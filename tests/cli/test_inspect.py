@@ -68,7 +68,9 @@ def without_kernels(found: Inspection) -> bool:
         return False
     assert not found.kernels
     assert found.pass_ == "backward"
-    assert found.op in ("add", "sum", "linear") or (found.op, found.backend) == ("attention_varlen", "cuda.pingpong")
+    given_elsewhere = found.backend == "triton.persistent_cluster"
+    given_elsewhere |= (found.op, found.backend) == ("attention_varlen", "cuda.pingpong")
+    assert found.op in ("add", "sum", "linear") or given_elsewhere
     return True
 
 
@@ -181,19 +183,25 @@ def test_kernels_begin_early_where_the_architecture_lets_them(arch):
     assert ("griddepcontrol" in ptx) == (arch == "sm_90")
 
 
-#: Calls whose kernels stay on the GPU as many as it holds, and which they are; on an Ampere, which has no clusters.
-STAYING = [
-    ("layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_norm_staying_kernel"),
+#: Calls of persistent kernels, and the kernel that each launches first.
+PERSISTENT = [
+    ("layer_norm", "triton.persistent_cluster", "4096x65536", "forward", "sm_90", "_norm_persistent_cluster_kernel"),
+    ("layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_norm_cluster_kernel"),
     ("layer_norm", "triton.cluster", "4096x65536", "backward", "sm_90", "_norm_cluster_backward_kernel"),
-    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_90", "_norm_short_backward_kernel"),
-    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_80", "_norm_backward_kernel"),
-    ("bias_dropout_add_layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_chain_staying_kernel"),
+    ("rms_norm", "triton.cluster", "8192x16384", "backward", "sm_90", "_norm_cluster_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_90", "_norm_fused_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_80", "_norm_fused_backward_kernel"),
+    ("rms_norm", "triton.online", "16384x1024", "backward", "sm_90", "_norm_online_row_means_kernel"),
+    (
+        *("bias_dropout_add_layer_norm", "triton.persistent_cluster", "4096x65536", "forward", "sm_90"),
+        "_chain_persistent_cluster_kernel",
+    ),
 ]
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize(("op", "backend", "shape", "pass_", "arch", "kernel"), STAYING)
-def test_kernels_that_stay_are_looked_into(op, backend, shape, pass_, arch, kernel):
+@pytest.mark.parametrize(("op", "backend", "shape", "pass_", "arch", "kernel"), PERSISTENT)
+def test_a_rung_launches_its_own_kernels(op, backend, shape, pass_, arch, kernel):
     found = looked_into(op, backend, pass_, arch=arch, shape=shape)
     assert found.kernels[0].name == kernel
     assert [k.name for k in found.kernels].count(kernel) == 1

@@ -1,4 +1,5 @@
-"""layer_norm and rms_norm, rung 1: naive
+"""layer_norm, rung 1 of 5: naive
+rms_norm, rung 1 of 4: naive
 
 Idea      One program per row. The whole row is one block of registers, so global memory is read once and written once.
           Backward, a second kernel sums the parameters' gradients: one program per block of columns loops over rows.
@@ -226,12 +227,12 @@ def _unsupported(row: tuple[int, ...], input: torch.Tensor, *parameters: torch.T
 def ahead_of_time(is_layernorm: bool) -> list[Entry]:
     """Specialisations that stand for the calls."""
     types = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "eps": "fp32"}
-    of_rows = [_rms_norm_kernel, _rms_norm_backward_kernel]
+    as_row_values = [_rms_norm_kernel, _rms_norm_backward_kernel]
     if is_layernorm:
-        of_rows = [_layer_norm_kernel, _layer_norm_backward_kernel]
+        as_row_values = [_layer_norm_kernel, _layer_norm_backward_kernel]
     found = [
         (kernel, {}, triton.Config({"BLOCK_N": block}, num_warps=_warps_of(block)))
-        for kernel in of_rows
+        for kernel in as_row_values
         for block in (1024, MAX_COLS)
     ]
     tile = triton.Config({"BLOCK_M": TILE_ROWS, "BLOCK_N": TILE_COLS}, num_warps=4)

@@ -1,4 +1,4 @@
-"""softmax, rung 1: naive
+"""softmax, rung 1 of 4: naive
 
 Idea      One program per row. The whole row is one block of registers, so global memory is read once and written once.
 Predicts  2·N·sizeof(T) bytes per row.
