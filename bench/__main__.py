@@ -14,7 +14,7 @@ from rich.console import Console
 import kernel_ladder
 from bench import peers, sweep
 from bench.measure import environment
-from bench.measure.selection import LONG_TUNING, Choice
+from bench.measure.selection import LONG_TUNING, Selection
 from bench.rows import resume, store
 from bench.show import table
 from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
@@ -42,7 +42,7 @@ and
 """
 
 
-def _choice(args: argparse.Namespace) -> Choice:
+def _selection(args: argparse.Namespace) -> Selection:
     named = split("--op", args.op, kernel_ladder.OPS)
     ops = [known("operation", op, kernel_ladder.OPS) for op in named] or list(kernel_ladder.OPS)
     backends = []
@@ -58,7 +58,7 @@ def _choice(args: argparse.Namespace) -> Choice:
     named = [*backends, *(f"{peers.LEVEL}.{name}" for name in names if args.peers != ALL_PEERS)]
     if backends:
         backends += [peers.IN_TABLE[name][op] for name in names for op in ops if op in peers.IN_TABLE.get(name, ())]
-    return Choice(
+    return Selection(
         ops,
         backends or None,
         dtypes or None,
@@ -158,13 +158,13 @@ def _sweep_parser() -> argparse.ArgumentParser:
 
 def _run_sweep(argv: Sequence[str], console: Console) -> int:
     args = _sweep_parser().parse_args(argv)
-    choice = _choice(args)
+    selection = _selection(args)
     output = args.output or environment.results_file()
     with store.writing(output):
-        return _measure(args, choice, output, console)
+        return _measure(args, selection, output, console)
 
 
-def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Console) -> int:
+def _measure(args: argparse.Namespace, selection: Selection, output: Path, console: Console) -> int:
     if args.resume and (repaired := store.drop_unfinished(output)) is not None:
         console.print(repaired, soft_wrap=True)
     before = store.read(output)  # a broken file is better found now than after the last kernel
@@ -172,12 +172,12 @@ def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Co
     standing = resume.standing(before, environment.facts()) if args.resume else {}
     if environment.device().type == "cpu":
         console.print("No GPU: shapes are shrunk, and Triton runs in its interpreter. Correctness, not speed.")
-    for name in choice.peers:
+    for name in selection.peers:
         if name in peers.PEERS and (reason := peers.PEERS[name].absent):
             console.print(f"peer {name}: {reason}", markup=False, soft_wrap=True)
     if args.resume:
         console.print(resume.report(standing, environment.facts(), output), soft_wrap=True)
-    run, interrupted = sweep.run(choice, output, console, standing)
+    run, interrupted = sweep.run(selection, output, console, standing)
     table.show(run, console)
     if run:
         console.print(f"{len(run)} rows are in {output}", soft_wrap=True)
@@ -192,8 +192,7 @@ def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Co
 
 def _draw(path: Path, console: Console, gpu: str | None = None) -> None:
     try:
-        from bench.measure import memory
-        from bench.show import ladders, pictures, roofline_chart
+        from bench.show import ladders, memory, pictures, roofline_chart
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return

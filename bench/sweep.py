@@ -1,4 +1,4 @@
-"""Check, then time, every chosen variant on every chosen case, and write rows as they come."""
+"""Check, then time, every selected variant on every selected case, and write each row at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import kernel_ladder
 from bench import peers
 from bench.measure import candidates, ceilings, clocks, correctness, environment, intervals, phases, rounds, timing
 from bench.measure.cases import host_case
-from bench.measure.selection import LONG_TUNING, Choice, Group, groups
+from bench.measure.selection import LONG_TUNING, Group, Selection, groups
 from bench.rows import resume, store
 from bench.rows.order import by_climb
 from bench.rows.ratio import baseline_of
@@ -29,7 +29,7 @@ from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.samples import empty_inputs
 
-#: Why a variant that may be right and fast has no time.
+#: Why a variant that was not found wrong has no time.
 NO_MEMORY = "no memory is left for {}"
 
 #: Seconds for the few rounds of a slow call in a quick sweep.
@@ -45,50 +45,50 @@ class _Refused(Exception):
 
 
 class GpuLost(Exception):
-    """A kernel has broken this process's use of the GPU: nothing more can be measured in it."""
+    """A kernel has corrupted the CUDA context: this process can measure nothing more."""
 
 
 class Sweep:
-    """One run. Host costs are measured once a variant, ceilings once a size; rows in `standing` are not made again."""
+    """One run. Measures host cost once per variant, ceilings once per size, and skips rows in `standing`."""
 
     def __init__(
         self,
-        choice: Choice,
+        selection: Selection,
         emit: Callable[[Row], None],
         device: torch.device,
         standing: Mapping[resume.Key, Row] | None = None,
     ) -> None:
-        self.choice, self.emit, self.device, self.standing = choice, emit, device, standing or {}
+        self.selection, self.emit, self.device, self.standing = selection, emit, device, standing or {}
         self.phases = phases.Phases()
         self._last: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
         self._host: dict[tuple[str, str, str, torch.dtype], tuple[float | None, float | None]] = {}
 
     def known(self, group: Group) -> dict[str, Variant]:
-        """By name, what is wanted for a group if there is time for its tuning."""
+        """The variants of a group by name, before those are left out whose tuning takes too long."""
         ours = table.variants(group.op) if group.case.climb else self._last_steps(group)
-        theirs = peers.variants(group.op, self.choice.peers)
-        return {v.name: v for v in (*filter(self.choice.takes, ours), *theirs)}
+        theirs = peers.variants(group.op, self.selection.peers)
+        return {v.name: v for v in (*filter(self.selection.takes, ours), *theirs)}
 
     def chosen(self, group: Group) -> list[Variant]:
-        """The candidates to measure for a group, whatever has been measured already."""
-        return [v for name, v in self.known(group).items() if self.choice.tunes(name, group.case)]
+        """The variants to measure for a group, including those that already have rows."""
+        return [v for name, v in self.known(group).items() if self.selection.tunes(name, group.case)]
 
     def _last_steps(self, group: Group) -> list[Variant]:
-        """The baseline, each level's most optimised variant that takes the case, and what is asked for by name."""
+        """The baseline, the last step of each level that takes the case, and variants selected by name."""
         key = (group.op, group.case.id, group.dtype)
         if key not in self._last:
             inputs = empty_inputs(group.case, group.dtype, self.device)
-            wanted = {baseline_of(group.op), *(self.choice.backends or ())}
+            wanted = {baseline_of(group.op), *(self.selection.backends or ())}
             for level in table.LEVELS:
                 climb = table.named(group.op, level)
                 fitting = (v for v in climb if v.unsupported(*inputs, **group.case.options) is None)
-                if climb:  # where none fits, the last one's reason is worth a row
+                if climb:  # where none fits, a row gives the reason of the last step
                     wanted.add(next(fitting, climb[0]).name)
             self._last[key] = [v for v in table.variants(group.op) if v.name in wanted]
         return self._last[key]
 
     def pending(self, group: Group, pass_: str) -> list[Variant]:
-        """Those of a pass that have no standing row, and the baseline, which they are paired with."""
+        """The variants of a pass without a row in `standing`, and the baseline that they are paired with."""
         chosen = self.chosen(group)
         missing = {v.name for v in chosen if self._missing(group, pass_, v.name)}
         return [v for v in chosen if v.name in missing or (missing and v.name == baseline_of(group.op))]
@@ -128,13 +128,13 @@ class Sweep:
         """Emit a row for each ceiling of a GPU that has none yet."""
         if self.device.type == "cuda":
             with self.phases(phases.CEILINGS):
-                for row in ceilings.measure(self.device, self.choice.quick, failed, self.standing):
+                for row in ceilings.measure(self.device, self.selection.quick, failed, self.standing):
                     self.emit(row)
 
     def _measure_pass(
         self, spec: Spec, group: Group, pass_: str, expected: correctness.Expected, wanted: Sequence[Variant]
     ) -> None:
-        """Time the variants beside each other, then beside the baseline alone each that found no memory."""
+        """Time the variants in common rounds; those that ran out of memory again, each with the baseline alone."""
         for variant in self._measure_together(spec, group, pass_, expected, wanted, wanted):
             torch.cuda.empty_cache()
             alone = [v for v in wanted if v.name in (variant.name, baseline_of(group.op))]
@@ -149,9 +149,9 @@ class Sweep:
         wanted: Sequence[Variant],
         shown: Sequence[Variant],
     ) -> list[Variant]:
-        """Emit the rows of those that are `shown`, but of what finds no memory beside others than the baseline.
+        """Emit the rows of the variants in `shown`.
 
-        That is returned.
+        Returns those that ran out of memory beside variants other than the baseline, without a row.
         """
         backward, baseline = pass_ == "backward", baseline_of(group.op)
         try:
@@ -192,7 +192,7 @@ class Sweep:
                 self._check_alive(f"timing {group} {pass_}")
                 raise
             del copies, launch
-            launches.clear()  # and the memory of their graphs, which a ceiling may need
+            launches.clear()  # frees the memory of their graphs, which a ceiling may need
         bandwidth, rate = self._ceilings_of(group, done[0].bytes)
         for row in done:
             row.ceiling_gbs, row.ceiling_tflops = bandwidth, rate
@@ -200,7 +200,7 @@ class Sweep:
         return short
 
     def _ceilings_of(self, group: Group, nbytes: int) -> tuple[float, float] | tuple[None, None]:
-        """GB/s and TFLOP/s that rows are held to; None where memory is short of measuring them beside the group."""
+        """GB/s and TFLOP/s of the ceilings; None where memory does not suffice to measure them beside the group."""
         with self.phases(phases.CEILINGS):
             try:
                 return ceilings.copy_gbs(nbytes, self.device), ceilings.matrix_tflops(group.dtype, self.device)
@@ -211,21 +211,21 @@ class Sweep:
         """Let the clocks settle, then run the rounds that count."""
         slow = timing.apart(launches)
         with self.phases(phases.SETTLE):
-            # No longer than the measuring itself.
+            # At most as long as the measurement itself.
             fast = [launch for name, launch in launches.items() if name not in slow]
-            settled = timing.settle(fast, min(self.choice.settle, self.choice.seconds))
+            settled = timing.settle(fast, min(self.selection.settle, self.selection.seconds))
             self.phases.settled += settled
             self.phases.unsettled += not settled and self.device.type == "cuda"
 
         def observe(span: timing.Span) -> None:
             self.phases.launched += span.end - span.begin
 
-        patience = QUICK_PATIENCE_S if self.choice.quick else timing.SLOW_S
+        patience = QUICK_PATIENCE_S if self.selection.quick else timing.SLOW_S
         with self.phases(phases.TIMING):
             return rounds.run(
                 launches,
                 baseline,
-                seconds=self.choice.seconds,
+                seconds=self.selection.seconds,
                 patience=patience,
                 device=self.device,
                 observe=observe,
@@ -240,7 +240,7 @@ class Sweep:
         backward: bool,
         row: Row,
     ) -> timing.Launch:
-        """Check a variant's results and make it ready to be timed. Raises _Refused where it gets no time."""
+        """Check a variant's results and prepare its timing. Raises _Refused where it gets no time."""
         reason = table.unavailable(variant.op, variant.level) if variant.level in table.LEVELS else None
         asked = as_leaves(expected.inputs) if backward else expected.inputs
         reason = reason or variant.unsupported(*asked, **group.case.options)
@@ -253,8 +253,8 @@ class Sweep:
                 row.compile_s = timing.wall(lambda: call(0), self.device)[0]
             with self.phases(phases.PREPARE):
                 returned, seconds, row.peak_mib = self._another(call)
-            with self.phases(phases.CHECK):  # not of the first call: a kernel can be right once and wrong ever after
-                if backward and variant.level == peers.LEVEL:  # may write over what it saved: right once a graph
+            with self.phases(phases.CHECK):  # of a later call: a kernel may be right only at its first
+                if backward and variant.level == peers.LEVEL:  # may overwrite what it saved: right once per graph
                     returned = make(variant, copies)(0)
                 found = expected.check(candidates.results(returned, backward))
                 del returned
@@ -280,7 +280,7 @@ class Sweep:
             raise _Refused(None) from None
 
     def _check_alive(self, last: str) -> None:
-        """Raise GpuLost where a kernel has left the GPU unusable: whoever is called next would be blamed for it."""
+        """Raise GpuLost where a kernel has left the GPU unusable; otherwise the next variant would get the blame."""
         try:
             timing.synchronize(self.device)
         except Exception as error:
@@ -291,16 +291,16 @@ class Sweep:
         self.emit(row)
 
     def _empty_levels(self, group: Group, pass_: str) -> Iterator[str]:
-        """Levels that are wanted and have no variant to show, because they could not be loaded at all."""
+        """Selected levels that have no variant because they could not be loaded."""
         for level in table.LEVELS:
-            wanted = self.choice.backends is None or level in self.choice.backends
+            wanted = self.selection.backends is None or level in self.selection.backends
             empty = not table.variants(group.op, level) and table.unavailable(group.op, level) is not None
             if wanted and empty and self._missing(group, pass_, level):
                 yield level
 
     def _host_us(self, variant: Variant, group: Group, backward: bool) -> tuple[float | None, float | None]:
         # Of a backward pass torch.compile would compile one more graph for it, a second an operation.
-        if backward and self.choice.quick:
+        if backward and self.selection.quick:
             return None, None
         key = (variant.op, variant.name, "backward" if backward else "forward", group.dtype)
         if key not in self._host:
@@ -369,7 +369,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 
 def run(
-    choice: Choice, output: Path, console: Console, standing: Mapping[resume.Key, Row] | None = None
+    selection: Selection, output: Path, console: Console, standing: Mapping[resume.Key, Row] | None = None
 ) -> tuple[list[Row], bool]:
     """Measure, appending rows to `output` as they finish. Returns the run's rows, and whether it was interrupted.
 
@@ -393,10 +393,10 @@ def run(
     def note(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    sweep = Sweep(choice, emit, device, standing)
-    todo = groups(choice, device)
+    sweep = Sweep(selection, emit, device, standing)
+    todo = groups(selection, device)
     if not todo:
-        part, parts = choice.share
+        part, parts = selection.share
         note(f"{f'share {part}/{parts}' if parts > 1 else 'what was chosen'} holds no case to measure")
     _announce(sweep, todo, note)
     todo = [group for group in todo if not sweep.is_finished(group)]
@@ -413,7 +413,7 @@ def run(
     with progress:
         task = progress.add_task("ceilings", total=len(todo))
         try:
-            if choice.ceilings:
+            if selection.ceilings:
                 sweep.measure_ceilings(lambda failure: note(f"no ceiling: {failure}"))
             for group in todo:
                 progress.update(task, description=str(group))
@@ -432,7 +432,7 @@ def run(
     if emitted:
         whole = _tidy(output, whole)
         sweep.phases.show(console)
-    return [row for row in whole if row.op in (*choice.ops, store.CEILING)], interrupted
+    return [row for row in whole if row.op in (*selection.ops, store.CEILING)], interrupted
 
 
 def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) -> None:
@@ -441,7 +441,7 @@ def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) 
         note(f"clock, power and temperature are not recorded: {reason}")
     for name in sorted(LONG_TUNING):
         takes = [group for group in todo if name in sweep.known(group)]
-        left_out = sum(not sweep.choice.tunes(name, group.case) for group in takes)
+        left_out = sum(not sweep.selection.tunes(name, group.case) for group in takes)
         if left_out and sweep.device.type == "cuda":
             option = "--peers" if name.startswith(f"{peers.LEVEL}.") else "--backend"
             note(

@@ -10,7 +10,7 @@ from kernel_ladder.table import register
 from kernel_ladder.tracing import address
 
 #: Rungs that share the backward kernels of another.
-_BACKWARD_OF = {"vectorized": "multirow"}
+BACKWARD_OF = {"vectorized": "multirow"}
 
 
 def _vectorized_unsupported(input: torch.Tensor, bias: torch.Tensor, *, approximate: str) -> str | None:
@@ -37,7 +37,7 @@ def _has_even_rows(input: torch.Tensor, vector: int) -> bool:
 
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
-    run, run_backward = getattr(ops.bias_gelu, name), getattr(ops.bias_gelu_backward, _BACKWARD_OF.get(name, name))
+    run, run_backward = getattr(ops.bias_gelu, name), getattr(ops.bias_gelu_backward, BACKWARD_OF.get(name, name))
 
     def forward(input: torch.Tensor, bias: torch.Tensor, *, approximate: str) -> tuple[torch.Tensor, tuple]:
         return run(input, bias, approximate), (input, bias, approximate)
@@ -46,7 +46,7 @@ def _register(name: str) -> None:
         return run_backward(grad, *saved)
 
     torch.library.register_fake(f"kernel_ladder::bias_gelu.{name}", lambda input, bias, approximate: fake_like(input))
-    if name not in _BACKWARD_OF:
+    if name not in BACKWARD_OF:
         torch.library.register_fake(
             f"kernel_ladder::bias_gelu_backward.{name}",
             lambda grad, input, bias, approximate: (fake_like(input), bias.new_empty(bias.shape)),

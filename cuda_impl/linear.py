@@ -83,7 +83,7 @@ def _register(name: str) -> None:
     multiply_overload = getattr(ops.matmul, {"skinny": "mma"}.get(name, name))
     elementwise, sums = _BACKWARD[name]
     gelu_backward = getattr(ops.gelu_backward, elementwise)
-    bias_gelu_backward = getattr(ops.bias_gelu_backward, elementwise)
+    bias_gelu_backward = getattr(ops.bias_gelu_backward, bias_gelu.BACKWARD_OF.get(elementwise, elementwise))
     sum_of = getattr(ops.sum, sums)
     asks_for_tf32 = name in ("mma", "persistent")
     multiplies_on_tensor_cores = asks_for_tf32 or name == "skinny"

@@ -1,4 +1,4 @@
-"""A variant's forward or backward as a call to be timed, on copies of the inputs that take turns."""
+"""A variant's forward or backward as a call to be timed, which cycles through copies of the inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kernel_ladder.testing.samples import make_inputs
 
 @dataclass(frozen=True)
 class Copies:
-    """Inputs, one or several times over, and with each an output gradient for a backward pass."""
+    """One or several copies of the inputs; for a backward pass an output gradient with each."""
 
     inputs: Sequence[Inputs]
     grads: Sequence[Output] | None
@@ -32,7 +32,7 @@ class Copies:
 
     @classmethod
     def of(cls, expected: Expected, backward: bool, device: torch.device) -> Copies:
-        """So many that none is found in the L2 when its turn comes again."""
+        """Enough copies that the L2 no longer holds one when its turn comes again."""
         used = (expected.inputs, expected.grad) if backward else expected.inputs
         others = range(timing.copies_needed(timing.nbytes(used), device) - 1)
         inputs = [expected.inputs, *(each(torch.clone, expected.inputs) for _ in others)]
@@ -45,7 +45,7 @@ def _clone(grad: Output) -> Output:
 
 
 def results(returned: Any, backward: bool) -> Results:
-    """What a call returned, by the names that the oracle's results have."""
+    """A call's results under the names that the oracle uses."""
     if backward:
         return {f"grad {i}": grad for i, grad in enumerate(returned) if grad is not None}
     return named(as_tuple(returned[0]))
@@ -63,7 +63,7 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
     """The backward alone. A variant without one is differentiated by PyTorch, and so timed through autograd."""
     grads = copies.grads
     if variant.backward is None:
-        # A peer may write over what it saved, which others here read.
+        # A peer may overwrite what it saved, and other variants read the same inputs.
         own = variant.level == "peer"
         return _autograd_call(lambda *x: variant.forward(*x, **copies.options)[0], copies, own)
     needs = tuple(has_gradient(x) for x in copies.inputs[0])
@@ -79,7 +79,7 @@ def backward_call(variant: Variant, copies: Copies) -> timing.Call:
 
 
 def _autograd_call(forward: Callable[..., Output], copies: Copies, own: bool = False) -> timing.Call:
-    """Like a variant's backward: a gradient for each input, None for one that is absent. `own`: of copies of them."""
+    """Like a variant's backward: a gradient for each input, None for an absent one. With `own`, inputs are cloned."""
     grads = copies.grads
     recorded: dict[int, tuple[Output, Inputs]] = {}  # output and leaves by copy, as above
 
@@ -108,7 +108,7 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
     spec = kernel_ladder.spec(variant.op)
 
     def by_user(*x: torch.Tensor | None) -> Callable[[], Output]:
-        """Ready to be called, with nothing of ours in between. A peer's users call its own function."""
+        """The call that a user writes: by name for our variants, a peer's own function for a peer."""
         return functools.partial(public, **spec.named(x)) if variant.level in LEVELS else functools.partial(own, *x)
 
     if not backward:

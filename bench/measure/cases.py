@@ -1,4 +1,4 @@
-"""Which calls are measured: a spec's sweep on a GPU; the same, shrunk, without one."""
+"""Which calls are measured: a spec's sweep on a GPU, the same cases shrunk without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kernel_ladder.spec import Case, Spec, each
 
-#: What a case may need at most where there is no GPU: Triton's interpreter takes milliseconds a block.
+#: Limits of a case without a GPU: Triton's interpreter takes milliseconds per block.
 TINY_BYTES = 2**16
 TINY_FLOPS = 2**22
 TINY_BATCH = 4  # of each dimension before the last two

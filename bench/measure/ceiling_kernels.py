@@ -1,4 +1,4 @@
-"""Kernels that do one thing only, so that nothing but the machine limits them: read, write, copy, multiply, nothing.
+"""Kernels that measure one limit of the machine each: read, write, copy, multiply-add, empty launch.
 
 Tensors are flat float32 of a multiple of `BLOCK` elements; program p of n takes the blocks p, p + n, p + 2n, …
 """
@@ -11,13 +11,13 @@ import triton.language as tl
 
 from triton_impl.runtime.aot import entry
 
-#: 2048 elements over 4 warps are four 16-byte loads a thread, all in flight at once.
+#: 2048 elements over 4 warps are four 16-byte loads per thread, all in flight at the same time.
 BLOCK = 2048
-#: Programs a multiprocessor, all of them resident: 8 of 128 threads have 8 MB of loads in flight on a large GPU.
+#: Resident programs per multiprocessor: 8 of 128 threads keep 8 MB of loads in flight on a large GPU.
 PROGRAMS = 8
-#: Elements a program multiplies: eight a thread.
+#: Elements per program: eight per thread.
 CHAIN_BLOCK = 1024
-#: Multiply-adds a thread does for one round of its loop: enough that the loop itself is lost among them.
+#: Multiply-adds per thread and loop iteration: enough to make the loop's own instructions negligible.
 UNROLLED = 32
 
 
@@ -28,7 +28,7 @@ def _read_kernel(out_ptr, x_ptr, blocks, passes, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for turn in range(passes):
-        # Other blocks in every pass, and past the L1: what comes again comes from the L2.
+        # Each pass reads other blocks and bypasses the L1, so that repeated reads come from the L2.
         for block in range((program + turn) % programs, blocks, programs):
             total += tl.load(x_ptr + block * BLOCK + lanes, cache_modifier=".cg")
     tl.store(out_ptr + program, tl.sum(total, 0))
@@ -51,7 +51,7 @@ def _copy_kernel(y_ptr, x_ptr, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _multiply_add_kernel(out_ptr, turns, BLOCK: tl.constexpr, UNROLLED: tl.constexpr):
-    # Eight independent chains a thread, over 1024 threads a multiprocessor, hide the latency of each. They stay finite.
+    # Eight independent chains per thread and 1024 threads per multiprocessor hide the latency. Values stay finite.
     x = tl.arange(0, BLOCK).to(out_ptr.dtype.element_ty)
     half = tl.full((BLOCK,), 0.5, out_ptr.dtype.element_ty)
     for _turn in range(turns):
@@ -70,7 +70,7 @@ def _grid(x: torch.Tensor) -> tuple[int]:
 
 
 def read(x: torch.Tensor, passes: int = 1) -> torch.Tensor:
-    """Sums of the blocks of `x`, `passes` times over: one value a program. Shape of `x`: (count,)."""
+    """Sum the blocks of `x`, `passes` times: one value per program. Shape of `x`: (count,)."""
     (programs,) = _grid(x)
     out = x.new_empty(programs)
     _read_kernel[(programs,)](out, x, x.numel() // BLOCK, passes, BLOCK)

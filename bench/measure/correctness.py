@@ -1,4 +1,4 @@
-"""A wrong kernel gets no time: hold a variant to the float64 oracle on the very inputs that will be timed."""
+"""A wrong kernel gets no time: compare a variant with the float64 oracle, on the inputs that will be timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernel_ladder.testing.samples import make_grad, make_inputs
 
 @dataclass
 class Expected:
-    """Inputs, output gradient, and what results are held to: made once for all variants."""
+    """Inputs, output gradient and the bounds that results must meet, made once for all variants."""
 
     inputs: Inputs
     options: Options
@@ -29,11 +29,11 @@ class Expected:
         return cls(inputs, options, grad, agreement.standards(spec, inputs, options, grad))
 
     def check(self, results: Results) -> Agreement:
-        """The agreement of what a call returned: the outputs, gradients, or both, by the names of the oracle's."""
+        """The agreement of a call's results with the oracle: outputs, gradients or both, matched by name."""
         return agreement.held(results, self.standards)
 
 
 def one_line(error: Exception) -> str:
-    """An exception's type and the first line that it says, without a terminal's colours."""
+    """An exception's type and the first line of its message, without terminal colours."""
     said = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     return ": ".join(filter(None, (type(error).__name__, said.partition("\n")[0])))

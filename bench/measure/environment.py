@@ -1,4 +1,4 @@
-"""What a measurement was made with: machine, software, source."""
+"""The machine, software and source commit of a measurement."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Where a sweep writes its rows, and pictures of them: git ignores this folder.
+#: Where a sweep writes its rows and pictures. git ignores this folder.
 MEASURED = ROOT / "bench-results"
-#: The committed rows, which README.md and KERNEL_LOG.md show. No command writes here unless it is told to by name.
+#: The committed rows, which README.md and KERNEL_LOG.md show. A command writes here only with an explicit --output.
 PUBLISHED = ROOT / "bench" / "results"
 
-#: Names the source's commit (and whether files differ from it), as where git cannot be asked or knows another one, in a
-#: copy of the files.
+#: Override the source's commit, and whether files differ from it: for a copy of the files outside its git repository.
 ENV_COMMIT = "KERNEL_LADDER_COMMIT"
 ENV_DIRTY = "KERNEL_LADDER_DIRTY"
 
@@ -55,12 +54,12 @@ def _output(*command: str) -> str | None:
 
 
 def _source() -> tuple[str | None, bool | None]:
-    """Commit, and whether files differ from it. Results do not count: measuring makes no source dirty."""
+    """Commit, and whether files differ from it. Changed results do not count: measuring changes no source."""
     if commit := os.environ.get(ENV_COMMIT):
         dirty = os.environ.get(ENV_DIRTY)
         return commit, None if dirty is None else dirty not in ("", "0", "false")
     top = _output("git", "rev-parse", "--show-toplevel")
-    # Inside somebody else's repository git would answer with that one's commit.
+    # Inside another repository git would return the commit of that one.
     if top is not None and Path(top).resolve() == ROOT:
         commit = _output("git", "rev-parse", "HEAD")
         status = _output("git", "status", "--porcelain", "--", ".", ":(exclude)bench/results")

@@ -1,4 +1,4 @@
-"""What rounds of times say: quartiles, ratios paired round by round, and how sure their medians are."""
+"""Statistics of rounds: quartiles, ratios paired within a round, 95 % intervals of medians."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-#: From fewer values the bootstrap is not to be trusted.
+#: The bootstrap is unreliable for fewer values.
 FEW = 30
-#: No 95 % interval of a median can be had from fewer: even the range of five values misses it in 1 of 16 cases.
+#: Fewer values give no 95 % interval of a median: even the range of five values misses it in 1 of 16 cases.
 LEAST_VALUES = 6
 
-#: Times of one variant, round by round; None in the rounds that it sat out.
+#: Times of one variant in each round; None in rounds without it.
 Rounds = Sequence[float | None]
 
 
@@ -26,7 +26,7 @@ def quartiles(times: Rounds) -> tuple[float, float, float]:
 
 
 def paired_ratios(numerator: Rounds, denominator: Rounds) -> list[float]:
-    """The ratio within each round that both ran: drift hits both alike and cancels."""
+    """The ratio within each round that ran both: drift affects both alike and cancels."""
     return [a / b for a, b in zip(numerator, denominator, strict=True) if a is not None and b is not None]
 
 
@@ -39,14 +39,14 @@ def paired_ratio(numerator: Rounds, denominator: Rounds) -> float | None:
 def median_interval(values: Rounds) -> tuple[float, float] | tuple[None, None]:
     """95 % interval of the median of the values that are there; a pair of None from fewer than `LEAST_VALUES`.
 
-    By bootstrap (Efron 1979, percentile method), seeded, so that the same values have the same interval; it holds the
-    median in 93 to 96 of a hundred cases. From fewer than `FEW` values it would be narrower than that (of seven it
-    misses once in eight times), and the values themselves are the ends: the narrowest pair, counted from both sides,
-    that holds the median in at least 95 of a hundred cases, whatever the distribution.
+    Uses the bootstrap (Efron 1979, percentile method) with a fixed seed; it holds the median in 93 to 96 of a hundred
+    cases. From fewer than `FEW` values the bootstrap is too narrow (of seven values it misses once in eight times). The
+    ends are then two of the values: the narrowest pair, counted from both sides, that holds the median in at least 95
+    of a hundred cases, whatever the distribution.
 
-    It says how far another set of rounds *of the same run* may move the median, not what another day's clocks, another
-    GPU or another placement in memory would do; and it takes rounds to be independent. Of times whose clock wanders
-    over many rounds it is too narrow; ratios within a round, from which that cancels, suffer least.
+    The interval covers the scatter between rounds *of the same run*. It does not cover another day's clocks, another
+    GPU or another placement in memory. It takes rounds to be independent, and is too narrow for times whose clock
+    drifts over many rounds; that drift cancels in ratios within a round.
     """
     known = np.sort([v for v in values if v is not None])
     if len(known) < LEAST_VALUES:

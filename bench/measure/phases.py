@@ -1,4 +1,4 @@
-"""Where the time of a sweep goes, so that the cost of measuring is itself measured."""
+"""Where the time of a sweep goes: the cost of measuring is measured too."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ HOST = "host cost"
 CEILINGS = "ceilings"
 REST = "rest: rows, intervals, start"
 
-#: The parts that are neither the project's kernels running nor their compilers: what measuring costs.
+#: The harness's own cost: neither the project's kernels nor their compilation.
 OWN = (INPUTS, PREPARE, REST)
 
 
 class Phases:
-    """A stopwatch with a hand for each phase. A phase inside another stops the outer one's hand."""
+    """A stopwatch per phase. An inner phase pauses the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.launched = 0.0  # of the timing, in the samples themselves
-        self.settled = self.unsettled = 0  # groups whose clocks settled, or did not in the time they had
+        self.settled = self.unsettled = 0  # groups whose clocks settled in time, or did not
         self._running = [REST]
         self._since = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""The rounds of one group: what is fast among itself, then what is slow, each with the state of the GPU meanwhile."""
+"""The rounds of one group: fast variants first, slow ones afterwards, each with the GPU's state in its rounds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench.measure.intervals import Rounds
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one call, round by round; its own and the baseline's in the rounds that pair them; the GPU's state."""
+    """Seconds of one call per round, also beside the baseline's in the rounds that pair them; the GPU's state."""
 
     times: Rounds
     paired: Rounds
     baseline: Rounds | None
     state: clocks.State
-    moved: bool | None  # its clock was not its neighbours'
+    moved: bool | None  # its clock differed from its neighbours'
 
 
 def run(
@@ -31,11 +31,11 @@ def run(
     device: torch.device,
     observe: Callable[[timing.Span], None],
 ) -> dict[str, Timed]:
-    """Time all `launches` for `seconds` together, slow ones for longer (see :func:`bench.measure.timing.interleave`).
+    """Time all `launches` for `seconds` in total, slow ones for longer (see :func:`bench.measure.timing.interleave`).
 
-    Those that are :func:`bench.measure.timing.apart` come after the others, with the baseline beside them. Where that is slow
-    itself, all come again beside it, in its few rounds: their times are those of the many before, their ratios those of
-    the few.
+    Slow launches (:func:`bench.measure.timing.apart`) run after the others, in rounds that include the baseline. If the
+    baseline is slow itself, the fast ones run again in its few rounds: times come from their own rounds, ratios from
+    the rounds shared with the baseline.
     """
     slow = timing.apart(launches)
     fast = {name: launch for name, launch in launches.items() if name not in slow}
@@ -66,7 +66,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Taken:
-    """Rounds that some launches shared, and what was seen of the GPU in them."""
+    """Rounds that several launches shared, and the GPU's state in them."""
 
     times: Mapping[str, Rounds]
     watch: clocks.Watch

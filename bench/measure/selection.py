@@ -1,4 +1,4 @@
-"""What a sweep measures: the choice, and the groups that it comes to."""
+"""What a sweep measures: a selection, and the groups of variants that follow from it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench.rows.ratio import baseline_of
 from kernel_ladder.spec import Case
 from kernel_ladder.table import Variant
 
-#: Variants that are tuned for up to a minute a shape, dtype and pass. Unless named, a quick sweep leaves them out and
-#: any other measures them at the quick cases alone: else they would take most of its time.
+#: Variants that tune for up to a minute per shape, dtype and pass. Unless the user names them, a quick sweep leaves
+#: them out, and a full sweep measures them at the quick cases only: otherwise they would take most of its time.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What to measure, and how long."""
 
     ops: Sequence[str]
@@ -27,8 +27,8 @@ class Choice:
     dtypes: Sequence[torch.dtype] | None = None  # None for the default of each case
     passes: Sequence[str] = ("forward", "backward")
     quick: bool = False
-    seconds: float = 0.7  # measuring, for all variants of one case, dtype and pass together
-    settle: float = 0.5  # at most, before the first counted round
+    seconds: float = 0.7  # of measuring, for all variants of one case, dtype and pass in total
+    settle: float = 0.5  # seconds at most before the first counted round
     ceilings: bool = True  # measure a GPU's ceilings first
     peers: Sequence[str] = ()
     named: Sequence[str] = ()  # variants and peers that are asked for by name
@@ -62,22 +62,23 @@ class Group:
         return f"{self.op} {self.case.id} {self.dtype_name}"
 
 
-def groups(choice: Choice, device: torch.device) -> list[Group]:
-    """What is to be measured, in the order of the specs.
+def groups(selection: Selection, device: torch.device) -> list[Group]:
+    """The groups to measure, in the order of the specs.
 
-    Of several shares each has cases of every operation, large and small: they take about as long as each other.
+    Each of several shares has large and small cases of every operation, so that all shares take about the same time.
     """
-    part, parts = choice.share
-    cases = [(op, case) for op in choice.ops for case in sweep_cases(kernel_ladder.spec(op), device, choice.quick)]
+    part, parts = selection.share
+    quick = selection.quick
+    cases = [(op, case) for op in selection.ops for case in sweep_cases(kernel_ladder.spec(op), device, quick)]
     found = [
-        Group(op, case, dtype, _with_kernels(choice.passes, op, case))
+        Group(op, case, dtype, _with_kernels(selection.passes, op, case))
         for op, case in cases[part - 1 :: parts]
-        for dtype in choice.dtypes or default_dtypes(case, device, choice.quick)
+        for dtype in selection.dtypes or default_dtypes(case, device, quick)
     ]
     return [group for group in found if group.passes]
 
 
 def _with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
-    """Without the backward pass that moves nothing: its gradients are views, and there is no kernel to time."""
+    """The passes that launch kernels. A backward that moves no bytes returns views: there is nothing to time."""
     of_case = (pass_ for pass_ in passes if pass_ in case.passes)
     return [pass_ for pass_ in of_case if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]

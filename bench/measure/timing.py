@@ -18,11 +18,11 @@ from bench.measure import intervals
 #: A call under test: takes the index of the copy of the inputs that it is to use.
 Call = Callable[[int], Any]
 
-SAMPLE_S = 1e-3  # one sample lasts at least this long, so that the clock's resolution does not show
-LONG_CALL_S = 5e-3  # from here on one call is a sample: neither a warm L2 nor a launch gap shows any more
-HICCUP_S = 0.5  # a first call shorter than this may be long by the host's doing, and is made again to find out
-APART = 4  # samples so many times the shortest one, and longer than `LONG_CALL_S`, are taken in rounds of their own
-SLOW_S = 2.0  # for the rounds of a call so slow that it gets no more than the least number
+SAMPLE_S = 1e-3  # least length of a sample, far above the resolution of the clock
+LONG_CALL_S = 5e-3  # a call this long is a sample by itself: a warm L2 or a launch gap is negligible
+HICCUP_S = 0.5  # a first call shorter than this is repeated: the host may have delayed it
+APART = 4  # samples longer than this many times the shortest, and than `LONG_CALL_S`, get rounds of their own
+SLOW_S = 2.0  # budget of a call so slow that it gets the least number of rounds
 MAX_COPIES = 1024
 MAX_ROUNDS = 100
 MIN_ROUNDS = intervals.LEAST_VALUES
@@ -32,12 +32,12 @@ SETTLE_WITHIN = 0.01
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Size of the L2 cache; zero on a CPU, whose caches are left as they come."""
+    """Size of the L2 cache; zero on a CPU, whose caches the harness does not empty."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
 def copies_needed(nbytes: int, device: torch.device) -> int:
-    """How many copies of inputs of `nbytes` make at least twice the L2 pass between two uses of one."""
+    """How many copies of `nbytes` of inputs are needed for twice the L2 to pass between two uses of one."""
     return min(MAX_COPIES, 1 + math.ceil(2 * l2_bytes(device) / max(nbytes, 1)))
 
 
@@ -64,7 +64,7 @@ def wall(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 @dataclass
 class Launch:
-    """Something ready to be timed: ``run()`` issues `calls` calls, `repeats` times a sample, in about `seconds`."""
+    """A call ready to be timed: ``run()`` issues `calls` calls. A sample is `repeats` runs, about `seconds` long."""
 
     run: Callable[[], Any]
     calls: int
@@ -72,7 +72,7 @@ class Launch:
     graph: bool | None
     device: torch.device
     seconds: float
-    kept: Any = None  # what a graph reads and does not keep alive itself: copies of inputs, what a forward pass saved
+    kept: Any = None  # what a graph reads but does not keep alive: copies of inputs, tensors saved by a forward
 
     def __call__(self) -> None:
         for _ in range(self.repeats):
@@ -80,7 +80,7 @@ class Launch:
 
 
 class _Kept:
-    """Keeps the newest results alive, twice the L2 of them, so that outputs take turns in memory as inputs do."""
+    """Keeps the newest results alive, up to twice the L2, so that successive outputs lie in different memory."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.held, self.results = limit, 0, deque()
@@ -98,8 +98,8 @@ def prepare(
     """Warm a call up, estimate it, and on a GPU capture as many calls as a sample needs in a CUDA graph.
 
     Must run inside :func:`side_stream` on a GPU. `call` takes indices from 0 to ``copies - 1``. `seconds` is the wall
-    time of a call that has been made already: a slow one is not made again to find out. Without `capture`, launch by
-    launch, with the gaps between.
+    time of an earlier call, if there was one: a slow call is then not repeated. Without `capture`, calls are launched
+    one by one, with launch gaps.
     """
     keep = _Kept(2 * l2_bytes(device))
     if seconds is None:
@@ -112,9 +112,9 @@ def prepare(
     if seconds > LONG_CALL_S:
         calls = 1
     else:
-        # Whole turns through the copies, so that the last use of a copy is as far from the next as any other.
+        # A whole number of cycles through the copies: the distance between two uses of a copy is always the same.
         calls = copies * math.ceil(SAMPLE_S / seconds / copies)
-        for i in range(1, copies):  # whatever a copy's first use sets up must not be captured
+        for i in range(1, copies):  # the set-up of a copy's first use must not be captured
             call(i)
 
     def eager() -> None:
@@ -187,17 +187,16 @@ def sample(launches: Sequence[Launch]) -> list[Span]:
         return spans
     others = torch.empty(2 * l2_bytes(device) // 4, dtype=torch.float32, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in launches]
-    for _ in range(3):  # keeps the device busy while the host gets ahead, so that no event waits for the host
+    for _ in range(3):  # keeps the device busy while the host queues all launches, so that no event waits for the host
         others.amax()
     for launch, (start, end) in zip(launches, events, strict=True):
-        # Fills the L2 with something else. Read, not written: a written line would have to go out to memory again
-        # during the call that is timed.
+        # Evicts the inputs from the L2. Reads only: a dirty line would be written back during the timed call.
         others.amax()
         start.record()
         launch()
         end.record()
     torch.cuda.synchronize(device)
-    # The device's clock and the host's meet at the end of the last launch, which the host has just seen.
+    # The end of the last launch, which the host has just seen, aligns the device's clock with the host's.
     now, last = time.perf_counter(), events[-1][1]
     return [
         Span(
@@ -210,7 +209,7 @@ def sample(launches: Sequence[Launch]) -> list[Span]:
 
 
 def settle(launches: Sequence[Launch], cap_s: float) -> bool:
-    """Run rounds that do not count until their times agree, so that the first that counts finds settled clocks.
+    """Run uncounted rounds until their times agree, so that counted rounds start with settled clocks.
 
     Returns whether the rounds of the last `SETTLE_S` (at least `SETTLE_ROUNDS`) agreed within `SETTLE_WITHIN`; else
     `cap_s` seconds have passed. A call so slow that a few would use them up is left out.
@@ -234,10 +233,10 @@ def settle(launches: Sequence[Launch], cap_s: float) -> bool:
 
 
 def apart(launches: Mapping[str, Launch]) -> set[str]:
-    """Those so slow beside the others that they belong into rounds of their own.
+    """Launches so slow that they need rounds of their own.
 
-    A naive kernel draws a fraction of a fast one's power, for a hundred times as long: in one round with it the fast
-    one would find a rested GPU, and run at clocks that it cannot keep up by itself.
+    A naive kernel draws a fraction of a fast one's power for a hundred times as long. In one round with it, a fast
+    kernel would start on a cool GPU and run at clocks that it cannot sustain.
     """
     shortest = min((launch.seconds for launch in launches.values()), default=0.0)
     return {name for name, launch in launches.items() if launch.seconds > max(LONG_CALL_S, APART * shortest)}
@@ -253,10 +252,10 @@ def interleave(
 ) -> dict[str, list[float | None]]:
     """Seconds of one call of each, in `most` rounds or fewer; None in those that a slow one sits out.
 
-    Each gets an equal share of `budget_s`; a slow one at least `MIN_ROUNDS`, or as many of them as `patience_s` has
-    room for, or one. `baseline` is in every round, so that every other can be paired with it. The order is drawn anew
-    each round (with a fixed seed): what a call leaves to the next, such as heat, falls on all alike. `observe` is told
-    of every sample: round, name, span.
+    Each launch gets an equal share of `budget_s`. A slow one gets at least `MIN_ROUNDS` rounds, or as many as fit into
+    `patience_s`, but at least one. `baseline` runs in every round, so that every other launch is paired with it. The
+    order is shuffled each round (with a fixed seed), so that heat left by one call affects all alike. `observe`
+    receives every sample: round, name, span.
     """
     names = list(launches)
     share = budget_s / max(len(names), 1)
@@ -271,7 +270,7 @@ def interleave(
     times: dict[str, list[float | None]] = {name: [None] * rounds for name in names}
     order = random.Random(0)
     for r in range(rounds):
-        # Spread a slow one's turns evenly over the rounds.
+        # Spreads the samples of a slow launch evenly over the rounds.
         due = [n for n in names if (r + 1) * turns[n] // rounds > r * turns[n] // rounds]
         order.shuffle(due)
         for name, span in zip(due, sample([launches[n] for n in due]) if due else [], strict=True):
@@ -284,8 +283,8 @@ def interleave(
 def host_seconds(calls: Sequence[Callable[[], Any]], device: torch.device, budget_s: float = 0.04) -> list[float]:
     """Wall time of issuing one call of each, without waiting for the device; the launch queue never fills.
 
-    The smallest over batches: whatever disturbs the host only ever adds. Batches of one and the other take turns, so
-    that a host that is slow for a while is so for all.
+    Returns the smallest over batches, because a disturbance only adds time. Batches of all calls alternate, so that a
+    slow phase of the host affects all of them.
     """
     count = 20 if device.type == "cuda" else 1
     for call in calls:

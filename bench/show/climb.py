@@ -1,4 +1,4 @@
-"""The climb of an operation: level by level, step by step, what each brought and which counters moved with it."""
+"""The climb of an operation: the gain of each step at each level, and the counters that changed with it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bench.show.headline import headline
 from bench.show.table import mark, microseconds, rate, with_legend
 from kernel_ladder.table import LEVELS
 
-#: Levels whose members stand beside each other; none is a step from the one before. PyTorch's own functions are each a
-#: step from the plain formula, which comes first; what peers start from is theirs.
+#: Levels whose members are alternatives, not steps from one to the next, with the step that all of them start from.
+#: PyTorch's own functions start from the plain formula. Peers have no such step.
 BESIDE = {"torch": "torch.naive", "peer": None}
 
 
@@ -37,7 +37,7 @@ def write(op: str, path: Path, found: Sequence[Row]) -> str:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By level; within one the file's order, which is the climb's. Levels that the table does not know come last."""
+    """By level, and within one in the order of the file, which is the climb's. Unknown levels come last."""
     levels = list(LEVELS)
     return sorted(rows, key=lambda row: levels.index(row.level) if row.level in levels else len(levels))
 

@@ -1,4 +1,4 @@
-"""The one shape and dtype that stand for an operation where there is room for no more."""
+"""The headline shape and dtype of an operation: the one that summaries show."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 
@@ -16,6 +15,7 @@ from matplotlib.axes import Axes
 
 import kernel_ladder
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
+from bench.show import panels
 from bench.show.roofline import operations
 
 # Okabe and Ito's colours, told apart by colour-blind eyes: a hue for each level, a marker for each step of its climb.
@@ -30,9 +30,7 @@ COLOURS = {
 }
 OTHER = "#56B4E9"
 MARKERS = "osD^vPX*<>"
-#: Earlier steps are paler, so that the end of each climb stands out.
-PALEST = 0.45
-#: Panels stand side by side up to so many inches, or the width of the widest.
+#: Width in inches up to which panels stand side by side; the widest panel may exceed it.
 LINE = 18.6
 
 STYLE = {
@@ -64,7 +62,7 @@ def draw(results: Path, gpu: str | None = None) -> list[Path]:
 
 
 def _in_other_layouts(op: str) -> set[str]:
-    """Cases that have the shapes of others, a layout for each operand, and no climb: they would fill the picture."""
+    """Cases that repeat other shapes with a layout per operand and have no climb: they would crowd the picture."""
     sweep = kernel_ladder.spec(op).sweep if op in kernel_ladder.OPS else ()
     return {case.id for case in sweep if not isinstance(case.layout, str)}
 
@@ -108,12 +106,12 @@ class Panel:
         return max(4.5, 0.55 * len({row.shape for row in self.rows}) + 2.6)
 
 
-def _lines(panels: list[Panel]) -> list[list[Panel]]:
+def _lines(given: list[Panel]) -> list[list[Panel]]:
     """Panels side by side as far as there is room, in their order; both passes of a dtype on one line if they fit."""
-    room = max([LINE, *(panel.inches for panel in panels)])
+    room = max([LINE, *(panel.inches for panel in given)])
     lines: list[list[Panel]] = [[]]
-    for i, panel in enumerate(panels):
-        ahead = [other for other in panels[i:] if other.kind == panel.kind]
+    for i, panel in enumerate(given):
+        ahead = [other for other in given[i:] if other.kind == panel.kind]
         wanted = sum(other.inches for other in ahead)
         wanted = wanted if wanted <= room else panel.inches
         if sum(other.inches for other in lines[-1]) + wanted > room:
@@ -125,33 +123,24 @@ def _lines(panels: list[Panel]) -> list[list[Panel]]:
 def _panels(rows: list[Row]) -> list[Panel]:
     """A panel for each dtype and pass: float32 beside bfloat16 would hide the one or the other.
 
-    Where operations bind most shapes, those that memory holds to a small part of the others' rate have panels of their
-    own, in bytes a second: they would lie on the axis.
+    Where most shapes are compute-bound, memory-bound shapes far below the others have panels in bytes per second:
+    otherwise they would lie on the axis.
     """
-    mostly_bytes = 2 * sum(row.bytes_bound for row in rows) >= len(rows)
-    apart = set() if mostly_bytes else _far_below(rows)
+    mostly_bytes = panels.mostly_bytes(rows)
+    apart = set() if mostly_bytes else panels.far_below([row for row in rows if row.pass_ == "forward"])
     dtypes = sorted({row.dtype for row in rows}, key=lambda d: (d != "bfloat16", d))
-    panels = []
+    found = []
     for bound, note in ((False, ""), (True, ", bound by memory")):
         for dtype in dtypes:
             for pass_ in ("forward", "backward"):
                 mine = [r for r in rows if (r.dtype, r.pass_, r.shape in apart) == (dtype, pass_, bound)]
                 if mine:
-                    panels.append(Panel(f"{pass_}, {dtype}{note}", mine, mostly_bytes or bound))
-    return panels
-
-
-def _far_below(rows: list[Row]) -> set[str]:
-    """Shapes that memory binds, at rates of less than a tenth of the largest that any shape could have."""
-    forward = [row for row in rows if row.pass_ == "forward" and row.least_us]
-    peaks: dict[str, float] = {}
-    for row in forward:
-        peaks[row.dtype] = max(peaks.get(row.dtype, 0.0), row.flops / row.least_us)
-    return {row.shape for row in forward if row.bytes_bound and row.flops / row.least_us < peaks[row.dtype] / 10}
+                    found.append(Panel(f"{pass_}, {dtype}{note}", mine, mostly_bytes or bound))
+    return found
 
 
 def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
-    shapes = _shapes(rows)
+    shapes = panels.places(rows)
     places = dict(shapes)
     backends = list(dict.fromkeys(row.backend for row in rows))
     peak = 0.0
@@ -174,7 +163,7 @@ def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
         shown = [y for y in ys if not math.isnan(y)]
         ends.append((shown[-1], f"{backend} (interpreted)" if interpreted else backend, colour))
     roof = _roof(axes, rows, shapes, bytes_bound)
-    # A line from zero is the honest scale; only interpreted kernels, thousands of times slower, ask for another.
+    # The honest scale starts at zero. Interpreted kernels are thousands of times slower and need a logarithmic one.
     log = any(row.interpreted for row in rows)
     if log:
         axes.set_yscale("log")
@@ -187,62 +176,21 @@ def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
     _label_ends(axes, ends, log)
 
 
-def _shapes(rows: list[Row]) -> list[tuple[str, float]]:
-    """Shapes in the sweep's order with their places on the axis; a gap where the options change."""
-    options: dict[str, str] = {}
-    for row in rows:
-        options.setdefault(row.shape, repr(sorted(_without_sizes(row).items())))
-    placed: list[tuple[str, float]] = []
-    place, before = 0.0, None
-    for kind in dict.fromkeys(options.values()):
-        for shape in (s for s, o in options.items() if o == kind):
-            place += 0 if not placed else 1 if before == kind else 1.6
-            placed.append((shape, place))
-            before = kind
-    return placed
-
-
-def _without_sizes(row: Row) -> dict[str, Any]:
-    """The options, save one that repeats the sizes of the first tensor, as normalized_shape does."""
-    first = (row.shapes or [None])[0] or []
-    return {k: v for k, v in row.options.items() if not (isinstance(v, list | tuple) and [*v] == first[-len(v) :])}
-
-
 def look(backend: str, backends: Sequence[str]) -> tuple[tuple[float, ...], str]:
     """Colour and marker of a variant among those of its picture."""
-    level = backend.partition(".")[0]
-    climb = [b for b in backends if b.partition(".")[0] == level]
-    step = climb.index(backend)
-    # Peers are no climb.
-    strength = 1.0 if len(climb) == 1 or level == "peer" else PALEST + (1 - PALEST) * step / (len(climb) - 1)
+    level, step, strength = panels.step_of(backend, backends)
     r, g, b = mpl.colors.to_rgb(COLOURS.get(level, OTHER))
     return tuple(1 - strength * (1 - c) for c in (r, g, b)), MARKERS[step % len(MARKERS)]
 
 
 def _roof(axes: Axes, rows: list[Row], shapes: list[tuple[str, float]], bytes_bound: bool) -> dict[str, float]:
     """Draw, for each shape, the rate at the least time that the measured ceilings allow."""
-    roof = {}
-    for row in rows:
-        if row.least_us:
-            roof[row.shape] = row.bytes / row.least_us / 1e3 if bytes_bound else row.flops / row.least_us / 1e6
-    roof = {shape: roof[shape] for shape, _ in shapes if shape in roof}
+    known = {row.shape: roof for row in rows if (roof := panels.ceiling_of(row, bytes_bound))}
+    roof = {shape: known[shape] for shape, _ in shapes if shape in known}
     for shape, place in shapes:
         if shape in roof:
             axes.hlines(roof[shape], place - 0.4, place + 0.4, color="black", linewidth=1.4, linestyle=(0, (3, 1.5)))
     return roof
-
-
-def spread(heights: Sequence[float], gap: float, top: float = 1.0) -> list[float]:
-    """Rising heights, as shares of an axis, moved apart until no two are nearer than `gap`; their order stays."""
-    at: list[float] = []
-    for height in heights:
-        at.append(max(height, at[-1] + gap) if at else max(height, 0.0))
-    # Pushed past the top: move the pile down again, keeping its order.
-    ceiling = max(top, gap * (len(at) - 1))
-    for i in range(len(at) - 1, -1, -1):
-        at[i] = min(at[i], ceiling)
-        ceiling = at[i] - gap
-    return at
 
 
 def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], log: bool) -> None:
@@ -254,7 +202,7 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, str]], log: bool) -> No
 
     ends = sorted(ends, key=lambda end: end[0])
     gap = max(0.046, min(0.055, 1 / max(len(ends) - 1, 1)))  # as near as can be read, before they pass the top
-    at = spread([height(y) for y, _, _ in ends], gap)
+    at = panels.spread([height(y) for y, _, _ in ends], gap)
     line = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
     for (y, name, colour), where in zip(ends, at, strict=True):
         axes.annotate(

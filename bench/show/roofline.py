@@ -1,4 +1,4 @@
-"""The roofs of a roofline: what a machine's memory and arithmetic allow at most, as measured beside the variants.
+"""Rooflines: the measured limits of a machine's memory and arithmetic.
 
 After Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
 architectures", Communications of the ACM 52(4), 2009.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bench.rows.store import CEILING, Row
 
-#: What must be said beside every roofline.
+#: The note below every roofline.
 CAPTION = (
     "Each point stands at its operation's least intensity, least operations over least bytes, whatever the "
     "implementation moves: one that moves more bytes than it must stands lower, not further left."
@@ -32,7 +32,7 @@ class Roof:
 
 
 def intensity(row: Row) -> float | None:
-    """Least operations per least byte of what a row measures; None where it has no such work."""
+    """Least operations per least byte of a row; None where it has no such work."""
     return row.flops / row.bytes if row.flops and row.bytes else None
 
 
@@ -41,11 +41,11 @@ def operations(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.op != CEILING]
 
 
-def roofs(rows: Iterable[Row], dtype: str) -> list[Roof]:
+def roofline(rows: Iterable[Row], dtype: str) -> list[Roof]:
     """The roofs over work in `dtype`, slopes first.
 
-    Measured rows of ceilings are taken where there are any. Else the ceilings that each row carries give the copy's
-    slope; the tensor cores' rate is that of the best matrix product anywhere, which may be a variant's.
+    Rows of ceilings count first. Without them, the ceilings stored in each row give the slope of the copy. The tensor
+    cores' rate is that of the best matrix product anywhere, which may be a variant's.
     """
     rows = list(rows)
     slopes = [
@@ -56,7 +56,7 @@ def roofs(rows: Iterable[Row], dtype: str) -> list[Roof]:
     tensor = _best(rows, "ceiling.tensor", "tflops", dtype)
     flats = [
         (f"{'tensor cores' if tensor else 'best matrix product'}, {dtype}", max(tensor or 0, matrix or 0)),
-        # Kernels that do without tensor cores mostly sum in float32, whatever they read.
+        # Kernels without tensor cores mostly accumulate in float32, whatever dtype they read.
         *((f"CUDA cores, {d}", _best(rows, "ceiling.cuda_core", "tflops", d)) for d in {dtype: 0, "float32": 0}),
     ]
     return [

@@ -12,8 +12,9 @@ from matplotlib.lines import Line2D
 
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show.headline import headline
-from bench.show.pictures import COLOURS, OTHER, STYLE, look, spread
-from bench.show.roofline import CAPTION, Roof, intensity, operations, roofs
+from bench.show.panels import spread
+from bench.show.pictures import COLOURS, OTHER, STYLE, look
+from bench.show.roofline import CAPTION, Roof, intensity, operations, roofline
 
 PASSES = ("forward", "backward")
 #: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines
@@ -75,7 +76,7 @@ def _picture(rows: Sequence[Row], found: Sequence[Row], path: Path, every: bool)
 def _panel(axes: Axes, rows: Sequence[Row], found: Sequence[Row], every: bool) -> list[Roof]:
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     here = [row for row in found if row.gpu == rows[0].gpu]
-    limits = list(dict.fromkeys(roof for dtype in dtypes for roof in roofs(here, dtype)))
+    limits = list(dict.fromkeys(roof for dtype in dtypes for roof in roofline(here, dtype)))
     shape = f" {rows[0].shape}" if every else ""
     axes.set_title(f"{rows[0].pass_}{shape}, {' and '.join(dtypes)}", loc="left", fontsize=10, fontweight="bold")
     axes.set_xlabel("least operations per least byte")

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol on two pipes: what a test of a page needs, and no more."""
+"""A headless Chromium, driven over its DevTools protocol on two pipes, for the tests of the report page."""
 
 from __future__ import annotations
 
@@ -82,6 +82,16 @@ class Page:
         self.send("Page.navigate", url=f"{path.resolve().as_uri()}{'#' if fragment else ''}{fragment}")
         while self._receive().get("method") != "Page.loadEventFired":
             pass
+        if scripts:
+            self.wait("'ready' in document.documentElement.dataset")
+
+    def wait(self, condition: str) -> None:
+        """Until a JavaScript expression is true."""
+        until = time.monotonic() + TIMEOUT_S
+        while not self.run(condition):
+            if time.monotonic() > until:
+                raise RuntimeError(f"after {TIMEOUT_S} s not true: {condition}; errors: {self.errors}")
+            time.sleep(0.02)
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
@@ -89,6 +99,35 @@ class Page:
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["exception"]["description"])
         return answer["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        return self.run(f"document.querySelector({json.dumps(selector)}).innerText")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
+
+    def choose(self, switch: str, value: str) -> None:
+        """Turn a switch of the report."""
+        self.run(
+            f"(() => {{ const s = document.getElementById('switch-{switch}'); s.value = {json.dumps(value)};"
+            "s.dispatchEvent(new Event('change')); })()"
+        )
+
+    def charts(self, section: str) -> list[dict[str, Any]]:
+        """Draw the charts of a section of the report; of each, the rows behind its points, and some of its layout."""
+        self.run(f"document.querySelectorAll('#{section} .chart').forEach(drawChart)")
+        return self.run(
+            f"[...document.querySelectorAll('#{section} .chart')].map(({{ drawing: {{ data, layout }} }}) => ({{"
+            "rows: data.flatMap((trace) => trace.customdata || []).filter(Boolean).map(({ shape }) => ({ shape })),"
+            "width: layout.width, drags: layout.dragmode !== false, paper: layout.paper_bgcolor,"
+            "scale: layout.yaxis.type ?? 'linear' }))"
+        )
+
+    def clean(self) -> None:
+        """Assert that there was no error, and no request but for the page itself."""
+        assert self.errors == []
+        assert len(self.requests) == 1
+        assert self.requests[0].startswith("file:")
 
     def hover(self, selector: str) -> None:
         x, y = self._middle(selector)

@@ -1,12 +1,10 @@
-"""The benchmark: rows, the gate before any time, the table, pictures, README. How it measures: test_method.py."""
+"""The benchmark: rows, tables, pictures, README. Its method: test_method.py; wrong kernels: test_sweep_errors.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -16,9 +14,8 @@ import kernel_ladder
 from bench import __main__ as bench_main
 from bench import sweep
 from bench.__main__ import main
-from bench.measure import cases, lengths, memory
-from bench.measure.environment import ROOT
-from bench.measure.selection import Choice, Group, groups
+from bench.measure import cases
+from bench.measure.selection import Group, Selection, groups
 from bench.rows import store
 from bench.rows.store import FIELDS, Row
 from bench.show import pictures, readme
@@ -27,7 +24,7 @@ from kernel_ladder import table
 from kernel_ladder.spec import Case, each
 from kernel_ladder.testing.samples import empty_inputs
 
-from ..conftest import DEVICE, SWEEP_BYTES, TIMED, a_row, needs_gpu, sweeping_small_cases
+from ..conftest import DEVICE, SWEEP_BYTES, a_row, needs_gpu, sweeping_small_cases
 
 #: The fields that every row must have, whatever else it has.
 DESIGNED = {
@@ -121,62 +118,6 @@ def test_a_new_run_supersedes(swept):
     assert renewed == measured
 
 
-def test_lines_join_shapes_whose_options_only_repeat_them(tmp_path):
-    norms = [
-        Row(op="layer_norm", backend="torch.naive", level="torch", pass_="forward", dtype="bfloat16", shape=f"4x{n}",
-            shapes=[[4, n], [n], None], options={"normalized_shape": [n], "eps": eps})
-        for eps, n in ((1e-5, 8), (1e-5, 16), (1e-3, 32))
-    ]  # fmt: skip
-    first, second, other = (place for _, place in pictures._shapes(norms))
-    assert (first, second) == (0, 1)
-    assert other - second > 1
-
-
-def test_what_memory_holds_far_below_has_panels_of_its_own():
-    def timed(shape: str, pass_: str, dtype: str, flops: float) -> Row:
-        return Row(
-            op="attention", backend="torch.naive", level="torch", pass_=pass_, dtype=dtype, shape=shape, us=2000.0,
-            flops=flops, bytes=1e8, ceiling_gbs=4000.0, ceiling_tflops=1000.0,
-        )  # fmt: skip
-
-    found = [
-        timed(shape, pass_, dtype, flops)
-        for dtype in ("float32", "bfloat16")
-        for pass_ in ("backward", "forward")
-        for shape, flops in (("full", 1e12), ("causal", 5e11), ("decode", 1e9))
-    ]
-    panels = pictures._panels([row for row in found if (row.shape, row.pass_) != ("decode", "backward")])
-    assert [(panel.title, panel.bytes_bound) for panel in panels] == [
-        ("forward, bfloat16", False),
-        ("backward, bfloat16", False),
-        ("forward, float32", False),
-        ("backward, float32", False),
-        ("forward, bfloat16, bound by memory", True),
-        ("forward, float32, bound by memory", True),
-    ]
-    # What memory binds all of needs no second kind.
-    panels = pictures._panels([row for row in found if row.shape == "decode"])
-    assert [panel.title for panel in panels][:2] == ["forward, bfloat16", "backward, bfloat16"]
-    assert all(panel.bytes_bound for panel in panels)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "lines"),
-    [
-        ((7, 7, 2, 2), [[0, 1], [2, 3]]),  # both passes of a dtype together
-        ((12, 6), [[0, 1]]),
-        ((39, 19, 3, 3, 4), [[0], [1, 2, 3], [4]]),  # too wide for both
-    ],
-)
-def test_panels_stand_side_by_side(shapes, lines):
-    panels = []
-    for i, count in enumerate(shapes):
-        of_kind = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": str(i // 2)}
-        members = [Row(shape=str(n), **of_kind) for n in range(count)]
-        panels.append(pictures.Panel(str(i), members, False))
-    assert [[int(panel.title) for panel in line] for line in pictures._lines(panels)] == lines
-
-
 def test_table_and_pictures(swept):
     console = Console(record=True, width=250)
     found = store.latest(store.read(swept))
@@ -223,67 +164,12 @@ def test_the_machine_s_line_names_every_version():
 
 
 def test_a_backward_that_moves_nothing_is_not_timed():
-    choice = Choice(["add", "sum"], quick=True)
-    passes = {(g.op, g.case.id): [*g.passes] for g in groups(choice, torch.device("cuda"))}
+    selection = Selection(["add", "sum"], quick=True)
+    passes = {(g.op, g.case.id): [*g.passes] for g in groups(selection, torch.device("cuda"))}
     assert passes["add", "16384x4096"] == passes["sum", "16384x4096 dim=0"] == ["forward"]
     assert passes["add", "16384x4096 row"] == ["forward", "backward"]
-    backward_alone = Choice(["add", "sum"], passes=("backward",))
+    backward_alone = Selection(["add", "sum"], passes=("backward",))
     assert {g.op for g in groups(backward_alone, torch.device("cuda"))} == {"add"}
-
-
-def _wrong(monkeypatch, **changes):
-    """Put a changed `torch.naive` in the table."""
-    table.variants("gelu")  # loads them
-    climb = table._variants["gelu", "torch"]
-    monkeypatch.setitem(climb, "torch.naive", dataclasses.replace(climb["torch.naive"], **changes))
-
-
-@pytest.mark.usefixtures("small_sweeps")
-def test_a_wrong_variant_gets_no_time(monkeypatch, tmp_path, capsys):
-    _wrong(monkeypatch, forward=lambda input, **options: (input * 0.5, ()))
-    path = tmp_path / "wrong.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 1
-    for row in store.read(path):
-        if row.backend == "torch.naive":
-            assert row.us is None
-            assert row.gbs is None
-            assert row.error > row.bound
-            assert "largest deviation" in row.wrong
-        else:
-            assert row.us > 0
-    assert "WRONG: gelu torch.naive forward" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("small_sweeps")
-def test_a_wrong_gradient_gets_no_time(monkeypatch, tmp_path):
-    right = table._variants["gelu", "torch"]["torch.naive"].forward
-
-    def forward(input, **options):
-        return right(input, **options)[0], (input,)
-
-    _wrong(monkeypatch, forward=forward, backward=lambda saved, grad, needs: (grad * 0.5,))
-    path = tmp_path / "wrong.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 1
-    timed = {row.pass_: row.us is not None for row in store.read(path) if row.backend == "torch.naive"}
-    assert timed == {"forward": True, "backward": False}
-
-
-def test_memory_is_drawn_against_the_length_at_the_headline_setting(tmp_path):
-    shipped = store.read(ROOT / "bench" / "results" / "nvidia-h200.jsonl")
-    chosen = lengths.family(shipped)
-    assert len({r.shapes[0][2] for r in chosen}) > 2
-    assert len({(r.dtype, str(r.options), r.shapes[0][0] * r.shapes[0][2], r.shapes[0][3]) for r in chosen}) == 1
-    path = tmp_path / "here.jsonl"
-    store.write(path, chosen)
-    (picture,) = memory.draw(path)
-    drawn = picture.read_text()
-    assert all(row.backend in drawn for row in chosen)
-    memory.draw(path)
-    assert picture.read_text() == drawn
-    store.write(path, [r for r in chosen if r.shapes[0][2] == 4096])
-    assert memory.draw(path) == []
 
 
 def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch):
@@ -292,7 +178,7 @@ def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch
     group = Group("matmul", case, torch.bfloat16, case.passes)
 
     def measured(backends: list[str] | None = None) -> list[str]:
-        chosen = sweep.Sweep(Choice(["matmul"], backends), print, DEVICE).chosen(group)
+        chosen = sweep.Sweep(Selection(["matmul"], backends), print, DEVICE).chosen(group)
         return [v.name for v in chosen if v.level in ("torch", "triton")]
 
     assert measured() == measured(["triton"]) == ["torch.builtin", "triton.split_k"]
@@ -301,189 +187,6 @@ def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch
     monkeypatch.setitem(climb, "triton.split_k", refusing)
     assert measured() == ["torch.builtin", "triton.persistent"]
     assert measured(["triton.naive"]) == ["torch.builtin", "triton.naive"]
-
-
-@pytest.mark.usefixtures("small_sweeps")
-def test_a_variant_that_raises_does_not_stop_the_sweep(monkeypatch, tmp_path):
-    def forward(input, **options):
-        raise RuntimeError("misaligned address\nand a long trace")
-
-    _wrong(monkeypatch, forward=forward)
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 1
-    found = {(row.backend, row.us is None, row.wrong) for row in store.read(path)}
-    assert found == {
-        ("torch.naive", True, "raised RuntimeError: misaligned address"),
-        ("torch.builtin", False, None),
-    }
-
-
-@pytest.mark.usefixtures("small_sweeps")
-def test_a_variant_that_breaks_the_gpu_is_the_only_one_blamed(monkeypatch, tmp_path, capsys):
-    broken = []
-
-    def forward(input, **options):
-        broken.append(True)
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def synchronize(device):
-        if broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    _wrong(monkeypatch, forward=forward)
-    monkeypatch.setattr(sweep.timing, "synchronize", synchronize)
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu,softmax", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02"]
-    assert main([*argv, "--no-pictures", "--output", str(path)]) == 1
-    assert "the GPU answers nothing but RuntimeError: CUDA error: an illegal" in capsys.readouterr().err
-    assert [(row.backend, row.pass_) for row in store.read(path) if row.wrong] == [("torch.naive", "forward")]
-    assert not any(row.op == "softmax" for row in store.read(path)), "nothing was measured after it"
-
-
-@pytest.mark.usefixtures("small_sweeps")
-def test_an_unsupported_variant_says_why(monkeypatch, tmp_path):
-    _wrong(monkeypatch, unsupported=lambda *inputs, **options: "only on Sundays")
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 0
-    naive = [row for row in store.read(path) if row.backend == "torch.naive"]
-    assert naive
-    assert {(row.us, row.unsupported) for row in naive} == {(None, "only on Sundays")}
-
-
-@pytest.mark.usefixtures("small_sweeps")
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("could not allocate the output")], ids=repr)
-def test_a_variant_without_memory_is_not_wrong(monkeypatch, tmp_path, error):
-    def full(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(sweep.candidates, "forward_call", full)
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--pass", "forward", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 0
-    assert [(row.us, row.wrong, "out of memory" in (row.unsupported or "")) for row in store.read(path)] == [
-        (None, None, True)
-    ] * 2
-
-
-@pytest.mark.usefixtures("small_sweeps")
-@pytest.mark.parametrize("baseline", [False, True])
-def test_a_variant_without_memory_beside_others_is_timed_beside_the_baseline(monkeypatch, tmp_path, baseline):
-    forward_call, short = sweep.candidates.forward_call, []
-
-    def once(variant, copies):
-        call = forward_call(variant, copies)
-        named = variant.name == ("torch.builtin" if baseline else "torch.naive")
-        if named and len(short) < 1:
-            short.append(variant.name)
-            raise torch.OutOfMemoryError
-        return call
-
-    monkeypatch.setattr(sweep.candidates, "forward_call", once)
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch,triton.fused", "--quick", "--pass", "forward", "--time", "0.02"]
-    assert main([*argv, "--no-ceilings", "--no-pictures", "--output", str(path)]) == 0
-    assert len(short) == 1
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted(row["backend"] for row in found) == ["torch.builtin", "torch.naive", "triton.fused"]
-    assert all(row["us"] > 0 and row["unsupported"] is None for row in found)
-    (naive,) = (row for row in found if row["backend"] == "torch.naive")
-    assert baseline or naive["speedup"] > 0
-
-
-@pytest.mark.usefixtures("small_sweeps")
-@pytest.mark.parametrize("short", ["ceilings", "copies", "timing"])
-def test_a_sweep_goes_on_where_memory_is_short(monkeypatch, tmp_path, short):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError
-
-    module, name = {
-        "ceilings": (sweep.ceilings, "copy_gbs"),
-        "copies": (sweep.candidates.Copies, "of"),
-        "timing": (sweep.timing, "interleave"),
-    }[short]
-    monkeypatch.setattr(module, name, full)
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 0
-    found = store.read(path)
-    assert {row.pass_ for row in found} == {"forward", "backward"}
-    for row in found:
-        assert row.of_ceiling is None
-        assert (row.us is not None) == (short == "ceilings")
-        assert (row.unsupported is None) == (short == "ceilings")
-        assert row.unsupported is None or "no memory is left for" in row.unsupported
-
-
-@pytest.mark.usefixtures("small_sweeps")
-def test_an_interrupt_is_one_even_where_another_error_hides_it(monkeypatch, tmp_path):
-    def forward(input, **options):
-        try:
-            raise KeyboardInterrupt
-        finally:  # as a lock does that was given up before it was taken again
-            raise RuntimeError("release unlocked lock")
-
-    _wrong(monkeypatch, forward=forward)
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "gelu", "--backend", "torch.naive", "--quick", "--no-ceilings", "--time", "0.02", "--no-pictures"]
-    assert main([*argv, "--output", str(path)]) == 130
-    assert not any(row.wrong for row in store.read(path))
-
-
-@pytest.mark.usefixtures("small_sweeps")
-def test_an_interrupt_keeps_finished_rows(monkeypatch, tmp_path):
-    measure_pass = sweep.Sweep._measure_pass
-
-    def interrupted(self, spec, group, pass_, *rest):
-        if pass_ == "backward":
-            raise KeyboardInterrupt
-        measure_pass(self, spec, group, pass_, *rest)
-
-    monkeypatch.setattr(sweep.Sweep, "_measure_pass", interrupted)
-    path = tmp_path / "rows.jsonl"
-    argv = [
-        "--op",
-        "gelu",
-        "--backend",
-        "torch",
-        "--quick",
-        "--no-ceilings",
-        "--time",
-        "0.02",
-        "--no-pictures",
-        "--output",
-        str(path),
-    ]
-    assert main(argv) == 130
-    assert {row.pass_ for row in store.read(path)} == {"forward"}
-
-
-def test_an_interrupt_before_the_first_row_keeps_nothing(monkeypatch, tmp_path, capsys):
-    def interrupted(self, group):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep.Sweep, "measure", interrupted)
-    path = tmp_path / "rows.jsonl"
-    assert main(["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--output", str(path)]) == 130
-    assert capsys.readouterr().err == "interrupted; nothing was measured yet\n"
-    assert not path.exists()
-
-
-def test_an_interrupt_of_a_command_is_one_line(monkeypatch, tmp_path, capsys):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    store.write(tmp_path / "rows.jsonl", [a_row(**TIMED)])
-    monkeypatch.setattr(pictures, "draw", interrupted)
-    assert main(["pictures", str(tmp_path / "rows.jsonl")]) == 130
-    assert capsys.readouterr().err == "python -m bench: interrupted\n"
-    finder = types.SimpleNamespace(find_spec=interrupted)  # while a command's module is imported
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "bench.show.report", raising=False)
-    monkeypatch.delattr(sys.modules["bench"], "report", raising=False)
-    assert main(["report"]) == 130
-    assert capsys.readouterr().err == "python -m bench: interrupted\n"
 
 
 @pytest.mark.parametrize(
@@ -514,7 +217,7 @@ def test_a_peer_named_is_tuned_at_all_cases(tmp_path):
         (["--peers", "quack-gemm"], True),
         (["--peers", "peer.quack-gemm,liger"], True),
     ):
-        chosen = bench_main._choice(parser.parse_args([*argv, "--quick"]))
+        chosen = bench_main._selection(parser.parse_args([*argv, "--quick"]))
         assert "quack-gemm" in chosen.peers
         assert chosen.tunes("peer.quack-gemm", Case("a", ((1,),), quick=True)) == named
 

@@ -9,7 +9,7 @@ import torch
 
 import kernel_ladder
 from bench.__main__ import main
-from bench.measure.selection import Choice, Group, groups
+from bench.measure.selection import Group, Selection, groups
 from bench.rows import store
 from bench.rows.store import Row
 
@@ -20,7 +20,7 @@ QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings"]
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_shares_are_the_whole_and_alike(parts, device):
     def share(part: int, of: int) -> list[Group]:
-        return groups(Choice(list(kernel_ladder.OPS), share=(part, of)), torch.device(device))
+        return groups(Selection(list(kernel_ladder.OPS), share=(part, of)), torch.device(device))
 
     whole = share(1, 1)
     shares = [share(part, parts) for part in range(1, parts + 1)]

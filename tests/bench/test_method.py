@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bench.measure import cases, ceiling_kernels, ceilings, intervals, phases, timing
-from bench.measure.selection import LONG_TUNING, Choice
+from bench.measure.selection import LONG_TUNING, Selection
 from kernel_ladder.spec import Case
 
 from ..conftest import DEVICE, TRIES, alone, needs_gpu
@@ -330,13 +330,13 @@ def test_long_tuning_is_for_the_quick_cases_of_a_full_sweep_unless_named():
     quick, other = Case("a", ((1,),), quick=True), Case("b", ((1,),))
     name = "compile.max_autotune"
     assert name in LONG_TUNING
-    unnamed = Choice(["matmul"], ["compile"], seconds=0.1)
+    unnamed = Selection(["matmul"], ["compile"], seconds=0.1)
     assert unnamed.tunes(name, quick)
     assert not unnamed.tunes(name, other)
     assert unnamed.tunes("compile.default", other)
-    assert not Choice(["matmul"], quick=True).tunes(name, quick)
+    assert not Selection(["matmul"], quick=True).tunes(name, quick)
     for is_quick in (False, True):
-        assert Choice(["matmul"], named=[name], quick=is_quick).tunes(name, other)
+        assert Selection(["matmul"], named=[name], quick=is_quick).tunes(name, other)
 
 
 def test_a_quick_sweep_on_a_gpu_is_in_bfloat16():

@@ -255,21 +255,21 @@ def test_bad_names(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def _choice(*argv: str):
-    return command_line._choice(command_line._sweep_parser().parse_args(argv))
+def _selection(*argv: str):
+    return command_line._selection(command_line._sweep_parser().parse_args(argv))
 
 
 def test_choosing():
-    assert _choice("--op", "gelu").peers == []
-    assert _choice("--peers").peers == peers.known()
-    assert _choice("--peers", "peer.quack,liger", "--quick").peers == ["quack", "liger"]
+    assert _selection("--op", "gelu").peers == []
+    assert _selection("--peers").peers == peers.known()
+    assert _selection("--peers", "peer.quack,liger", "--quick").peers == ["quack", "liger"]
 
 
 def test_libraries_in_the_table_are_measured_under_that_name_alone():
-    choice = _choice("--op", "attention", "--backend", "triton", "--peers", "cudnn")
-    assert list(choice.backends) == ["triton", "torch.cudnn"]
-    assert peers.variants("attention", choice.peers) == []
-    assert _choice("--op", "attention", "--peers", "cudnn").backends is None
+    selection = _selection("--op", "attention", "--backend", "triton", "--peers", "cudnn")
+    assert list(selection.backends) == ["triton", "torch.cudnn"]
+    assert peers.variants("attention", selection.peers) == []
+    assert _selection("--op", "attention", "--peers", "cudnn").backends is None
 
 
 def _reason(peer: peers.Peer, op: str, *shapes: tuple[int, ...], **options) -> str | None:

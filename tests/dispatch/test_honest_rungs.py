@@ -33,6 +33,15 @@ SHARED: dict[tuple[str, str], dict[str, str]] = {
         " loads serves every rung on Hopper where TMA cannot read an operand and a padded copy does not pay",
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
     },
+    ("cuda", "attention"): {"attention_naive_fill_kernel": "writes the results of a call without keys"},
+    ("cuda", "sum"): {
+        name: "two_stage is coalesced's kernels, over parts of a long sum and then over the parts' sums"
+        for name in (
+            "sum_coalesced_columns_kernel",
+            "sum_coalesced_rows_kernel",
+            "sum_coalesced_strided_rows_kernel",
+        )
+    },
     ("cuda", "linear"): {
         "linear_naive_kernel": "with an inner dimension of 0 persistent has no tile: naive's kernel writes the bias",
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",

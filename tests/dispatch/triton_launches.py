@@ -50,10 +50,12 @@ def cases(op: str) -> list[Case]:
     return [*spec.samples, *spec.sweep]
 
 
-def refused(variant: table.Variant, case: Case, dtype: torch.dtype) -> bool:
+def refused(variant: table.Variant, case: Case, dtype: torch.dtype, gradients: bool) -> bool:
     described = empty_inputs(case, dtype, "meta")
-    with FakeTensorMode(), torch.no_grad():
-        inputs = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"), described)
+    # Without a CUDA driver PyTorch's engine cannot record a view of such a tensor: what asks is told that it does.
+    with FakeTensorMode(), torch.no_grad(), mock.patch.object(torch, "is_grad_enabled", lambda: gradients):
+        fakes = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"), described)
+        inputs = tuple(x.requires_grad_(gradients) if has_gradient(x) else x for x in fakes)
         return (variant.here() or variant.unsupported(*inputs, **case.options)) is not None
 
 
@@ -68,12 +70,12 @@ def launched(variant: table.Variant) -> dict[str, list[str]]:
 
     with mock.patch.object(triton.JITFunction, "run", run):
         for case, dtype in itertools.product(cases(variant.op), (torch.bfloat16, torch.float32)):
-            if refused(variant, case, dtype):
+            if refused(variant, case, dtype, False):
                 continue
             inputs = empty_inputs(case, dtype, "meta")
             into = found["forward"]
             output, saved = variant.forward(*inputs, **case.options)
-            if variant.backward is None:
+            if variant.backward is None or refused(variant, case, dtype, True):
                 continue
             into = found["backward"]
             grad = each(torch.empty_like, output) if isinstance(output, tuple) else torch.empty_like(output)

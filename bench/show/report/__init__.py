@@ -1,8 +1,8 @@
-"""``python -m bench report``: rows as one HTML page that needs nothing else, no network and no server.
+"""``python -m bench report``: rows as one HTML page that needs no network and no server.
 
-The page is made of the files beside this one: ``page.html``, ``style.css`` and, in the order of `SCRIPTS`, the scripts.
-Rows go in as JSON, so that no string of theirs is ever read as markup; a policy in the page lets nothing run but the
-scripts, by their hash, and nothing load at all. The same rows make the same page.
+The page consists of the files beside this one: ``page.html``, ``style.css``, the scripts in the order of `SCRIPTS`, and
+Plotly, which draws the charts of ``figures.py``. Rows go in as compressed JSON: no string of theirs is read as markup.
+A policy in the page allows these scripts alone, by their hashes, and no request. The same rows make the same page.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
+import gzip
 import hashlib
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
@@ -25,13 +27,15 @@ from bench.rows.store import Row, latest, to_json
 from bench.show.climb import by_call, gains
 from bench.show.headline import headline_shape
 from bench.show.readme import default_results
-from bench.show.roofline import CAPTION, CEILING, intensity, operations, roofs
+from bench.show.report.figures import figures
+from bench.show.roofline import CAPTION, CEILING, intensity, operations, roofline
 from bench.show.table import fastest, microseconds, rate, speeds
+from kernel_ladder.errors import UnavailableError
 
 HERE = Path(__file__).resolve().parent
-#: What later ones use comes first.
-SCRIPTS = ("format.js", "dom.js", "state.js", "details.js", "chart.js", "rates.js", "roofline.js", "climb.js")
-SCRIPTS += ("table.js", "sections.js", "main.js")
+#: A script comes after those that it uses.
+SCRIPTS = ("format.js", "dom.js", "state.js", "details.js", "charts.js", "table.js", "sections.js", "main.js")
+STYLE_OF_MAPS = re.compile(r'document\.getElementById\("([0-9a-f]{64})"\)')
 
 
 def page(found: Iterable[Row]) -> str:
@@ -39,35 +43,51 @@ def page(found: Iterable[Row]) -> str:
     found = latest(found)
     style = (HERE / "style.css").read_text(encoding="utf-8")
     script = "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    library = _plotly()
     return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
-        policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        policy=f"default-src 'none'; style-src {_hash(style)} {_hash('')}; "
+        f"script-src {_hash(library)} {_hash(script)}; "
         "base-uri 'none'; form-action 'none'",
         style=style,
+        # Plotly adds style sheets of its own for maps, which the policy refuses, unless an element has their name.
+        reserved="".join(f'<style id="{name}"></style>' for name in sorted(set(STYLE_OF_MAPS.findall(library)))),
         script=script,
-        data=_embedded(data(found)),
+        packed=_packed({"library": library, "data": data(found)}),
         fallback=_fallback(found),
     )
 
 
+def _plotly() -> str:
+    """Plotly's JavaScript library, from the Python package that carries it.
+
+    Raises:
+        UnavailableError: the package is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UnavailableError(f"the report needs plotly to draw its charts ({error}): `pip install plotly`") from None
+    return get_plotlyjs()
+
+
 def data(found: Sequence[Row]) -> dict[str, Any]:
-    """What the scripts draw: rows with what follows from them, roofs, and the shapes that stand for operations."""
+    """What the scripts show: rows with what follows from them, figures, the shape that stands for each operation."""
     # The scripts choose by the machine's name, and so must have one.
     found = [row if row.gpu else dataclasses.replace(row, gpu="unknown machine") for row in found]
     calls = by_call(operations(found))
     measured = [row for steps in calls for row in steps]
     gained = gains(measured)
     ranked = {key: speed for steps in calls for key, speed in _ranked(steps).items()}
-    gpus = list(dict.fromkeys(row.gpu for row in measured))
+    headlines = _headlines(measured)
+    limits = {
+        (row.gpu, row.dtype): roofline((other for other in found if other.gpu == row.gpu), row.dtype)
+        for row in {(row.gpu, row.dtype): row for row in measured}.values()
+    }
     return {
         "rows": [_fields(row) | ranked[row.key] | _gain(*gained.get(row.key, (None, None))) for row in measured],
         "ceilings": [_fields(row) for row in found if row.op == CEILING],
-        "roofs": [
-            {"gpu": gpu, "dtype": dtype, **vars(roof)}
-            for gpu in gpus
-            for dtype in dict.fromkeys(row.dtype for row in measured if row.gpu == gpu)
-            for roof in roofs((row for row in found if row.gpu == gpu), dtype)
-        ],
-        "headlines": _headlines(measured),
+        "figures": figures(measured, headlines, limits, gained),
+        "headlines": headlines,
         "baselines": {op: baseline_of(op) for op in dict.fromkeys(row.op for row in measured)},
         "caption": CAPTION,
     }
@@ -104,9 +124,10 @@ def _headlines(measured: Sequence[Row]) -> list[dict[str, str | None]]:
     ]
 
 
-def _embedded(value: Any) -> str:
-    """JSON that stays what it is inside a script element: no ``<`` can end or open anything there."""
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+def _packed(value: Any) -> str:
+    """JSON, compressed and in base64, which no string of a row can leave; the same value gives the same text."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _hash(text: str) -> str:

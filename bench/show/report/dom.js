@@ -1,7 +1,5 @@
 // Elements are made by name and hold text as text: nothing of a row is ever parsed as markup.
 
-const SVG = "http://www.w3.org/2000/svg";
-
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
@@ -13,7 +11,6 @@ function fill(node, attributes, children) {
 }
 
 const el = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
-const svg = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 const byId = (id) => document.getElementById(id);
 const unique = (values) => [...new Set(values)];
 

@@ -16,26 +16,10 @@ function microseconds(us) {
 const times = (x) => `${x >= 100 ? Math.round(x).toLocaleString("en-US") : x.toPrecision(x < 1 ? 2 : 3)}×`;
 
 // A rate is of bytes where moving the least bytes takes longest, else of operations.
-const rateOf = (row, bytesBound) => (bytesBound ? row.gbs : row.tflops);
-const unitOf = (bytesBound) => (bytesBound ? "GB/s" : "TFLOP/s");
-const hasRate = (row, bytesBound) => row.us != null && rateOf(row, bytesBound) != null;
-const rate = (row, bytesBound = row.bytes_bound) =>
-  hasRate(row, bytesBound) ? `${three(rateOf(row, bytesBound))} ${unitOf(bytesBound)}` : null;
-
-// The rate in the least time that the measured ceilings allow.
-function ceilingRate(row, bytesBound) {
-  if (!row.least_us) return null;
-  return bytesBound ? row.bytes / row.least_us / 1e3 : row.flops / row.least_us / 1e6;
+function rate(row) {
+  const value = row.bytes_bound ? row.gbs : row.tflops;
+  return value == null ? null : `${three(value)} ${row.bytes_bound ? "GB/s" : "TFLOP/s"}`;
 }
-
-// The shortest and longest time to draw beside a median, in microseconds: its interval, else the quartiles.
-function spreadOf(row) {
-  const ends = [[row.us_low, row.us_high], [row.us_q1, row.us_q3]];
-  return ends.find(([low, high]) => low != null && high != null) || null;
-}
-
-// A rate falls as the time rises: the rate at another time than the median.
-const rateAt = (row, us, bytesBound) => (rateOf(row, bytesBound) * row.us) / us;
 
 const between = (low, high, show) => (low == null || high == null ? null : `${show(low)} – ${show(high)}`);
 
@@ -94,6 +78,24 @@ const FIELDS = [
   ["source", (r) => source(r)],
   ["when", (r) => r.when && `${date(r.when)} UTC`],
 ];
+
+// What a chart shows on hover: the time with its interval, the rate, and what both are compared with.
+function hoverText(row) {
+  const [kind, low, high] =
+    row.us_low != null && row.us_high != null
+      ? ["95 % interval", row.us_low, row.us_high]
+      : ["quartiles", row.us_q1, row.us_q3];
+  const spread = between(low, high, microseconds);
+  return [
+    row.backend,
+    `${row.op} ${row.shape}`,
+    `${microseconds(row.us)}${spread ? ` (${kind} ${spread})` : ""}`,
+    [rate(row), row.of_ceiling == null ? null : `${row.of_ceiling.toFixed(2)} of the ceiling`].filter(Boolean).join(", "),
+    row.gain == null ? null : `${times(row.gain)} ${row.step_before}`,
+    row.speedup == null ? null : `${times(row.speedup)} ${baselineOf([row.op])}`,
+    notes(row).join("; "),
+  ].filter(Boolean).join("\n");
+}
 
 function software(row) {
   const versions = { driver: row.driver, CUDA: row.cuda, PyTorch: row.torch, Triton: row.triton };

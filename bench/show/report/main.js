@@ -4,9 +4,9 @@ const SWITCHES = { gpu: "machine", op: "operation", dtype: "dtype", pass: "pass"
 const PRINT_WIDTH = 1000;
 
 const SECTIONS = {
-  rates: drawRates,
-  roofline: drawRoofline,
-  climb: drawClimb,
+  rates: chartsOf("rates"),
+  roofline: chartsOf("roofline"),
+  climb: chartsOf("climb"),
   peers: drawPeers,
   costs: drawCosts,
   unmeasured: drawUnmeasured,
@@ -17,12 +17,14 @@ const SECTIONS = {
 function render(width = byId("main").clientWidth) {
   const view = currentView();
   closeDetails();
+  palette.clear();
   drawSwitches(view);
   const op = view.op === ALL ? "all operations" : view.op;
   byId("view").textContent = [op, view.pass, view.dtype, view.gpu].join(" · ");
   for (const [id, draw] of Object.entries(SECTIONS)) {
     byId(id).querySelector(".body").replaceChildren(...draw(view, width));
   }
+  drawCharts(document.querySelectorAll("#main .chart"));
 }
 
 // Updated in place: a switch keeps the focus while it is used.
@@ -55,6 +57,7 @@ function startTheme() {
     at = (at + 1) % themes.length;
     document.documentElement.style.colorScheme = themes[at][1];
     button.textContent = `theme: ${themes[at][0]}`;
+    if (DATA.rows.length) render();
   });
 }
 
@@ -77,15 +80,27 @@ function followWidth() {
     drawn = byId("main").clientWidth;
     render();
   });
-  addEventListener("beforeprint", () => render(PRINT_WIDTH));
-  addEventListener("afterprint", () => render());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => render());
+  // Charts hold the colours of the moment: paper is light.
+  const root = document.documentElement.style;
+  let theme = "";
+  addEventListener("beforeprint", () => {
+    theme = root.colorScheme;
+    root.colorScheme = "light";
+    render(PRINT_WIDTH);
+    document.querySelectorAll("#main .chart").forEach(drawChart);
+  });
+  addEventListener("afterprint", () => {
+    root.colorScheme = theme;
+    render();
+  });
 }
 
 function start() {
   byId("caption").textContent = DATA.caption;
   const machines = unique(DATA.rows.map((row) => row.gpu));
   byId("summary").textContent = DATA.rows.length
-    ? `${DATA.rows.length} rows from ${machines.join(", ")}. Under pointer, focus or tap a point shows its whole row.`
+    ? `${DATA.rows.length} rows from ${machines.join(", ")}. A point shows its interval on hover and its whole row on a click; arrow keys move from point to point.`
     : "There are no rows yet: python -m bench measures and writes them.";
   startTheme();
   if (!DATA.rows.length) {
@@ -100,4 +115,21 @@ function start() {
   render();
 }
 
-start();
+// The library and the data are compressed: together they are four times as large.
+async function unpacked() {
+  const bytes = Uint8Array.from(atob(byId("packed").textContent), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+unpacked()
+  .then(({ library, data }) => {
+    document.head.append(el("script", {}, library)); // the page's policy lists its hash
+    Object.assign(DATA, data);
+    start();
+    document.documentElement.dataset.ready = "";
+  })
+  .catch((error) => {
+    byId("summary").textContent = `This browser cannot show the report: ${error}`;
+    throw error;
+  });

@@ -1,6 +1,6 @@
 // What is shown, kept in the address's fragment, so that a view can be shared by its address.
 
-const DATA = JSON.parse(byId("data").textContent);
+const DATA = {}; // filled by main.js
 const ALL = "all";
 
 const fragment = () => new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");

@@ -1,4 +1,4 @@
-"""What attention takes beside what it needs: memory and time against the length, the number of tokens held."""
+"""Peak memory and time of attention against sequence length, at a constant number of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from bench.measure.lengths import OP, PICTURE, family, length, setting
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
-from bench.show.pictures import STYLE, look, spread
+from bench.show.panels import spread
+from bench.show.pictures import STYLE, look
 
 
 def draw(results: Path, gpu: str | None = None) -> list[Path]:
