@@ -23,6 +23,14 @@ class InspectError(ValueError):
     """What was asked to be looked into does not exist, or cannot be looked into on this machine."""
 
 
+class ExerciseError(ValueError):
+    """What was asked of an exercise does not exist, or would overwrite a file."""
+
+
+class RungFileError(ValueError):
+    """A user's file of rungs does not exist, cannot be run, or registers nothing."""
+
+
 def is_for_memory(error: Exception) -> bool:
     """Whether an error says that memory is short. Operators on PyTorch's stable ABI have no type of error for it."""
     if isinstance(error, torch.OutOfMemoryError):
