@@ -190,6 +190,9 @@ def _check_file(path: Path, chosen: argparse.Namespace, console: Console) -> int
             _print_rung(event, path, console)
         elif kind == "unusable":
             raise ExerciseError(event["reason"])
+        elif kind == "passed" and not event["passed"]:
+            console.print(f"[yellow]Its `unsupported` refuses all {event['of']} samples: nothing was checked.[/]")
+            status = 1
         elif kind == "passed":
             refused = f", {event['refused']} refused by its `unsupported`" if event["refused"] else ""
             console.print(f"[green]Passed {event['passed']} of {event['of']} samples[/]{refused}.")
@@ -281,7 +284,9 @@ def _what(name: str) -> str:
 def _print_times(event: dict[str, Any], console: Console) -> None:
     own = event["us"][event["rung"]]
     on_gpu = event["device"] != "cpu"
-    console.print(f"\n{escape(event['op'])} {escape(event['case'])} {event['dtype']}, {escape(event['device'])}")
+    console.print(
+        f"\n{escape(event['op'])} {escape(event['case'])} {event['dtype']} {event['pass']}, {escape(event['device'])}"
+    )
     lines = []
     for name, us in sorted(event["us"].items(), key=lambda item: item[1]):
         mark = "yours" if name == event["rung"] else "solves it" if name == event["solution"] else ""

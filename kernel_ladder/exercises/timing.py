@@ -14,9 +14,9 @@ import kernel_ladder
 from kernel_ladder import table
 from kernel_ladder.exercises.exercise import Exercise
 from kernel_ladder.level_packages import load as load_package
-from kernel_ladder.spec import Case, Inputs, each
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.table import Variant
-from kernel_ladder.testing.samples import make_inputs
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
 #: Levels that are timed: a compiler takes seconds for each call, so torch.compile's rungs are timed on a GPU alone.
 LEVELS_ON_CPU = ("torch", "triton")
@@ -38,13 +38,14 @@ def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> 
         return
     calls: dict[str, Callable[[int], Any]] = {}
     copies = _copies(inputs, device)
+    grad = make_grad(spec, inputs, case.options) if exercise is not None and exercise.backward else None
     with torch.no_grad():
         for rung in table.variants(variant.op):
             if rung is not variant and not _is_timed(rung, device):
                 continue
             if rung is not variant and rung.unsupported(*inputs, **case.options) is not None:
                 continue
-            calls[rung.name] = _call(rung, copies, case)
+            calls[rung.name] = _call(rung, copies, case) if grad is None else _backward_call(rung, copies, case, grad)
         found = _by_bench(calls, len(copies), device) if device.type == "cuda" else None
         if found is None:
             found = {name: _median(call, len(copies), device) for name, call in calls.items()}
@@ -55,7 +56,8 @@ def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> 
         "solution": None if exercise is None else exercise.rung,
         "case": case.id,
         "dtype": str(dtype).removeprefix("torch."),
-        "bytes": spec.bytes(case, inputs[0].element_size(), False),
+        "pass": "forward" if grad is None else "backward",
+        "bytes": spec.bytes(case, inputs[0].element_size(), grad is not None),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "us": {name: 1e6 * seconds for name, seconds in found.items()},
     }
@@ -91,6 +93,28 @@ def _is_timed(rung: Variant, device: torch.device) -> bool:
 
 def _call(rung: Variant, copies: list[Inputs], case: Case) -> Callable[[int], Any]:
     return lambda i: rung.output(*copies[i], **case.options)
+
+
+def _backward_call(rung: Variant, copies: list[Inputs], case: Case, grad: Output) -> Callable[[int], Any]:
+    """The backward pass alone; a rung without one is differentiated by PyTorch."""
+    needs = tuple(has_gradient(x) for x in copies[0])
+    kept: dict[int, Any] = {}
+
+    def own(i: int) -> Any:
+        if i not in kept:
+            kept[i] = rung.forward(*copies[i], **case.options)[1]
+        assert rung.backward is not None
+        return rung.backward(kept[i], grad, needs)
+
+    def by_autograd(i: int) -> Any:
+        if i not in kept:
+            leaves = as_leaves(copies[i])
+            with torch.enable_grad():
+                kept[i] = as_tuple(rung.forward(*leaves, **case.options)[0]), [x for x in leaves if has_gradient(x)]
+        outputs, wanted = kept[i]
+        return torch.autograd.grad(outputs, wanted, as_tuple(grad), retain_graph=True)
+
+    return by_autograd if rung.backward is None else own
 
 
 def _copies(inputs: Inputs, device: torch.device) -> list[Inputs]:

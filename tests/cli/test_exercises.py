@@ -223,6 +223,12 @@ def test_a_file_of_own_rungs_is_checked_as_an_exercise_is(folder, capsys):
     assert "Every wrong element is 2 times what is expected" in text
 
 
+def test_a_rung_that_refuses_everything_does_not_pass(folder, capsys):
+    text = OWN_RUNG.format("").replace("forward=gelu", "forward=gelu, unsupported=lambda *x, **o: 'no'")
+    written(folder, "mine", text)
+    assert "nothing was checked" in said_by(capsys, "check", "mine.py", "--no-time", status=1)
+
+
 def test_list_shows_a_users_rungs(folder, capsys, scratch_table):
     written(folder, "mine", OWN_RUNG.format(""))
     text = said_by(capsys, "list", "--with", "mine.py")
