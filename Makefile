@@ -32,7 +32,7 @@ else
 STALE := again
 endif
 
-.PHONY: help install test bench architectures lint format clean again
+.PHONY: help install test bench architectures docs lint format clean again
 
 help:  ## show this list
 	@echo "make <target> [PYTHON=/path/to/python] [TORCH=torch==2.13.0] [TORCH_INDEX=url]"
@@ -73,12 +73,17 @@ bench: $(INSTALLED)  ## set up and run the sweep
 architectures: $(INSTALLED)  ## compile csrc for every architecture that it supports (half an hour of a core; ARCH=12.0 for one)
 	@$(PY) _build/architectures.py $(addprefix --arch ,$(ARCH)) $(FILES)
 
-lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format: check only
+docs: $(INSTALLED)  ## build the documentation site into build/site, strictly (SERVE=1 to look at it)
+	@$(PY) -m pip install -q $(call extra,docs)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(if $(SERVE),serve,build -q)
+
+lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format, retired words: check only
 	@echo "== Checking style and types (a minute)"
 	@$(PY) -m pip install -q $(call extra,lint)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) _build/retired_words.py
 	@find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(CLANG_FORMAT) --dry-run -Werror
 
 format: $(if $(PYTHON),,$(PY))  ## let ruff and clang-format rewrite the files

@@ -25,7 +25,21 @@ GROUPS = {
         "attention/persistent.cu",
         "attention/varlen.cu",
     ],
-    "hopper_matmul": ["matmul/hopper.cu", "matmul/wgmma.cu", "matmul/warp_specialized.cu", "matmul/cluster.cu"],
+    "hopper_matmul": [
+        "matmul/hopper.cu",
+        "matmul/wgmma.cu",
+        "matmul/warp_specialized.cu",
+        "matmul/cluster.cu",
+        "matmul/stream_k.cu",
+    ],
+    "softmax": [
+        "softmax/naive.cu",
+        "softmax/online.cu",
+        "softmax/registers.cu",
+        "softmax/multirow.cu",
+        "softmax/cluster.cu",
+    ],
+    "softmax_dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu"],
     "products": [
         "attention/naive.cu",
         "linear.cu",
@@ -33,8 +47,11 @@ GROUPS = {
         "matmul/naive.cu",
         "matmul/coalesced.cu",
         "matmul/tiled.cu",
+        "matmul/thread_tile.cu",
+        "matmul/vectorized.cu",
+        "matmul/double_buffered.cu",
         "matmul/skinny.cu",
-        "matmul/realign.cu",
+        "matmul/pad_operands.cu",
     ],
 }
 

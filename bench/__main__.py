@@ -35,6 +35,7 @@ Other commands, all reading rows that a sweep has written:
   python -m bench pictures [FILE]      draw the pictures again
   python -m bench report [FILE…]       the rows as one HTML page to explore
   python -m bench readme [--check]     renew the tables in README.md from the committed rows in bench/results/
+  python -m bench readme --folders     write the README.md of every folder of rungs, from its files' heads and the rows
   python -m bench merge FILE…          join the rows of several files, such as the shares of one sweep
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
@@ -198,11 +199,16 @@ def _measure(args: argparse.Namespace, choice: Choice, output: Path, console: Co
 def _draw(path: Path, console: Console, gpu: str | None = None) -> None:
     try:
         from bench.measure import memory
-        from bench.show import pictures, roofline_chart
+        from bench.show import ladders, pictures, roofline_chart
     except ImportError as error:
         console.print(f"no pictures: {error}; `pip install matplotlib` to have them", soft_wrap=True)
         return
-    for picture in (*pictures.draw(path, gpu), *memory.draw(path, gpu), *roofline_chart.draw(path, gpu)):
+    for picture in (
+        *ladders.draw(path, gpu),
+        *pictures.draw(path, gpu),
+        *memory.draw(path, gpu),
+        *roofline_chart.draw(path, gpu),
+    ):
         console.print(f"drew {picture}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""torch.compile level: the compiler's own fusion of the formulas in ``torch_ref``."""
+"""The compile level: ``torch.compile`` fuses the formulas of ``torch_ref``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kernel_ladder.semantics.strides import near_gradients
 from kernel_ladder.spec import Inputs, Output, each
 from kernel_ladder.tracing import in_graph
 
-#: Inductor keeps what it fuses in float32, also where the formula rounds. A backward pass that makes scores again in
-#: float32, and takes their maximum as it was rounded, is wrong by factors next to large masks: so it rounds alike.
+#: Inductor keeps fused values in float32, also where the formula rounds. The backward pass would then recompute scores
+#: in float32 and subtract their rounded maximum: wrong by factors beside large masks. This option rounds both alike.
 ROUNDED = {"emulate_precision_casts": True}
 
-#: While one thread traces, Dynamo refuses the compiled functions that another calls.
+#: While one thread traces, Dynamo refuses the compiled functions that other threads call.
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -32,11 +32,10 @@ def unavailable() -> str | None:
 
 
 def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., tuple[Output, tuple]]:
-    """`formula` under torch.compile, as a variant's forward. PyTorch differentiates through it.
+    """Return `formula` under torch.compile, as a rung's forward. PyTorch differentiates through it.
 
-    A ladder compares each shape at its best, so shapes, strides and options are compiled in as constants, and every
-    combination is a compilation of its own. Dynamo counts those per code object and gives up after a few, hence the
-    copies of it.
+    A ladder compares each shape at its best. So shapes, strides and options are compile-time constants, and each
+    combination of them compiles once. Dynamo limits the compilations per code object, so each gets a copy of it.
     """
 
     def signature(inputs: Inputs, options: dict[str, Any]) -> tuple:

@@ -1,4 +1,4 @@
-"""Addition compiled: one kernel, as it is without."""
+"""Addition compiled: one kernel, as in eager PyTorch."""
 
 from compile_impl import compiled
 from kernel_ladder.table import register

@@ -1,4 +1,4 @@
-"""Attention of packed sequences compiled: Inductor fuses what stands between two matrix products of all with all."""
+"""Attention of packed sequences compiled: Inductor fuses mask and softmax between two products of all packed rows."""
 
 from compile_impl import ROUNDED, compiled
 from kernel_ladder.table import register

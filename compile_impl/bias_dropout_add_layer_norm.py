@@ -1,4 +1,4 @@
-"""Bias, dropout, residual sum and LayerNorm compiled: Inductor fuses them, Philox in 64-bit arithmetic included."""
+"""Bias, dropout, residual sum and LayerNorm compiled: Inductor fuses them all, Philox in 64-bit arithmetic included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _run = compiled(_seeded)
 
 
 def forward(input: torch.Tensor, *others: torch.Tensor | None, seed: int, **options: Any) -> tuple[torch.Tensor, tuple]:
-    """The seed goes in as a tensor: an integer would be compiled in, and every seed would be compiled anew."""
+    """Pass the seed as a tensor: an integer would be a compile-time constant, and each seed would recompile."""
     return _run(philox.seed_tensor(seed, input.device), input, *others, **options)
 
 

@@ -1,4 +1,4 @@
-"""Bias and GELU compiled: one kernel forward; backward another, and the sum over rows that is bias's gradient."""
+"""Bias and GELU compiled: one kernel forward; backward one kernel, and a sum over rows for bias's gradient."""
 
 from compile_impl import compiled
 from kernel_ladder.table import register

@@ -1,4 +1,4 @@
-"""Dropout compiled: Inductor fuses the ten rounds of Philox, in 64-bit arithmetic, into the kernel that multiplies."""
+"""Dropout compiled: Inductor fuses Philox's ten rounds, in 64-bit arithmetic, with the multiplication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _run = compiled(_seeded)
 
 
 def forward(input: torch.Tensor, *, p: float, seed: int) -> tuple[torch.Tensor, tuple]:
-    """The seed goes in as a tensor: an integer would be compiled in, and every seed would be compiled anew."""
+    """Pass the seed as a tensor: an integer would be a compile-time constant, and each seed would recompile."""
     return _run(input, philox.seed_tensor(seed, input.device), p=p)
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a formula: kernels, in Triton on a GPU and in C++ on the CPU, and calls of them."""
+"""What torch.compile generates from a formula: kernels (Triton on a GPU, C++ on the CPU) and the calls of them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from kernel_ladder.inspection.launches import launched
 CODE = ("source",)
 AHEAD_OF_TIME = False
 
-#: How a kernel is defined in the module that Inductor writes: by what, its name, and its text.
+#: A kernel's definition in the module that Inductor writes: name, language and text.
 _DEFINITION = re.compile(r"^(\w+) = async_compile\.(triton|cpp\w*|cuda)\(.*?'''\n?(.*?)'''", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {"triton": "python", "cuda": "cuda"}
-#: Calls of kernels that Inductor did not write: a library's, or an operator that stays one.
+#: Calls of kernels that Inductor did not write: a library's, or those of an operator that it does not lower.
 _EXTERN = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.([\w.]+)\(")
 
 
@@ -38,7 +38,7 @@ def inspect(request: Request) -> Inspection:
     device = run_device()
     case, inputs = real_inputs(request, device)
     found = begin(request, case)
-    # Without the caches on disk, so that the code is written anew, and its time is that of a first call.
+    # Caches on disk are off, so that Inductor writes the code again and the time is that of a first call.
     with config.patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*force_disable_caches")
         start = time.perf_counter()
@@ -46,7 +46,7 @@ def inspect(request: Request) -> Inspection:
         if device.type == "cuda":
             torch.cuda.synchronize()
         found.compile_s = time.perf_counter() - start
-    # With gradients wanted, the forward's module comes first and the backward's last.
+    # Where gradients are wanted, the forward's module is the first and the backward's the last.
     module = modules[-1] if request.pass_ == "backward" else modules[0]
     body = _DEFINITION.sub("", module)
     names, count = [], 0
@@ -60,7 +60,7 @@ def inspect(request: Request) -> Inspection:
             language = _LANGUAGES.get(kind, "cpp")
             found.code.append(Code(name, language, text.strip("\n") + "\n"))
     extern = _EXTERN.findall(body)
-    names += [Kernel(name, note="a library's, or PyTorch's own") for name in extern]
+    names += [Kernel(name, note="from a library or PyTorch") for name in extern]
     found.kernels = keep_named(request, names)
     found.code = [code for code in found.code if code.title in {k.name for k in found.kernels}]
     found.kernel_count, found.library_count = count, len(extern)

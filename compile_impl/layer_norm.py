@@ -1,4 +1,4 @@
-"""LayerNorm compiled: Inductor fuses the formula into one kernel a pass, and the weights' gradients into others."""
+"""LayerNorm compiled: Inductor fuses each pass into one kernel, and the weights' gradients into further ones."""
 
 from compile_impl import compiled
 from kernel_ladder.table import register

@@ -1,4 +1,4 @@
-"""A linear layer compiled: PyTorch's product, and one kernel for the bias and the activation after it."""
+"""A linear layer compiled: PyTorch's matrix product, then one kernel for bias and activation."""
 
 from compile_impl import compiled
 from kernel_ladder.table import register

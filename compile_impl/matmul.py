@@ -1,8 +1,8 @@
-"""Matrix product compiled: from the naive formula, and from PyTorch's own function with the compiler's kernels tried.
+"""Matrix product compiled, from the naive formula and from PyTorch's own function.
 
-Inductor fuses the naive formula's products into their sum, so that none goes out to memory; but it knows the result
-as a reduction, not as a matrix product: no tiles in shared memory, no tensor cores. Each element reads its row and
-column alone.
+default       Inductor fuses the products of the naive formula with their sum, so that no product reaches memory. It
+              sees a reduction, not a matrix product: no shared-memory tiles, no tensor cores.
+max_autotune  PyTorch's own function, with Inductor's matrix-product templates timed against cuBLAS
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernel_ladder.semantics.strides import last_offset
 from kernel_ladder.table import register
 from torch_ref.matmul import builtin, naive, product_sizes
 
-#: The fused reduction is refused past this many products: it would run for minutes.
+#: Most products that the fused reduction accepts. More would run for minutes.
 DEFAULT_LIMIT = 2**36
 
 
@@ -41,7 +41,7 @@ register("matmul", "compile.default", forward=compiled(naive), unsupported=_too_
 register(
     "matmul",
     "compile.max_autotune",
-    # Not the mode that also captures CUDA graphs: their outputs are overwritten by the next call.
+    # The mode without CUDA graphs: with them, the next call would overwrite a graph's outputs.
     forward=compiled(builtin, mode="max-autotune-no-cudagraphs"),
     unsupported=_gpu_only,
 )

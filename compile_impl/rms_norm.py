@@ -1,4 +1,4 @@
-"""RMSNorm compiled: Inductor fuses the formula into one kernel a pass, and the weight's gradient into others."""
+"""RMSNorm compiled: Inductor fuses each pass into one kernel, and the weight's gradient into further ones."""
 
 from compile_impl import compiled
 from kernel_ladder.table import register

@@ -1,4 +1,4 @@
-"""Softmax compiled: Inductor fuses the naive formula's five passes into one or two kernels, by row length."""
+"""Softmax compiled: Inductor fuses the naive formula's five passes into one or two kernels, depending on row length."""
 
 from compile_impl import compiled
 from kernel_ladder.table import register

@@ -1,4 +1,4 @@
-"""Sum compiled: Inductor widens and rounds in the kernel that sums, and splits a long sum in two."""
+"""Sum compiled: Inductor fuses the conversions into the reduction, and splits a long sum into two stages."""
 
 from compile_impl import compiled
 from kernel_ladder.table import register

@@ -1,11 +1,6 @@
-// Addition of two tensors that broadcast.
+// add: the sum of two tensors that broadcast, of any strides.
 //
-//   variant     the one idea it adds                                        what limits it now
-//   naive       one element a thread                                        2-byte loads: too few bytes in flight
-//   vectorized  16-byte loads and stores; of a row that is added to every   memory bandwidth
-//               row, too
-//
-// Any strides: the output keeps the memory order of a dense operand of its shape, and both are walked in that order.
+// The output keeps the memory order of a dense operand of its shape, and both operands are walked in that order.
 
 #include "core/divisor.cuh"
 #include "core/ops.h"
@@ -14,7 +9,11 @@
 namespace kl {
 namespace {
 
-// ---- naive: one element a thread -----------------------------------------------------------------------------------
+// add, rung 1 of 2: naive
+// Idea      One element per thread.
+// Predicts  3·sizeof(T) bytes per element: two reads and one write.
+// Limit now 2-byte loads leave too few bytes in flight.
+// Next      `vectorized`: 16-byte loads and stores.
 
 template <typename T>
 __global__ void add_naive_kernel(T* output, const T* input, __grid_constant__ const Strided input_walk, const T* other,
@@ -24,13 +23,16 @@ __global__ void add_naive_kernel(T* output, const T* input, __grid_constant__ co
     output[i] = from_float<T>(to_float(input[input_walk.offset(i)]) + to_float(other[other_walk.offset(i)]));
 }
 
-// ---- vectorized: 16 bytes a load and a store -----------------------------------------------------------------------
+// add, rung 2 of 2: vectorized
+// Idea      16-byte loads and stores, also of a row that is broadcast to every row; launched with PDL.
+// Predicts  The same bytes with an eighth of the load instructions in 16 bits, a quarter in float32.
+// Limit now Memory bandwidth.
+// Next      –
 
-// How an operand lies beside the output: element by element, as a dense row of whole vectors that starts over and over, or
-// in any other way.
-enum class Lies { along, in_turns, anyhow };
+/// Layout of an operand against the output: the same dense memory, one dense row of whole vectors that repeats, or other.
+enum class Operand { dense, repeated_row, strided };
 
-// Where element `first` stands in a row that starts over and over.
+/// Offset of element `first` in a repeated row.
 template <typename T>
 __device__ int64_t in_row(int64_t first, const Divisor& vectors_a_row, int64_t length) {
     const int64_t vector = first / Vec<T>::size;
@@ -39,26 +41,27 @@ __device__ int64_t in_row(int64_t first, const Divisor& vectors_a_row, int64_t l
     return int64_t{vectors_a_row.remainder(small)} * Vec<T>::size;
 }
 
-// 16 bytes of an operand, from element `first` of the walk on.
-template <Lies LIES, typename T>
+/// Loads 16 bytes of an operand, from element `first` of the walk on.
+template <Operand LAYOUT, typename T>
 __device__ Vec<T> operand_vec(const T* operand, const Strided& walk, const Divisor& vectors_a_row, int64_t first,
                               int64_t numel) {
-    if constexpr (LIES == Lies::in_turns) return load_vec(operand + in_row<T>(first, vectors_a_row, walk.sizes[1]));
-    if (LIES == Lies::along && first + Vec<T>::size <= numel) return load_vec(once(operand + first));
+    if constexpr (LAYOUT == Operand::repeated_row)
+        return load_vec(operand + in_row<T>(first, vectors_a_row, walk.sizes[1]));
+    if (LAYOUT == Operand::dense && first + Vec<T>::size <= numel) return load_vec(evict_last(operand + first));
     Vec<T> v;
 #pragma unroll
     for (int e = 0; e < Vec<T>::size; ++e) {
         const int64_t i = min(first + e, numel - 1);
-        v[e] = operand[LIES == Lies::along ? i : walk.offset(i)];
+        v[e] = operand[LAYOUT == Operand::dense ? i : walk.offset(i)];
     }
     return v;
 }
 
-template <typename T, Lies INPUT, Lies OTHER>
+template <typename T, Operand INPUT, Operand OTHER>
 __global__ void __launch_bounds__(THREADS)
     add_vectorized_kernel(T* output, const T* input, __grid_constant__ const Strided input_walk, const T* other,
                           __grid_constant__ const Strided other_walk, const Divisor vectors_a_row, int64_t numel) {
-    begin_early();
+    pdl_begin();
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * Vec<T>::size;
     if (first >= numel) return;
     float a[Vec<T>::size], b[Vec<T>::size];
@@ -95,7 +98,7 @@ bool has_sizes(const Tensor& tensor, const std::vector<int64_t>& sizes) {
     return own.size() == sizes.size() && std::equal(sizes.begin(), sizes.end(), own.begin());
 }
 
-// How to read `tensor`, broadcast to the sizes of the output, in the memory order of the output.
+/// The walk over `tensor`, broadcast to the sizes of the output, in the memory order of the output.
 Strided walk_of(const Tensor& tensor, const DenseLike& output) {
     const auto missing = static_cast<int64_t>(output.order.size()) - tensor.dim();
     std::vector<int64_t> strides;
@@ -107,19 +110,19 @@ Strided walk_of(const Tensor& tensor, const DenseLike& output) {
 }
 
 template <typename T>
-Lies lies(const Strided& walk, const T* operand, int64_t numel) {
-    if (!is_aligned16(operand)) return Lies::anyhow;
-    if (numel == 1 || (walk.dims == 1 && walk.strides[0] == 1)) return Lies::along;
+Operand layout_of(const Strided& walk, const T* operand, int64_t numel) {
+    if (!is_aligned16(operand)) return Operand::strided;
+    if (numel == 1 || (walk.dims == 1 && walk.strides[0] == 1)) return Operand::dense;
     const bool row = walk.dims == 2 && walk.strides[0] == 0 && walk.strides[1] == 1;
-    return row && walk.sizes[1] % Vec<T>::size == 0 ? Lies::in_turns : Lies::anyhow;
+    return row && walk.sizes[1] % Vec<T>::size == 0 ? Operand::repeated_row : Operand::strided;
 }
 
 template <typename T>
-auto vectorized_kernel(Lies input, Lies other) {
-    if (input != Lies::along) return add_vectorized_kernel<T, Lies::anyhow, Lies::anyhow>;
-    if (other == Lies::along) return add_vectorized_kernel<T, Lies::along, Lies::along>;
-    if (other == Lies::in_turns) return add_vectorized_kernel<T, Lies::along, Lies::in_turns>;
-    return add_vectorized_kernel<T, Lies::along, Lies::anyhow>;
+auto vectorized_kernel(Operand input, Operand other) {
+    if (input != Operand::dense) return add_vectorized_kernel<T, Operand::strided, Operand::strided>;
+    if (other == Operand::dense) return add_vectorized_kernel<T, Operand::dense, Operand::dense>;
+    if (other == Operand::repeated_row) return add_vectorized_kernel<T, Operand::dense, Operand::repeated_row>;
+    return add_vectorized_kernel<T, Operand::dense, Operand::strided>;
 }
 
 Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
@@ -141,13 +144,13 @@ Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
         const auto* const b = static_cast<const T*>(other.data_ptr());
         if (vectorized) {
             const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
-            const Lies of_other = lies(other_walk, b, numel);
-            const auto kernel = vectorized_kernel<T>(lies(input_walk, a, numel), of_other);
-            // Of such a row and longer ones, vectors that are counted in 32 bits lie in the first.
+            const Operand of_other = layout_of(other_walk, b, numel);
+            const auto kernel = vectorized_kernel<T>(layout_of(input_walk, a, numel), of_other);
+            // A row of 2^31 vectors or more: every vector that 32 bits can count lies in its first repetition.
             constexpr int64_t LONGEST = int64_t{1} << 31;
-            const int64_t vectors = of_other == Lies::in_turns ? other_walk.sizes[1] / Vec<T>::size : 1;
+            const int64_t vectors = of_other == Operand::repeated_row ? other_walk.sizes[1] / Vec<T>::size : 1;
             const Divisor vectors_a_row(static_cast<uint32_t>(std::min(vectors, LONGEST)));
-            launch_early(kernel, grid, THREADS, launch, out, a, input_walk, b, other_walk, vectors_a_row, numel);
+            launch_pdl(kernel, grid, THREADS, launch, out, a, input_walk, b, other_walk, vectors_a_row, numel);
         } else {
             const auto grid = grid_size(ceil_div(numel, THREADS));
             add_naive_kernel<<<grid, THREADS, 0, launch.stream>>>(out, a, input_walk, b, other_walk, numel);
@@ -162,13 +165,14 @@ Tensor add(const Tensor& input, const Tensor& other, bool vectorized) {
 Tensor add_naive(const Tensor& input, const Tensor& other) { return add(input, other, false); }
 Tensor add_vectorized(const Tensor& input, const Tensor& other) { return add(input, other, true); }
 
-void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void add_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "add", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<add_naive_kernel<T>>("add.naive", THREADS));
-        facts.push_back(kernel_facts<add_vectorized_kernel<T, Lies::along, Lies::along>>("add.vectorized", THREADS));
-        facts.push_back(
-            kernel_facts<add_vectorized_kernel<T, Lies::along, Lies::in_turns>>("add.vectorized, a row", THREADS));
+        attributes.push_back(kernel_attributes<add_naive_kernel<T>>("add.naive", THREADS));
+        attributes.push_back(
+            kernel_attributes<add_vectorized_kernel<T, Operand::dense, Operand::dense>>("add.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<add_vectorized_kernel<T, Operand::dense, Operand::repeated_row>>(
+            "add.vectorized, a row", THREADS));
     });
 }
 

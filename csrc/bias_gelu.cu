@@ -1,13 +1,7 @@
-// Bias and GELU: gelu(input + bias), with bias along the last dimension. Its forms are in gelu.cuh.
+// bias_gelu: gelu(input + bias), with the bias along the last dimension. core/gelu.cuh has the exact and the tanh form.
 //
-//   variant     the one idea it adds                                   what limits it now
-//   naive       one fused kernel, one element a thread; backward one   2-byte loads; backward a handful of threads
-//               column a thread, down all rows
-//   vectorized  a thread keeps its 16 bytes of bias, and takes them    memory bandwidth; exact: issue slots
-//               down several rows; backward adds up a share of the
-//               rows a block, and the shares in a second kernel
-//
-// Both take any strides; the output keeps the memory order of a dense input. The sum is not rounded on its way.
+// The bias is added in float32, and the sum is not rounded before the GELU. The output keeps the memory order of a dense
+// input. `vectorized` shares the backward kernels of `multirow`.
 
 #include <tuple>
 
@@ -19,43 +13,42 @@
 namespace kl {
 namespace {
 
-constexpr int ROWS = 4;         // of a thread, forward: as many loads in flight
-constexpr int FEW_BLOCKS = 32;  // an SM: see bias_gelu_vectorized_even_kernel
+constexpr int ROWS = 4;  // per thread in the forward pass of `multirow`: as many loads in flight
 constexpr int BACKWARD_THREADS = 512;
-constexpr int ROWS_IN_FLIGHT = 2;  // of a thread, backward, of two operands
+constexpr int ROWS_IN_FLIGHT = 2;  // per thread in the backward pass, for each of two operands
 constexpr int BACKWARD_BLOCKS_PER_SM = 2;
 
-// An operand as rows of its last dimension.
+/// An operand as rows of its last dimension.
 struct Matrix {
     Strided rows;
     int64_t step;
 
     int64_t step_of_rows() const { return rows.dims > 0 ? rows.strides[0] : 0; }
-    // WHOLE: rows lie at one stride, and start on 16 bytes.
-    template <bool WHOLE>
+    /// Offset of an element. VECTORIZED: rows lie at one stride and start on 16 bytes.
+    template <bool VECTORIZED>
     __device__ int64_t at(int64_t row, int64_t column) const {
-        return WHOLE ? row * rows.strides[0] + column : rows.offset(row) + column * step;
+        return VECTORIZED ? row * rows.strides[0] + column : rows.offset(row) + column * step;
     }
 };
 
-// As many columns as a thread takes at once: 16 bytes, or where an operand does not let it, one.
-template <typename T, bool WHOLE>
-constexpr int WIDTH = WHOLE ? Vec<T>::size : 1;
+/// Columns per load: a vector of 16 bytes, or one element where an operand does not allow vectors.
+template <typename T, bool VECTORIZED>
+constexpr int WIDTH = VECTORIZED ? Vec<T>::size : 1;
 
-template <typename T, bool WHOLE>
+template <typename T, bool VECTORIZED>
 struct Chunk {
-    std::conditional_t<WHOLE, Vec<T>, T> data;
+    std::conditional_t<VECTORIZED, Vec<T>, T> data;
 
     __device__ void load(const T* pointer) { data = *reinterpret_cast<const decltype(data)*>(pointer); }
-    __device__ void floats(float (&x)[WIDTH<T, WHOLE>]) const {
-        if constexpr (WHOLE) {
+    __device__ void floats(float (&x)[WIDTH<T, VECTORIZED>]) const {
+        if constexpr (VECTORIZED) {
             unpack(data, x);
         } else {
             x[0] = to_float(data);
         }
     }
-    __device__ static void store(T* pointer, const float (&x)[WIDTH<T, WHOLE>]) {
-        if constexpr (WHOLE) {
+    __device__ static void store(T* pointer, const float (&x)[WIDTH<T, VECTORIZED>]) {
+        if constexpr (VECTORIZED) {
             store_vec(pointer, pack<T>(x));
         } else {
             *pointer = from_float<T>(x[0]);
@@ -63,14 +56,18 @@ struct Chunk {
     }
 };
 
-template <typename T, bool WHOLE>
-__device__ void load_bias(float (&b)[WIDTH<T, WHOLE>], const T* bias, int64_t step, int64_t column) {
-    Chunk<T, WHOLE> chunk;
-    chunk.load(bias + column * (WHOLE ? 1 : step));
+template <typename T, bool VECTORIZED>
+__device__ void load_bias(float (&b)[WIDTH<T, VECTORIZED>], const T* bias, int64_t step, int64_t column) {
+    Chunk<T, VECTORIZED> chunk;
+    chunk.load(bias + column * (VECTORIZED ? 1 : step));
     chunk.floats(b);
 }
 
-// ---- naive: one element a thread; backward one column a thread -----------------------------------------------------
+// bias_gelu, rung 1 of 3: naive
+// Idea      One fused kernel, one element per thread. Backward: one thread per column walks down all rows.
+// Predicts  2·sizeof(T) bytes per element: one read and one write, where two PyTorch operators take two of each.
+// Limit now 2-byte loads leave too few bytes in flight. Backward: a row of threads for the whole GPU.
+// Next      `vectorized`: 16-byte loads and stores.
 
 template <typename T, typename Form>
 __global__ void bias_gelu_naive_kernel(T* output, __grid_constant__ const Matrix out, const T* input,
@@ -100,20 +97,25 @@ __global__ void bias_gelu_backward_naive_kernel(T* grad_input, __grid_constant__
     grad_bias[column] = from_float<T>(sum.sum);
 }
 
-// ---- vectorized: 16 bytes of bias a thread, several rows -----------------------------------------------------------
+// bias_gelu, rung 2 of 3: vectorized
+// Idea      One vector of 16 bytes per thread, over all rows one after the other.
+// Predicts  The same bytes with an eighth of the load instructions in 16 bits, a quarter in float32.
+// Limit now Each thread loads its bias and computes its row and column for one vector of output.
+// Next      `multirow`: load the bias once for several rows.
+//
+// It takes rows of whole aligned vectors at one stride. Its blocks are four times as many as those of `multirow`, so
+// that the last wave leaves fewer SMs idle where there are few blocks.
 
-// Of whole vectors, evenly apart: one a thread, of all rows one after the other. Of 16 bits a thread that takes several rows
-// spends fewer instructions on each, but of its blocks, a quarter as many, the last leave SMs idle where there are few.
 template <typename T, typename Form>
 __global__ void __launch_bounds__(THREADS)
-    bias_gelu_vectorized_even_kernel(T* output, const T* input, const T* bias, int64_t out_step, int64_t in_step,
-                                     uint32_t vectors, __grid_constant__ const Divisor vectors_a_row) {
-    begin_early();
+    bias_gelu_vectorized_kernel(T* output, const T* input, const T* bias, int64_t out_step, int64_t in_step,
+                                uint32_t vectors, __grid_constant__ const Divisor vectors_a_row) {
+    pdl_begin();
     constexpr int N = Vec<T>::size;
     const uint32_t i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= vectors) return;
     const uint32_t row = vectors_a_row.quotient(i), column = vectors_a_row.remainder(i) * N;
-    const Vec<T> part = load_vec(once(input + (row * in_step + column))), own = load_vec(bias + column);
+    const Vec<T> part = load_vec(evict_last(input + (row * in_step + column))), own = load_vec(bias + column);
     float x[N], b[N];
     unpack(part, x);
     unpack(own, b);
@@ -122,26 +124,34 @@ __global__ void __launch_bounds__(THREADS)
     store_vec(output + (row * out_step + column), pack<T>(x));
 }
 
-// Any rows.
-template <typename T, typename Form, bool WHOLE>
+// bias_gelu, rung 3 of 3: multirow
+// Idea      Each thread keeps its vector of the bias in registers and applies it to four rows. Backward: a block sums a
+//           share of the rows into partials, and a second kernel sums the partials in a fixed order.
+// Predicts  Forward: one load of bias per four vectors. Backward: 3·sizeof(T) bytes per element, and the partials.
+// Limit now Memory bandwidth; the exact (erf) form also issue slots.
+// Next      –
+//
+// It takes any strides: without VECTORIZED a thread takes one column instead of a vector.
+
+template <typename T, typename Form, bool VECTORIZED>
 __global__ void __launch_bounds__(THREADS)
-    bias_gelu_vectorized_kernel(T* output, __grid_constant__ const Matrix out, const T* input,
-                                __grid_constant__ const Matrix in, const T* bias, int64_t bias_step, int64_t rows,
-                                int64_t columns, __grid_constant__ const Divisor column_blocks) {
-    begin_early();
-    constexpr int N = WIDTH<T, WHOLE>;
+    bias_gelu_multirow_kernel(T* output, __grid_constant__ const Matrix out, const T* input,
+                              __grid_constant__ const Matrix in, const T* bias, int64_t bias_step, int64_t rows,
+                              int64_t columns, __grid_constant__ const Divisor column_blocks) {
+    pdl_begin();
+    constexpr int N = WIDTH<T, VECTORIZED>;
     const uint32_t row_block = column_blocks.quotient(blockIdx.x), column_block = column_blocks.remainder(blockIdx.x);
     const int64_t column = (int64_t{column_block} * blockDim.x + threadIdx.x) * N;
     if (column >= columns) return;
     const int64_t first = int64_t{row_block} * (blockDim.y * ROWS) + threadIdx.y;
-    Chunk<T, WHOLE> chunks[ROWS];
+    Chunk<T, VECTORIZED> chunks[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int64_t row = first + r * blockDim.y;
-        if (row < rows) chunks[r].load(once(input + in.at<WHOLE>(row, column)));
+        if (row < rows) chunks[r].load(evict_last(input + in.at<VECTORIZED>(row, column)));
     }
     float b[N], x[N];
-    load_bias<T, WHOLE>(b, bias, bias_step, column);
+    load_bias<T, VECTORIZED>(b, bias, bias_step, column);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int64_t row = first + r * blockDim.y;
@@ -149,33 +159,34 @@ __global__ void __launch_bounds__(THREADS)
         chunks[r].floats(x);
 #pragma unroll
         for (int e = 0; e < N; ++e) x[e] = Form::forward(x[e] + b[e]);
-        Chunk<T, WHOLE>::store(output + out.at<WHOLE>(row, column), x);
+        Chunk<T, VECTORIZED>::store(output + out.at<VECTORIZED>(row, column), x);
     }
 }
 
-// A block takes blockDim.x · N columns down its share of the rows; partials: (shares, columns).
-template <typename T, typename Form, bool WHOLE>
+/// Grid (column blocks, shares). A block takes blockDim.x · N columns down its share of the rows and writes its row of
+/// the partials (shares, columns).
+template <typename T, typename Form, bool VECTORIZED>
 __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
-    bias_gelu_backward_vectorized_kernel(T* grad_input, __grid_constant__ const Matrix out, float* partials,
-                                         const T* grad, __grid_constant__ const Matrix gr, const T* input,
-                                         __grid_constant__ const Matrix in, const T* bias, int64_t bias_step,
-                                         int64_t rows, int64_t columns, int64_t rows_a_share) {
-    begin_early();
-    constexpr int N = WIDTH<T, WHOLE>;
+    bias_gelu_backward_multirow_kernel(T* grad_input, __grid_constant__ const Matrix out, float* partials,
+                                       const T* grad, __grid_constant__ const Matrix gr, const T* input,
+                                       __grid_constant__ const Matrix in, const T* bias, int64_t bias_step,
+                                       int64_t rows, int64_t columns, int64_t rows_a_share) {
+    pdl_begin();
+    constexpr int N = WIDTH<T, VECTORIZED>;
     __shared__ float sums[BACKWARD_THREADS * N];
     const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N, share = blockIdx.y;
     const int64_t end = min(rows, (share + 1) * rows_a_share);
     float b[N] = {}, sum[N] = {};
-    if (column < columns) load_bias<T, WHOLE>(b, bias, bias_step, column);
-    // The rows of a thread: blockDim.y apart, ROWS_IN_FLIGHT at once.
+    if (column < columns) load_bias<T, VECTORIZED>(b, bias, bias_step, column);
+    // A thread takes every blockDim.y-th row, ROWS_IN_FLIGHT at once.
     for (int64_t first = share * rows_a_share + threadIdx.y; first < end && column < columns;
          first += blockDim.y * ROWS_IN_FLIGHT) {
-        Chunk<T, WHOLE> grads[ROWS_IN_FLIGHT], inputs[ROWS_IN_FLIGHT];
+        Chunk<T, VECTORIZED> grads[ROWS_IN_FLIGHT], inputs[ROWS_IN_FLIGHT];
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
             const int64_t row = first + r * blockDim.y;
-            if (row < end) grads[r].load(once(grad + gr.at<WHOLE>(row, column)));
-            if (row < end) inputs[r].load(once(input + in.at<WHOLE>(row, column)));
+            if (row < end) grads[r].load(evict_last(grad + gr.at<VECTORIZED>(row, column)));
+            if (row < end) inputs[r].load(evict_last(input + in.at<VECTORIZED>(row, column)));
         }
 #pragma unroll
         for (int r = 0; r < ROWS_IN_FLIGHT; ++r) {
@@ -189,7 +200,7 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
                 g[e] *= Form::derivative(x[e] + b[e]);
                 sum[e] += g[e];
             }
-            Chunk<T, WHOLE>::store(grad_input + out.at<WHOLE>(row, column), g);
+            Chunk<T, VECTORIZED>::store(grad_input + out.at<VECTORIZED>(row, column), g);
         }
     }
     store_share(partials + share * columns, sum, sums, columns);
@@ -197,29 +208,29 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
 
 template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
-    bias_gelu_backward_vectorized_sum_kernel(T* output, const float* partials, int64_t shares, int64_t columns) {
-    begin_early();
+    bias_gelu_backward_multirow_sum_kernel(T* output, const float* partials, int64_t shares, int64_t columns) {
+    pdl_begin();
     sum_shares(output, partials, shares, columns);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// Rows in the order of the logical dimensions; the last one is along the row.
+/// Rows in the order of the logical dimensions; the last dimension runs along the row.
 Matrix as_matrix(const Tensor& tensor, const char* op) {
     const int64_t last = tensor.dim() - 1;
     return {collapse(tensor.sizes().data(), tensor.strides().data(), last, op), tensor.stride(last)};
 }
 
-// Whether every row of every operand consists of vectors that start on 16 bytes.
+/// Whether every row of every operand consists of aligned vectors of 16 bytes, at one stride.
 template <typename T>
-bool are_whole(const Tensor& bias, const std::vector<std::pair<const Tensor*, const Matrix*>>& operands) {
+bool are_vectors(const Tensor& bias, const std::vector<std::pair<const Tensor*, const Matrix*>>& operands) {
     const int64_t columns = bias.size(0);
-    bool whole = columns % Vec<T>::size == 0 && is_aligned16(bias.data_ptr()) && bias.stride(0) == 1;
+    bool vectors = columns % Vec<T>::size == 0 && is_aligned16(bias.data_ptr()) && bias.stride(0) == 1;
     for (const auto& [tensor, matrix] : operands) {
-        whole = whole && matrix->step == 1 && is_aligned16(tensor->data_ptr()) && matrix->rows.dims <= 1 &&
-                (matrix->rows.dims == 0 || matrix->rows.strides[0] % Vec<T>::size == 0);
+        vectors = vectors && matrix->step == 1 && is_aligned16(tensor->data_ptr()) && matrix->rows.dims <= 1 &&
+                  (matrix->rows.dims == 0 || matrix->rows.strides[0] % Vec<T>::size == 0);
     }
-    return whole;
+    return vectors;
 }
 
 void check_operands(const Tensor& input, const Tensor& bias, const char* op) {
@@ -229,7 +240,7 @@ void check_operands(const Tensor& input, const Tensor& bias, const char* op) {
              ": argument `bias` must have the length of the last dimension of `input`");
 }
 
-// Threads along the columns: as many as divide a row's chunks, so that few are idle.
+/// Threads along the columns: a divisor of the chunks of a row where there is one, so that few are idle.
 unsigned int lanes_for(int64_t chunks) {
     unsigned int lanes = THREADS;
     while (lanes > WARP && chunks % lanes != 0) lanes /= 2;
@@ -237,7 +248,9 @@ unsigned int lanes_for(int64_t chunks) {
     return lanes;
 }
 
-Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& approximate, bool vectorized) {
+enum class BiasGeluRung { naive, vectorized, multirow };
+
+Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& approximate, BiasGeluRung rung) {
     check_operands(input, bias, "bias_gelu");
     const Launch launch(input);
     Tensor output = DenseLike(input).allocate(input);
@@ -250,37 +263,36 @@ Tensor bias_gelu(const Tensor& input, const Tensor& bias, const std::string& app
         auto* y = static_cast<T*>(output.data_ptr());
         const auto* x = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(bias.data_ptr());
-        if (!vectorized) {
+        if (rung == BiasGeluRung::naive) {
             bias_gelu_naive_kernel<T, Form>
                 <<<grid_size(ceil_div(rows * columns, THREADS)), THREADS, 0, launch.stream>>>(
                     y, out, x, in, b, bias.stride(0), rows, columns);
             return;
         }
-        const bool whole = are_whole<T>(bias, {{&output, &out}, {&input, &in}});
-        const int64_t chunks = whole ? columns / Vec<T>::size : columns;
+        const bool vectorized = are_vectors<T>(bias, {{&output, &out}, {&input, &in}});
+        const int64_t chunks = vectorized ? columns / Vec<T>::size : columns;
+        if (rung == BiasGeluRung::vectorized) {
+            KL_CHECK(vectorized && rows * chunks < int64_t{1} << 31,
+                     "bias_gelu: vectorized takes fewer than 2^31 aligned vectors of 16 bytes, in rows at one stride");
+            launch_pdl(bias_gelu_vectorized_kernel<T, Form>, grid_size(ceil_div(rows * chunks, THREADS)), THREADS,
+                       launch, y, x, b, out.step_of_rows(), in.step_of_rows(), static_cast<uint32_t>(rows * chunks),
+                       Divisor(static_cast<uint32_t>(chunks)));
+            return;
+        }
         const unsigned int lanes = lanes_for(chunks);
         const dim3 block(lanes, THREADS / lanes);
         const int64_t column_blocks = ceil_div(chunks, lanes), row_blocks = ceil_div(rows, int64_t{block.y} * ROWS);
-        const auto few = [&] {
-            return column_blocks * row_blocks < int64_t{FEW_BLOCKS} * multiprocessors(launch.device);
-        };
-        if (whole && rows * chunks < int64_t{1} << 31 && (sizeof(T) == 4 || few())) {
-            launch_early(bias_gelu_vectorized_even_kernel<T, Form>, grid_size(ceil_div(rows * chunks, THREADS)),
-                         THREADS, launch, y, x, b, out.step_of_rows(), in.step_of_rows(),
-                         static_cast<uint32_t>(rows * chunks), Divisor(static_cast<uint32_t>(chunks)));
-            return;
-        }
         const auto kernel =
-            whole ? bias_gelu_vectorized_kernel<T, Form, true> : bias_gelu_vectorized_kernel<T, Form, false>;
-        launch_early(kernel, grid_size(column_blocks * row_blocks), block, launch, y, out, x, in, b, bias.stride(0),
-                     rows, columns, Divisor(static_cast<uint32_t>(column_blocks)));
+            vectorized ? bias_gelu_multirow_kernel<T, Form, true> : bias_gelu_multirow_kernel<T, Form, false>;
+        launch_pdl(kernel, grid_size(column_blocks * row_blocks), block, launch, y, out, x, in, b, bias.stride(0), rows,
+                   columns, Divisor(static_cast<uint32_t>(column_blocks)));
     });
     KL_LAUNCH_CHECK();
     return output;
 }
 
 std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& input, const Tensor& bias,
-                                              const std::string& approximate, bool vectorized) {
+                                              const std::string& approximate, BiasGeluRung rung) {
     const char* const op = "bias_gelu_backward";
     check_operands(input, bias, op);
     check_like(grad, input, op, "grad");
@@ -298,19 +310,19 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         const auto* g = static_cast<const T*>(grad.data_ptr());
         const auto* x = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(bias.data_ptr());
-        if (!vectorized) {
+        if (rung == BiasGeluRung::naive) {
             bias_gelu_backward_naive_kernel<T, Form>
                 <<<grid_size(ceil_div(columns, THREADS)), THREADS, 0, launch.stream>>>(gi, out, gb, g, gr, x, in, b,
                                                                                        bias.stride(0), rows, columns);
             return;
         }
         const auto sum_up = [&](const float* partials, int64_t shares) {
-            launch_early(bias_gelu_backward_vectorized_sum_kernel<T>, blocks_of_columns(columns), sum_block(columns),
-                         launch, gb, partials, shares, columns);
+            launch_pdl(bias_gelu_backward_multirow_sum_kernel<T>, blocks_of_columns(columns), sum_block(columns),
+                       launch, gb, partials, shares, columns);
         };
         if (rows == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
-        const bool whole = are_whole<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
-        const int64_t chunks = whole ? columns / Vec<T>::size : columns;
+        const bool vectorized = are_vectors<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
+        const int64_t chunks = vectorized ? columns / Vec<T>::size : columns;
         const dim3 block = column_block(chunks, BACKWARD_THREADS);
         const int64_t column_blocks = ceil_div(chunks, block.x);
         const int64_t most =
@@ -318,11 +330,11 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         const int64_t rows_a_share = ceil_div(rows, most), shares = ceil_div(rows, rows_a_share);
         const Tensor partials = empty(bias, ScalarType::Float, {shares, columns});
         auto* sums = static_cast<float*>(partials.data_ptr());
-        const auto kernel = whole ? bias_gelu_backward_vectorized_kernel<T, Form, true>
-                                  : bias_gelu_backward_vectorized_kernel<T, Form, false>;
+        const auto kernel = vectorized ? bias_gelu_backward_multirow_kernel<T, Form, true>
+                                       : bias_gelu_backward_multirow_kernel<T, Form, false>;
         const dim3 grid(grid_size(column_blocks), grid_size(shares));
-        launch_early(kernel, grid, block, launch, gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
-                     rows_a_share);
+        launch_pdl(kernel, grid, block, launch, gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
+                   rows_a_share);
         KL_LAUNCH_CHECK();
         sum_up(sums, shares);
     });
@@ -333,32 +345,36 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
 }  // namespace
 
 Tensor bias_gelu_naive(const Tensor& input, const Tensor& bias, const std::string& approximate) {
-    return bias_gelu(input, bias, approximate, false);
+    return bias_gelu(input, bias, approximate, BiasGeluRung::naive);
 }
 Tensor bias_gelu_vectorized(const Tensor& input, const Tensor& bias, const std::string& approximate) {
-    return bias_gelu(input, bias, approximate, true);
+    return bias_gelu(input, bias, approximate, BiasGeluRung::vectorized);
+}
+Tensor bias_gelu_multirow(const Tensor& input, const Tensor& bias, const std::string& approximate) {
+    return bias_gelu(input, bias, approximate, BiasGeluRung::multirow);
 }
 std::tuple<Tensor, Tensor> bias_gelu_backward_naive(const Tensor& grad, const Tensor& input, const Tensor& bias,
                                                     const std::string& approximate) {
-    return bias_gelu_backward(grad, input, bias, approximate, false);
+    return bias_gelu_backward(grad, input, bias, approximate, BiasGeluRung::naive);
 }
-std::tuple<Tensor, Tensor> bias_gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const Tensor& bias,
-                                                         const std::string& approximate) {
-    return bias_gelu_backward(grad, input, bias, approximate, true);
+std::tuple<Tensor, Tensor> bias_gelu_backward_multirow(const Tensor& grad, const Tensor& input, const Tensor& bias,
+                                                       const std::string& approximate) {
+    return bias_gelu_backward(grad, input, bias, approximate, BiasGeluRung::multirow);
 }
 
-void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void bias_gelu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "bias_gelu", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<bias_gelu_naive_kernel<T, Exact>>("bias_gelu.naive", THREADS));
-        facts.push_back(
-            kernel_facts<bias_gelu_vectorized_even_kernel<T, Exact>>("bias_gelu.vectorized (few rows)", THREADS));
-        facts.push_back(kernel_facts<bias_gelu_vectorized_kernel<T, Exact, true>>("bias_gelu.vectorized", THREADS));
-        facts.push_back(kernel_facts<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
-        facts.push_back(kernel_facts<bias_gelu_backward_vectorized_kernel<T, Exact, true>>(
-            "bias_gelu_backward.vectorized", BACKWARD_THREADS));
-        facts.push_back(kernel_facts<bias_gelu_backward_vectorized_sum_kernel<T>>("bias_gelu_backward.vectorized (sum)",
-                                                                                  SUM_THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_naive_kernel<T, Exact>>("bias_gelu.naive", THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_vectorized_kernel<T, Exact>>("bias_gelu.vectorized", THREADS));
+        attributes.push_back(
+            kernel_attributes<bias_gelu_multirow_kernel<T, Exact, true>>("bias_gelu.multirow", THREADS));
+        attributes.push_back(
+            kernel_attributes<bias_gelu_backward_naive_kernel<T, Exact>>("bias_gelu_backward.naive", THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_backward_multirow_kernel<T, Exact, true>>(
+            "bias_gelu_backward.multirow", BACKWARD_THREADS));
+        attributes.push_back(kernel_attributes<bias_gelu_backward_multirow_sum_kernel<T>>(
+            "bias_gelu_backward.multirow (sum)", SUM_THREADS));
     });
 }
 

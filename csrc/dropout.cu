@@ -1,13 +1,9 @@
-// Dropout: x · keep / (1 − p), with the mask of kernel_ladder/semantics/philox.py (Srivastava et al., JMLR 15, 2014). The gradient
-// is the same of the output's gradient: no mask is kept, and there is one kernel for both passes.
+// dropout: x · keep / (1 − p), with the mask of kernel_ladder/semantics/philox.py (Srivastava et al., JMLR 15, 2014).
 //
-//   variant     the one idea it adds                                        what limits it now
-//   naive       one element a thread, the mask drawn where it is used       Philox: eight halves drawn, one used
-//   vectorized  16-byte loads and stores, a call of Philox for eight        memory bandwidth; close behind it, integer
-//               elements, keys of the rounds as constants                   arithmetic
-//
-// Elements are counted in row-major order whatever the strides, so that a view has the mask of its copy. The output
-// keeps the memory order of a dense input.
+// The gradient is the dropout of the output's gradient with the same mask: no mask is stored, and one kernel serves both
+// passes. Elements are counted in row-major order whatever the strides, so that a view has the mask of its copy. The
+// output keeps the memory order of a dense input. `vectorized` shares the element-wise function of `naive` for what is no
+// whole vector.
 
 #include <numeric>
 
@@ -20,7 +16,11 @@ namespace {
 
 enum { OUT, IN, BOTH };
 
-// ---- naive: one element a thread -----------------------------------------------------------------------------------
+// dropout, rung 1 of 2: naive
+// Idea      One element per thread, which draws the mask where it needs it.
+// Predicts  2·sizeof(T) bytes and ten Philox rounds per element.
+// Limit now Integer arithmetic: a call of Philox yields eight 16-bit words, and a thread uses one.
+// Next      `vectorized`: one call for eight elements.
 
 template <typename T>
 __device__ void dropout_element(T* output, const T* input, const Operands<BOTH>& at, const DropoutMask& mask,
@@ -35,13 +35,17 @@ __global__ void dropout_naive_kernel(T* output, const T* input, __grid_constant_
     if (i < numel) dropout_element(output, input, at, mask, i);
 }
 
-// ---- vectorized: 16 bytes a load, a call of Philox for eight elements ----------------------------------------------
+// dropout, rung 2 of 2: vectorized
+// Idea      16-byte loads and stores, one call of Philox for eight elements, round keys as kernel constants.
+// Predicts  The same bytes with an eighth of the calls of Philox.
+// Limit now Memory bandwidth; close behind it, integer arithmetic.
+// Next      –
 
 template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(THREADS)
     dropout_vectorized_kernel(T* output, const T* input, __grid_constant__ const Operands<BOTH> at,
                               __grid_constant__ const DropoutMask mask, int64_t numel) {
-    begin_early();
+    pdl_begin();
     constexpr int SIZE = Vec<T>::size;
     const int64_t first = (int64_t{blockIdx.x} * THREADS + threadIdx.x) * SIZE;
     if (!is_vector<ACCESS, T>(first, numel)) {
@@ -49,8 +53,8 @@ __global__ void __launch_bounds__(THREADS)
         for (int64_t i = first; i < first + SIZE && i < numel; ++i) dropout_element(output, input, at, mask, i);
         return;
     }
-    const Vec<T> v = load_vec(once(input + vector_offset<ACCESS, T>(at, IN, first)));
-    // A block's vectors are a power of two, so that none carries into the upper word: it is the block's.
+    const Vec<T> v = load_vec(evict_last(input + vector_offset<ACCESS, T>(at, IN, first)));
+    // A block has a power of two of vectors, so that threadIdx.x never carries into the upper word.
     const uint64_t vector = uint64_t{blockIdx.x} * THREADS;
     float x[SIZE];
     unpack(v, x);
@@ -82,8 +86,8 @@ Tensor dropout(const Tensor& input, int64_t threshold, double scale, int64_t see
         }
         const auto grid = grid_size(ceil_div(numel, int64_t{THREADS} * Vec<T>::size));
         dispatch_access(operands.access, [&](auto access) {
-            launch_early(dropout_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, in, operands, mask,
-                         numel);
+            launch_pdl(dropout_vectorized_kernel<T, access.value>, grid, THREADS, launch, out, in, operands, mask,
+                       numel);
         });
     });
     KL_LAUNCH_CHECK();
@@ -99,11 +103,12 @@ Tensor dropout_vectorized(const Tensor& input, int64_t threshold, double scale, 
     return dropout(input, threshold, scale, seed, true);
 }
 
-void dropout_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void dropout_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "dropout", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<dropout_naive_kernel<T>>("dropout.naive", THREADS));
-        facts.push_back(kernel_facts<dropout_vectorized_kernel<T, Access::dense>>("dropout.vectorized", THREADS));
+        attributes.push_back(kernel_attributes<dropout_naive_kernel<T>>("dropout.naive", THREADS));
+        attributes.push_back(
+            kernel_attributes<dropout_vectorized_kernel<T, Access::dense>>("dropout.vectorized", THREADS));
     });
 }
 

@@ -1,194 +1,18 @@
-// RMSNorm: x / √(mean x² + eps) · weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
-//
-//   variant    the one idea it adds                                         what limits it now
-//   naive      one thread a row; backward, one thread a column as well      uncoalesced reads; few columns, few threads
-//   block      one block a row, 16-byte loads; the weight's gradient by     rows read twice; backward four times
-//              blocks of columns, in two stages that keep an order
-//   registers  rows in registers of as many threads as suit their length;   rows that fill an SM's registers
-//              backward, a block keeps the sums of its columns over all
-//              its rows, and the next rows are under way while one is
-//              worked on
-//   cluster    long rows spread over the SMs of a cluster; backward, the    memory bandwidth
-//              first pass over the next row hides how long they take to
-//              agree on one
-//
-// Any strides of rows. The steps themselves are in norm.cuh, norm/registers.cuh, norm/short_rows.cuh, norm/smem_pipeline.cuh,
-// norm/backward.cuh, norm/backward_short.cuh and norm/backward_persistent.cuh, which the normalisations share.
-// Backward, Hopper shares the longest 16-bit rows of `registers` between two blocks, which stay.
+// RMSNorm: x / √(mean x² + eps) · weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467). Rungs: naive,
+// block, registers, smem_pipeline, cluster; csrc/norm has a file for each, which the normalisations share. Backward:
+// naive and block have their own kernels; all other rungs share norm/backward*.cuh.
 
 #include "norm/launch.cuh"
 
 namespace kl {
-namespace {
-
-constexpr bool CENTRED = false, RESIDUAL = false;
-
-// ---- naive ---------------------------------------------------------------------------------------------------------
-
-template <typename T>
-__global__ void rms_norm_naive_kernel(__grid_constant__ const NormForward<T> p) {
-    norm_naive<T, CENTRED, RESIDUAL>(p);
-}
-
-template <typename T>
-__global__ void rms_norm_backward_naive_kernel(__grid_constant__ const NormBackward<T> p) {
-    norm_backward_naive<T, CENTRED, RESIDUAL>(p);
-}
-
-template <typename T>
-__global__ void rms_norm_backward_naive_weights_kernel(const NormWeights<T> w,
-                                                       __grid_constant__ const NormBackward<T> p) {
-    norm_weights_naive<T, CENTRED>(w, p);
-}
-
-// ---- block ---------------------------------------------------------------------------------------------------------
-
-template <typename T>
-__global__ void __launch_bounds__(NORM_THREADS) rms_norm_block_kernel(__grid_constant__ const NormForward<T> p) {
-    norm_block<T, CENTRED, RESIDUAL>(p);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(NORM_THREADS)
-    rms_norm_backward_block_kernel(__grid_constant__ const NormBackward<T> p) {
-    norm_backward_block<T, CENTRED, RESIDUAL>(p);
-}
-
-template <typename T>
-__global__ void rms_norm_backward_block_weights_kernel(const NormWeights<T> w,
-                                                       __grid_constant__ const NormBackward<T> p) {
-    norm_weights_block<T, CENTRED>(w, p);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(SUM_THREADS)
-    rms_norm_backward_block_sum_kernel(const NormWeights<T> w, int64_t length) {
-    norm_weights_sum(w, length);
-}
-
-// ---- registers, cluster --------------------------------------------------------------------------------------------
-
-template <typename T, int V, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<WHOLE>)
-    rms_norm_registers_kernel(__grid_constant__ const NormForward<T> p) {
-    norm_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(p);
-}
-
-template <typename T, int ROWS>
-__global__ void __launch_bounds__(MIN_BLOCK, SHORT_NORM_BLOCKS<T, CENTRED, RESIDUAL, ROWS>)
-    rms_norm_registers_short_kernel(__grid_constant__ const ShortNorm<T> p) {
-    norm_short<T, CENTRED, RESIDUAL, ROWS>(p);
-}
-
-template <typename T, typename TEAM>
-__global__ void __launch_bounds__(TEAM::THREADS, THREADS_AN_SM / TEAM::THREADS)
-    rms_norm_registers_team_kernel(__grid_constant__ const ShortNorm<T> p) {
-    norm_team<T, CENTRED, RESIDUAL, TEAM>(p);
-}
-
-template <typename T, typename SHAPE, bool CLUSTER>
-__global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
-    rms_norm_registers_slots_kernel(__grid_constant__ const ShortNorm<T> p) {
-    norm_slots<T, CENTRED, RESIDUAL, SHAPE, CLUSTER>(p);
-}
-
-template <typename T, typename CREW>
-__global__ void __launch_bounds__(CREW::THREADS, CREW::BLOCKS)
-    rms_norm_backward_registers_short_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_short<T, CENTRED, CREW>(w, p);
-}
-
-template <typename T, typename STAY>
-__global__ void __launch_bounds__(STAY::THREADS, 1)
-    rms_norm_backward_registers_staying_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_staying<T, CENTRED, STAY>(w, p);
-}
-
-template <typename T, int V, bool WHOLE, bool CLUSTER>
-__global__ void __launch_bounds__(ROW_THREADS, 1)
-    rms_norm_backward_registers_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
-    norm_backward_registers<T, CENTRED, RESIDUAL, V, WHOLE, CLUSTER>(w, p);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(SUM_THREADS)
-    rms_norm_backward_registers_sum_kernel(const NormWeights<T> w, int64_t length) {
-    norm_weights_sum(w, length);
-}
-
-// ---- host ----------------------------------------------------------------------------------------------------------
 
 struct RmsNorm {
     static constexpr const char *NAME = "rms_norm", *BACKWARD_NAME = "rms_norm_backward";
-    static constexpr bool CENTRED = kl::CENTRED, RESIDUAL = kl::RESIDUAL;
-    using FullTeams = std::tuple<>;
-    using Teams = std::tuple<Team<2, 1, 512, 1024>, Team<1, 4, 4096, 16384>>;
-    using Slots = SlotShape<1, 4, 512, 3>;
-    using Crews = std::tuple<CrewShape<1, 1, 512, 2>, CrewShape<2, 1, 256, 2>>;
-    using Staying = Stay<1, 4, 1024>;
-    template <typename T>
-    static constexpr auto naive() {
-        return rms_norm_naive_kernel<T>;
-    }
-    template <typename T>
-    static constexpr auto block() {
-        return rms_norm_block_kernel<T>;
-    }
-    template <typename T, int V, bool WHOLE, bool CLUSTER>
-    static constexpr auto registers() {
-        return rms_norm_registers_kernel<T, V, WHOLE, CLUSTER>;
-    }
-    template <typename T, int ROWS>
-    static constexpr auto short_rows() {
-        return rms_norm_registers_short_kernel<T, ROWS>;
-    }
-    template <typename T, typename TEAM>
-    static constexpr auto team() {
-        return rms_norm_registers_team_kernel<T, TEAM>;
-    }
-    template <typename T, bool CLUSTER>
-    static constexpr auto slots() {
-        return rms_norm_registers_slots_kernel<T, Slots, CLUSTER>;
-    }
-    template <typename T>
-    static constexpr auto backward_naive() {
-        return rms_norm_backward_naive_kernel<T>;
-    }
-    template <typename T>
-    static constexpr auto backward_naive_weights() {
-        return rms_norm_backward_naive_weights_kernel<T>;
-    }
-    template <typename T>
-    static constexpr auto backward_block() {
-        return rms_norm_backward_block_kernel<T>;
-    }
-    template <typename T>
-    static constexpr auto backward_block_weights() {
-        return rms_norm_backward_block_weights_kernel<T>;
-    }
-    template <typename T>
-    static constexpr auto backward_block_sum() {
-        return rms_norm_backward_block_sum_kernel<T>;
-    }
-    template <typename T, int V, bool WHOLE, bool CLUSTER>
-    static constexpr auto backward_registers() {
-        return rms_norm_backward_registers_kernel<T, V, WHOLE, CLUSTER>;
-    }
-    template <typename T, typename CREW>
-    static constexpr auto backward_short() {
-        return rms_norm_backward_registers_short_kernel<T, CREW>;
-    }
-    template <typename T>
-    static constexpr auto backward_staying() {
-        return rms_norm_backward_registers_staying_kernel<T, Staying>;
-    }
-    template <typename T>
-    static constexpr auto backward_registers_sum() {
-        return rms_norm_backward_registers_sum_kernel<T>;
-    }
+    static constexpr bool IS_LAYERNORM = false, HAS_RESIDUAL = false;
+    using BlockRows = std::tuple<BlockRowsShape<2, 1, 512, 1024>, BlockRowsShape<1, 4, 4096, 16384>>;
+    using WarpsPerRow = std::tuple<WarpsPerRowShape<1, 1, 512, 2>, WarpsPerRowShape<2, 1, 256, 2>>;
+    using PersistentBackward = PersistentBackwardShape<1, 4, 1024>;
 };
-
-}  // namespace
 
 template <NormStep STEP>
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, bool keep) {
@@ -206,29 +30,17 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& i
     return {grad_input, grad_weight};
 }
 
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::naive>(const Tensor&, const std::optional<Tensor>&, double,
-                                                              bool);
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::block>(const Tensor&, const std::optional<Tensor>&, double,
-                                                              bool);
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::registers>(const Tensor&, const std::optional<Tensor>&, double,
-                                                                  bool);
-template std::tuple<Tensor, Tensor> rms_norm<NormStep::cluster>(const Tensor&, const std::optional<Tensor>&, double,
-                                                                bool);
-template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::naive>(const Tensor&, const Tensor&,
-                                                                       const std::optional<Tensor>&, const Tensor&,
-                                                                       bool, bool);
-template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::block>(const Tensor&, const Tensor&,
-                                                                       const std::optional<Tensor>&, const Tensor&,
-                                                                       bool, bool);
-template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::registers>(const Tensor&, const Tensor&,
-                                                                           const std::optional<Tensor>&, const Tensor&,
-                                                                           bool, bool);
-template std::tuple<Tensor, Tensor> rms_norm_backward<NormStep::cluster>(const Tensor&, const Tensor&,
-                                                                         const std::optional<Tensor>&, const Tensor&,
-                                                                         bool, bool);
+KL_NORM_RUNG(rms_norm, naive)
+KL_NORM_RUNG(rms_norm, block)
+KL_NORM_RUNG(rms_norm, registers)
+KL_NORM_RUNG(rms_norm, smem_pipeline)
+KL_NORM_RUNG(rms_norm, cluster)
+KL_NORM_RUNG(rms_norm_backward, naive)
+KL_NORM_RUNG(rms_norm_backward, block)
+KL_NORM_RUNG(rms_norm_backward, registers)
 
-void rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    norm_kernel_facts<RmsNorm>(facts, dtype);
+void rms_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    norm_kernel_attributes<RmsNorm>(attributes, dtype);
 }
 
 }  // namespace kl

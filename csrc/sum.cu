@@ -1,16 +1,6 @@
-// Sum over some dimensions of a tensor.
+// sum: the sum over some dimensions of a tensor, of any strides. No atomics: the order of addition is fixed.
 //
-//   variant    the one idea it adds                                         what limits it now
-//   naive      one thread an output                                         neighbouring threads read rows apart; few
-//                                                                           outputs leave most of the GPU idle
-//   block      one block an output: its threads read side by side, and      2-byte loads; columns in pieces of 2 bytes;
-//              meet in shuffles                                             few outputs
-//   coalesced  threads lie as the memory does, 16 bytes each: along a row,  few outputs are few blocks
-//              several rows a block where they are short, or across columns
-//   two_stage  a long sum is split over blocks; a second kernel adds up     memory bandwidth
-//              its parts
-//
-// Any strides and dimensions. No atomics: the order of addition is fixed.
+// `two_stage` launches the kernels of `coalesced`, twice where a sum is split, once where one wave of blocks is enough.
 
 #include <type_traits>
 
@@ -20,12 +10,12 @@
 namespace kl {
 namespace {
 
-constexpr int LOADS = 4;  // in flight a thread
-// Enough to cover the memory's latency. Unless told so, the compiler spends fewer registers, at the price of a thread
-// that waits for each load before it issues the next.
+constexpr int LOADS = 4;  // in flight per thread
+// Enough to cover the latency of memory. Without this bound the compiler saves registers, and a thread waits for each
+// load before it issues the next.
 constexpr int BLOCKS_PER_SM = 4;
 
-// Where each output lies, and each of its summands.
+/// Offsets of the outputs and of their summands.
 struct Reduction {
     Strided kept;     // index of an output -> offset of its first summand
     Strided output;   // index of an output -> its own offset
@@ -33,8 +23,8 @@ struct Reduction {
     int64_t count, length;
 };
 
-// What values are added in. Sums of 16-bit values: float32, in a tree; of float32: float64, rounded once at the end. An
-// SM gets about two float32 a clock from memory, and even one with two float64 units keeps up with that.
+/// The type of partial sums: float32 for 16-bit values, added in a tree; float64 for float32, rounded once at the end.
+/// An SM gets about two float32 per clock from memory, so that even two float64 units keep up.
 template <typename T>
 using Accumulator = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -47,14 +37,14 @@ __device__ Out round_to(Acc x) {
     }
 }
 
-// Where the sums of one kernel go: to the output, rounded, or, where `parts` is not null, there as they are. A choice at
-// run time, once a sum: an instance of each kernel for both would take seconds to compile.
+/// Destination of a kernel's sums: the output, rounded, or the partial sums `parts`, unrounded, where it is not null.
+/// A choice at run time, once per sum: an instance of each kernel for both would take seconds to compile.
 template <typename In, typename Out>
 struct Target {
     Out* output;
     Accumulator<In>* parts;
 
-    // `part` is the sum's place among the parts, `index` the output's number.
+    /// Stores a sum: at index `part` of the partial sums, or as output number `index`.
     __device__ void put(int64_t part, const Reduction& r, int64_t index, Accumulator<In> sum) const {
         if (parts != nullptr) {
             parts[part] = sum;
@@ -74,9 +64,9 @@ __device__ Acc tree_sum(Acc (&x)[N]) {
     return x[0];
 }
 
-// Values in the type that they are added in: one, or those of one load.
+/// Converts one value, or those of one load, to the type of the partial sums.
 template <typename Acc, typename T>
-__device__ Acc widened(T x) {
+__device__ Acc to_accumulator(T x) {
     if constexpr (sizeof(T) == 2) {
         return to_float(x);
     } else {
@@ -84,21 +74,21 @@ __device__ Acc widened(T x) {
     }
 }
 template <typename Acc, typename T>
-__device__ void widen(const T& value, Acc (&x)[1]) {
-    x[0] = widened<Acc>(value);
+__device__ void unpack_as(const T& value, Acc (&x)[1]) {
+    x[0] = to_accumulator<Acc>(value);
 }
 template <typename Acc, typename T>
-__device__ void widen(const Vec<T>& vec, Acc (&x)[Vec<T>::size]) {
+__device__ void unpack_as(const Vec<T>& vec, Acc (&x)[Vec<T>::size]) {
     if constexpr (std::is_same_v<Acc, float>) {
         unpack(vec, x);
     } else {
 #pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) x[e] = widened<Acc>(vec[e]);
+        for (int e = 0; e < Vec<T>::size; ++e) x[e] = to_accumulator<Acc>(vec[e]);
     }
 }
 
-// Units base, base + step, …, and zeros from `end` on. Every offset is known before the first load, so that no division
-// stands between two.
+/// Loads units base, base + step, …, and zeros from `end` on. All offsets are computed before the first load, so that no
+/// division separates two loads.
 template <typename Unit, typename In, typename Offset>
 __device__ void load_units(Unit (&tile)[LOADS], const In* first, int64_t base, int64_t step, int64_t end,
                            Offset offset_of) {
@@ -117,13 +107,13 @@ __device__ Acc sum_of_units(const Unit (&tile)[LOADS], const In*) {
     Acc of_load[LOADS], x[sizeof(Unit) / sizeof(In)];
 #pragma unroll
     for (int l = 0; l < LOADS; ++l) {
-        widen(tile[l], x);
+        unpack_as(tile[l], x);
         of_load[l] = tree_sum(x);
     }
     return tree_sum(of_load);
 }
 
-// The sum over the blockDim.x threads of a row, a power of two; the first of them gets it.
+/// Sums over the blockDim.x threads of a row, a power of two, and returns the result to the first of them.
 template <typename Acc>
 __device__ Acc sum_over_row(Acc value, Acc (&scratch)[THREADS / WARP]) {
     const int threads = static_cast<int>(blockDim.x);
@@ -138,9 +128,12 @@ __device__ Acc sum_over_row(Acc value, Acc (&scratch)[THREADS / WARP]) {
     return value;
 }
 
-// ---- naive: one thread an output -----------------------------------------------------------------------------------
+// sum, rung 1 of 4: naive
+// Idea      One thread per output. It adds in float64, because a float32 chain of a million additions loses ten bits.
+// Predicts  N·sizeof(T) bytes per output, in sectors of which each thread uses one element at a time.
+// Limit now Neighbouring threads read rows apart, and few outputs leave most of the GPU idle.
+// Next      `block`: a block per output.
 
-// In float64, because one float32 chain of a million additions would lose ten bits.
 template <typename T>
 __global__ void sum_naive_kernel(T* output, const T* input, __grid_constant__ const Reduction r) {
     const int64_t o = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -151,7 +144,11 @@ __global__ void sum_naive_kernel(T* output, const T* input, __grid_constant__ co
     output[r.output.offset(o)] = round_to<T>(sum);
 }
 
-// ---- block: one block an output ------------------------------------------------------------------------------------
+// sum, rung 2 of 4: block
+// Idea      One block per output: its threads read neighbouring elements and reduce by shuffles.
+// Predicts  Coalesced reads along rows: N·sizeof(T) bytes per output.
+// Limit now 2-byte loads; columns come in pieces of 2 bytes; few outputs are few blocks.
+// Next      `coalesced`: threads follow the layout of memory, 16 bytes each.
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
@@ -164,17 +161,22 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) output[r.output.offset(blockIdx.x)] = round_to<T>(sum);
 }
 
-// ---- coalesced, two_stage: as the memory lies, and long sums in parts ----------------------------------------------
+// sum, rung 3 of 4: coalesced
+// Idea      Threads follow the layout of memory, 16 bytes each: along a row, several rows per block where they are short,
+//           or across columns.
+// Predicts  The bytes of the input, read once in full sectors, in either direction.
+// Limit now Few outputs are few blocks.
+// Next      `two_stage`: split long sums over blocks.
+//
+// Block (x, y) of the grid adds part y of the summands of its outputs. blockDim is (threads per row, rows), or (threads
+// across columns, threads down a column). The parts of a row's sum are adjacent; those of a column's sum are one row of
+// outputs apart.
 
-// Block (x, y) of the grid adds part y of the summands of its outputs. blockDim is (threads a row, rows), or (threads
-// across columns, threads down a column). The parts of a row's sum lie side by side, those of a column's one below the
-// other.
-
-// The dense part of a row, wherever it starts and ends: 16-byte loads, but for a few elements at both ends.
+/// The dense part of a row at any offset: 16-byte loads, save for a few elements at both ends.
 template <typename In, typename Out>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    sum_two_stage_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r, int64_t part) {
-    begin_early();
+    sum_coalesced_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r, int64_t part) {
+    pdl_begin();
     using Acc = Accumulator<In>;
     constexpr int N = Vec<In>::size;
     __shared__ Acc scratch[THREADS / WARP];
@@ -192,20 +194,21 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         load_units(tile, body, base, blockDim.x, vectors, [](int64_t v) { return v * N; });
         sum += sum_of_units<Acc>(tile, body);
     }
-    for (int64_t i = threadIdx.x; i < head; i += blockDim.x) sum += widened<Acc>(first[i]);
-    for (int64_t i = head + vectors * N + threadIdx.x; i < length; i += blockDim.x) sum += widened<Acc>(first[i]);
+    for (int64_t i = threadIdx.x; i < head; i += blockDim.x) sum += to_accumulator<Acc>(first[i]);
+    for (int64_t i = head + vectors * N + threadIdx.x; i < length; i += blockDim.x)
+        sum += to_accumulator<Acc>(first[i]);
 
     sum = sum_over_row(sum, scratch);
     if (live && threadIdx.x == 0) to.put(row * gridDim.y + blockIdx.y, r, row, sum);
 }
 
-// Rows of any strides. Unit is what one load brings: a vector, or where the strides allow none, an element; `r` counts
-// summands in units.
+/// Rows of any strides. Unit is the type of one load: a vector, or an element where the strides allow no vector. `r`
+/// counts summands in units.
 template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    sum_two_stage_strided_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
+    sum_coalesced_strided_rows_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
                                       int64_t part) {
-    begin_early();
+    pdl_begin();
     using Acc = Accumulator<In>;
     __shared__ Acc scratch[THREADS / WARP];
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -223,12 +226,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (live && threadIdx.x == 0) to.put(row * gridDim.y + blockIdx.y, r, row, sum);
 }
 
-// Columns: a thread adds those of one Unit, and the threads down them meet in shared memory.
+/// Columns: a thread adds those of one Unit, and the threads of a column reduce in shared memory.
 template <typename In, typename Out, typename Unit>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    sum_two_stage_columns_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
+    sum_coalesced_columns_kernel(Target<In, Out> to, const In* input, __grid_constant__ const Reduction r,
                                  int64_t part) {
-    begin_early();
+    pdl_begin();
     using Acc = Accumulator<In>;
     constexpr int N = sizeof(Unit) / sizeof(In);
     __shared__ Acc scratch[N][THREADS];
@@ -243,7 +246,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         Acc x[LOADS][N];
         load_units(tile, first, base, blockDim.y, end, [&](int64_t i) { return r.reduced.offset(i); });
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) widen(tile[l], x[l]);
+        for (int l = 0; l < LOADS; ++l) unpack_as(tile[l], x[l]);
 #pragma unroll
         for (int e = 0; e < N; ++e) sum[e] += (x[0][e] + x[1][e]) + (x[2][e] + x[3][e]);
     }
@@ -266,13 +269,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// A dimension that repeats one element is the outermost: none lies closer.
+/// Sort key of a dimension. One that repeats an element (stride 0) is the outermost.
 int64_t distance(int64_t stride) { return stride == 0 ? std::numeric_limits<int64_t>::max() : stride; }
 
 struct Layout {
     Reduction r;
     std::vector<int64_t> output_sizes;
-    bool columns;  // elements that lie side by side belong to neighbouring outputs
+    bool columns;  // adjacent elements belong to neighbouring outputs
 
     Layout(const Tensor& input, const std::vector<int64_t>& dims, bool keepdim) {
         std::vector<bool> summed(input.dim(), false);
@@ -324,7 +327,7 @@ bool steps_by(const Strided& walk, int64_t multiple, int dims) {
     return all;
 }
 
-// Whether 16 bytes lie together wherever `inner`'s last dimension is walked, from any place of `outer`.
+/// Whether `inner`'s last dimension consists of aligned vectors of 16 bytes, from every offset of `outer`.
 template <typename In>
 bool in_vectors(const In* input, const Strided& inner, const Strided& outer) {
     constexpr int64_t N = Vec<In>::size;
@@ -335,15 +338,16 @@ bool in_vectors(const In* input, const Strided& inner, const Strided& outer) {
 
 struct Shape {
     dim3 grid, block;
-    int64_t part;  // summands, or vectors of them, a block takes of each of its outputs
+    int64_t part;  // summands, or vectors of them, that a block adds for each of its outputs
 };
 
-// Blocks that a sum is split into: constants, so that every GPU adds in the same order. Across columns, one wave of an
-// H200: more parts of a column are more to write and read again.
-constexpr int64_t ENOUGH_ALONG = 1024, ENOUGH_ACROSS = 528;
-constexpr int64_t WORTHWHILE = 4;  // turns of a thread's loop that make a part worth its second stage
+// Blocks that a sum is split into: constants, so that every GPU adds in the same order.
+constexpr int64_t ENOUGH_ALONG = 1024;
+constexpr int64_t ENOUGH_ACROSS = 528;  // one wave of an H200: more parts of a column are more to write and read again
+constexpr int64_t WORTHWHILE = 4;       // iterations of a thread's loop that make a part worth a second stage
 
-// How `threads` a row (or down a column) divide `length` summands, where one part would be `blocks` blocks of `enough`.
+/// Divides `length` summands among `threads` per row (or column) and, if `split`, among parts: as many as bring `blocks`
+/// blocks to `enough`.
 Shape shape_of(int64_t blocks, int64_t enough, dim3 block, int64_t threads, int64_t length, bool split) {
     const int64_t most = length / (threads * LOADS * WORTHWHILE);
     const int64_t parts = split ? std::max<int64_t>(1, std::min(enough / std::max<int64_t>(blocks, 1), most)) : 1;
@@ -359,8 +363,8 @@ Shape shape_of_rows(int64_t count, int64_t length, bool split) {
     return shape_of(ceil_div(count, rows), ENOUGH_ALONG, dim3(threads, rows), threads, length, split);
 }
 
-// `down`: threads a column at most, if there are columns enough. Few, so that reads are wide; many for the second stage,
-// where columns may be few and the L2 holds them.
+/// `down`: the most threads per column while there are enough columns. Few, so that reads are wide; many in the second
+/// stage, where columns may be few and L2 holds them.
 Shape shape_of_columns(int64_t units, int64_t length, unsigned down, bool split) {
     unsigned rows = 1;
     while (rows < down && rows * LOADS < length) rows *= 2;
@@ -371,7 +375,7 @@ Shape shape_of_columns(int64_t units, int64_t length, unsigned down, bool split)
 
 constexpr unsigned DOWN = 16, DOWN_PARTS = 32;
 
-// One of the two kernels that make a sum, or the only one: which it is, and how it is launched.
+/// One launch: the kernel for this layout, its grid and its operands.
 template <typename In, typename Out>
 struct Stage {
     Shape shape;
@@ -386,11 +390,11 @@ struct Stage {
             const bool vectors = in_vectors(input, r.kept, r.reduced);
             shape = shape_of_columns(vectors ? r.count / N : r.count, r.length, down, split);
             kernel =
-                vectors ? sum_two_stage_columns_kernel<In, Out, Vec<In>> : sum_two_stage_columns_kernel<In, Out, In>;
+                vectors ? sum_coalesced_columns_kernel<In, Out, Vec<In>> : sum_coalesced_columns_kernel<In, Out, In>;
         } else if (dense_row) {
             shape = shape_of_rows(r.count, ceil_div(r.length, N), split);
             shape.part *= N;
-            kernel = sum_two_stage_rows_kernel<In, Out>;
+            kernel = sum_coalesced_rows_kernel<In, Out>;
         } else if constexpr (!OF_PARTS) {
             const bool vectors = in_vectors(input, r.reduced, r.kept);
             if (vectors) {
@@ -399,23 +403,30 @@ struct Stage {
                 r.reduced.strides[r.reduced.dims - 1] *= N;
             }
             shape = shape_of_rows(r.count, r.length, split);
-            kernel = vectors ? sum_two_stage_strided_rows_kernel<In, Out, Vec<In>>
-                             : sum_two_stage_strided_rows_kernel<In, Out, In>;
+            kernel = vectors ? sum_coalesced_strided_rows_kernel<In, Out, Vec<In>>
+                             : sum_coalesced_strided_rows_kernel<In, Out, In>;
         }
     }
     void run(const Target<In, Out>& to, const In* input, const Launch& launch) const {
-        launch_early(kernel, shape.grid, shape.block, launch, to, input, r, shape.part);
+        launch_pdl(kernel, shape.grid, shape.block, launch, to, input, r, shape.part);
     }
 };
 
 Strided walk_of(int64_t size, int64_t stride) { return collapse(&size, &stride, 1, "sum"); }
 
+// sum, rung 4 of 4: two_stage
+// Idea      Long sums are split over blocks; a second launch adds their parts.
+// Predicts  Full memory bandwidth at few outputs, for 2·parts·sizeof(accumulator) more bytes per output.
+// Limit now Memory bandwidth.
+// Next      –
+
+/// Launches `coalesced` (`split` false) or `two_stage`.
 template <typename T>
-void coalesced(T* output, const T* input, const Layout& layout, bool in_parts, const Tensor& like,
-               const Launch& launch) {
+void launch_coalesced(T* output, const T* input, const Layout& layout, bool split, const Tensor& like,
+                      const Launch& launch) {
     using Part = Accumulator<T>;
     const bool columns = layout.columns;
-    const Stage<T, T> first(input, layout.r, columns, DOWN, in_parts);
+    const Stage<T, T> first(input, layout.r, columns, DOWN, split);
     const int64_t parts = first.shape.grid.y;
     if (parts == 1) return first.run({output, nullptr}, input, launch);
 
@@ -430,9 +441,9 @@ void coalesced(T* output, const T* input, const Layout& layout, bool in_parts, c
     Stage<Part, T>(part_sums, second, columns, DOWN_PARTS, false).run({output, nullptr}, part_sums, launch);
 }
 
-enum class Step { naive, block, coalesced, two_stage };
+enum class SumRung { naive, block, coalesced, two_stage };
 
-Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, Step step) {
+Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, SumRung rung) {
     check_cuda(input, "sum", "input");
     const Launch launch(input);
     const Layout layout(input, dim, keepdim);
@@ -443,12 +454,12 @@ Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, S
         using T = decltype(zero);
         auto* const out = static_cast<T*>(output.data_ptr());
         const auto* const in = static_cast<const T*>(input.data_ptr());
-        if (step == Step::naive) {
+        if (rung == SumRung::naive) {
             sum_naive_kernel<<<grid_size(ceil_div(r.count, THREADS)), THREADS, 0, launch.stream>>>(out, in, r);
-        } else if (step == Step::block) {
+        } else if (rung == SumRung::block) {
             sum_block_kernel<<<grid_size(r.count), THREADS, 0, launch.stream>>>(out, in, r);
         } else {
-            coalesced(out, in, layout, step == Step::two_stage, input, launch);
+            launch_coalesced(out, in, layout, rung == SumRung::two_stage, input, launch);
         }
     });
     KL_LAUNCH_CHECK();
@@ -458,31 +469,33 @@ Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, S
 }  // namespace
 
 Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
-    return sum(input, dim, keepdim, Step::naive);
+    return sum(input, dim, keepdim, SumRung::naive);
 }
 Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
-    return sum(input, dim, keepdim, Step::block);
+    return sum(input, dim, keepdim, SumRung::block);
 }
 Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
-    return sum(input, dim, keepdim, Step::coalesced);
+    return sum(input, dim, keepdim, SumRung::coalesced);
 }
 Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim) {
-    return sum(input, dim, keepdim, Step::two_stage);
+    return sum(input, dim, keepdim, SumRung::two_stage);
 }
 
-void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void sum_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "sum", [&](auto zero) {
         using T = decltype(zero);
         using Part = Accumulator<T>;
-        facts.push_back(kernel_facts<sum_naive_kernel<T>>("sum.naive", THREADS));
-        facts.push_back(kernel_facts<sum_block_kernel<T>>("sum.block", THREADS));
-        facts.push_back(kernel_facts<sum_two_stage_rows_kernel<T, T>>("sum.two_stage, rows", THREADS));
-        facts.push_back(kernel_facts<sum_two_stage_rows_kernel<Part, T>>("sum.two_stage, rows of parts", THREADS));
-        facts.push_back(
-            kernel_facts<sum_two_stage_strided_rows_kernel<T, T, Vec<T>>>("sum.two_stage, strided rows", THREADS));
-        facts.push_back(kernel_facts<sum_two_stage_columns_kernel<T, T, Vec<T>>>("sum.two_stage, columns", THREADS));
-        facts.push_back(
-            kernel_facts<sum_two_stage_columns_kernel<Part, T, Vec<Part>>>("sum.two_stage, columns of parts", THREADS));
+        attributes.push_back(kernel_attributes<sum_naive_kernel<T>>("sum.naive", THREADS));
+        attributes.push_back(kernel_attributes<sum_block_kernel<T>>("sum.block", THREADS));
+        attributes.push_back(kernel_attributes<sum_coalesced_rows_kernel<T, T>>("sum.coalesced, rows", THREADS));
+        attributes.push_back(
+            kernel_attributes<sum_coalesced_rows_kernel<Part, T>>("sum.two_stage, rows of parts", THREADS));
+        attributes.push_back(
+            kernel_attributes<sum_coalesced_strided_rows_kernel<T, T, Vec<T>>>("sum.coalesced, strided rows", THREADS));
+        attributes.push_back(
+            kernel_attributes<sum_coalesced_columns_kernel<T, T, Vec<T>>>("sum.coalesced, columns", THREADS));
+        attributes.push_back(kernel_attributes<sum_coalesced_columns_kernel<Part, T, Vec<Part>>>(
+            "sum.two_stage, columns of parts", THREADS));
     });
 }
 

@@ -1,4 +1,4 @@
-"""Bias, dropout, residual sum and LayerNorm in CUDA C++: ``csrc/bias_dropout_add_layer_norm.cu``."""
+"""Bias, dropout, residual sum and LayerNorm in CUDA C++: ``csrc/bias_dropout_add_layer_norm``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 # LayerNorm's backward operator tells its shapes where its module registers them.
 from cuda_impl import climb, fake_like, layer_norm  # noqa: F401
-from cuda_impl.norms import as_parameter, empty_stats, too_long
+from cuda_impl.norms import as_parameter, backward_of, empty_stats, unsupported_rows
 from kernel_ladder.semantics import philox
 from kernel_ladder.semantics.norms import forwards
 from kernel_ladder.table import register
@@ -16,8 +16,9 @@ OP = "bias_dropout_add_layer_norm"
 
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
-    run, run_backward = getattr(ops.bias_dropout_add_layer_norm, name), getattr(getattr(ops, f"{OP}_backward"), name)
-    run_norm_backward = getattr(ops.layer_norm_backward, name)
+    run = getattr(ops.bias_dropout_add_layer_norm, name)
+    run_backward = getattr(getattr(ops, f"{OP}_backward"), backward_of(name))
+    run_norm_backward = getattr(ops.layer_norm_backward, backward_of(name))
 
     def normalise(
         keep: bool,
@@ -51,20 +52,30 @@ def _register(name: str) -> None:
             *(of if need else None for of, need in zip(of_norm, needs[3:], strict=True)),
         )
 
-    def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
-        return too_long(name, input.shape[-1], input, *others)
+    def unsupported(
+        input: torch.Tensor,
+        bias: torch.Tensor,
+        residual: torch.Tensor,
+        *parameters: torch.Tensor | None,
+        **options: object,
+    ) -> str | None:
+        return unsupported_rows(name, (input, residual), 1, bias, *parameters)
 
     @torch.library.register_fake(f"kernel_ladder::{OP}.{name}")
     def _(input, bias, residual, weight, norm_bias, threshold, scale, seed, eps, keep):
         output = input.new_empty(input.shape)
         return output, input.new_empty(input.shape if keep else (0,)), empty_stats(input, 3, keep)
 
-    @torch.library.register_fake(f"kernel_ladder::{OP}_backward.{name}")
+    register(OP, f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
+
+
+def _register_fake_backward(rung: str) -> None:
+    @torch.library.register_fake(f"kernel_ladder::{OP}_backward.{rung}")
     def _(grad, threshold, scale, seed):
         return fake_like(grad), grad.new_empty((grad.shape[-1],))
-
-    register(OP, f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
 
 
 for _name in climb(OP):
     _register(_name)
+for _name in climb(f"{OP}_backward"):
+    _register_fake_backward(_name)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cuda_impl import extension, unavailable
+from cuda_impl import climb, extension, unavailable
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection import architecture, cubin
 from kernel_ladder.inspection.inspect import (
@@ -53,22 +53,30 @@ _PASSES = {
 }
 
 
-#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in one
-#: stage the first of two, a product shared out in equal parts that of whole tiles.
+#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in two
+#: stages those of one stage twice, a product shared out in equal parts that of whole tiles.
 _KERNELS_OF = {
-    **{
-        (op, "cluster"): "registers"
-        for op in ("softmax", "layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
-    },
-    ("sum", "coalesced"): "two_stage",
+    ("sum", "two_stage"): "coalesced",
     ("matmul", "stream_k"): "persistent",
 }
+
+
+#: Normalisations whose kernels are templates of csrc/norm, by the type that is their first argument.
+_NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "AddRmsNorm"}
 
 
 #: Variants whose backward pass is that of an earlier step.
 _BACKWARD_OF = {
     **{("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")},
+    ("softmax", "multirow"): "registers",
+    ("bias_gelu", "vectorized"): "multirow",
+    **{
+        (op, step): "registers"
+        for op in ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
+        for step in ("smem_pipeline", "cluster", "persistent_cluster")
+    },
     ("matmul", "skinny"): "mma",
+    **{("matmul", step): "registers" for step in ("thread_tile", "vectorized", "double_buffered")},
 }
 
 
@@ -102,7 +110,7 @@ class Instance:
 
 
 def _launch_key(name: str) -> tuple[str, ...]:
-    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)", name))
+    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)|(?<=<)\w+Norm(?=,)", name))
 
 
 def readable(symbol: str) -> str:
@@ -132,16 +140,26 @@ def instances() -> tuple[Instance, ...]:
 
 
 def of_variant(op: str, step: str) -> list[Instance]:
-    """The kernels of a variant: ``<op>_<step>…_kernel``, and ``<op>_backward_<step>…_kernel``."""
+    """The kernels of a variant: ``<op>_<step>…_kernel``, and ``<op>_backward_<step>…_kernel``.
+
+    Those of a normalisation are ``norm_<step>…_kernel<Op, …>``; sums of columns serve each step but the first.
+    """
     step = _KERNELS_OF.get((op, step), step)
-    named = re.compile(rf"{op}(_backward)?_{step}(_\w+)?_kernel")
+    if op in _NORMS:
+        sums = "|_backward_column_sum" if step in ("block", "registers") else ""
+        named = re.compile(rf"norm((_backward)?_{step}(_\w+)?{sums})_kernel<{_NORMS[op]}, .*")
+        return [i for i in instances() if named.fullmatch(i.name)]
+    # Of two names that fit, as "registers" and "registers_tma", the longer is the variant's.
+    longer = [name for name in climb(op) if name.startswith(f"{step}_")]
+    not_longer = f"(?!{'|'.join(f'{name}_' for name in longer)})" if longer else ""
+    named = re.compile(rf"{op}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
     return [i for i in instances() if named.fullmatch(i.function)]
 
 
 def sources() -> Path | None:
     """The folder of the kernels' sources: that of the project, or the copy that an installed package carries."""
     copies = (Path(__file__).resolve().parent / "csrc", ROOT / "csrc")
-    return next((folder for folder in copies if (folder / "bindings.cpp").exists()), None)
+    return next((folder for folder in copies if (folder / "core" / "bindings.cpp").exists()), None)
 
 
 @functools.cache

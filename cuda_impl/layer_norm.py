@@ -1,18 +1,18 @@
-"""LayerNorm in CUDA C++: ``csrc/layer_norm.cu``."""
+"""LayerNorm in CUDA C++: ``csrc/layer_norm.cu``. The rungs from `registers` on share one backward pass."""
 
 from __future__ import annotations
 
 import torch
 
 from cuda_impl import climb, fake_like
-from cuda_impl.norms import as_parameter, empty_if, empty_stats, row_length, too_long
+from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows
 from kernel_ladder.semantics.norms import as_rows, forwards
 from kernel_ladder.table import register
 
 
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
-    run, run_backward = getattr(ops.layer_norm, name), getattr(ops.layer_norm_backward, name)
+    run, run_backward = getattr(ops.layer_norm, name), getattr(ops.layer_norm_backward, backward_of(name))
 
     def normalise(
         keep: bool,
@@ -48,19 +48,23 @@ def _register(name: str) -> None:
         normalized_shape,
         eps,
     ) -> str | None:
-        return too_long(name, row_length(input, len(normalized_shape)), input, weight, bias)
+        return unsupported_rows(name, (input,), len(normalized_shape), weight, bias)
 
     @torch.library.register_fake(f"kernel_ladder::layer_norm.{name}")
     def _(input, weight, bias, eps, keep):
         return fake_like(input), empty_stats(input, 3, keep)
 
-    @torch.library.register_fake(f"kernel_ladder::layer_norm_backward.{name}")
+    register("layer_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
+
+
+def _register_fake_backward(rung: str) -> None:
+    @torch.library.register_fake(f"kernel_ladder::layer_norm_backward.{rung}")
     def _(grad, input, weight, stats, needs_input, needs_weight, needs_bias):
         of_input = fake_like(input) if needs_input else input.new_empty((0,))
         return of_input, *(empty_if(needed, input, input.shape[-1]) for needed in (needs_weight, needs_bias))
 
-    register("layer_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
-
 
 for _name in climb("layer_norm"):
     _register(_name)
+for _name in climb("layer_norm_backward"):
+    _register_fake_backward(_name)

@@ -1,21 +1,32 @@
 """Matrix product in CUDA C++: ``csrc/matmul/``. The kernels broadcast batches and read any strides themselves.
 
+`thread_tile`, `vectorized` and `double_buffered` are teaching rungs for the plain case: two row-major float32 matrices.
+
+A gradient is a product too. Each rung computes it with its own kernels, save where they do not take its operands: the
+teaching rungs and `registers_tma` then use `registers`, and `skinny` uses `mma`.
+
 Device memory beyond the output: on Hopper, operands that TMA cannot read are copied where the product is worth it, at
 most 64 MiB of them at a time, as are in `split_k` an `input` of at most 32 rows that lie along memory, and in
-`registers` the smaller of two float32 operands that both lie along k; where tiles are shared out, by `stream_k` (and
-`split_k` where it does the same) and for operands that are not copied, 128 KiB for each multiprocessor (17 MiB on an
-H200). All give the same bits in every run: what is added up in parts is added in a fixed order.
+`registers_tma` the smaller of two operands that both lie along k. `stream_k`, and products of operands that are not
+copied, have a workspace of 128 KiB for each multiprocessor (17 MiB on an H200). Every run gives the same bits: partial
+sums are added in a fixed order.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
-from cuda_impl import climb, not_hopper, skinny_unsupported, unsupported
-from kernel_ladder.semantics.matmul_shapes import output_shape
+from cuda_impl import climb, extension, not_hopper, skinny_unsupported, unsupported
+from kernel_ladder import gpu
+from kernel_ladder.selection import matmul as selection
+from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape, output_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.table import register
+from kernel_ladder.tracing import address
 
 
 def _fold(tensor: torch.Tensor, dims: list[int], dim: int) -> torch.Tensor:
@@ -85,9 +96,10 @@ def _not_for_tma(tensor: torch.Tensor, name: str, k: int) -> str | None:
 
 
 def _tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
-    """For the steps that show TMA alone.
+    """For the rungs that show TMA alone.
 
-    The operands of their gradients may still be such that TMA cannot read them: those are treated as by ``persistent``.
+    TMA may be unable to read the operands of their gradients: those are padded, or read with plain loads by the kernel
+    of ``persistent``.
     """
     reason = _hopper_unsupported(input, other)
     if reason is not None or not input.numel() or not other.numel():
@@ -104,7 +116,89 @@ def _skinny_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return unsupported(input, other) or skinny_unsupported(input, other)
 
 
-#: Steps that take tf32, with what keeps each from a call.
+#: The tile of the teaching rungs: rows, columns, k.
+TILE = (128, 128, 8)
+
+
+def _plain_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    if (reason := unsupported(input, other)) is not None:
+        return reason
+    if input.dtype is not torch.float32:
+        return "takes float32"
+    if input.dim() != 2 or other.dim() != 2 or not input.is_contiguous() or not other.is_contiguous():
+        return "takes two row-major matrices without gaps"
+    if any(size == 0 or size % tile for size, tile in zip((*input.shape, other.shape[1]), (128, 8, 128), strict=True)):
+        return "takes multiples of {} rows, {} columns and {} of the inner dimension".format(*TILE)
+    if address(input) % 16 or address(other) % 16:
+        return "takes operands that begin at multiples of 16 bytes"
+    return None
+
+
+#: `registers_tma`: a smaller product would leave most of a tile empty.
+TMA_MIN_SIZE = 64
+#: The copy of an operand, in elements (64 MiB); how often each must be used, and multiply-adds that are worth a copy.
+TRANSPOSE_MAX_ELEMENTS, TRANSPOSE_MIN_USES, TRANSPOSE_MIN_PRODUCT = 1 << 24, 512, 1 << 30
+#: Coordinates of TMA have 32 bits, and go past the end by a tile.
+TMA_MAX_SIZE = 2**31 - 1 - 1024
+
+
+def _registers_tma_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    if (reason := unsupported(input, other)) is not None:
+        return reason
+    if input.dtype is not torch.float32:
+        return "takes float32; the 16-bit dtypes belong on tensor cores"
+    if (reason := not_hopper(input.get_device())) is not None:
+        return reason
+    a, b = as_matrices(input, other)
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if min(m, n) <= TMA_MIN_SIZE or k == 0:
+        return f"takes more than {TMA_MIN_SIZE} rows and columns"
+    batches, a_step, b_step = 1, 0, 0
+    if a.dim() > 2 or b.dim() > 2:
+        batch = batch_shape(a, b)
+        strides = [x.expand(*batch, *x.shape[-2:]).stride()[:-2] for x in (a, b)]
+        sizes, merged = collapse(batch, *strides)
+        if len(sizes) > 1:
+            return "TMA walks batches of one stride, and these need several"
+        batches, a_step, b_step = sizes[0], merged[0][0], merged[1][0]
+    if max(m, n, k, batches) > TMA_MAX_SIZE:
+        return f"takes sizes up to {TMA_MAX_SIZE}"
+    if address(a) % 16 or address(b) % 16 or (batches > 1 and (a_step % 4 or b_step % 4)):
+        return "TMA reads matrices that begin at multiples of 16 bytes"
+    (a_m, a_k), (b_k, b_n) = a.stride()[-2:], b.stride()[-2:]
+    a_along_k, a_along_m = _reads(k, a_k, m, a_m), _reads(m, a_m, k, a_k)
+    b_along_k, b_along_n = _reads(k, b_k, n, b_n), _reads(n, b_n, k, b_k)
+    if (b_along_n and (a_along_k or a_along_m)) or (a_along_m and b_along_k):
+        return None
+    if not a_along_k or not b_along_k:
+        return "TMA reads along memory, in rows that begin at multiples of 16 bytes"
+    # Both lie along k: the smaller is copied to lie along its rows or columns.
+    a_copy = (batches if a_step else 1) * k * -(-m // 4) * 4
+    b_copy = (batches if b_step else 1) * k * -(-n // 4) * 4
+    if min(a_copy, b_copy) > TRANSPOSE_MAX_ELEMENTS:
+        return "both operands lie along the inner dimension, and a transposed copy of one takes more than 64 MiB"
+    if (n if a_copy < b_copy else m) < TRANSPOSE_MIN_USES or m * n * batches < TRANSPOSE_MIN_PRODUCT // k:
+        return "both operands lie along the inner dimension, and the product is not worth a transposed copy of one"
+    return None
+
+
+def _reads(inner: int, inner_stride: int, outer: int, outer_stride: int) -> bool:
+    """Whether TMA reads a float32 matrix along its dimension `inner`."""
+    return (inner == 1 or inner_stride == 1) and (outer == 1 or (outer_stride > 0 and outer_stride % 4 == 0))
+
+
+@gpu.cached
+def _blocks_at_once(device: int) -> tuple[int, ...]:
+    """How many blocks of `split_k` run at once, in clusters of 1, 2, 4 and 8: the driver's answer, else an estimate."""
+    module = extension()
+    if module is None or gpu.pretended() or not torch.cuda.is_available() or not_hopper(device) is not None:
+        return selection.whole_clusters(device)
+    return tuple(module.split_k_blocks_at_once(device))
+
+
+selection.blocks_at_once = _blocks_at_once
+
+#: Rungs on tensor cores that take tf32, with what keeps each from a call.
 _TENSOR_CORES = {
     "mma": _mma_unsupported,
     "wgmma": _tma_unsupported,
@@ -116,23 +210,53 @@ _TENSOR_CORES = {
 }
 
 
-def _register(name: str) -> None:
+#: Other rungs, with what keeps each from a call.
+_CUDA_CORES = {
+    "thread_tile": _plain_unsupported,
+    "vectorized": _plain_unsupported,
+    "double_buffered": _plain_unsupported,
+    "registers_tma": _registers_tma_unsupported,
+    "skinny": _skinny_unsupported,
+}
+
+
+@functools.cache
+def _launcher(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function of two operands that runs a rung's kernels."""
     overload = getattr(torch.ops.kernel_ladder.matmul, name)
-    takes = _skinny_unsupported if name == "skinny" else _TENSOR_CORES.get(name, unsupported)
+    # Only float32 asks for tf32, and only where it is allowed does `unsupported` let float32 come here.
+    if name == "split_k":
+
+        def run_split_k(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            _, rows, columns, splits, pair = selection.plan(input, other)
+            return overload(input, other, input.dtype == torch.float32, rows, columns, splits, pair)
+
+        return run_split_k
     if name in _TENSOR_CORES:
+        return lambda input, other: overload(input, other, input.dtype == torch.float32)
+    return overload
 
-        def run(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            # Only float32 asks for the switch, and only where it is on does `unsupported` let float32 come here.
-            return overload(input, other, input.dtype == torch.float32)
 
-    else:
-        run = overload
+def on_hopper(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The product by the rung that the selection names, for gradients of other operations."""
+    return _launcher(selection.plan(input, other).rung.removeprefix("cuda."))(input, other)
 
-    def many_rows(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.ops.kernel_ladder.matmul.mma(input, other, False)
 
-    # The gradient of `other` has as many rows as it has.
-    multiply = many_rows if name == "skinny" else run
+@functools.cache
+def product_for_gradients(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What multiplies the operands of a rung's gradients, which lie otherwise than those of the call."""
+    run = _launcher(name)
+    if name == "skinny":  # the gradient of `other` has as many rows as it has
+        return _launcher("mma")
+    if (takes := _CUDA_CORES.get(name)) is None:
+        return run
+    registers = _launcher("registers")
+    return lambda input, other: (run if takes(input, other) is None else registers)(input, other)
+
+
+def _register(name: str) -> None:
+    run, multiply = _launcher(name), product_for_gradients(name)
+    takes = _TENSOR_CORES.get(name) or _CUDA_CORES.get(name) or unsupported
 
     def forward(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tuple]:
         return run(input, other), (input, other)
@@ -140,9 +264,10 @@ def _register(name: str) -> None:
     def backward(
         saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return _gradients(multiply, *saved, grad, needs)
+        input, other = saved
+        return _gradients(multiply, input, other, grad, needs)
 
-    def fake(input: torch.Tensor, other: torch.Tensor, allow_tf32: bool = False) -> torch.Tensor:
+    def fake(input: torch.Tensor, other: torch.Tensor, *options: object) -> torch.Tensor:
         return input.new_empty(output_shape(input, other))
 
     torch.library.register_fake(f"kernel_ladder::matmul.{name}", fake)

@@ -1,4 +1,8 @@
-"""What the CUDA variants of the normalisations share: which rows they hold, and how operands are handed over."""
+"""What the CUDA rungs of the normalisations share: which rows each takes, and how operands are handed over.
+
+``naive`` and ``block`` take any rows. ``registers`` takes rows that one block holds, ``cluster`` those that one block
+does not hold. ``smem_pipeline`` and ``persistent_cluster`` take 16-bit rows of whole 16-byte vectors that lie evenly.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,21 @@ import torch
 from cuda_impl import unsupported, wants_gradient
 from cuda_impl.built_for import is_roomy, without_clusters
 from kernel_ladder import gpu
+from kernel_ladder.tracing import address
 
-#: Threads of the largest block, and vectors of 16 bytes in the longest row that a block holds: csrc/reduce/rows.cuh.
+#: Threads of the largest block, and 16-byte vectors of the longest row that a block holds: csrc/reduce/rows.cuh.
 BLOCK_THREADS = 512
 MAX_BLOCK_CHUNKS = BLOCK_THREADS * 4
-#: Slots of a thread in the shared memory of the backward pass: csrc/norm/backward.cuh. Of rows that a thread has two
-#: vectors of, and of longer ones, whose input and gradient are there two or three times and whose weight once.
-HELD_SLOTS, SLOTS, ROOMY_SLOTS = 16, 20, 28
-#: What the threads of a row leave for each other.
+#: The same of a block whose threads hold 8 vectors each: rows of whole vectors, one operand. csrc/norm/registers.cuh.
+WIDE_BLOCK_CHUNKS = BLOCK_THREADS * 8
+#: Vectors of the rows that `persistent_cluster` takes: more than the first, at most the second, and for all but the
+#: longest the shared memory of a block in bytes. csrc/norm/persistent_cluster.cuh.
+PERSISTENT_CHUNKS = (8192, 16384)
+PERSISTENT_BYTES, LONGEST_PERSISTENT_BYTES = 128 * 1024, 96 * 1024
+#: Staged vectors of a thread in the shared memory of the backward pass: csrc/norm/backward.cuh. For rows of which a
+#: thread has two vectors, and for longer ones, whose input and gradient are staged two or three times, the weight once.
+STAGED_IN_REGISTERS, STAGED, STAGED_IF_ROOMY = 16, 20, 28
+#: Shared memory for reductions.
 REDUCTION_BYTES = 1024
 
 
@@ -39,8 +50,8 @@ def _threads(chunks: int, vectors: int) -> int:
 
 def backward_bytes(chunks: int, roomy: bool) -> int:
     """Shared memory that a block of the backward pass needs for one row, whatever its layout."""
-    spread = _threads(chunks, 4) * (ROOMY_SLOTS if roomy else SLOTS)
-    held = _threads(chunks, 2) * HELD_SLOTS if chunks <= BLOCK_THREADS * 2 else 0
+    spread = _threads(chunks, 4) * (STAGED_IF_ROOMY if roomy else STAGED)
+    held = _threads(chunks, 2) * STAGED_IN_REGISTERS if chunks <= BLOCK_THREADS * 2 else 0
     return max(spread, held) * 16 + REDUCTION_BYTES
 
 
@@ -55,25 +66,121 @@ def row_length(input: torch.Tensor, dims: int) -> int:
     return input.shape[-1] if dims == 1 else math.prod(input.shape[-dims:])
 
 
-def too_long(step: str, length: int, input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
-    """Why a step of the climb cannot take rows of `length` elements, or None.
+def _vectorized(x: torch.Tensor) -> bool:
+    """Whether rows consist of whole 16-byte vectors: ``Rows::vectors`` in csrc/reduce/rows.cuh."""
+    vector, length = 16 // x.element_size(), x.shape[-1]
+    if length % vector or address(x) % 16 or (x.stride(-1) != 1 and length != 1):
+        return False
+    return all(stride % vector == 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1)
 
-    `others` are the further inputs: of a call that wants the gradient of any, the backward pass must fit as well.
-    """
-    if (reason := unsupported(input)) is not None or step in ("naive", "block"):
+
+def _evenly_spaced(x: torch.Tensor) -> bool:
+    """Whether rows, in row-major order, all lie one stride apart."""
+    expected = None
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return False
+        expected = stride * size
+    return True
+
+
+def _parameters_vectorized(*parameters: torch.Tensor | None) -> bool:
+    return all(x is None or not x.is_contiguous() or address(x) % 16 == 0 for x in parameters)  # others are copied
+
+
+def _irregular(
+    operands: tuple[torch.Tensor, ...], dims: int, parameters: tuple[torch.Tensor | None, ...]
+) -> str | None:
+    """Why operands do not suit a rung that takes 16-bit rows of whole vectors, or None."""
+    if operands[0].element_size() != 2:
+        return "takes float16 and bfloat16"
+    if dims > 1:
+        if not all(x.is_contiguous() for x in operands):
+            return "takes rows of several dimensions where `input` is contiguous"
+        operands = tuple(x.flatten(-dims) for x in operands)
+    if not all(_vectorized(x) and _evenly_spaced(x) for x in operands) or not _parameters_vectorized(*parameters):
+        return "takes rows of whole 16-byte vectors that lie evenly apart"
+    return None
+
+
+def _in_one_block(operands: tuple[torch.Tensor, ...], dims: int, parameters: tuple[torch.Tensor | None, ...]) -> int:
+    """Vectors of the longest row that `registers` takes: one operand of whole vectors may be twice as long."""
+    (input, *residual) = operands
+    if residual or (dims > 1 and not input.is_contiguous()) or not _parameters_vectorized(*parameters):
+        return MAX_BLOCK_CHUNKS
+    return WIDE_BLOCK_CHUNKS if _vectorized(input.flatten(-dims) if dims > 1 else input) else MAX_BLOCK_CHUNKS
+
+
+def _too_long(length: int, longest: int, holder: str) -> str:
+    return f"rows of {length} elements do not fit in {holder} ({longest})"
+
+
+def _forward_unsupported(
+    rung: str, operands: tuple[torch.Tensor, ...], dims: int, parameters: tuple[torch.Tensor | None, ...]
+) -> str | None:
+    """Why the forward kernels of a rung from `registers` on do not take the rows of `operands`, or None."""
+    input = operands[0]
+    device, length, vector = input.get_device(), row_length(input, dims), 16 // input.element_size()
+    chunks = -(-length // vector)
+    if rung == "registers":
+        longest = MAX_BLOCK_CHUNKS if chunks <= MAX_BLOCK_CHUNKS else _in_one_block(operands, dims, parameters)
+        return _too_long(length, longest * vector, "the registers of a block") if chunks > longest else None
+    if rung == "smem_pipeline" and (reason := _irregular(operands, dims, parameters)) is not None:
         return reason
-    device, in_a_block = input.get_device(), step == "registers"
-    if not in_a_block and (reason := without_clusters(device)) is not None:
+    if rung == "smem_pipeline" and len(operands) == 1 and chunks > MAX_BLOCK_CHUNKS:
+        return _too_long(length, MAX_BLOCK_CHUNKS * vector, "the shared memory of a block")
+    if rung == "smem_pipeline" and chunks <= MAX_BLOCK_CHUNKS:
+        return None
+    if (reason := without_clusters(device)) is not None:
         return reason
-    longest = (MAX_BLOCK_CHUNKS if in_a_block else max_cluster_chunks(device)) * 16 // input.element_size()
-    if length > longest:
-        holder = "a block" if in_a_block else "a cluster"
-        return f"rows of {length} elements do not fit in the registers of {holder} ({longest})"
-    if (limit := _small(device)) is not None and wants_gradient(input, *others):
-        needed = backward_bytes(-(-length * input.element_size() // 16), is_roomy(device))
+    if chunks > max_cluster_chunks(device):
+        return _too_long(length, max_cluster_chunks(device) * vector, "a cluster")
+    if rung == "cluster" and chunks <= _in_one_block(operands, dims, parameters):
+        return f"rows of {length} elements fit in a block; cuda.registers takes them"
+    if rung == "persistent_cluster":
+        least, most = PERSISTENT_CHUNKS
+        if (reason := _irregular(operands, dims, parameters)) is not None:
+            return reason
+        if not least < chunks <= most:
+            return f"takes rows of more than {least * vector} and at most {most * vector} elements, got {length}"
+        needed = (LONGEST_PERSISTENT_BYTES if chunks == most else PERSISTENT_BYTES) + REDUCTION_BYTES
+        if needed > (limit := gpu.of(device).shared_per_block):
+            return f"needs {needed} bytes of shared memory a block; this GPU has {limit}"
+    return None
+
+
+def _backward_unsupported(input: torch.Tensor, dims: int) -> str | None:
+    """Why the backward kernels that all rungs from `registers` on share do not take rows like these, or None."""
+    device, length = input.get_device(), row_length(input, dims)
+    chunks = -(-length * input.element_size() // 16)
+    if chunks > MAX_BLOCK_CHUNKS and (reason := without_clusters(device)) is not None:
+        return f"the backward pass of rows of {length} elements: {reason}"
+    if (limit := _small(device)) is not None:
+        needed = backward_bytes(chunks, is_roomy(device))
         if needed > limit:
             return f"the backward pass needs {needed} bytes of shared memory a block; this GPU has {limit}"
     return None
+
+
+def unsupported_rows(
+    rung: str, operands: tuple[torch.Tensor, ...], dims: int, *parameters: torch.Tensor | None
+) -> str | None:
+    """Why a rung cannot take rows, the last `dims` dimensions of each of `operands`, or None.
+
+    Of a call that wants the gradient of any operand or parameter, the backward pass must fit as well.
+    """
+    if (reason := unsupported(operands[0])) is not None or rung in ("naive", "block"):
+        return reason
+    if (reason := _forward_unsupported(rung, operands, dims, parameters)) is not None:
+        return reason
+    return _backward_unsupported(operands[0], dims) if wants_gradient(*operands, *parameters) else None
+
+
+def backward_of(rung: str) -> str:
+    """The overload of the backward operator that a rung uses: all rungs from `registers` on share one."""
+    return rung if rung in ("naive", "block") else "registers"
 
 
 def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,18 +1,18 @@
-"""RMSNorm in CUDA C++: ``csrc/rms_norm.cu``."""
+"""RMSNorm in CUDA C++: ``csrc/rms_norm.cu``. The rungs from `registers` on share one backward pass."""
 
 from __future__ import annotations
 
 import torch
 
 from cuda_impl import climb, fake_like
-from cuda_impl.norms import as_parameter, empty_if, empty_stats, row_length, too_long
+from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows
 from kernel_ladder.semantics.norms import as_rows, eps_or_default, forwards
 from kernel_ladder.table import register
 
 
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
-    run, run_backward = getattr(ops.rms_norm, name), getattr(ops.rms_norm_backward, name)
+    run, run_backward = getattr(ops.rms_norm, name), getattr(ops.rms_norm_backward, backward_of(name))
 
     def normalise(
         keep: bool, input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
@@ -31,19 +31,23 @@ def _register(name: str) -> None:
         return of_input.view(shape_of_grad) if needs[0] else None, of_weight.view(shape) if needs[1] else None
 
     def unsupported(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
-        return too_long(name, row_length(input, len(normalized_shape)), input, weight)
+        return unsupported_rows(name, (input,), len(normalized_shape), weight)
 
     @torch.library.register_fake(f"kernel_ladder::rms_norm.{name}")
     def _(input, weight, eps, keep):
         return fake_like(input), empty_stats(input, 1, keep)
 
-    @torch.library.register_fake(f"kernel_ladder::rms_norm_backward.{name}")
+    register("rms_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
+
+
+def _register_fake_backward(rung: str) -> None:
+    @torch.library.register_fake(f"kernel_ladder::rms_norm_backward.{rung}")
     def _(grad, input, weight, stats, needs_input, needs_weight):
         of_input = fake_like(input) if needs_input else input.new_empty((0,))
         return of_input, empty_if(needs_weight, input, input.shape[-1])
 
-    register("rms_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
-
 
 for _name in climb("rms_norm"):
     _register(_name)
+for _name in climb("rms_norm_backward"):
+    _register_fake_backward(_name)

@@ -1,4 +1,4 @@
-"""Operations of transformers, each at several levels (PyTorch, torch.compile, Triton, CUDA C++) behind one table."""
+"""Transformer operations, each at several levels (PyTorch, torch.compile, Triton, CUDA C++) behind one table."""
 
 from kernel_ladder._version import __version__
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError

@@ -1,5 +1,5 @@
-"""``python -m kernel_ladder``: ``list`` says what there is, ``doctor`` what this machine can run, ``inspect`` what a
-variant is made of, ``exercise`` lets you write one.
+"""``python -m kernel_ladder``: ``list`` names operations and rungs, ``doctor`` what this machine can run, ``inspect``
+shows a rung's kernels and code, ``exercise`` lets you write one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _run(arguments: list[str] | None) -> int:
     lister.add_argument("--gradients", action="store_true", help="with --for: inputs that require gradients")
     examiner = commands.add_parser("doctor", help="the machine, versions, what is available and why the rest is not")
     examiner.add_argument(
-        "--measure", action="store_true", help="measure each GPU's memory and matrix rates anew, and remember them"
+        "--measure", action="store_true", help="measure each GPU's memory and matrix rates again, and store them"
     )
     inspector = commands.add_parser("inspect", help="a variant's source, kernels, registers, occupancy, PTX and SASS")
     inspect_command.add_arguments(inspector)
@@ -54,7 +54,7 @@ def _run(arguments: list[str] | None) -> int:
         each.add_argument("--json", action="store_true", help="one JSON value instead of a table")
     chosen = parser.parse_args(arguments)
 
-    # When piped, rich takes 80 columns and folds what a script or a log would rather have whole.
+    # In a pipe, rich assumes 80 columns and folds lines. A script or a log wants them whole.
     console = console_for(160)
     if chosen.command == "list":
         for op in chosen.op:

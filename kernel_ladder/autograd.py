@@ -1,4 +1,4 @@
-"""Join a variant's plain ``forward`` and ``backward`` into one differentiable call."""
+"""Join a rung's plain ``forward`` and ``backward`` into one differentiable call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, variant: Variant, options: Options, *inputs: torch.Tensor | None) -> Output:
         output, saved = variant.forward(*inputs, **options)
-        # Tensors must go through save_for_backward (it detects in-place changes and breaks reference cycles).
+        # Tensors must go through save_for_backward, which detects in-place changes and breaks reference cycles.
         ctx.save_for_backward(*[s for s in saved if isinstance(s, torch.Tensor)])
         ctx.others = [torch.Tensor if isinstance(s, torch.Tensor) else s for s in saved]
         ctx.variant = variant
@@ -24,11 +24,11 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # read once: a checkpoint gives them once, and other hooks unpack them each time
+        tensors = ctx.saved_tensors  # read once: a checkpoint gives them only once, and other hooks unpack each time
         left = iter(tensors)
         saved = tuple([next(left) if s is torch.Tensor else s for s in ctx.others])
         needs = ctx.needs_input_grad[2:]
-        if not is_compiling():  # which cannot trace is_neg()
+        if not is_compiling():  # torch.compile cannot trace is_neg()
             for grad in grads:
                 if grad.is_neg():
                     grads = each(torch.resolve_neg, grads)
@@ -39,10 +39,10 @@ class _Differentiable(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """A variant's backward as a step of a graph, so that differentiating it again is an error and not a silent zero.
+    """A rung's backward as a node of the graph, so that a second derivative is an error and not a silent zero.
 
-    ``torch.autograd.function.once_differentiable`` sees only a second derivative through the output's gradient, not
-    the one through the saved inputs.
+    ``torch.autograd.function.once_differentiable`` detects a second derivative through the output's gradient only, not
+    through the saved inputs.
     """
 
     @staticmethod
@@ -63,14 +63,14 @@ class _Gradient(torch.autograd.Function):
 
 
 def once_only(op: str, name: str) -> str:
-    """The message where a second derivative is asked of a variant that has none."""
+    """The message for a second derivative, which no rung with its own backward has."""
     return f"{op}: {name} can be differentiated only once; for a second derivative use backend='torch.naive'"
 
 
 def gradients(
     variant: Variant, saved: tuple[Any, ...], grads: tuple[torch.Tensor, ...], needs: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """A variant's backward, of as many gradients as there are outputs."""
+    """Run a rung's backward, with one gradient per output."""
     assert variant.backward is not None
     try:
         return variant.backward(saved, grads if len(grads) > 1 else grads[0], needs)
@@ -80,11 +80,11 @@ def gradients(
 
 
 def run(variant: Variant, inputs: Inputs, options: Options) -> Any:
-    """Call a variant, through autograd only where a gradient is wanted."""
+    """Call a rung, through autograd only if a gradient is wanted."""
     if variant.backward is not None and torch.is_grad_enabled():
         for x in inputs:  # not any(): a generator costs as much as the rest of this function
             if x is not None and x.requires_grad:
                 return _Differentiable.apply(variant, options, *inputs)
-    if variant.inference is not None:  # variant.output(), without a call in between, which would unpack options anew
+    if variant.inference is not None:  # variant.output() inlined: a further call would unpack the options again
         return variant.inference(*inputs, **options)
     return variant.forward(*inputs, **options)[0]

@@ -8,11 +8,11 @@ class BackendError(ValueError):
 
 
 class UnavailableError(RuntimeError):
-    """A level cannot be used on this machine at all: no GPU, no compiler, a failed import."""
+    """A level cannot be used on this machine: no GPU, no compiler, or a failed import."""
 
 
 class UnsupportedError(NotImplementedError):
-    """A variant exists and is available, but does not take these inputs."""
+    """A rung exists and is available, but does not take these inputs."""
 
 
 class VariableError(ValueError):
@@ -20,7 +20,7 @@ class VariableError(ValueError):
 
 
 class InspectError(ValueError):
-    """What was asked to be looked into does not exist, or cannot be looked into on this machine."""
+    """The rung or kernel to inspect does not exist, or cannot be inspected on this machine."""
 
 
 class ExerciseError(ValueError):
@@ -32,13 +32,13 @@ class RungFileError(ValueError):
 
 
 def is_for_memory(error: Exception) -> bool:
-    """Whether an error says that memory is short. Operators on PyTorch's stable ABI have no type of error for it."""
+    """Whether an error means out of memory. Operators on PyTorch's stable ABI have no exception type for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "could not allocate" in str(error)
 
 
 def raise_for_memory(error: RuntimeError) -> None:
-    """Raise PyTorch's own type of error where memory is short, so that who catches that one catches ours."""
+    """Raise PyTorch's OutOfMemoryError if `error` means out of memory, so that callers can catch that type."""
     if is_for_memory(error) and not isinstance(error, torch.OutOfMemoryError):
         raise torch.OutOfMemoryError(str(error)) from error

@@ -1,7 +1,7 @@
-"""What this package asks of a GPU before it chooses a kernel: one place that every level asks.
+"""The facts of a GPU on which the choice of a kernel depends. Every level gets them from this module.
 
-A test can make it answer for another GPU (:func:`pretend`), here or where there is none. What is pretended is what the
-levels are told. Kernels run on the GPU that is there.
+A test can replace them by those of another GPU (:func:`pretend`), even without a GPU. The levels then see the pretended
+GPU; kernels still run on the real one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """What decides which kernels a GPU runs. Memory in bytes."""
+    """The properties that decide which kernels a GPU runs. Memory in bytes."""
 
     name: str
     capability: tuple[int, int]  # compute capability, (9, 0) for an H100
-    shared_per_block: int  # shared memory that one block may ask for
+    shared_per_block: int  # maximum (opt-in) shared memory of one block
     multiprocessors: int
     memory: int
 
@@ -30,7 +30,7 @@ def _gpu(name: str, capability: tuple[int, int], shared_kib: int, multiprocessor
     return Gpu(name, capability, shared_kib * 2**10, multiprocessors, memory_gib * 2**30)
 
 
-#: GPUs to pretend, one of each kind. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+#: GPUs that tests pretend, one per kind. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 KNOWN: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -45,29 +45,29 @@ KNOWN: dict[str, Gpu] = {
 }
 
 _pretended: Gpu | None = None
-_caches: list[Any] = []  # of functools.cache
+_caches: list[Any] = []  # functions wrapped by functools.cache
 
 
 def cached(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep what a function of a device's index (and more) returns, until another GPU is pretended."""
+    """Cache a function of a device's index (and other arguments) until another GPU is pretended."""
     known = functools.cache(function)
     _caches.append(known)
     return known
 
 
 def forget() -> None:
-    """Ask anew whatever :func:`cached` has kept."""
+    """Clear every cache of :func:`cached`."""
     for known in _caches:
         known.cache_clear()
 
 
 def visible() -> bool:
-    """Whether there is a CUDA GPU, or one is pretended."""
+    """Whether a CUDA GPU is present or pretended."""
     return _pretended is not None or torch.cuda.is_available()
 
 
 def count() -> int:
-    """How many GPUs are visible."""
+    """The number of visible GPUs."""
     return 1 if _pretended is not None else torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -84,7 +84,7 @@ def _real(index: int) -> Gpu:
 
 
 def of(index: int) -> Gpu:
-    """The GPU of an index, as ``tensor.get_device()`` tells it."""
+    """The GPU of an index, which ``tensor.get_device()`` returns."""
     return _pretended or _real(index)
 
 
@@ -94,15 +94,15 @@ def current() -> Gpu:
 
 
 def pretended() -> bool:
-    """Whether what is told of GPUs is pretended."""
+    """Whether a GPU is pretended."""
     return _pretended is not None
 
 
 @contextmanager
 def pretend(gpu: Gpu | str) -> Iterator[Gpu]:
-    """Answer as if every GPU were this one, or one of :data:`KNOWN` by its name. For tests; of all threads."""
+    """Answer as if every GPU were `gpu`, or the one of :data:`KNOWN` by that name. For tests; affects all threads."""
     global _pretended
-    # What the table keeps follows from what the levels were told.
+    # The table's caches depend on what the levels saw.
     from kernel_ladder import table
 
     before, _pretended = _pretended, KNOWN[gpu] if isinstance(gpu, str) else gpu

@@ -1,4 +1,4 @@
-"""The levels' packages, which lie beside this one: they are found there, whatever else sys.path has of their names."""
+"""Find the levels' packages beside this one, even if ``sys.path`` holds other modules of the same names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(name: str) -> ModuleType:
     """The package of a level, imported from the folder that holds ``kernel_ladder``.
 
     Raises:
-        ImportError: a module of that name has been imported from elsewhere, or the package raises it.
+        ImportError: a module of that name was imported from elsewhere, or the package itself raises it.
     """
     if name in _NEEDS:
         load(_NEEDS[name])

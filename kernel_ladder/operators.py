@@ -1,13 +1,13 @@
-"""What torch.compile sees of a call: operators, behind which the table and the host code of rungs run untraced.
+"""The operators that torch.compile sees instead of a call. Behind them, selection and rungs' host code run untraced.
 
-``kernel_ladder::call`` stands for a public function while torch.compile traces. It is composite: PyTorch runs the
-Python below on tensors without data, where the table chooses a rung as it does in eager code. A rung that PyTorch
-differentiates (a formula) leaves its plain tensor operations in the graph, for the compiler to fuse. Any other becomes
-``kernel_ladder::forward`` and ``kernel_ladder::backward``. The compiled program calls these as it calls a library:
-with the kernels, the launch caches and the tuned configurations of an eager call, whatever the lengths.
+``kernel_ladder::call`` replaces a public function while torch.compile traces. It is composite: PyTorch runs the Python
+code below on tensors without data, and a rung is selected as in eager code. A rung that PyTorch differentiates (a
+formula) leaves its plain tensor operations in the graph, for the compiler to fuse. Any other rung becomes
+``kernel_ladder::forward`` and ``kernel_ladder::backward``. The compiled program calls these like a library. They use
+the kernels, launch caches and tuned configurations of an eager call, at any length.
 
-An operator takes tensors, integers and strings. So the options of a call, and what a forward pass saves beside
-tensors, travel as a string (the constant part) and a list of integers, which may be symbolic.
+An operator takes tensors, integers and strings. A call's options, and the non-tensors that a forward pass saves, become
+a string (the constant part) and a list of integers, which may be symbolic.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _library.define(
     tags=_TAGS,
 )
 
-# ---- values that are no tensors ------------------------------------------------------------------------------------
+# ---- values that are not tensors -----------------------------------------------------------------------------------
 
 
 def _encoded(value: Any) -> str:
@@ -48,7 +48,7 @@ def _encoded(value: Any) -> str:
 
 
 class _Decoder(pickle.Unpickler):
-    """Reads what :func:`_encoded` writes. A graph may come from a file, so no other name is looked up."""
+    """Reads what :func:`_encoded` writes. A graph may come from a file, so no other class is loaded."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in ("builtins", "torch", "kernel_ladder", *table.LEVELS.values()):
@@ -58,7 +58,7 @@ class _Decoder(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a saved value of a call cannot hold {module}.{name}")
 
 
-#: Classes that options and saved values are made of, beside numbers and strings.
+#: Classes that options and saved values consist of, besides numbers and strings.
 _DATA = (tuple, list, torch.device)
 
 
@@ -71,7 +71,7 @@ _encoded_constant = table.untraced(_encoded)
 
 
 def _without_integers(value: Any, integers: list[Any]) -> Any:
-    """An option with an ellipsis in the place of every integer, which goes to the end of `integers`."""
+    """An option with every integer replaced by an ellipsis and appended to `integers`."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -99,10 +99,10 @@ def _options(text: str, integers: Sequence[Any]) -> Options:
 
 
 class _Saved(NamedTuple):
-    """A forward pass's saved values, taken apart: tensors of its own, how to put all together again, and integers.
+    """A forward pass's saved values, decomposed: new tensors, a description that restores all values, and integers.
 
-    ``kept`` are the places of those inputs (first) and outputs (second) that are saved; the tensors that a backward
-    pass takes are these, in order, then the own ones.
+    ``kept`` holds the indices of the saved inputs (first) and outputs (second). A backward pass takes these tensors in
+    order, then those of ``own``, which are neither inputs nor outputs.
     """
 
     own: list[torch.Tensor]
@@ -112,11 +112,11 @@ class _Saved(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """The n-th tensor that a backward pass takes, or a view of its memory, of which sizes and strides follow."""
+    """The n-th tensor that a backward pass takes, or a view of its memory, whose sizes and strides are integers."""
 
     place: int
     view_dims: int | None
-    dtype: torch.dtype | None = None  # of a view of another dtype: booleans seen as bytes
+    dtype: torch.dtype | None = None  # of a view in another dtype, such as booleans viewed as bytes
 
 
 class _Sequence(NamedTuple):
@@ -138,13 +138,13 @@ def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 class _Tensors:
-    """Tensors without repetition of memory: a view of one that is there is described by it."""
+    """A list of tensors that share no memory. A view of a listed tensor is described relative to it."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.all = list(given)
 
     def describe(self, x: torch.Tensor, integers: list[Any]) -> _Tensor:
-        """`x` by a tensor that is there, or as a new one."""
+        """Describe `x` by a listed tensor, or append it as a new one."""
         for place, y in enumerate(self.all):
             if x is y or (_memory(x) == _memory(y) and x.numel() and _same_view(x, y)):
                 return _Tensor(place, None)
@@ -160,7 +160,7 @@ class _Tensors:
 
 
 def _own(values: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that :meth:`_Tensors.describe` finds new among values, in order, without the descriptions."""
+    """The tensors among `values` that :meth:`_Tensors.describe` would append, in order, without descriptions."""
     sizes = {_memory(x): x.element_size() for x in given if x.numel()}
     found: list[torch.Tensor] = []
 
@@ -244,9 +244,9 @@ def _renumbered(described: Any, places: dict[int, int]) -> Any:
 
 
 class _Last(threading.local):
-    """What the latest operator of this thread has found beside the tensors that it returned.
+    """The descriptions that this thread's latest operator made besides the tensors that it returned.
 
-    Only where a graph is made is it asked for. A compiled program has it as constants.
+    They are needed only while a graph is built. A compiled program holds them as constants.
     """
 
     asked = False
@@ -273,7 +273,7 @@ def _variant(op: str, name: str) -> Variant:
 
 
 def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
-    """`x` as kernels read it: with its sign in memory, and on 16 bytes, as it was taken to be while it had no data."""
+    """`x` as kernels read it: its sign resolved, and aligned to 16 bytes, as the trace assumed without data."""
     if x is None:
         return x
     x = torch.resolve_neg(x)
@@ -283,7 +283,7 @@ def _in_memory(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _without_aliases(tensors: Sequence[torch.Tensor], *others: torch.Tensor | None) -> list[torch.Tensor]:
-    """Tensors of an operator's result, none of which may share memory with another or with an argument."""
+    """An operator's results, cloned where one shares memory with another or with an argument."""
     seen, results = {_memory(x) for x in others if x is not None and x.numel()}, []
     for x in tensors:
         if x.numel() and _memory(x) in seen:
@@ -359,7 +359,7 @@ _register("backward", _backward)
 
 
 class _Traced(torch.autograd.Function):
-    """A rung's two operators as one differentiable step of a graph that is traced."""
+    """A rung's two operators as one differentiable node of a traced graph."""
 
     @staticmethod
     def forward(ctx: Any, variant: Variant, call: tuple[Any, ...], *inputs: torch.Tensor | None) -> Any:
@@ -398,19 +398,19 @@ def _once_differentiable(keyset: Any, op: str, variant: str, grads: Any, tensors
 _library.impl("backward", _once_differentiable, "Autograd", with_keyset=True)
 
 
-#: Options that may change from call to call of one compiled program. Any other integer is a constant of it.
+#: Options that may change between calls of one compiled program. Any other integer is a compile-time constant.
 _CHANGING = ("seed", "max_seqlen_q", "max_seqlen_k")
 
 
 def _hinted(value: Any) -> Any:
-    """An option with the integers of the call that is traced in the place of symbols, which checks do not take."""
+    """An option with symbols replaced by the traced call's integers, because checks do not take symbols."""
     if isinstance(value, tuple):
         return tuple([_hinted(v) for v in value])
     return value.node.hint if isinstance(value, torch.SymInt) and value.node.has_hint() else value
 
 
 def _fixed_widths(op: str, inputs: Inputs) -> Inputs:
-    """Inputs whose row length, and number of heads, are constants of the program: kernels are compiled for these."""
+    """Inputs whose row length and number of heads are compile-time constants: kernels are compiled for these."""
     heads = {"attention": -3, "attention_varlen": -2}.get(op)
 
     def fixed(x: torch.Tensor) -> torch.Tensor:
@@ -436,7 +436,7 @@ def _is_real(x: Any) -> bool:
 def _called(
     op: str, backend: str, source: str, inputs: Inputs, options: str, integers: Sequence[Any]
 ) -> list[torch.Tensor]:
-    """A call, on tensors without data as torch.compile traces it, or on data where a backend compiles nothing.
+    """A call on tensors without data, as torch.compile traces it, or on real tensors if the backend compiles nothing.
 
     `source` says where the backend's name comes from, if not from the call.
     """
@@ -470,7 +470,7 @@ _library.impl("call", _called, "CompositeImplicitAutograd")
 def call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Output:
     """A public function's call while torch.compile traces it."""
     for x in inputs:
-        if x is not None and not isinstance(x, torch.Tensor):  # which an operator would refuse in its own words
+        if x is not None and not isinstance(x, torch.Tensor):  # raise our error, not the operator's
             table.spec(op).check(*inputs, **options)
     integers: list[Any] = []
     template = tuple([(name, _without_integers(value, integers)) for name, value in options.items()])

@@ -20,7 +20,7 @@ from kernel_ladder.transforms import transforms_active
 
 
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
-    compiling = is_compiling()  # asked once: it costs as much as is_neg(), which torch.compile cannot trace
+    compiling = is_compiling()  # read once: it costs as much as is_neg(), which torch.compile cannot trace
     if compiling:
         if not transforms_active() and forward_ad._current_level < 0:
             return operators.call(op, backend, inputs, options)
@@ -31,7 +31,7 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
         return restated.output(_call(op, backend, restated.inputs, options))
     if not compiling:
         for x in inputs:
-            if x is not None and x.is_neg():  # kernels read memory, which has the other sign
+            if x is not None and x.is_neg():  # kernels read memory, where a lazy sign is not applied
                 inputs = each(torch.resolve_neg, inputs)
                 break
     variant = selection.choose(op, backend, inputs, options, compiling)
@@ -42,8 +42,8 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
         raise
 
 
-# Options are keys and constants of kernels, so other libraries' numbers go in as Python's own. What is no number, or a
-# bool, stays as it is, for the check to judge. Most calls give Python's, and are spared these functions.
+# Options are cache keys and kernel constants, so numbers of other libraries are converted to Python's. Other values
+# and bools stay unchanged for the check to judge. Most calls pass Python's numbers and skip these functions.
 
 
 def _number(x: Any) -> Any:
@@ -62,7 +62,7 @@ def _int(n: Any) -> Any:
 
 
 def _ints(given: Any) -> Any:
-    """One integer, or a tuple of those of a list or tuple."""
+    """One integer, or the integers of a list or tuple as a tuple."""
     if not isinstance(given, (tuple, list)):
         return _int(given)
     for n in given:
@@ -71,7 +71,7 @@ def _ints(given: Any) -> Any:
     return tuple(given)
 
 
-# Arguments of PyTorch's functions that are taken by name and refused, or worked out before a variant sees the call.
+# Arguments of PyTorch's functions that are accepted by name and refused, or resolved before a rung sees the call.
 
 
 def _no_out(op: str, out: Any) -> None:
@@ -82,7 +82,7 @@ def _no_out(op: str, out: Any) -> None:
 
 
 def _to_dtype(op: str, input: Any, dtype: Any) -> Any:
-    """The input as PyTorch converts it before it computes."""
+    """The input converted to `dtype`, as PyTorch does before it computes."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: argument `dtype` must be a torch.dtype or None, got {type(dtype).__name__}")
     if dtype not in DTYPES:
@@ -98,7 +98,7 @@ def gelu(
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         approximate: ``"none"`` for the exact form with erf, ``"tanh"`` for the approximation with tanh.
-        out: None; results are tensors of their own.
+        out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -124,8 +124,8 @@ def softmax(
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         dim: the dimension that sums to one, from ``-input.dim()`` to ``input.dim() - 1``.
-        dtype: what `input`, then of any dtype, is converted to first, in a pass of its own; None leaves it.
-        out: None; results are tensors of their own.
+        dtype: the dtype to which `input`, of any dtype, is converted first, in a separate pass; None: no conversion.
+        out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -146,7 +146,7 @@ def matmul(input: torch.Tensor, other: torch.Tensor, *, out: None = None, backen
         input: ``(K,)``, ``(M, K)`` or ``(..., M, K)``; float16, bfloat16, float32
             (float64 at the torch and compile levels); any strides.
         other: ``(K,)``, ``(K, N)`` or ``(..., K, N)``, of the same dtype on the same device.
-        out: None; results are tensors of their own.
+        out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -174,33 +174,33 @@ def attention(
 ) -> Any:
     """``softmax(query · keyᵀ · scale + mask) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
 
-    A query that sees no key, because everything is hidden from it or there is none, gives a row of zeros.
+    A query that sees no key gives a row of zeros.
 
     Args:
         query: ``(B, H, S_q, D)``, or with any other number of batch dimensions, or ``(S_q, D)``; float16, bfloat16,
             float32 (float64 at the torch and compile levels); any strides.
-        key: ``(B, H_kv, S_k, D)``. The batch dimensions of all three broadcast; so do the heads without `enable_gqa`.
-            Where key and value are broadcast, gradients of their broadcast shapes are made and then summed.
+        key: ``(B, H_kv, S_k, D)``. The batch dimensions of all three broadcast. So do the heads without `enable_gqa`.
+            If key and value are broadcast, their gradients are computed in the broadcast shapes and then summed.
         value: ``(B, H_kv, S_k, D_v)``.
-        attn_mask: broadcasts to the scores ``(B, H, S_q, S_k)``, and is read where it lies. Boolean, True where a query
-            sees a key; or of the query's dtype, to be added to the scores; or PyTorch's own
+        attn_mask: broadcasts to the scores ``(B, H, S_q, S_k)`` and is read in place. Boolean, True where a query sees
+            a key; or of the query's dtype, added to the scores; or PyTorch's own
             :func:`torch.nn.attention.bias.causal_upper_left` or ``causal_lower_right``, which is never expanded.
-        dropout_p: 0; there is no dropout of weights.
-        is_causal: True: query i sees keys 0 … i, aligned at the upper left as PyTorch does. ``"lower_right"``: the last
-            query sees every key, query i keys 0 … i + S_k − S_q, as with ``causal_lower_right``. Either may stand
-            beside a mask.
-        scale: a positive factor on the scores; ``1/√D`` where None.
-        enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head. Of one head
-            for all queries it makes a gradient of that head alone.
-        window_size: (left, right): query i sees keys i + S_k − S_q − left … i + S_k − S_q + right alone, aligned at the
-            lower right as FlashAttention's is, whatever `is_causal` says; −1 or None for no limit.
-        return_lse: return the logarithm of each row's sum of exponentials as well.
+        dropout_p: must be 0: attention weights are not dropped.
+        is_causal: True: query i sees keys 0 … i, aligned to the upper left as in PyTorch. ``"lower_right"``: the last
+            query sees every key, query i keys 0 … i + S_k − S_q, as with ``causal_lower_right``. Both combine with a
+            mask.
+        scale: a positive factor on the scores; ``1/√D`` if None.
+        enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head. With one
+            head for all queries, the gradient has that one head.
+        window_size: (left, right): query i sees only keys i + S_k − S_q − left … i + S_k − S_q + right. The window is
+            aligned to the lower right, as FlashAttention's, whatever `is_causal` says. −1 or None: no limit.
+        return_lse: also return the logarithm of each row's sum of exponentials.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(B, H, S_q, D_v)``, or ``(S_q, D_v)`` of matrices; with `return_lse` that and one of shape
+        A tensor ``(B, H, S_q, D_v)``, or ``(S_q, D_v)`` for matrices. With `return_lse` also one of shape
         ``(B, H, S_q)``, or ``(S_q,)``, in float32 (float64 for float64), −inf for a query that sees no key.
-        Differentiable once, in the query, key and value, and at the torch and compile levels in an additive mask.
+        Differentiable once, in query, key and value, and at the torch and compile levels in an additive mask.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
@@ -236,34 +236,34 @@ def attention_varlen(
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Any:
-    """:func:`attention` within sequences of several lengths, packed one after the other without padding.
+    """:func:`attention` within sequences of different lengths, packed one after the other without padding.
 
     Args:
         query: ``(T_q, H, D)``, the queries of all sequences; float16, bfloat16, float32 (float64 at the torch and
             compile levels); any strides.
         key: ``(T_k, H_kv, D)``.
         value: ``(T_k, H_kv, D_v)``.
-        cu_seqlens_q: ``(B + 1,)``, int32, dense: sequence b has the queries from ``cu_seqlens_q[b]`` up to, but not
-            including, ``cu_seqlens_q[b + 1]``. From 0 to T_q, never falling. Offsets on the CPU are checked, those on
-            a GPU are clamped to 0 … T_q where they are read. There wrong ones give wrong rows, and rows of no sequence
-            have no defined value, but nothing outside of the tensors is read or written.
+        cu_seqlens_q: ``(B + 1,)``, int32, dense, from 0 to T_q, never decreasing: sequence b has the queries
+            ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]``. Offsets on the CPU are checked. Offsets on a GPU are clamped to
+            0 … T_q when they are read. There, wrong offsets give wrong rows, and rows of no sequence are undefined, but
+            no memory outside the tensors is read or written.
         cu_seqlens_k: likewise for keys and values.
-        max_seqlen_q: at least the longest number of queries, which is checked as the offsets are; None for T_q, which
-            is right, but costs time.
+        max_seqlen_q: at least the longest number of queries, checked as the offsets are. None means T_q, which is
+            correct but slower.
         max_seqlen_k: likewise for keys.
-        is_causal: within each sequence, aligned at the lower right: the last query sees every key.
-        scale: a positive factor on the scores; ``1/√D`` where None.
+        is_causal: within each sequence, aligned to the lower right: the last query sees every key.
+        scale: a positive factor on the scores; ``1/√D`` if None.
         enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head.
         window_size: as for :func:`attention`, within each sequence.
-        return_lse: return the logarithm of each row's sum of exponentials as well.
-        dropout_p: 0; there is no dropout of weights.
+        return_lse: also return the logarithm of each row's sum of exponentials.
+        dropout_p: must be 0: attention weights are not dropped.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(T_q, H, D_v)``; with `return_lse` that and one of shape ``(H, T_q)`` in float32 (float64 for
-        float64). A query that sees no key gives zeros and −inf. Differentiable once, in query, key and value.
+        A tensor ``(T_q, H, D_v)``. With `return_lse` also one of shape ``(H, T_q)`` in float32 (float64 for float64).
+        A query that sees no key gives zeros and −inf. Differentiable once, in query, key and value.
 
-    Source: Dao, FlashAttention-2, arXiv:2307.08691, whose ``flash_attn_varlen_func`` it stands for.
+    Source: Dao, FlashAttention-2, arXiv:2307.08691; its ``flash_attn_varlen_func`` has the same arguments.
     """
     if type(dropout_p) is not float or dropout_p:
         _no_dropout("attention_varlen", dropout_p)
@@ -295,18 +295,18 @@ def add(
     out: None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Sum of two tensors, element by element, as :func:`torch.add` without factors, numbers and mixed dtypes.
+    """Elementwise sum of two tensors, as :func:`torch.add` without factors, numbers and mixed dtypes.
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         other: of the same dtype on the same device, of a shape that broadcasts with that of `input`.
-        alpha: 1; multiply `other` beforehand.
-        out: None; results are tensors of their own.
+        alpha: must be 1; multiply `other` beforehand.
+        out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor of the broadcast shape and of the same dtype. Differentiable once; the gradient of an operand of that
-        shape is the output's own, not a copy.
+        A tensor of the broadcast shape and of the same dtype. Differentiable once. The gradient of an operand of that
+        shape is the output's gradient itself, not a copy.
     """
     if type(alpha) is not int or alpha != 1:
         _no_alpha(alpha)
@@ -340,16 +340,16 @@ def sum(
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
-        dim: the dimensions to sum over, each from ``-input.dim()`` to ``input.dim() - 1``; None or none for all.
+        dim: the dimensions to sum over, each from ``-input.dim()`` to ``input.dim() - 1``; None or ``()`` for all.
         keepdim: keep them, with size 1.
-        dtype: what `input`, then of any dtype, is converted to first, in a pass of its own; None leaves it.
-        out: None; results are tensors of their own.
+        dtype: the dtype to which `input`, of any dtype, is converted first, in a separate pass; None: no conversion.
+        out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor of the other dimensions, and of `dtype` or the input's, added up in float32 or wider and rounded once.
-        A sum of nothing is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton
-        levels add in a fixed order: the same tensor gives the same bits.
+        A tensor of the other dimensions, in `dtype` or the input's, accumulated in float32 or wider and rounded once.
+        An empty sum is 0. Differentiable once; the gradient is a broadcast view, not a copy. The cuda and triton levels
+        add in a fixed order: the same tensor gives the same bits.
     """
     if dtype is not None:
         input = _to_dtype("sum", input, dtype)
@@ -370,21 +370,20 @@ def dropout(
 ) -> torch.Tensor:
     """Dropout: each element is dropped with probability p, the others are divided by 1 − p.
 
-    As :func:`torch.nn.functional.dropout`, with a seed in the place of a global generator: the same seed draws the same
-    mask for the same shape, at every backend, on every device and in the backward pass, which keeps no mask. Every call
-    needs a seed of its own. :mod:`kernel_ladder.semantics.philox` says which mask, bit for bit.
+    As :func:`torch.nn.functional.dropout`, with a seed instead of a global generator. One seed gives one mask for a
+    shape, at every backend and on every device. The backward pass draws it again, so no mask is stored. Every call
+    needs a seed of its own. :mod:`kernel_ladder.semantics.philox` defines the mask, bit for bit.
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         p: the probability to drop an element, from 0 up to but not including 1.
-        training: False: `input` itself is returned, and needs no seed.
-        inplace: False; the result is a tensor of its own.
+        training: if False, `input` itself is returned, and no seed is needed.
+        inplace: must be False; the result is a new tensor.
         seed: an integer from 0 to 2⁶³ − 1. Inside ``torch.compile`` it may change from call to call.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor of the same shape and dtype. NaN and infinity give NaN where they are dropped, as in PyTorch.
-        Differentiable once.
+        A tensor of the same shape and dtype. A dropped NaN or infinity gives NaN, as in PyTorch. Differentiable once.
 
     Source: Srivastava et al., Dropout, JMLR 15 (2014); Salmon et al., Parallel Random Numbers, SC'11.
     """
@@ -403,13 +402,13 @@ def _not_inplace(op: str, inplace: Any) -> None:
 
 
 def _not_training(op: str, training: Any, backend: str | None, input: torch.Tensor, options: dict[str, Any]) -> Any:
-    """The input, of a call whose other arguments are right and that some variant would take."""
+    """The input, if the call's other arguments are valid and some rung takes the call."""
     if not isinstance(training, bool):
         raise TypeError(f"{op}: argument `training` must be a bool, got {type(training).__name__}")
     if options["seed"] is None:
         options["seed"] = 0
     if is_compiling():
-        _call(op, backend, (input,), options)  # whose result no one uses: a compiler drops it
+        _call(op, backend, (input,), options)  # only for its errors: the compiler removes the unused result
         return input
     table.spec(op).check(input, **options)
     selection.choose(op, backend, (input,), options, False)
@@ -496,8 +495,8 @@ def rms_norm(
             and compile levels). The 16-bit dtypes are computed in float32.
         normalized_shape: the last dimensions, together one row; at least one.
         weight: of shape `normalized_shape` and the input's dtype, or None for ones.
-        eps: added to the mean of squares; finite. A sum below zero gives NaN, as in PyTorch. None stands for the
-            machine epsilon of the dtype of the computation: of float32, or of float64 for float64.
+        eps: added to the mean of squares; finite. A sum below zero gives NaN, as in PyTorch. None means the machine
+            epsilon of the computation's dtype: float32, or float64 for float64.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -520,7 +519,7 @@ def add_rms_norm(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual sum of a transformer, and :func:`rms_norm` of it over the last dimension.
+    """A transformer's residual sum, and :func:`rms_norm` of it over the last dimension.
 
     Args:
         input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
@@ -530,7 +529,7 @@ def add_rms_norm(
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        The normalised sum, and the sum ``input + residual`` rounded to the dtype, of which the norm is. Both of the
+        The normalised sum, and the sum ``input + residual``. The norm reads the sum rounded to the dtype. Both have the
         input's shape and dtype. Differentiable once, in all three tensors and through both results.
     """
     options = {"eps": eps if eps is None or type(eps) is float else _number(eps)}
@@ -555,16 +554,16 @@ def bias_dropout_add_layer_norm(
         input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         bias: ``(N,)`` of the same dtype, added to `input`.
         residual: of the shape and dtype of `input`.
-        weight: ``(N,)`` of the same dtype, what the norm is multiplied by, or None for ones.
-        norm_bias: ``(N,)`` of the same dtype, what is added to it after that, or None for zeros.
+        weight: ``(N,)`` of the same dtype, the norm's scale, or None for ones.
+        norm_bias: ``(N,)`` of the same dtype, the norm's bias, or None for zeros.
         p: the probability to drop an element, from 0 up to but not including 1.
-        seed: an integer from 0 to 2⁶³ − 1, as for :func:`dropout`, whose mask it is.
+        seed: an integer from 0 to 2⁶³ − 1. It gives the mask of :func:`dropout`.
         eps: as for :func:`layer_norm`.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor of the shape and dtype of `input`. Differentiable once, in all five tensors. For a backward pass the
-        sum under the norm is kept, and no mask.
+        A tensor of the shape and dtype of `input`. Differentiable once, in all five tensors. For a backward pass, the
+        sum before the norm is saved, but no mask.
     """
     inputs = (input, bias, residual, weight, norm_bias)
     options = {
@@ -589,19 +588,18 @@ def linear(
     Args:
         input: ``(K,)`` or ``(..., K)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any
             strides.
-        weight: ``(N, K)``, or ``(K,)`` for one feature without a dimension of its own; of the same dtype on the same
+        weight: ``(N, K)``, or a vector ``(K,)``, whose output has no feature dimension; of the same dtype on the same
             device; any strides.
-        bias: ``(N,)``, or ``()`` beside a vector; likewise, or None for zeros.
+        bias: ``(N,)``, or ``()`` if `weight` is a vector; likewise, or None for zeros.
         activation: None, ``"gelu"`` for the exact form with erf, or ``"gelu_tanh"`` for the approximation with tanh.
-        out: None; results are tensors of their own.
+        out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
-        A tensor ``(..., N)``, or ``(...)`` of a weight that is a vector, of the same dtype, accumulated in float32 or
-        better; the cuda and triton levels round it once. tf32 as for :func:`matmul`. Differentiable once; where a
-        gradient is wanted through an activation, the product is kept for it, a tensor of the output's size. At the
-        triton level an input, and in every backward pass a gradient, whose leading dimensions do not fold into one by
-        their strides is copied.
+        A tensor ``(..., N)``, or ``(...)`` if `weight` is a vector, of the same dtype, accumulated in float32 or
+        better. The cuda and triton levels round it once. tf32 as for :func:`matmul`. Differentiable once. A gradient
+        through an activation saves the product, a tensor of the output's size. If the leading dimensions do not fold
+        into one by their strides, the triton level copies the input, and every backward pass copies the gradient.
     """
     if out is not None:
         _no_out("linear", out)

@@ -1,4 +1,4 @@
-"""What an operation is, apart from how it is computed: the contract that every variant of it meets."""
+"""The spec of an operation: everything about it that is the same for every rung."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: The tensor arguments of an operation; None where an optional one is absent. The first is always a tensor.
+#: The tensor arguments of an operation; None for an absent optional one. The first is always a tensor.
 Inputs = tuple[Any, ...]
 Options = Mapping[str, Any]
-#: What an operation returns, and the gradients of that.
+#: The result of an operation, or the gradients of its result.
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
-#: Every dtype that an operation accepts. A variant may take fewer and says so through ``unsupported``.
+#: Every dtype that an operation accepts. A rung may take fewer, and says so through ``unsupported``.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Looked up once: every call asks for them.
+# Module globals, because every call reads them.
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 
 
@@ -26,11 +26,17 @@ _Tensor, _STRIDED = torch.Tensor, torch.strided
 class Case:
     """One call of an operation, described by data, so that tests and the benchmark make the same inputs from it.
 
-    ``shapes`` has one entry per tensor argument, None for an optional one that is absent. ``layout``, ``values`` and
-    ``kinds`` are names that :func:`kernel_ladder.testing.samples.make_inputs` knows; ``layout`` is one for all arguments or one
-    for each, ``kinds`` has one for each argument that is not of the case's dtype, by its place. ``options`` are the
-    keyword arguments of a variant. ``passes`` are those that the benchmark measures, of every step of the climb or,
-    where `climb` is False, of each level's most optimised variant alone.
+    Attributes:
+        id: the case's name, which states sizes and options.
+        shapes: one shape per tensor argument, None for an absent optional one.
+        options: the keyword arguments of a rung.
+        layout: one memory layout for all arguments, or one for each. Layouts, values and kinds are named in
+            :func:`kernel_ladder.testing.samples.make_inputs`.
+        values: the distribution of the values.
+        quick: whether the short sweep measures the case.
+        kinds: the kind of each argument that does not have the case's dtype, by the argument's index.
+        passes: the passes that the benchmark measures.
+        climb: whether it measures every rung, or only each level's most optimised one.
     """
 
     id: str
@@ -44,7 +50,7 @@ class Case:
     climb: bool = True
 
     def layout_of(self, place: int) -> str:
-        """The layout of the argument in a place."""
+        """The layout of the argument at an index."""
         return self.layout if isinstance(self.layout, str) else self.layout[place]
 
     def __str__(self) -> str:
@@ -52,21 +58,21 @@ class Case:
 
 
 def unchanged(output: Any) -> Any:
-    """An output as it is."""
+    """Return the output unchanged."""
     return output
 
 
 class Restated(NamedTuple):
-    """A call in the shapes that every variant takes, where PyTorch takes others: views of the same tensors."""
+    """A call in the shapes that every rung takes, where PyTorch accepts further ones: views of the same tensors."""
 
     inputs: Inputs
-    #: The output of the call as it was made, from that of this one.
+    #: Maps this call's output to the output of the original call.
     output: Callable[[Any], Any] = unchanged
 
 
 @dataclass(frozen=True)
 class ErrorCase:
-    """Bad arguments, and the error that each level must raise for them.
+    """Bad arguments, and the error that every level must raise for them.
 
     ``arguments`` returns ``(args, kwargs)`` for the public function; ``message`` is a regular expression.
     """
@@ -79,27 +85,27 @@ class ErrorCase:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything about an operation that is the same for every variant.
+    """Everything about an operation that is the same for every rung.
 
     Attributes:
         name: the operation's name, also the name of its module at every level.
-        reference: the naive formula in plain tensor operations. The readable baseline; the oracle, when
-            called on float64 inputs; and what ``torch.compile`` compiles.
-        builtin: PyTorch's own function, or the same from several of them, an independent check of the formula. None
-            where PyTorch has nothing that computes the same.
-        check: raises the argument errors, so that they read the same at every level. Returns None, or the call that
-            variants get in place of this one.
+        reference: the naive formula in plain tensor operations. It is the readable baseline, the oracle when called on
+            float64 inputs, and what ``torch.compile`` compiles.
+        builtin: PyTorch's own function, or several of them combined: an independent check of the formula. None if
+            PyTorch has no function that computes the same.
+        check: raises the argument errors, so that they are the same at every level. Returns None, or the call that
+            rungs get instead of this one.
         samples: small and awkward cases for the tests.
-        errors: bad arguments with the message that each must raise.
+        errors: bad arguments, each with the message that it must raise.
         sweep: the cases of the benchmark; those marked ``quick`` make the short sweep.
-        bytes: least bytes to move for ``(case, itemsize, backward)``.
-        flops: least floating-point operations for ``(case, backward)``.
-        oracle: a faster formula for the float64 oracle where the naive one needs too much memory.
-            A test holds it equal to ``reference``.
-        yardstick: the formula whose error in the inputs' dtype sets the agreement's bound, where the naive one needs
-            too much memory, or sums in a better order than a kernel may be asked to.
-        parts: splits inputs and output into independent pieces, as pairs of (one index per input, output index),
-            so that the oracle of a large case fits in memory.
+        bytes: the least bytes to move for ``(case, itemsize, backward)``.
+        flops: the least floating-point operations for ``(case, backward)``.
+        oracle: a formula for the float64 oracle, if the naive one needs too much memory. A test checks that it equals
+            ``reference``.
+        yardstick: the formula whose error in the inputs' dtype sets the bound of the agreement check. It replaces the
+            naive formula if that needs too much memory, or sums in a better order than a kernel must.
+        parts: splits inputs and output into independent parts, so that the oracle of a large case fits in memory. Each
+            part is a pair (one index per input, output index).
     """
 
     name: str
@@ -117,46 +123,46 @@ class Spec:
 
     @property
     def baseline(self) -> str:
-        """The variant that speedups are over: PyTorch's own function, or the naive formula where it has none."""
+        """The rung that speedups are relative to: PyTorch's own function, or the naive formula if there is none."""
         return "torch.naive" if self.builtin is None else "torch.builtin"
 
     def named(self, inputs: Inputs) -> dict[str, Any]:
-        """The tensor arguments by the names that the public function takes them by, without those that are absent."""
+        """The tensor arguments that are present, by their names in the public function."""
         names = inspect.signature(self.check).parameters
         return {name: x for name, x in zip(names, inputs, strict=False) if x is not None}
 
     def outputs(self, inputs: Inputs, options: Options) -> tuple[torch.Tensor, ...]:
-        """Each output as a tensor without data, which has its shape and dtype."""
+        """Each output as a tensor of its shape and dtype, without data."""
         without_data = each(lambda x: torch.empty_like(x, device="meta"), inputs)
         return as_tuple(self.reference(*without_data, **options))
 
     def output_shapes(self, inputs: Inputs, options: Options) -> tuple[torch.Size, ...]:
-        """The shape of each output, found without computing it."""
+        """The shape of each output, without computing it."""
         return tuple(x.shape for x in self.outputs(inputs, options))
 
 
 def each(function: Callable[[Any], Any], inputs: Inputs) -> Inputs:
-    """`function` of every tensor, or of its shape; what is absent stays so."""
+    """Apply `function` to every tensor (or shape); None stays None."""
     return tuple(None if x is None else function(x) for x in inputs)
 
 
 def has_gradient(x: torch.Tensor | None) -> bool:
-    """Whether an argument is one that a gradient can be asked for: there, and of floating-point numbers."""
+    """Whether an argument can have a gradient: it is present and of a floating-point dtype."""
     return x is not None and x.is_floating_point()
 
 
 def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """The tensors in another floating-point dtype; booleans and integers stay what they are."""
+    """The tensors in another floating-point dtype; booleans and integers stay unchanged."""
     return each(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 
 def as_leaves(inputs: Inputs) -> Inputs:
-    """The tensors cut off from any graph, each that can have a gradient asking for one."""
+    """The tensors detached from any graph; each that can have a gradient requires one."""
     return each(lambda x: x.detach().requires_grad_(x.is_floating_point()), inputs)
 
 
 def as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
-    """One output or several, as several."""
+    """One output or several, as a tuple."""
     return output if isinstance(output, tuple) else (output,)
 
 
@@ -165,9 +171,9 @@ def check_tensors(
 ) -> None:
     """Raise unless every argument is a tensor of an accepted dtype, and all have one dtype and one device.
 
-    `optional` names those that may be absent, which a message then says.
+    `optional` names the arguments that may be None, so that the message says so.
     """
-    # Every call of every operation comes by here: first whether all is well, and only else what is not.
+    # Every call of every operation runs this check. Test the good case first; find the fault only if it fails.
     first, *others = tensors.values()
     if isinstance(first, _Tensor) and first.layout is _STRIDED and (dtype := first.dtype) in dtypes:
         device = first.device

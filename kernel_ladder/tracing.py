@@ -1,4 +1,4 @@
-"""What host code asks while a compiler traces a call on tensors without data."""
+"""What host code must know while a compiler traces a call on tensors without data."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _state = _State()
 
 
 def shapes_only() -> bool:
-    """Whether a rung's host code is to allocate its results alone: it returns before it builds a key or launches."""
+    """Whether a rung's host code should only allocate its results, and return before any cache key or launch."""
     return _state.shapes_only
 
 
 def in_graph() -> bool:
-    """Whether a formula's tensor operations become part of a graph that somebody else compiles."""
+    """Whether a formula's tensor operations become part of a graph that the caller compiles."""
     return _state.formula or is_compiling()
 
 
 @contextmanager
 def inferring_shapes() -> Iterator[None]:
-    """Run rungs' host code for the shapes of their results."""
+    """Within this context, rungs' host code runs for the shapes of its results only."""
     before, _state.shapes_only = _state.shapes_only, True
     try:
         yield
@@ -40,7 +40,7 @@ def inferring_shapes() -> Iterator[None]:
 
 @contextmanager
 def building_graph() -> Iterator[None]:
-    """Run formulas for their tensor operations."""
+    """Within this context, formulas run for their tensor operations, which a graph records."""
     before, _state.formula = _state.formula, True
     try:
         yield
@@ -49,7 +49,7 @@ def building_graph() -> Iterator[None]:
 
 
 def address(x: torch.Tensor) -> int:
-    """Where a tensor begins, in bytes. Without data, its place in its storage, which is taken to begin on 16 bytes."""
+    """A tensor's start address, in bytes. Without data, its offset in its storage, assumed aligned to 16 bytes."""
     if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
         try:
             return x.data_ptr()

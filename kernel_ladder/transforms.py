@@ -1,4 +1,4 @@
-"""Whether a call is inside a transform of torch.func. PyTorch has no public way to ask."""
+"""Whether a call runs inside a transform of torch.func. PyTorch has no public function for this."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch.compiler import is_compiling
 
-#: Whether any transform is active; PyTorch's own torch.autograd.Function asks it.
+#: Whether any transform is active. PyTorch's own torch.autograd.Function calls it.
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-#: Whether a transform follows a tensor.
+#: Whether a transform wraps a tensor.
 is_wrapped: Callable[[torch.Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda x: True)
 
 
 def under_vmap(*inputs: torch.Tensor) -> bool:
-    """Whether vmap maps over an input; inside torch.compile, which does not tell, whether any transform is active."""
+    """Whether vmap maps over an input. Inside torch.compile, which hides this, whether any transform is active."""
     if not transforms_active():
         return False
     return is_compiling() or any(_is_mapped(x) for x in inputs)

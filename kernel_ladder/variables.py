@@ -8,10 +8,10 @@ from kernel_ladder.errors import VariableError
 
 
 def switch(name: str) -> bool:
-    """Whether a variable that switches something off is not ``0``; unset and empty mean ``1``.
+    """Whether a switch is on: ``0`` means off; ``1``, unset and empty mean on.
 
     Raises:
-        VariableError: it is neither.
+        VariableError: the variable has another value.
     """
     value = os.environ.get(name, "").strip()
     if value not in ("", "0", "1"):

@@ -1,6 +1,6 @@
-"""PyTorch level: the naive formula and the spec of every operation, beside PyTorch's own function."""
+"""The torch level: each operation's naive formula, its spec, and PyTorch's own function."""
 
 
 def unavailable() -> str | None:
-    """PyTorch is always there."""
+    """PyTorch is always available."""
     return None

@@ -1,4 +1,4 @@
-"""Addition, element by element, of two tensors that broadcast, as torch.add."""
+"""Elementwise addition of two tensors that broadcast, as torch.add."""
 
 import math
 
@@ -44,7 +44,7 @@ SAMPLES = [
     _case("tile-1", (2, 8191)),
     _case("tile+1", (3, 1025)),
     _case("matrix", (129, 257)),
-    # Broadcast: a row (a bias), a column, both, one value; the larger operand second; dimensions that are missing.
+    # Broadcast: a row (a bias), a column, both, one value; the larger operand second; missing dimensions.
     _case("row", (67, 264), (264,)),
     _case("row-odd", (37, 53), (53,)),
     _case("row-tile+1", (5, 1025), (1, 1025)),
@@ -109,14 +109,14 @@ ERRORS = [
 def _sweep() -> list[Case]:
     shapes = [(65536, 256), (16384, 1024), (16384, 4096), (8192, 16384), (4096, 65536), (2048, 131072)]
     quick = {(16384, 1024), (16384, 4096)}
-    # With a row, backward is the sum of a gradient over its rows; of equal shapes there is no backward to measure.
+    # With a row, backward sums the gradient over its rows. With equal shapes backward does no work.
     rows = [Case(f"{m}x{n} row", ((m, n), (n,)), quick=(m, n) in quick) for m, n in shapes]
     return rows + [Case(f"{m}x{n}", ((m, n), (m, n)), quick=(m, n) in quick) for m, n in shapes]
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads both and writes the sum. Backward hands the gradient on as it is where an operand has its shape, and
-    # moves nothing for that; it reads it once and writes a sum of it for an operand that was broadcast.
+    # Forward reads both and writes the sum. Backward passes the gradient through to an operand of the output's shape
+    # and moves nothing. For an operand that was broadcast it reads the gradient once and writes a sum.
     shape = torch.broadcast_shapes(*case.shapes)
     if not backward:
         return (sum(map(math.prod, case.shapes)) + math.prod(shape)) * itemsize

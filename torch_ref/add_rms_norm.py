@@ -1,9 +1,9 @@
-"""The residual sum of a transformer and the RMSNorm of it, as one operation that returns both.
+"""A transformer's residual sum and its RMSNorm, as one operation that returns both.
 
 sum = input + residual, rounded to the dtype
 add_rms_norm(input, residual) = rms_norm(sum), sum
 
-The norm is of the rounded sum, which is what the next block adds to and what the backward pass has.
+The norm reads the rounded sum: the next block adds to it, and the backward pass reads it.
 """
 
 import math
@@ -32,7 +32,7 @@ def naive(
 def builtin(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's sum and its own rms_norm: two calls."""
+    """PyTorch's sum, then its rms_norm: two calls."""
     total = input + residual
     return F.rms_norm(total, total.shape[-1:], weight, None if eps is None else float(eps)), total
 
@@ -119,7 +119,7 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # As rms_norm, and one more each way for the sum.
+    # As rms_norm, plus one per pass for the sum.
     return math.prod(case.shapes[0]) * (9 if backward else 5)
 
 

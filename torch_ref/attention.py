@@ -5,9 +5,14 @@ weights: P[i, j] = exp(S[i, j] − max_j S[i, j]) / Σ_j exp(S[i, j] − max_j S
 output:  O[i, d] = Σ_j P[i, j] · value[j, d]
 lse:     L[i] = log Σ_j exp(S[i, j])
 
-A query that sees no key gives zeros, and −inf as its log-sum-exp. Which keys it sees by its place alone, through a
-causal mask or a sliding window, is in :mod:`kernel_ladder.semantics.masks`.
+A query that sees no key gives zeros, and −inf as its log-sum-exp. Causal masks and sliding windows depend on positions
+alone; :mod:`kernel_ladder.semantics.masks` defines them.
 Grouped queries (Ainslie et al., arXiv:2305.13245): consecutive query heads share one head of key and value.
+
+naive    the formula: the S_q × S_k matrix of scores goes to memory and comes back at every step
+builtin  scaled_dot_product_attention, which chooses among PyTorch's kernels
+flash    scaled_dot_product_attention, limited to its FlashAttention-2 kernel
+cudnn    scaled_dot_product_attention, limited to cuDNN's kernel
 """
 
 import math
@@ -53,7 +58,7 @@ def naive(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> Output:
-    """The formula: the whole matrix of scores goes out to memory and comes back at every step."""
+    """The formula: the whole matrix of scores goes to memory and comes back at every step."""
     if enable_gqa and key.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
@@ -84,10 +89,10 @@ def weighted(
     value: torch.Tensor,
     return_lse: bool,
 ) -> Output:
-    """Softmax of the scores, times the values. A row of nothing but −inf gives zeros.
+    """Softmax of the scores, times the values. A row that is −inf everywhere gives zeros.
 
-    Of 16-bit operands ``scores_of(query, key)`` are rounded to 16 bits, as every tensor is. Rows are summed in float32,
-    and a log-sum-exp, of which that is the type, is made from scores of that type.
+    With 16-bit operands, ``scores_of(query, key)`` rounds the scores to 16 bits, as every tensor. Rows are summed in
+    float32. The log-sum-exp is float32 too, and is computed from float32 scores.
     """
     scores = scores_of(query, key)
     exp, _, row_sum = _exponentials(scores)
@@ -103,8 +108,8 @@ def weighted(
 
 
 def _exponentials(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """exp(scores − maximum), the maximum of each row, 0 for a row of nothing but −inf, and the sum of each."""
-    # The result does not depend on what is subtracted, so no gradient goes through the maximum.
+    """exp(scores − maximum), each row's maximum (0 if the row is −inf everywhere), and each row's sum."""
+    # Softmax does not depend on the value subtracted, so no gradient flows through the maximum.
     row_max = scores.detach().amax(-1, keepdim=True)
     row_max = row_max.masked_fill(row_max == -math.inf, 0)
     exp = torch.exp(scores - row_max)
@@ -112,7 +117,7 @@ def _exponentials(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def lse_dtype(x: torch.Tensor) -> torch.dtype:
-    """Of the log-sum-exp, and of the sums in it: float32, or float64 for float64."""
+    """The dtype of the log-sum-exp and of its sums: float64 for float64, else float32."""
     return computation_dtype(x.dtype)
 
 
@@ -130,7 +135,7 @@ def check(
 ) -> Restated | None:
     check_tensors("attention", query=query, key=key, value=value)
     q, k, v = query.shape, key.shape, value.shape
-    # Every call comes by here: first whether all is as it mostly is, and only else what is not, if anything.
+    # Every call runs this check. The common case is tested first; the detailed checks run only where it fails.
     if not (
         len(q) >= 3
         and ((k == q and v == q) or (k[:-2] == q[:-2] and k[-1] == q[-1] and v[:-1] == k[:-1]))
@@ -139,7 +144,7 @@ def check(
         and isinstance(is_causal, bool)
         and isinstance(enable_gqa, bool)
         and scale is None
-        and window_size is NO_WINDOW  # and not ==, of which an array makes an array
+        and window_size is NO_WINDOW  # not ==, which gives an array for an array
         and isinstance(return_lse, bool)
     ):
         if not (
@@ -159,7 +164,7 @@ def check(
 def _broadcast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: object, grouped: bool
 ) -> Restated:
-    """The call with query, key and value as views of the batch dimensions, and heads, that they broadcast to.
+    """The call with query, key and value expanded to the batch dimensions and heads that they broadcast to.
 
     Raises:
         ValueError: they do not broadcast, or a length does not fit.
@@ -205,7 +210,7 @@ def _without_heads(output: Output) -> Output:
 
 
 def _joined(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape that shapes broadcast to, or None where they do not."""
+    """The shape that the shapes broadcast to, or None if they do not broadcast."""
     joined = []
     for d in range(-max(map(len, shapes)), 0):
         size = 1
@@ -219,7 +224,7 @@ def _joined(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _check_head_dims(of_query: int, of_key: int, of_value: int) -> None:
-    """Raise for the first thing wrong with the head dimensions, if there is one."""
+    """Raise for the first fault of the head dimensions, if there is one."""
     if of_key != of_query:
         raise ValueError(f"attention: argument `key` must have the head dimension of `query`, {of_query}, got {of_key}")
     for name, dim in (("query", of_query), ("value", of_value)):
@@ -237,7 +242,7 @@ def check_options(
     window_size: object,
     return_lse: object,
 ) -> None:
-    """Raise for the first thing wrong with the options of any form of attention, if there is one."""
+    """Raise for the first fault of an attention call's options, if there is one."""
     if isinstance(is_causal, str):
         if is_causal != LOWER_RIGHT:
             raise ValueError(f"{op}: argument `is_causal` must be a bool or {LOWER_RIGHT!r}, got {is_causal!r}")
@@ -323,11 +328,11 @@ def _cases() -> list[Case]:
     booleans, hidden_rows = {3: "boolean"}, {3: "hidden_rows"}
 
     return [
-        # One of everything, and nothing.
+        # Sizes of one and zero.
         case("one", 1, 1, 1, 1, 1, 1),
         case("one-query", 2, 2, 2, 1, 37, 8),
-        # One key seen: the gradients of query and key are zero, and one column of value lets a fused backward, too,
-        # cancel to exactly that.
+        # One key is seen, so the gradients of query and key are zero. With one column of value, a fused backward
+        # cancels to exactly zero, too.
         case("one-query", 1, 2, 2, 1, 37, 8, d_v=1, causal=True),
         case("one-key", 1, 2, 2, 19, 1, 8, d_v=1),
         case("one-key", 1, 2, 2, 19, 1, 8, d_v=1, causal=True),
@@ -335,7 +340,7 @@ def _cases() -> list[Case]:
         case("no-heads", 2, 0, 0, 3, 3, 8),
         case("no-queries", 1, 2, 2, 0, 3, 8),
         case("no-keys", 1, 2, 2, 3, 0, 8),
-        # Lengths: a tile and one more or less, primes, more queries than keys and fewer.
+        # Lengths: a tile, one more, one less, primes, more queries than keys, and fewer.
         case("tile-1", 1, 1, 1, 63, 127, 40),
         case("tile-1", 1, 1, 1, 127, 127, 64, causal=True),
         case("tile", 1, 1, 1, 128, 128, 64),
@@ -346,7 +351,7 @@ def _cases() -> list[Case]:
         case("prime", 1, 2, 2, 83, 101, 17, causal=True),
         case("long-keys", 1, 1, 1, 5, 301, 16),
         case("long-queries", 1, 1, 1, 301, 5, 16, causal=True),
-        # Head dimensions, of value apart from query and key.
+        # Head dimensions; those of value differ from those of query and key.
         case("d8", 2, 2, 2, 33, 33, 8, causal=True),
         case("d80", 1, 1, 1, 33, 65, 80),
         case("d96", 1, 1, 1, 65, 65, 96, causal=True),
@@ -373,15 +378,15 @@ def _cases() -> list[Case]:
         # Values.
         case("large", 1, 2, 2, 97, 97, 8, d_v=2, values="large", scale=2**-12),
         case("nan", 1, 2, 2, 9, 17, 8, values="nan"),
-        # Causal from the lower right: fewer queries than keys, as in decoding with a cache, and more, so that the first
-        # see no key.
+        # Causal, aligned to the lower right: fewer queries than keys, as in decoding with a cache, and more, so that
+        # the first queries see no key.
         case("decode", 2, 4, 2, 1, 67, 16, causal=LOWER_RIGHT),
         case("decode-long", 1, 2, 1, 3, 1100, 16, causal=LOWER_RIGHT),
         case("decode-window", 1, 2, 2, 2, 700, 8, window=(600, 0), lse=True),
         case("fewer", 1, 2, 2, 5, 133, 16, causal=LOWER_RIGHT),
         case("fewer-tile", 1, 1, 1, 65, 130, 64, causal=LOWER_RIGHT),
         case("more", 1, 2, 1, 133, 35, 16, causal=LOWER_RIGHT),
-        # Sliding windows: one-sided, both sides, the diagonal alone, past a tile, and such that some see nothing.
+        # Sliding windows: one-sided, two-sided, the diagonal alone, wider than a tile, queries that see no key.
         case("window", 1, 2, 2, 67, 67, 8, window=(9, 0), causal=True),
         case("window-both", 1, 2, 2, 67, 67, 8, window=(5, 3)),
         case("window-none", 1, 1, 1, 33, 33, 8, window=(0, 0)),
@@ -391,7 +396,7 @@ def _cases() -> list[Case]:
         case("window-tile", 1, 1, 1, 260, 260, 40, window=(70, 0), causal=LOWER_RIGHT),
         case("window-gqa", 1, 4, 2, 40, 203, 16, window=(64, 20)),
         case("window-and-causal", 1, 1, 1, 37, 60, 8, window=(30, 2), causal=True),
-        # Masks: boolean and additive, of every shape that broadcasts, in other orders of memory, with rows hidden.
+        # Masks: boolean and additive, every broadcast shape, other memory orders, hidden rows.
         case("mask", 1, 2, 2, 35, 67, 8, mask=(35, 67), kinds=booleans),
         case("mask-keys", 2, 2, 2, 33, 35, 8, mask=(2, 1, 1, 35), kinds=booleans),
         case("mask-hidden-rows", 2, 4, 2, 35, 33, 16, mask=(4, 35, 33), kinds=hidden_rows),
@@ -411,7 +416,7 @@ def _cases() -> list[Case]:
         case("lse-mask", 1, 2, 2, 37, 21, 16, lse=True, mask=(37, 21), kinds=hidden_rows),
         case("lse-no-keys", 1, 2, 2, 3, 0, 8, lse=True),
         case("lse-3d", 0, 2, 2, 17, 18, 8, lse=True, batch=(), window=(3, 3)),
-        # A scale that float32 has not.
+        # A scale that float32 cannot represent.
         case("scale-tiny", 1, 2, 2, 35, 37, 8, scale=1e-46),
         case("scale-tiny", 1, 2, 2, 35, 37, 8, scale=1e-46, causal=LOWER_RIGHT),
         # Masks of fewer than two dimensions.
@@ -579,7 +584,7 @@ def _sweep() -> list[Case]:
     cases.append(Case("B2 H16 S4096 D96 causal", _shapes((2,), 16, 16, 4096, 4096, 96), ours))
     window = {**ours, "window_size": (1023, 0)}
     cases.append(Case("B1 H16 S16384 D128 window", _shapes((1,), 16, 16, 16384, 16384, 128), window))
-    # One more token for each of several sequences, whose keys and values are cached. No one trains so.
+    # Decoding: one new token per sequence, with cached keys and values. Training has no such calls: forward only.
     for b, s_k in ((8, 8192), (8, 131072), (32, 32768), (64, 4096)):
         decode = {**grouped, "is_causal": LOWER_RIGHT}
         shapes = _shapes((b,), 32, 8, 1, s_k, 128)
@@ -593,7 +598,7 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
     # Forward reads query, key, value and writes the output.
     # Backward reads these, the output and its gradient and writes three gradients.
     moved = itemsize * (2 * inputs + 2 * output if backward else inputs + output)
-    # A mask is read, and where it is additive its gradient is written. The log-sum-exp is one float32 a query.
+    # A mask is read; an additive one's gradient is written. The log-sum-exp is one float32 per query.
     if mask:
         moved += math.prod(mask[0]) * (1 if 3 in case.kinds else (2 * itemsize if backward else itemsize))
     return moved + (4 * math.prod(q[:-1]) if case.options.get("return_lse") else 0)
@@ -618,7 +623,7 @@ def _parts(inputs: Inputs) -> Iterator[tuple[tuple, tuple]]:
 
 
 def _of_mask(mask: torch.Tensor, of_query: tuple, dims: int) -> tuple:
-    """What of a mask goes with some batch entry and heads of query. It may have fewer dimensions, and broadcast."""
+    """A mask's index for one batch entry and its query heads. The mask may have fewer dimensions, or broadcast."""
     missing = dims - mask.dim()
     sizes = mask.shape[:-2] if mask.dim() >= 2 else ()
     chosen = of_query[missing:] if missing < len(of_query) else ()
@@ -659,15 +664,15 @@ def too_large(
     if not query.is_cuda:
         return None
     scores = math.prod(query.shape[:-1]) * key.shape[-2]
-    # Alive at once: without gradients the masked scores, the exponentials and one more;
-    # with gradients exponentials and weights are kept, and two of their gradients with two intermediates come on top.
+    # Without gradients, three matrices are alive: masked scores, exponentials and one more. With gradients, saved
+    # exponentials and weights, two of their gradients and two intermediates.
     wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     needed = scores * query.element_size() * (6 if wants_grad else 3)
-    if query.element_size() == 2:  # and weights in float32, before they are rounded; for a log-sum-exp all once more
+    if query.element_size() == 2:  # plus float32 weights before rounding; a log-sum-exp needs all of it again
         needed += scores * 4 * (1 + (6 if wants_grad else 3) * bool(options.get("return_lse")))
     total = gpu.of(query.get_device()).memory
     if needed > total:
-        return f"the scores and what is made of them need {needed / 2**30:.0f} GiB; the GPU has {total / 2**30:.0f} GiB"
+        return f"the scores and their intermediates need {needed / 2**30:.0f} GiB; the GPU has {total / 2**30:.0f} GiB"
     return None
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's own attention: its choice among its kernels, two of them by name, and what each cannot be asked."""
+"""PyTorch's own attention: its choice among its kernels, two kernels by name, and the calls that each refuses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kernel_ladder.semantics.strides import near_gradients
 from kernel_ladder.tracing import in_graph
 from kernel_ladder.transforms import under_vmap
 
-#: The most batches, or heads, that a grid of PyTorch's fused kernels holds.
+#: Most batches, or heads, in the grid of PyTorch's fused kernels.
 MAX_GRID = 65535
 
-#: Places of a mask, and of what the backward sums up, that PyTorch's fused kernels count to.
+#: PyTorch's fused kernels index masks and the backward's accumulators with 32-bit offsets.
 MAX_PLACES = 2**31
 
 
@@ -27,13 +27,13 @@ def _rounded_up(n: int, to: int) -> int:
 
 
 def _repeats(x: torch.Tensor) -> bool:
-    """Whether an operand's dimensions are broadcast: several elements lie at one place."""
+    """Whether an operand is broadcast: several of its elements share one address."""
     strides = x.stride()
     return 0 in strides and any(step == 0 and size > 1 for step, size in zip(strides, x.shape, strict=True))
 
 
 def lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor | None:
-    """PyTorch's own object for the mask, or None where it hides nothing."""
+    """PyTorch's own object for the lower-right causal mask, or None if it hides nothing."""
     if seqlen_q == 1:
         return None
     from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds
@@ -42,12 +42,12 @@ def lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor | None:
 
 
 def _as_matrix(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask with at least two dimensions, as scaled_dot_product_attention wants it."""
+    """A mask with at least two dimensions, as scaled_dot_product_attention requires."""
     return mask if mask.dim() >= 2 else mask.expand(query.shape[-2], key.shape[-2])
 
 
 def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether operands, none of which :func:`faults`, are such as PyTorch's memory-efficient kernel takes on a GPU."""
+    """Whether PyTorch's memory-efficient kernel takes these operands, which :func:`faults` did not refuse."""
     if not query.is_cuda or query.dim() != 4 or query.dtype == torch.float64:
         return False
     if gpu.of(query.get_device()).capability < (8, 0):
@@ -57,9 +57,9 @@ def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _aligned_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> torch.Tensor:
-    """A mask as numbers to add, seen in the scores' shape: where it lies, if its rows are aligned, or else copied.
+    """An additive mask in the scores' shape: a view if its rows are aligned, else a copy.
 
-    The memory-efficient kernel reads 16 bytes at a time. PyTorch asks for aligned strides, but not where a mask starts.
+    The memory-efficient kernel reads 16 bytes at a time. PyTorch checks the strides, but not a mask's start address.
     Numbers that overflow float32 when the kernel multiplies them by log2 e are halved: they hide as much.
     """
     if mask.dtype in (torch.float32, torch.bfloat16):
@@ -71,12 +71,12 @@ def _aligned_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> tor
         and mask.shape[-1] == seqlen_k
         and mask.stride(-1) == 1
         and all(step % 8 == 0 for step in mask.stride()[:-1])
-        and not torch.compiler.is_compiling()  # which does not know where a tensor starts
+        and not torch.compiler.is_compiling()  # a trace has no addresses
         and type(mask) is torch.Tensor
         and mask.data_ptr() % 16 == 0
     )
     if not in_place:
-        # What an expanded dimension repeats is copied once.
+        # Copy an expanded dimension once.
         mask = mask[tuple(slice(1 if step == 0 else None) for step in mask.stride()[:-1])]
         rows = query.new_zeros((*mask.shape[:-1], _rounded_up(seqlen_k, 8)))[..., :seqlen_k]
         mask = rows.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else rows.copy_(mask)
@@ -86,9 +86,9 @@ def _aligned_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> tor
 def _efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """PyTorch's memory-efficient kernel, which it takes for masks, unless cuDNN does, whose gradients can be NaN then.
+    """PyTorch's memory-efficient kernel, called directly because PyTorch may choose cuDNN for a masked call.
 
-    Beside any mask they are for lengths that leave 64 after division by 128, where a row's log-sum-exp is below −88.
+    With any mask, cuDNN's gradients are NaN where a row's log-sum-exp is below −88 and the length is 64 modulo 128.
     """
     group = query.shape[1] // key.shape[1]
     if group > 1:
@@ -111,9 +111,9 @@ def builtin(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> torch.Tensor:
-    """PyTorch's own choice among its kernels. It has no sliding window, and keeps the log-sum-exp to itself.
+    """PyTorch's own choice among its kernels. It has no sliding window and does not return the log-sum-exp.
 
-    It adds a boolean mask to the scores as −inf, so that a hidden key of NaN or infinity makes the output NaN.
+    It adds a boolean mask to the scores as −inf, so a hidden key that is NaN or infinite makes the output NaN.
     """
     assert window_size == NO_WINDOW
     assert not return_lse
@@ -124,14 +124,14 @@ def builtin(
         if _takes_efficient(query, key, value):
             return _efficient(query, key, value, attn_mask, scale)
         attn_mask = _as_matrix(attn_mask, query, key)
-    if query.is_cuda:  # where cuDNN fails on operands that repeat their memory
+    if query.is_cuda:  # cuDNN fails on broadcast operands
         query, key, value = (x.contiguous() if _repeats(x) else x for x in (query, key, value))
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     if not query.is_cuda or in_graph():
         return output
-    return near_gradients(output)  # cuDNN's backward counts a gradient's strides in 32 bits
+    return near_gradients(output)  # cuDNN's backward takes 32-bit gradient strides
 
 
 def _other_options(
@@ -143,7 +143,7 @@ def _other_options(
     return_lse: bool = False,
     **others: object,
 ) -> str | None:
-    """What scaled_dot_product_attention cannot be asked for, or None."""
+    """Why scaled_dot_product_attention does not take these options, or None."""
     if window_size != NO_WINDOW:
         return "scaled_dot_product_attention has no sliding window"
     if return_lse:
@@ -156,18 +156,18 @@ def _other_options(
 
 
 def _scale_faults(query: torch.Tensor, scale: float | None) -> str | None:
-    """Why PyTorch's fused kernels would give NaN at a scale, or None: they multiply −inf by it, in float32."""
+    """Why PyTorch's fused kernels give NaN at this scale, or None. They multiply −inf by it in float32."""
     if scale is not None and query.is_cuda and query.dtype != torch.float64 and float(scale) < 2.0**-126:
         return f"PyTorch's fused attention gives NaN at a scale that float32 does not hold, {scale}"
     return None
 
 
 def faults(*inputs: torch.Tensor) -> str | None:
-    """Why PyTorch's fused kernels would fault or fail on these inputs, or None. Seen in PyTorch 2.11.
+    """Why PyTorch's fused kernels fault or fail on these inputs, or None. Observed in PyTorch 2.11.
 
-    Rows that do not start on 16 bytes are read wrong, end the process's use of the GPU, or find no kernel. For empty
-    tensors the kernels return nothing, or their backward fails. Batches and heads are axes of a grid, and where the
-    gradient of query is summed up is an integer of 32 bits.
+    Rows that do not start at a multiple of 16 bytes are misread, abort the CUDA context, or find no kernel. Empty
+    tensors give no output, or a backward that fails. Batches and heads are grid dimensions. The backward accumulates
+    the gradient of query at 32-bit offsets.
     """
     query = inputs[0]
     if not query.is_cuda:
@@ -177,12 +177,12 @@ def faults(*inputs: torch.Tensor) -> str | None:
     if query.dtype == torch.float64:
         return None
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
-        # While torch.compile traces, where a tensor starts is not known.
+        # A torch.compile trace does not know a tensor's start address.
         unit = 16 // x.element_size()
         if x.shape[-1] % unit:
-            continue  # PyTorch pads it first, into an aligned copy, or takes no fused kernel
+            continue  # PyTorch pads it into an aligned copy, or takes no fused kernel
         if x.is_contiguous() and not torch.compiler.is_compiling() and x.storage_offset() % unit == 0:
-            continue  # what most are, and quick to ask
+            continue  # the common case, and a quick check
         strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
         aligned = torch.compiler.is_compiling() or x.storage_offset() % unit == 0
         if not (aligned and all(s % unit == 0 for s, size in strides if size > 1)):
@@ -191,22 +191,22 @@ def faults(*inputs: torch.Tensor) -> str | None:
 
 
 def _too_many(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Why PyTorch's fused kernels cannot count what a call has of batches, heads and queries, or None."""
+    """Why a call has too many batches, heads or queries for PyTorch's fused kernels, or None."""
     batch, heads, seqlen_q, head_dim = query.shape
     return too_many_heads(batch, heads) or too_many_places(batch * heads, seqlen_q, head_dim, query, key, value)
 
 
 def too_many_heads(batch: int, heads: int) -> str | None:
-    """Why the grids of PyTorch's fused kernels do not hold so many batches and heads, or None."""
+    """Why the grids of PyTorch's fused kernels cannot hold these batches and heads, or None."""
     if batch > MAX_GRID or heads > MAX_GRID:
         return f"PyTorch's fused attention takes at most {MAX_GRID} batches and heads, got {batch} and {heads}"
     return None
 
 
 def too_many_places(heads: int, seqlen_q: int, head_dim: int, *inputs: torch.Tensor) -> str | None:
-    """Why the backward of PyTorch's flash attention, where one is to come, writes out of bounds, or None.
+    """Why the backward of PyTorch's flash attention would write out of bounds, or None. Checked if it will run.
 
-    It sums up the gradient of query in float32, in rows padded to 32 elements and heads padded to 128 rows.
+    It accumulates the gradient of query in float32, in rows padded to 32 elements and heads padded to 128 rows.
     """
     if not (torch.is_grad_enabled() and inputs[0].element_size() == 2 and any(x.requires_grad for x in inputs)):
         return None
@@ -217,11 +217,11 @@ def too_many_places(heads: int, seqlen_q: int, head_dim: int, *inputs: torch.Ten
 
 
 def _mask_faults(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> str | None:
-    """Why PyTorch's attention would give wrong results beside a mask, or None. Seen in PyTorch 2.11."""
+    """Why PyTorch's attention gives wrong results with this mask, or None. Observed in PyTorch 2.11."""
     inputs = query, key, value, mask
     if mask.dtype != torch.bool and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        # Weights are made again from a row's log-sum-exp: next to the lowest number a sum's logarithm vanishes. And if
-        # the mask alone wants a gradient, there is no log-sum-exp.
+        # The backward recomputes the weights from a row's log-sum-exp. Beside the lowest number, the logarithm of the
+        # sum rounds away. If only the mask needs a gradient, no log-sum-exp is saved.
         return "the gradients of PyTorch's fused attention are wrong where an additive mask holds large numbers"
     if not query.is_cuda:
         return None
@@ -234,7 +234,7 @@ def _mask_faults(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
 
 
 def _heads_too_far(*inputs: torch.Tensor) -> str | None:
-    """Why the backward of PyTorch's memory-efficient kernel would read other heads' places, or None."""
+    """Why the backward of PyTorch's memory-efficient kernel would read another head's memory, or None."""
     if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return None
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
@@ -252,9 +252,9 @@ def unsupported(
 ) -> str | None:
     if attn_mask is not None and (reason := _mask_faults(query, key, value, attn_mask)) is not None:
         return reason
-    if attn_mask is not None or query.dtype == torch.float32:  # which that kernel is for
-        if (reason := _heads_too_far(query, key, value)) is not None:
-            return reason
+    efficient = attn_mask is not None or query.dtype == torch.float32  # the memory-efficient kernel takes these
+    if efficient and (reason := _heads_too_far(query, key, value)) is not None:
+        return reason
     reason = _other_options(attn_mask, (query.shape[-2], key.shape[-2]), **options)
     return reason or _scale_faults(query, options.get("scale")) or faults(query, key, value)
 
@@ -291,7 +291,7 @@ def _pinned_unsupported(
         if _repeats(x):
             return f"PyTorch's {name} attention fails on operands that are broadcast, as `{operand}` is"
     causal = options["is_causal"]
-    if attn_mask is not None:  # with cuDNN it works, mostly: see `_efficient`
+    if attn_mask is not None:  # cuDNN takes masks, but see `_efficient`
         return f"PyTorch's {name} attention takes no mask but a causal one here"
     if name == "flash":
         if value.shape[-1] != query.shape[-1]:

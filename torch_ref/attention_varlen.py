@@ -1,9 +1,12 @@
-"""Attention within sequences of several lengths, packed one after the other without padding.
+"""Attention within sequences of different lengths, packed one after the other without padding.
 
-Sequence b has the queries from cu_seqlens_q[b] up to, but not including, cu_seqlens_q[b + 1], and the keys and values
-from cu_seqlens_k[b] up to cu_seqlens_k[b + 1]: cumulative offsets, as FlashAttention's function of this name has them
-(Dao, arXiv:2307.08691). Within a sequence it is :mod:`torch_ref.attention`'s formula, and a causal mask is aligned to
-the lower right corner, so that a sequence whose first keys are cached sees them.
+Sequence b has queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and keys and values
+``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``. These are the cumulative offsets of FlashAttention's function of this name
+(Dao, arXiv:2307.08691). Each sequence has :mod:`torch_ref.attention`'s formula. A causal mask is aligned to the lower
+right corner, so that the queries of a sequence see its cached keys.
+
+naive  the formula over the scores of all queries with all keys, those between sequences hidden
+flash  PyTorch's FlashAttention-2 kernel, which reads the offsets
 """
 
 import itertools
@@ -40,10 +43,10 @@ def naive(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> Output:
-    """The formula: scores of all queries with all keys, of which those between sequences are hidden.
+    """The formula over the scores of all queries with all keys; scores between sequences are hidden.
 
-    A hidden key has a weight of zero, and zero times NaN or infinity is NaN: one of these in `key` or `value` reaches
-    every sequence. At torch.naive on the CPU, :func:`by_sequence` keeps it to its own.
+    A hidden key has weight zero, and zero times NaN or infinity is NaN. So one of these in `key` or `value` reaches
+    every sequence. On the CPU torch.naive runs :func:`by_sequence`, where it stays within its sequence.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     if enable_gqa and k.shape[0]:
@@ -81,9 +84,9 @@ def _seen(
         places.append(place)
         sequences.append(sequence)
         from_the_end.append(end - place)
-    # The last query stands at the last key: of a band aligned to the lower right, only the distance to it counts.
-    after = from_the_end[0][:, None] - from_the_end[1][None, :]  # how far a key lies behind its query
-    left, right = (min(side, sum(totals)) for side in window_size)  # no key is farther, and 64 bits hold that
+    # The band is aligned to the lower right: the last query is at the last key, and only distances to it count.
+    after = from_the_end[0][:, None] - from_the_end[1][None, :]  # distance of a key behind its query
+    left, right = (min(side, sum(totals)) for side in window_size)  # no key is farther; fits in 64 bits
     seen = sequences[0][:, None] == sequences[1][None, :]
     if is_causal:
         right = 0
@@ -105,7 +108,7 @@ def by_sequence(
     return_lse: bool = False,
     **options: Any,
 ) -> Output:
-    """The same, one sequence at a time: it needs memory for the scores of one alone."""
+    """The same formula, one sequence at a time: it needs memory for the scores of one sequence only."""
     outputs, lses = [], []
     for q, k, v in zip(
         _sequences(query, cu_seqlens_q), _sequences(key, cu_seqlens_k), _sequences(value, cu_seqlens_k), strict=True
@@ -119,7 +122,7 @@ def by_sequence(
 
 
 def _sequences(x: torch.Tensor, cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
-    """Each sequence as (H, S, D); what stands after the last offset is one more."""
+    """Each sequence as (H, S, D). Rows after the last offset form one more sequence."""
     starts = [*cu_seqlens.tolist(), x.shape[0]]
     return [x[a:b].transpose(0, 1) for a, b in itertools.pairwise(starts)]
 
@@ -196,12 +199,12 @@ def _check_offsets(op: str, query: torch.Tensor, cu_seqlens_q: object, cu_seqlen
 
 
 def _readable(offsets: torch.Tensor) -> bool:
-    """Whether offsets can be looked at for nothing: those of a GPU would have to be waited for, a trace has none."""
+    """Whether the host can read the offsets for free. Those on a GPU need a synchronization, and a trace has none."""
     return offsets.is_cpu and type(offsets) is torch.Tensor and not is_compiling() and not is_wrapped(offsets)
 
 
 def _check_places(op: str, of: str, places: list[int], rows: str, total: int, longest: object) -> None:
-    """Raise unless offsets begin at 0, never fall, and end at the last row, and no sequence is past the longest."""
+    """Raise unless offsets start at 0, never decrease and end at the last row, and no sequence exceeds `longest`."""
     name = f"cu_seqlens_{of}"
     if places[0] != 0 or places[-1] != total:
         raise ValueError(
@@ -263,12 +266,12 @@ def _cases() -> list[Case]:
         case("lse-no-keys", [0, 3, 9], [0, 0, 17], 2, 2, 8, return_lse=True),
         case("strided", [0, 17, 40], [0, 20, 33], 2, 2, 16, layout="strided"),
         case("sliced", [0, 17, 40], [0, 20, 33], 2, 2, 64, True, layout="sliced"),
-        # Reaches without end, to 32 bits and past 64.
+        # Window sizes up to 32 bits and beyond 64 bits.
         case("window-endless", [0, 20, 50], [0, 7, 40], 1, 1, 8, window_size=(2, 2**31 - 1)),
         case("window-endless-left", [0, 20, 50], [0, 7, 40], 1, 1, 8, window_size=(2**31, 0)),
         case("window-endless-both", [0, 20, 50], [0, 37, 40], 1, 1, 8, window_size=(2**63 - 1, 2**70)),
         case("no-heads", [0, 3, 9], [0, 2, 9], 0, 0, 8, enable_gqa=True),
-        # One element in seven: of these sequences, every other one is without.
+        # One element in seven is special, so every other sequence has none.
         case("nan", special, special, 1, 1, 1, values="nan"),
         case("inf", special, special, 1, 1, 1, values="inf"),
     ]
@@ -302,7 +305,7 @@ ERRORS = [
     ),
     ErrorCase("offsets-one", _bad(of_q=(0,)), ValueError, r"`cu_seqlens_q` must be a dense vector of at least two"),
     ErrorCase("offsets-many", _bad(of_k=(0, 7)), ValueError, r"`cu_seqlens_k` must have as many offsets .* 3, got 2"),
-    # Offsets on a GPU are not looked at: these cases have theirs on the CPU.
+    # The host does not read offsets on a GPU: these cases have theirs on the CPU.
     ErrorCase("offsets-past", _bad(of_k=(0, 4, 50)), ValueError, r"`cu_seqlens_k` must go from 0 to 7, .* to 50"),
     ErrorCase("offsets-short", _bad(of_q=(0, 2, 4)), ValueError, r"`cu_seqlens_q` must go from 0 to 5, .* from 0 to 4"),
     ErrorCase("offsets-start", _bad(of_q=(1, 2, 5)), ValueError, r"`cu_seqlens_q` must go from 0 to 5, .* from 1 to 5"),
@@ -362,7 +365,7 @@ def _lengths(case: Case) -> list[tuple[int, int]]:
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
     (total, heads, _), _, (*_, d_v), *_ = case.shapes
     inputs, output = sum(map(math.prod, case.shapes[:3])), total * heads * d_v
-    # The offsets are as good as nothing.
+    # The offsets are negligible.
     moved = itemsize * (2 * inputs + 2 * output if backward else inputs + output)
     return moved + (4 * total * heads if case.options.get("return_lse") else 0)
 
@@ -421,7 +424,7 @@ def _flash(
 
 
 def _inside(offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """Offsets that never fall and stay inside of the tensors, which PyTorch's kernel would read and write past."""
+    """Offsets clamped to the tensors and made non-decreasing: PyTorch's kernel does not check them."""
     return offsets.clamp(0, total).cummax(0).values
 
 
@@ -438,7 +441,7 @@ def _flash_unsupported(*inputs: Any, **options: Any) -> str | None:
     if value.shape[2] != query.shape[2] or query.shape[2] % 8:
         return f"head dimensions must be equal and multiples of 8, got {query.shape[2]} and {value.shape[2]}"
     sequences, (total, heads, head_dim) = inputs[3].shape[0] - 1, query.shape
-    rows = total + 128 * sequences  # of query's gradient, as the backward pads it
+    rows = total + 128 * sequences  # rows of query's gradient, padded as the backward does
     return (
         faults(query, key, value)
         or too_many_heads(sequences, heads)

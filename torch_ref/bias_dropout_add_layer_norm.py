@@ -1,10 +1,10 @@
-"""What ends a block of a transformer that normalises after its residual: bias, dropout, residual sum and LayerNorm.
+"""The end of a post-norm transformer block: bias, dropout, residual sum and LayerNorm.
 
 sum = residual + dropout(input + bias)
 bias_dropout_add_layer_norm(input, bias, residual) = layer_norm(sum) · weight + norm_bias
 
-over the last dimension, with the mask of :mod:`kernel_ladder.semantics.philox`. The formulas of dropout and LayerNorm and their
-sources are in :mod:`torch_ref.dropout` and :mod:`torch_ref.layer_norm`.
+LayerNorm runs over the last dimension; the dropout mask is that of :mod:`kernel_ladder.semantics.philox`. The formulas
+of dropout and LayerNorm, with their sources, are in :mod:`torch_ref.dropout` and :mod:`torch_ref.layer_norm`.
 """
 
 import math
@@ -30,7 +30,7 @@ def naive(
     seed: int | torch.Tensor,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """The formula in float32 or wider, one kernel per operator: every intermediate goes out to memory."""
+    """The formula in float32 or wider, one kernel per operator: every intermediate goes to memory."""
     wide = computation_dtype(input.dtype)
     branch = dropout.naive(input.to(wide) + bias.to(wide), p=p, seed=seed)
     total = residual.to(wide) + branch
@@ -82,7 +82,7 @@ def _case(id: str, shape: tuple[int, ...], p: float = 0.5, seed: int = 0, eps: f
     return Case(id, _shapes(shape, 1), {"p": p, "seed": seed, "eps": eps}, **more)
 
 
-#: Of the rows that the normalisations are tried on, those where the sum or the mask might go wrong.
+#: Samples of the normalisations at which the sum or the mask might go wrong.
 ROWS = (
     "one", "empty-rows", "no-rows", "column", "short", "prime", "tile+1", "vector-multiple", "wide", "4d", "transposed",
     "sliced", "expanded", "large", "offset", "nan", "medium", "long", "two-clusters",
@@ -143,7 +143,7 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # Those of layer_norm, and bias, scale and sum; Philox is integer arithmetic.
+    # Those of layer_norm, plus bias, scale and sum. Philox is integer arithmetic.
     return math.prod(case.shapes[0]) * (15 if backward else 10)
 
 

@@ -1,5 +1,6 @@
-"""Bias and GELU, ``gelu(input + bias)``: what stands between the two matrix products of a transformer's feed-forward
-layer. The formula of GELU and its source are in :mod:`torch_ref.gelu`.
+"""Bias and GELU, ``gelu(input + bias)``, between the two matrix products of a transformer's feed-forward layer.
+
+The formula of GELU and its source are in :mod:`torch_ref.gelu`.
 """
 
 import math
@@ -14,13 +15,13 @@ from torch_ref import gelu
 
 
 def naive(input: torch.Tensor, bias: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    """The formula in float32 or wider, one kernel per operator: the sum goes out to memory and comes back."""
+    """The formula in float32 or wider, one kernel per operator: the sum goes to memory and comes back."""
     wide = computation_dtype(input.dtype)
     return gelu.naive(input.to(wide) + bias.to(wide), approximate=approximate).to(input.dtype)
 
 
 def builtin(input: torch.Tensor, bias: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    """PyTorch's own functions: two kernels, since it has none for the whole."""
+    """PyTorch's own functions: two kernels, because PyTorch has no fused one."""
     return F.gelu(input + bias, approximate=approximate)
 
 
@@ -106,14 +107,13 @@ def _sweep() -> list[Case]:
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads input and bias and writes the output; backward reads these two and the gradient, and writes the
-    # gradients of both.
+    # Forward reads input and bias and writes the output. Backward reads both and the gradient, and writes two more.
     numel, length = (math.prod(shape) for shape in case.shapes)
     return itemsize * (3 * numel + 2 * length if backward else 2 * numel + length)
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # GELU's, and the sum; backward the sum again, and that over the rows.
+    # GELU's, plus the sum. Backward: the sum again, plus the sum over rows.
     (numel, _) = (math.prod(shape) for shape in case.shapes)
     per_element = 5 if case.options["approximate"] == "none" else 9
     return numel * (2 * per_element + 2 if backward else per_element + 1)

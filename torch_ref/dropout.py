@@ -1,8 +1,8 @@
-"""Dropout, ``x · keep / (1 − p)``: elements dropped at random, the others scaled so that the mean stays (Srivastava et
-al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014).
+"""Dropout, ``x · keep / (1 − p)``: elements are dropped at random, the others scaled so that the mean stays.
 
-The mask is that of :mod:`kernel_ladder.semantics.philox`, the same at every level and in every pass, and is never stored: the
-gradient is dropout of the output's gradient with the same seed.
+Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15, 2014.
+The mask is that of :mod:`kernel_ladder.semantics.philox`, the same at every level and in every pass. It is never
+stored: the gradient is dropout of the output's gradient with the same seed.
 """
 
 import math
@@ -15,9 +15,9 @@ from kernel_ladder.table import register, register_spec
 
 
 def naive(input: torch.Tensor, *, p: float = 0.5, seed: int | torch.Tensor) -> torch.Tensor:
-    """The formula, one kernel per operator: Philox alone is a hundred of them, on eight bytes a word.
+    """The formula, one kernel per operator: Philox alone is a hundred of them, with eight bytes per word.
 
-    The seed may be a tensor of one int64, for whoever compiles this.
+    The seed may be a tensor of one int64, so that torch.compile does not take it for a constant.
     """
     words = philox.words(input.numel(), seed, input.device)
     kept = (words >= philox.threshold(p)).view(input.shape)
@@ -83,7 +83,7 @@ def _sweep() -> list[Case]:
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads the input and writes the output; backward reads the gradient and writes the other.
+    # Forward reads the input and writes the output. Backward reads one gradient and writes the other.
     return math.prod(case.shapes[0]) * itemsize * 2
 
 

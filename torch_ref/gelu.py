@@ -14,7 +14,7 @@ from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
 APPROXIMATIONS = ("none", "tanh")
-#: Past this x², tanh is −1 or 1 exactly, in float64 too. A square that overflows, times a slope of zero, would be NaN.
+#: Beyond this x², tanh is exactly −1 or 1, in float64 too. Clamping avoids infinity · 0 = NaN in the gradient.
 SATURATED = 100.0
 
 
@@ -91,12 +91,12 @@ def _sweep() -> list[Case]:
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads the input and writes the output; backward reads input and gradient and writes the gradient.
+    # Forward reads the input and writes the output. Backward reads input and gradient and writes the gradient.
     return math.prod(case.shapes[0]) * itemsize * (3 if backward else 2)
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # Counting the transcendental as one: forward 5 (erf) or 9 (tanh) an element, backward about twice that.
+    # Counts the transcendental as one: forward 5 (erf) or 9 (tanh) per element, backward about twice that.
     per_element = 5 if case.options["approximate"] == "none" else 9
     return math.prod(case.shapes[0]) * per_element * (2 if backward else 1)
 

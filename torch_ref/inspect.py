@@ -1,4 +1,4 @@
-"""What a PyTorch variant does: its formula, and the operators that it comes down to."""
+"""What a torch rung runs: its formula, and the operators that PyTorch dispatches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AHEAD_OF_TIME = False
 
 
 class _Operators(TorchDispatchMode):
-    """Writes down every operator that is called, with what it returns."""
+    """Records every operator that is called, with the tensors that it returns."""
 
     def __init__(self) -> None:
         super().__init__()

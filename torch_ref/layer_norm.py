@@ -2,8 +2,8 @@
 
 layer_norm(x)ᵢ = (xᵢ − mean x) / √(mean (x − mean x)² + eps) · weightᵢ + biasᵢ
 
-The variance is the mean of squares of what is already centred: the difference of two means of squares and square of a
-mean would cancel where the mean is large. Computed in float32 for the 16-bit dtypes, and rounded once, as PyTorch does.
+The variance is the mean square of the centred row. The formula mean x² − (mean x)² cancels where the mean is large.
+The 16-bit dtypes compute in float32 and round once, as PyTorch does.
 """
 
 import math
@@ -125,8 +125,8 @@ ERRORS = [
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads the input and what scales and shifts it, and writes the output. Backward reads input, gradient and
-    # weight and writes the gradients of all; the bias itself it does not need.
+    # Forward reads input, weight and bias, and writes the output. Backward reads input, gradient and weight, and writes
+    # the gradients of all three arguments.
     numel, row = math.prod(case.shapes[0]), math.prod(case.options["normalized_shape"])
     weight, bias = (row * (shape is not None) for shape in case.shapes[1:])
     return itemsize * (3 * numel + 2 * weight + bias if backward else 2 * numel + weight + bias)
@@ -134,7 +134,7 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
 
 def _flops(case: Case, backward: bool) -> int:
     # Forward: sum, difference, square, sum, two products, shift. Backward: the normalised value again (2), six for the
-    # input, three for weight and bias.
+    # input's gradient, three for those of weight and bias.
     return math.prod(case.shapes[0]) * (11 if backward else 7)
 
 

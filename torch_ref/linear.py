@@ -1,5 +1,7 @@
-"""A linear layer with what follows it, ``activation(input · weightᵀ + bias)``: the product, and a bias and GELU that
-need not cost a pass over memory of their own. The formula of GELU and its source are in :mod:`torch_ref.gelu`.
+"""A linear layer with its activation, ``activation(input · weightᵀ + bias)``.
+
+Fused into the product's epilogue, bias and GELU need no pass over memory of their own. The formula of GELU and its
+source are in :mod:`torch_ref.gelu`.
 """
 
 import math
@@ -33,7 +35,7 @@ def with_rounded_product(
     *,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """The formula over PyTorch's product in the operands' dtype: fast in 16 bits, and rounded to them."""
+    """The formula over PyTorch's product in the operands' dtype: fast in 16 bits, and rounded to 16 bits."""
     return _activated(torch.matmul(input, weight.mT), bias, activation)
 
 
@@ -56,7 +58,7 @@ def running_sum(
     *,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """The formula over a product that is one running sum per element. See :func:`torch_ref.matmul.running_sum`."""
+    """The formula over a product with one running sum per element. See :func:`torch_ref.matmul.running_sum`."""
     return _activated(matmul.running_sum(input, weight.mT), bias, activation)
 
 
@@ -231,7 +233,7 @@ ERRORS = [
     ),
 ]
 
-# (M, N, K): each form, a square, a feed-forward layer both ways, sizes that break every alignment, decoding.
+# (M, N, K): each activation, a square, both products of a feed-forward layer, unaligned sizes, decoding.
 _SWEEP = [
     ((16384, 4096, 4096), "gelu"),
     ((16384, 4096, 4096), "gelu_tanh"),
@@ -257,8 +259,8 @@ SWEEP = [
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads what there is and writes the output; what it keeps for a gradient is not the least. Backward reads
-    # gradient, input, weight and what was kept before the activation, and writes a gradient of each argument.
+    # Forward reads the operands and writes the output; saving for a gradient is not part of the least. Backward reads
+    # gradient, input, weight and the saved pre-activation, and writes a gradient per argument.
     input, weight, bias = case.shapes
     output, n = math.prod(input[:-1]) * weight[0], weight[0] if bias else 0
     operands = math.prod(input) + math.prod(weight)
@@ -268,7 +270,7 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # The products', as matmul counts them, so that rates compare; what is done once per output is not counted.
+    # The products', as matmul counts them, so that rates compare. Work done once per output is not counted.
     input, weight, _ = case.shapes
     return 2 * math.prod(input) * weight[0] * (2 if backward else 1)
 

@@ -9,12 +9,12 @@ from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
-#: The naive formula is refused where its products would take more memory than this.
+#: Most memory for the naive formula's products. Larger calls are refused.
 NAIVE_LIMIT_GIB = 8.0
 
 
 def naive(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The formula: all M·N·K products go out to memory, and come back to be summed, in float32 or wider."""
+    """The formula in float32 or wider: all M·N·K products go to memory and come back to be summed."""
     a, b = _wide_matrices(input, other)
     products = a.unsqueeze(-1) * b.unsqueeze(-3)  # (…, M, K, 1) × (…, 1, K, N)
     return _without_vectors(products.sum(-2), input, other)
@@ -26,10 +26,11 @@ def builtin(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def running_sum(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The product as one running sum per element, in float32 or wider: what a plain kernel does.
+    """The product as one running sum per element, in float32 or wider, as a plain kernel computes it.
 
-    It sets the agreement's bound. The naive formula's sum is split over threads and so rounds less than a chain of K
-    additions, whose error grows as √K units in the last place: no fault in a kernel. And this needs no memory.
+    It sets the bound of the agreement check. The naive formula splits its sum over threads, and so rounds less than a
+    chain of K additions. That chain's error grows as √K units in the last place, which is no fault of a kernel. This
+    function also needs no memory for the products.
     """
     a, b = _wide_matrices(input, other)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -57,7 +58,7 @@ def _add_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _wide_matrices(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in the dtype of the sum, a vector as a row (`input`) or a column (`other`)."""
+    """Both operands in the dtype of the sum. A vector becomes a row (`input`) or a column (`other`)."""
     wide = computation_dtype(input.dtype)
     a = input if input.dim() > 1 else input.unsqueeze(0)
     b = other if other.dim() > 1 else other.unsqueeze(1)
@@ -65,7 +66,7 @@ def _wide_matrices(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tens
 
 
 def _without_vectors(product: torch.Tensor, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The product in the inputs' dtype, without the dimensions that vectors do not have."""
+    """The product in the inputs' dtype, without the dimensions that were added to vectors."""
     if other.dim() == 1:
         product = product.squeeze(-1)
     if input.dim() == 1:
@@ -74,7 +75,7 @@ def _without_vectors(product: torch.Tensor, input: torch.Tensor, other: torch.Te
 
 
 def product_sizes(input: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, int]:
-    """Batch dimensions, M, N and K of the product of two shapes; M or N is 1 where there is a vector."""
+    """Batch dimensions, M, N and K of the product of two shapes. M or N is 1 for a vector."""
     m = input[-2] if len(input) > 1 else 1
     n = other[-1] if len(other) > 1 else 1
     return tuple(torch.broadcast_shapes(input[:-2], other[:-2])), m, n, input[-1]
@@ -130,6 +131,7 @@ SAMPLES = [
     Case("tile", ((64, 64), (64, 64))),
     Case("tile+1", ((65, 129), (129, 33))),
     Case("tile-1", ((63, 31), (31, 127))),
+    Case("tiles-of-128", ((256, 136), (136, 128))),
     Case("long-k", ((3, 1021), (1021, 5))),
     Case("thin", ((9, 104), (104, 72))),
     Case("transposed", ((37, 53), (53, 41)), layout="transposed"),
@@ -235,7 +237,7 @@ _SWEEP = [
 ]
 _QUICK = {(1024, 1024, 1024), (4096, 4096, 4096)}
 
-#: Multiply-adds past which the first steps of the climb, a thousandth of the last one's speed, are not waited for.
+#: Most multiply-adds at which the sweep times the first rungs, which run at a thousandth of the last one's speed.
 _PATIENCE = 2**41
 
 
@@ -244,7 +246,7 @@ def _sweep() -> list[Case]:
         return Case(f"{m}x{n}x{k}{name}", ((m, k), (k, n)), **fields)
 
     cases = [case(*mnk, "", quick=mnk in _QUICK, climb=math.prod(mnk) < _PATIENCE) for mnk in _SWEEP]
-    # The operands' layouts as the BLAS names them: T is stored along columns.
+    # The operands' layouts, as BLAS names them: T is stored along columns.
     for name in ("NT", "TN", "TT"):
         layout = tuple({"N": "contiguous", "T": "transposed"}[letter] for letter in name)
         cases += [case(*mnk, f" {name}", layout=layout, passes=("forward",), climb=False) for mnk in _SWEEP]
@@ -255,12 +257,12 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
     batch, m, n, _ = product_sizes(*case.shapes)
     inputs = sum(math.prod(s) for s in case.shapes)
     output = math.prod(batch) * m * n
-    # Forward reads the inputs and writes the output; backward reads inputs and gradient and writes two gradients.
+    # Forward reads the inputs and writes the output. Backward reads inputs and gradient and writes two gradients.
     return (output + inputs * (2 if backward else 1)) * itemsize
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # A multiplication and an addition per product; backward is two products of the same size.
+    # A multiplication and an addition per product. Backward is two products of the same size.
     batch, m, n, k = product_sizes(*case.shapes)
     return 2 * math.prod(batch) * m * n * k * (2 if backward else 1)
 

@@ -1,4 +1,4 @@
-"""Samples and sweep of the normalisations: rows of every length, with and without what scales and shifts them."""
+"""Samples and sweep of the normalisations: rows of every length, with and without weight and bias."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from kernel_ladder.spec import Case
 
-#: Shapes of the input and of its parameters, for a shape and how many of its last dimensions are a row.
+#: Shapes of the input and its parameters, from the input's shape and the number of dimensions that make a row.
 Shapes = Callable[[tuple[int, ...], int], tuple[tuple[int, ...] | None, ...]]
 
 SWEEP = [(65536, 256), (16384, 1024), (16384, 4096), (8192, 16384), (4096, 65536), (2048, 131072)]
@@ -15,7 +15,7 @@ QUICK = {(16384, 1024), (16384, 4096)}
 
 
 def cases(shapes: Shapes, options: Callable[[tuple[int, ...]], dict[str, Any]]) -> list[Case]:
-    """Awkward rows in the last dimension. `options` are those of a call, by the shape of a row."""
+    """Awkward rows in the last dimension. ``options(row)`` gives a call's options for the shape of a row."""
 
     def case(id: str, shape: tuple[int, ...], **more: str) -> Case:
         return Case(id, shapes(shape, 1), options(shape[-1:]), **more)
@@ -49,10 +49,12 @@ def cases(shapes: Shapes, options: Callable[[tuple[int, ...]], dict[str, Any]]) 
         case("medium", (3, 20000)),
         case("long", (2, 65537)),
         case("two-clusters", (5, 65536)),
+        case("long-vectors", (3, 98_312)),
+        case("longest-vectors", (2, 131_072)),
         case("million", (1, 1_000_000)),
     ]
 
 
 def sweep(shapes: Shapes, options: Callable[[tuple[int, ...]], dict[str, Any]]) -> list[Case]:
-    """Rows from short to long, every one with its parameters."""
+    """Rows from short to long, each with its parameters."""
     return [Case(f"{m}x{n}", shapes((m, n), 1), options((n,)), quick=(m, n) in QUICK) for m, n in SWEEP]

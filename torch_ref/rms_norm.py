@@ -2,7 +2,7 @@
 
 rms_norm(x)ᵢ = xᵢ / √(mean x² + eps) · weightᵢ
 
-Computed in float32 for the 16-bit dtypes, and rounded once, as PyTorch does.
+The 16-bit dtypes compute in float32 and round once, as PyTorch does.
 """
 
 import math
@@ -124,7 +124,7 @@ ERRORS = [
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads input and weight and writes the output; backward reads those and the gradient and writes two more.
+    # Forward reads input and weight and writes the output. Backward reads both and the gradient, and writes two more.
     numel, weight = math.prod(case.shapes[0]), 0 if case.shapes[1] is None else math.prod(case.shapes[1])
     return itemsize * (3 * numel + 2 * weight if backward else 2 * numel + weight)
 

@@ -15,7 +15,7 @@ from kernel_ladder.table import register, register_spec
 def naive(input: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
     """The formula in float32 or wider, one kernel per operator: five passes over memory where two would do."""
     if input.numel() == 0:
-        return input * 1  # a maximum of nothing does not exist
+        return input * 1  # an empty row has no maximum
     x = input.to(computation_dtype(input.dtype))
     exponentials = torch.exp(x - x.amax(dim, keepdim=True))
     return (exponentials / exponentials.sum(dim, keepdim=True)).to(input.dtype)
@@ -103,12 +103,12 @@ def _sweep() -> list[Case]:
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads the input and writes the output; backward reads output and gradient and writes the gradient.
+    # Forward reads the input and writes the output. Backward reads output and gradient and writes the gradient.
     return math.prod(case.shapes[0]) * itemsize * (3 if backward else 2)
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # Counting the exponential as one. Forward: maximum, shift, exponential, sum, division; backward: 2 + 2.
+    # Counts the exponential as one. Forward: maximum, shift, exponential, sum, division. Backward: 2 + 2.
     return math.prod(case.shapes[0]) * (4 if backward else 5)
 
 

@@ -1,4 +1,4 @@
-"""Sum over some dimensions or all, as torch.sum: in float32 or wider, then rounded once."""
+"""Sum over some or all dimensions, as torch.sum: in float32 or wider, then rounded once."""
 
 import math
 from typing import Any
@@ -10,25 +10,25 @@ from kernel_ladder.semantics.reduction import Dim, reduced_dims, sum_shape
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
-#: Orders of addition that the yardstick chooses from.
+#: Number of orders of addition that the yardstick chooses from.
 ORDERS = 8
 
 
 def naive(input: torch.Tensor, *, dim: Dim = None, keepdim: bool = False) -> torch.Tensor:
-    """The formula, one kernel per operator: in 16 bits a wider copy goes out to memory, to be summed and rounded."""
+    """The formula, one kernel per operator: 16-bit inputs are first copied to float32 in memory, then summed."""
     return _wide(input).sum(dim, keepdim).to(input.dtype)
 
 
 def builtin(input: torch.Tensor, *, dim: Dim = None, keepdim: bool = False) -> torch.Tensor:
-    """PyTorch's own kernel, which widens as it reads."""
+    """PyTorch's own kernel, which converts while it reads."""
     return torch.sum(input, dim, keepdim)
 
 
 def unluckiest(input: torch.Tensor, *, dim: Dim = None, keepdim: bool = False) -> torch.Tensor:
-    """The sum in several orders, and of each output the one that errs most.
+    """The sum in several orders; each output takes the order with the largest error.
 
-    It sets the agreement's bound. Of a few outputs, the error of one order is luck: it may be zero, which no other
-    order could then meet.
+    It sets the bound of the agreement check. With few outputs, the error of one order is a matter of luck. It may be
+    zero, a bound that no other order meets.
     """
     x = _wide(input)
     dims = reduced_dims(dim, input.dim())
@@ -73,7 +73,7 @@ def _case(id: str, shape: tuple[int, ...], dim: Dim = -1, keepdim: bool = False,
 
 
 SAMPLES = [
-    # Nothing, and one of everything.
+    # Empty inputs, and inputs of one element.
     _case("scalar", (), None),
     _case("scalar-dim", (), -1),
     _case("one", (1,)),
@@ -92,14 +92,14 @@ SAMPLES = [
     _case("tile+1-keepdim", (5, 4097), -1, True),
     _case("long", (2, 49999)),
     _case("million", (1, 1_000_000)),
-    # A kept dimension is.
+    # A kept dimension is contiguous.
     _case("short-columns", (5, 70), 0),
     _case("columns-vector-multiple", (131, 264), 0),
     _case("prime-columns", (1009, 3), 0),
     _case("tile+1-columns", (1025, 65), 0, True),
     _case("long-columns", (65537, 3), 0),
     _case("million-columns", (125_000, 8), 0),
-    # Several dimensions, or all.
+    # Several dimensions, or all of them.
     _case("all", (37, 53), None),
     _case("all-keepdim", (37, 53), None, True),
     _case("no-dim", (4, 5, 6), ()),
@@ -166,7 +166,7 @@ def _sweep() -> list[Case]:
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads the input and writes the sums. The gradient is a view of the sums' gradient: backward moves nothing.
+    # Forward reads the input and writes the sums. The gradient is a view of the sums' gradient, so backward moves none.
     (shape,) = case.shapes
     outputs = math.prod(sum_shape(shape, reduced_dims(case.options["dim"], len(shape)), False))
     return 0 if backward else (math.prod(shape) + outputs) * itemsize

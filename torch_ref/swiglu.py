@@ -1,5 +1,7 @@
-"""SwiGLU's gate, ``silu(gate) · up`` with ``silu(x) = x · sigmoid(x)`` (Shazeer, GLU Variants Improve Transformer,
-arXiv:2002.05202), between the two matrix products that make gate and up, and the one that takes the result.
+"""SwiGLU's gate, ``silu(gate) · up`` with ``silu(x) = x · sigmoid(x)``.
+
+Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202. Two matrix products make `gate` and `up`, and a
+third one takes the result.
 """
 
 import math
@@ -19,7 +21,7 @@ def naive(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def builtin(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own functions: two kernels, since it has none for the whole."""
+    """PyTorch's own functions: two kernels, because PyTorch has no fused one."""
     return F.silu(gate) * up
 
 
@@ -82,12 +84,12 @@ def _sweep() -> list[Case]:
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    # Forward reads two and writes one; backward reads these two and the gradient, and writes two gradients.
+    # Forward reads two and writes one. Backward reads these two and the gradient, and writes two gradients.
     return math.prod(case.shapes[0]) * itemsize * (5 if backward else 3)
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # Counting the exponential as one. Forward: sigmoid 4, two products; backward: sigmoid again, its slope, products.
+    # Counts the exponential as one. Forward: sigmoid 4, two products. Backward: sigmoid again, its slope, products.
     return math.prod(case.shapes[0]) * (12 if backward else 6)
 
 

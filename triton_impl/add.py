@@ -1,4 +1,12 @@
-"""Addition in Triton: one read of each operand, one write; gradients of what was broadcast by the level's own sum."""
+"""add, rung 1 of 1: fused
+
+Idea      One read of each operand and one write, with operands of one dense run, one broadcast row, or any strides.
+Predicts  3 · numel · itemsize bytes: the time of a copy of as many bytes.
+Limit now Memory bandwidth.
+Next      cuda `vectorized`.
+
+Shared openly: the gradient of a broadcast operand is a sum by ``sum/two_stage.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +24,12 @@ from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad_strides
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import LaunchCache, LaunchPlan
-from triton_impl.sum import summed_gradient
+from triton_impl.sum.two_stage import summed_gradient
 
-# 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
+# 1024 elements over 4 warps are 8 per thread: one 16-byte load for the 16-bit dtypes.
 BLOCK = 1024
-#: Elements of a tile of rows to which one row is added, and columns of it at most.
+#: Elements of a tile where one row is added to all rows, and its columns at most.
 TILE, MAX_COLUMNS = 2048, 1024
 
 
@@ -33,6 +40,7 @@ def _sum_of(x, y):
 
 @triton.jit
 def _add_kernel(out_ptr, input_ptr, other_ptr, numel, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    """``out = input + other``. Grid: (⌈numel / BLOCK⌉,). Layout: all dense, in one order."""
     griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE)
@@ -45,6 +53,7 @@ def _add_row_kernel(
     out_ptr, input_ptr, other_ptr, rows, columns,
     DIVISIBILITY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """``out[i, j] = input[i, j] + other[j]``. Grid: (tiles,), row-major. Layout: matrices and row contiguous."""
     griddepcontrol_wait(USE_PDL)
     columns = assume_divisible(columns, DIVISIBILITY)
     tiles = tl.cdiv(columns, BLOCK_N)
@@ -62,6 +71,7 @@ def _add_strided_kernel(
     out_ptr, input_ptr, other_ptr, numel, size1, size2, size3, o0, o1, o2, o3, a0, a1, a2, a3, b0, b1, b2, b3,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
+    """``out = input + other`` of any strides, up to four dimensions. Grid: (⌈numel / BLOCK⌉,)."""
     griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + offset_of(i, size1, size2, size3, a0, a1, a2, a3), mask=i < numel)
@@ -71,13 +81,13 @@ def _add_strided_kernel(
 
 
 def _output(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Memory for the sum: laid out as the operand of the output's shape, if one has it."""
+    """Memory for the sum, in the layout of an operand of the output's shape where there is one."""
     shape = torch.broadcast_shapes(input.shape, other.shape)
     return torch.empty_like(input) if input.shape == shape else input.new_empty(shape)
 
 
 def _plan(input: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], LaunchPlan | None]:
-    """Shape and strides of the output, and what fills it; `input` is the one of the output's shape, if one is."""
+    """Shape and strides of the output, and the launch that fills it. `input` is the larger operand."""
     shape = tuple(torch.broadcast_shapes(input.shape, other.shape))
     like = _output(input, other)
     out, a, b = like.stride(), input.expand(shape).stride(), other.expand(shape).stride()
@@ -98,7 +108,7 @@ def _plan(input: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, ...], tu
     return shape, out, LaunchPlan(_add_strided_kernel, grid, (numel, *pad_strides(sizes, strides), BLOCK))
 
 
-#: By all that decides an addition: shape and strides of the output, and the launch.
+#: (output shape, output strides, launch) by all that decides an addition.
 _launches: LaunchCache = LaunchCache()
 
 
@@ -138,9 +148,3 @@ def _unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
 
 
 register("add", "triton.fused", forward=add, backward=add_backward, unsupported=_unsupported)
-
-AOT = [
-    entry(_add_kernel, "bf16", {"BLOCK": BLOCK}),
-    entry(_add_row_kernel, "bf16", {"DIVISIBILITY": 16, "BLOCK_M": 2, "BLOCK_N": MAX_COLUMNS}),
-    entry(_add_strided_kernel, "fp32", {"BLOCK": BLOCK}),
-]

@@ -1,4 +1,4 @@
-"""Residual sum and RMSNorm in Triton: the kernels of :mod:`triton_impl.norm.rows`, whose rows are a sum."""
+"""Residual sum and RMSNorm in Triton: the ladder of :mod:`triton_impl.norm.ladder`, of rows that are a sum."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import torch
 
 from kernel_ladder.semantics.norms import eps_or_default, forwards
 from triton_impl import register
-from triton_impl.norm.ladder import STEPS, Step, ahead_of_time
-from triton_impl.norm.rows import Kind, Needs, as_matrix, as_parameter
+from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, wants_gradient
+from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
-KIND = Kind(centred=False, residual=True)
+KIND = Kind(is_layernorm=False, has_residual=True)
 
 
-def _variant(name: str, step: Step) -> None:
-    normalised, refused_rows, gradients, here = step
-
+def _register(name: str, rung: Rung) -> None:
     def normalise(
-        keep: bool, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
+        save_stats: bool, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
         w = as_parameter(weight)
         eps = eps_or_default(eps, input.dtype)
         x, r = as_matrix(input), as_matrix(residual)
-        output, total, stats = normalised(KIND, input.shape, x, r, w, None, eps, keep)
+        output, total, stats = rung.forward(KIND, input.shape, x, r, w, None, eps, save_stats)
         return (output, total), (total, w, stats)
 
     def backward(
@@ -30,17 +28,19 @@ def _variant(name: str, step: Step) -> None:
         total, w, stats = saved
         grad, grad_sum = map(as_matrix, grads)
         wanted = Needs(needs[0] or needs[1], needs[2], bias=False)
-        of_sum, of_weight, _ = gradients(KIND, as_matrix(total), w, stats, grad, grad_sum, wanted)
-        of_sum = None if of_sum is None else of_sum.view(total.shape)
-        return of_sum if needs[0] else None, of_sum if needs[1] else None, of_weight
+        grad_total, grad_weight, _ = rung.backward(KIND, as_matrix(total), w, stats, grad, grad_sum, wanted)
+        grad_total = None if grad_total is None else grad_total.view(total.shape)
+        return grad_total if needs[0] else None, grad_total if needs[1] else None, grad_weight
 
-    def refused(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps) -> str | None:
-        return refused_rows(input, input.shape[-1])
+    def unsupported(
+        input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
+    ) -> str | None:
+        return rung.unsupported_rows(KIND, input, input.shape[-1], wants_gradient(input, residual, weight))
 
-    register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused, here=here)
+    register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=unsupported, here=rung.here)
 
 
-for _name, _step in STEPS.items():
-    _variant(f"triton.{_name}", _step)
+for _name, _rung in rungs(KIND).items():
+    _register(f"triton.{_name}", _rung)
 
 AOT = ahead_of_time(KIND)

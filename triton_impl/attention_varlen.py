@@ -1,7 +1,10 @@
-"""Attention of packed sequences in Triton: the kernels of :mod:`triton_impl.attention`, which read offsets.
+"""attention_varlen, rung 1 of 1: flash
 
-A program finds in them where its sequence begins and how long it is. There are as many programs a sequence as the
-longest needs; those past the end of a shorter one have nothing to do.
+Idea      The kernels of attention's `flash` and of its backward (shared openly) read the offsets of packed sequences:
+          where a program's sequence begins and how long it is.
+Predicts  The time of `flash` on each sequence alone.
+Limit now Every sequence has as many programs as the longest needs; those past its end exit at once.
+Next      cuda `pingpong`.
 """
 
 from __future__ import annotations
@@ -11,11 +14,10 @@ import torch
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import Output
 from triton_impl import register, unsupported
-from triton_impl.attention import _forward_kernel, forward
-from triton_impl.attention.aot_kernels import ahead_of_time
-from triton_impl.attention.backward import _key_value_kernel, _query_kernel, gradients
+from triton_impl.attention.backward import gradients
 from triton_impl.attention.call import Call
-from triton_impl.attention.tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS, LN_2
+from triton_impl.attention.flash import forward
+from triton_impl.attention.tiles import LN_2
 
 
 def attention_varlen(
@@ -60,10 +62,3 @@ register(
     backward=attention_varlen_backward,
     unsupported=_unsupported,
 )
-
-AOT = [
-    ahead_of_time(_forward_kernel, 128, 128, 64, 8, 3, BELOW_DIAGONAL, VARLEN=True),
-    ahead_of_time(_forward_kernel, 64, 64, 64, 4, 3, BETWEEN_DIAGONALS, VARLEN=True),
-    ahead_of_time(_key_value_kernel, 128, 32, 128, 8, 2, BELOW_DIAGONAL, VARLEN=True, EVEN_Q=False),
-    ahead_of_time(_query_kernel, 128, 64, 64, 4, 2, BELOW_DIAGONAL, VARLEN=True),
-]

@@ -1,7 +1,12 @@
-"""Bias and GELU in Triton: a program loads its columns of bias once for a tile of rows.
+"""bias_gelu, rung 1 of 1: fused
 
-Backward, a program walks down a share of the rows and adds up bias's gradient as it goes; a second kernel adds up the
-shares.
+Idea      ``gelu(input + bias)`` in registers. A program loads its columns of bias once for a tile of rows. Backward, a
+          program loops down a part of the rows and sums bias's gradient; a second kernel sums the partials.
+Predicts  2 · numel · itemsize bytes forward, 3 · numel · itemsize backward, and the partials.
+Limit now Memory bandwidth for tanh; arithmetic for the exact (erf) form.
+Next      cuda `vectorized`.
+
+Shared openly: the column sum of the partials (``common/column_sum.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import triton.language as tl
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
-from triton_impl.common.column_sum import row_partition, sum_partials, sum_partials_kernel, sum_tile, sum_warps
+from triton_impl.common.column_sum import row_partition, sum_partials
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import (
     gradient_for_kernel,
@@ -25,7 +30,6 @@ from triton_impl.common.elementwise import (
 )
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.gelu import gelu_derivative, gelu_of
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
 
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
@@ -71,7 +75,7 @@ def _bias_gelu_kernel(
 
 @triton.jit
 def _bias_gelu_backward_kernel(
-    grad_input_ptr, partials_ptr, grad_ptr, input_ptr, bias_ptr, rows, columns, rows_a_share,
+    grad_input_ptr, partials_ptr, grad_ptr, input_ptr, bias_ptr, rows, columns, rows_per_part,
     DIVISIBILITY: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     columns = assume_divisible(columns, DIVISIBILITY)
@@ -79,13 +83,13 @@ def _bias_gelu_backward_kernel(
     share = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    end = tl.minimum((share + 1) * rows_a_share, rows)
+    end = tl.minimum((share + 1) * rows_per_part, rows)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(share * rows_a_share, end, BLOCK_M, num_stages=STAGES):
+    for start in tl.range(share * rows_per_part, end, BLOCK_M, num_stages=STAGES):
         row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)
         mask = (row < end)[:, None] & (column < columns)[None, :]
         i = row[:, None] * columns + column[None, :]
-        # What the mask leaves out has a gradient of zero.
+        # Masked elements have a gradient of zero.
         sums += _gradient(grad_input_ptr + i, grad_ptr + i, input_ptr + i, bias, mask, TANH)
     tl.store(partials_ptr + share * columns + column, tl.sum(sums, axis=0), mask=column < columns)
 
@@ -107,7 +111,7 @@ def _bias_gelu_strided_kernel(
 
 @triton.jit
 def _bias_gelu_backward_strided_kernel(
-    grad_input_ptr, partials_ptr, grad_ptr, input_ptr, bias_ptr, rows, columns, rows_a_share, bias_step,
+    grad_input_ptr, partials_ptr, grad_ptr, input_ptr, bias_ptr, rows, columns, rows_per_part, bias_step,
     size1, size2, size3, o0, o1, o2, o3, g0, g1, g2, g3, i0, i1, i2, i3, o_step, g_step, i_step,
     TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -115,9 +119,9 @@ def _bias_gelu_backward_strided_kernel(
     share = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     bias = tl.load(bias_ptr + column * bias_step, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    end = tl.minimum((share + 1) * rows_a_share, rows)
+    end = tl.minimum((share + 1) * rows_per_part, rows)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(share * rows_a_share, end, BLOCK_M):
+    for start in range(share * rows_per_part, end, BLOCK_M):
         row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_M)  # interpreted, `start` is a number of no type
         mask = (row < end)[:, None] & (column < columns)[None, :]
         out = grad_input_ptr + offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None] + column[None, :] * o_step
@@ -170,16 +174,16 @@ def bias_gelu_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]
     columns = bias.shape[0]
     height, width = _tile(columns, BACKWARD_TILE, BACKWARD_COLUMNS)
     rows, blocks = input.numel() // columns, triton.cdiv(columns, width)
-    shares, rows_a_share = row_partition(rows, blocks, BACKWARD_PROGRAMS, 2 * height, input.device)
+    shares, rows_per_part = row_partition(rows, blocks, BACKWARD_PROGRAMS, 2 * height, input.device)
     partials = torch.empty((shares, columns), dtype=torch.float32, device=input.device)
     tensors = (grad_input, partials, grad, input, bias)
     constants = (approximate == "tanh", height, width)
     if _are_dense(bias, grad_input, grad, input):
-        _backward(shares * blocks, tensors, (rows, columns, rows_a_share, divisibility_of(columns), *constants))
+        _backward(shares * blocks, tensors, (rows, columns, rows_per_part, divisibility_of(columns), *constants))
     else:
         grad = gradient_for_kernel(grad, grad_input, input, rows_at=-1)
         _, _, strides = row_indexing(grad_input, grad, input)
-        arguments = (rows, columns, rows_a_share, bias.stride(0), *strides, *constants)
+        arguments = (rows, columns, rows_per_part, bias.stride(0), *strides, *constants)
         _backward_strided(shares * blocks, (grad_input, partials, grad, input, bias), arguments)
     grad_bias = bias.new_empty(bias.shape)
     sum_partials(grad_bias, partials)
@@ -191,40 +195,3 @@ def _unsupported(input: torch.Tensor, bias: torch.Tensor, **options: object) -> 
 
 
 register("bias_gelu", "triton.fused", forward=bias_gelu, backward=bias_gelu_backward, unsupported=_unsupported)
-
-_ROWS = dict.fromkeys(("size1", "size2", "size3", "o_step", "i_step", "bias_step"), 1)
-_TILES = tuple(
-    dict(zip(("BLOCK_M", "BLOCK_N"), _tile(4096, *sizes), strict=True))
-    for sizes in ((FORWARD_TILE, FORWARD_COLUMNS), (BACKWARD_TILE, BACKWARD_COLUMNS))
-)
-_WARPS = (
-    triton.Config({}, num_warps=FORWARD_WARPS),
-    triton.Config({}, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS),
-)
-_FLOAT = {"partials_ptr": "*fp32"}
-
-AOT = [
-    *(
-        entry(_bias_gelu_kernel, "bf16", {"DIVISIBILITY": 16, "TANH": tanh, **_TILES[0]}, _WARPS[0])
-        for tanh in (True, False)
-    ),
-    *(
-        entry(_bias_gelu_backward_kernel, "bf16", {"DIVISIBILITY": 16, "TANH": tanh, **_TILES[1]}, _WARPS[1], _FLOAT)
-        for tanh in (True, False)
-    ),
-    entry(_bias_gelu_strided_kernel, "bf16", {"TANH": False, **_TILES[0], **_ROWS}, _WARPS[0]),
-    entry(
-        _bias_gelu_backward_strided_kernel,
-        "bf16",
-        {"TANH": False, **_TILES[1], **_ROWS, "g_step": 1},
-        _WARPS[1],
-        _FLOAT,
-    ),
-    entry(
-        sum_partials_kernel,
-        "bf16",
-        {"DIVISIBILITY": 16, **dict(zip(("BLOCK_M", "BLOCK_N"), sum_tile(1000), strict=True))},
-        triton.Config({}, num_warps=sum_warps(1000)),
-        _FLOAT,
-    ),
-]

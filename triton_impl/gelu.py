@@ -1,4 +1,10 @@
-"""GELU in Triton: the whole formula in registers, one read and one write."""
+"""gelu, rung 1 of 1: fused
+
+Idea      The whole formula in registers: one read and one write. Programs take BLOCK consecutive elements.
+Predicts  2 · numel · itemsize bytes forward, 3 · numel · itemsize backward: the time of a copy of as many bytes.
+Limit now Memory bandwidth for tanh; the exact (erf) form is compute-bound.
+Next      cuda `vectorized`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,6 @@ from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.elementwise import gradient_for_kernel, indexing, is_dense, offset_of, too_many_dims
 from triton_impl.common.fast_math import exp2, rcp
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -20,7 +25,7 @@ INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)
 
-# 1024 elements over 4 warps are 8 each: one 16-byte load a thread for the 16-bit types.
+# 1024 elements over 4 warps are 8 per thread: one 16-byte load for the 16-bit dtypes.
 BLOCK = 1024
 
 
@@ -50,7 +55,7 @@ def _cdf_and_density(x):
 
 @triton.jit
 def gelu_of(x, TANH: tl.constexpr):
-    """gelu of a float32."""
+    """``gelu(x)`` of a float32: ``x · Φ(x)``, or its tanh approximation."""
     if TANH:
         factor, _ = _sigmoid_and_slope(x)
     else:
@@ -60,7 +65,7 @@ def gelu_of(x, TANH: tl.constexpr):
 
 @triton.jit
 def gelu_derivative(x, TANH: tl.constexpr):
-    """gelu's derivative at a float32."""
+    """``gelu'(x)`` of a float32."""
     if TANH:
         s, slope = _sigmoid_and_slope(x)
         # Bounded: where the square overflows, the slope is zero, and zero times infinity would be NaN.
@@ -72,8 +77,9 @@ def gelu_derivative(x, TANH: tl.constexpr):
 
 @triton.jit
 def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    """``out = gelu(input)``. Grid: (⌈numel / BLOCK⌉,). Layout: both dense, in one order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Of the exact form arithmetic is the limit.
+    # The exact (erf) form is compute-bound: no eviction policy.
     x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE if TANH else "").to(tl.float32)
     tl.store(out_ptr + i, gelu_of(x, TANH).to(out_ptr.dtype.element_ty), mask=i < numel)
 
@@ -82,6 +88,7 @@ def _gelu_kernel(out_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.conste
 def _gelu_backward_kernel(
     grad_input_ptr, grad_ptr, input_ptr, numel, TANH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
 ):
+    """``grad_input = grad · gelu'(input)``. Grid: (⌈numel / BLOCK⌉,). Layout: all dense, in one order."""
     griddepcontrol_wait(USE_PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + i, mask=i < numel, eviction_policy=EVICTION_OF_SINGLE_USE).to(tl.float32)
@@ -90,7 +97,7 @@ def _gelu_backward_kernel(
     tl.store(grad_input_ptr + i, grad_input.to(grad_input_ptr.dtype.element_ty), mask=i < numel)
 
 
-# The same for operands of different or sparse strides. Apart, because every argument of a kernel costs host time.
+# The same for operands of any strides. Kernels of their own, because every argument costs host time.
 
 
 @triton.jit
@@ -127,7 +134,7 @@ _backward = CachedKernel(_gelu_backward_kernel), CachedKernel(_gelu_backward_str
 
 
 def _launch(kernels: tuple[CachedKernel, CachedKernel], approximate: str, *tensors: torch.Tensor) -> None:
-    """Launch the first kernel where all tensors are one run of memory each, else the second. The output comes first."""
+    """Launch the dense kernel where all tensors are dense in one order, else the strided one. Output first."""
     dense, strided = kernels
     numel = tensors[0].numel()
     if shapes_only() or numel == 0:
@@ -157,15 +164,3 @@ def _unsupported(input: torch.Tensor, **options: object) -> str | None:
 
 
 register("gelu", "triton.fused", forward=gelu, backward=gelu_backward, unsupported=_unsupported)
-
-AOT = [
-    *(
-        entry(kernel, "bf16", {"TANH": tanh, "BLOCK": BLOCK})
-        for kernel in (_gelu_kernel, _gelu_backward_kernel)
-        for tanh in (True, False)
-    ),
-    *(
-        entry(kernel, "fp32", {"TANH": False, "BLOCK": BLOCK})
-        for kernel in (_gelu_strided_kernel, _gelu_backward_strided_kernel)
-    ),
-]

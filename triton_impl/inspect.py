@@ -44,12 +44,12 @@ from kernel_ladder.inspection.inspect import (
     refusal_here,
     this_gpu,
 )
-from kernel_ladder.spec import Case, each, has_gradient
+from kernel_ladder.spec import Case, as_leaves, each, has_gradient
 from kernel_ladder.testing.samples import empty_inputs
 from triton_impl import interpreted
 from triton_impl.common.gluon import requirements
 from triton_impl.runtime import launch_cache
-from triton_impl.runtime.aot import Call, traced
+from triton_impl.runtime.aot import TracedLaunch, traced
 
 CODE = ("source", "ttgir", "ptx", "sass")
 AHEAD_OF_TIME = True
@@ -84,9 +84,8 @@ def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Ins
     with traced(arch.number, arch.shared_per_block) as calls:
         if request.pass_ == "forward":
             variant.output(*inputs, **case.options)
-        else:
+        elif variant.backward is not None:
             output, saved = variant.forward(*inputs, **case.options)
-            assert variant.backward is not None, "every Triton variant has a backward of its own"
             calls.clear()
             grad = each(torch.empty_like, output) if isinstance(output, tuple) else torch.empty_like(output)
             variant.backward(saved, grad, tuple(has_gradient(x) for x in inputs))
@@ -100,7 +99,7 @@ def _trace(request: Request, case: Case, arch: architecture.Architecture) -> Ins
     return found
 
 
-def _kernel(call: Call, arch: architecture.Architecture, path: Path) -> Kernel:
+def _kernel(call: TracedLaunch, arch: architecture.Architecture, path: Path) -> Kernel:
     metadata = call.compiled.metadata
     kernel = Kernel(
         call.kernel.fn.__name__,
@@ -117,7 +116,7 @@ def _kernel(call: Call, arch: architecture.Architecture, path: Path) -> Kernel:
     return kernel
 
 
-def _constants(call: Call) -> str:
+def _constants(call: TracedLaunch) -> str:
     """What the kernel was specialised to: its constants in capitals, warps and stages."""
     values = {call.kernel.arg_names[path[0]]: value for path, value in call.compiled.src.constants.items()}
     shown = [f"{name}={value}" for name, value in values.items() if name.isupper()]
@@ -131,7 +130,7 @@ def _location(kernel: Any) -> str:
     return located(python.getsourcefile(kernel.fn) or "", first + offset)
 
 
-def _code(request: Request, call: Call, path: Path) -> list[Code]:
+def _code(request: Request, call: TracedLaunch, path: Path) -> list[Code]:
     name = call.kernel.fn.__name__
     found = []
     if "source" in request.code:
@@ -142,7 +141,7 @@ def _code(request: Request, call: Call, path: Path) -> list[Code]:
     return found
 
 
-def _choice(choice: launch_cache.Choice) -> Choice:
+def _choice(choice: launch_cache.TuningRecord) -> Choice:
     # Triton notes infinity for a configuration that did not fit.
     timed = [Timed(str(config), None if ms == float("inf") else ms * 1e3) for config, ms in choice.timings.items()]
     timed.sort(key=lambda t: (t.us is None, t.us))
@@ -251,7 +250,7 @@ def _supported(request: Request, arch: architecture.Architecture) -> Case:
         raise InspectError(reason)
     reasons = []
     for case in [request.case] if request.case is not None else default_cases(spec, torch.device("cuda")):
-        reason = _refusal(variant, case, request.dtype, arch)
+        reason = _refusal(request, variant, case, arch)
         if reason is None:
             return case
         reasons.append(reason)
@@ -265,7 +264,7 @@ def _no_code(variant: table.Variant, arch: architecture.Architecture) -> str | N
     return None
 
 
-def _refusal(variant: table.Variant, case: Case, dtype: torch.dtype, arch: architecture.Architecture) -> str | None:
+def _refusal(request: Request, variant: table.Variant, case: Case, arch: architecture.Architecture) -> str | None:
     """Why a variant would not take a case on a GPU of an architecture, or None. No tensor is made."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -273,8 +272,10 @@ def _refusal(variant: table.Variant, case: Case, dtype: torch.dtype, arch: archi
     with FakeTensorMode(), warnings.catch_warnings():
         # Tensors without memory start nowhere, and are taken to start where they should.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        shaped = empty_inputs(case, dtype, "meta")
+        shaped = empty_inputs(case, request.dtype, "meta")
         inputs = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu), shaped)
+        if request.pass_ == "backward" and variant.backward is not None:
+            inputs = as_leaves(inputs)
         return _no_code(variant, arch) or variant.unsupported(*inputs, **case.options)
 
 
@@ -285,7 +286,7 @@ def judge(request: Request) -> Callable[[table.Variant], str | None]:
     arch = architecture.named(request.arch or (f"sm_{here}" if here else DEFAULT_ARCH))
     if not interpreted() and arch.number == here:
         return refusal_here(request)
-    return lambda variant: _refusal(variant, case, request.dtype, arch)
+    return lambda variant: _refusal(request, variant, case, arch)
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:

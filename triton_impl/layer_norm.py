@@ -1,4 +1,4 @@
-"""LayerNorm in Triton: the kernels of :mod:`triton_impl.norm.rows`, with mean and bias."""
+"""LayerNorm in Triton: the ladder of :mod:`triton_impl.norm.ladder`, with mean and bias."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 
 from kernel_ladder.semantics.norms import forwards
 from triton_impl import register
-from triton_impl.norm.ladder import STEPS, Step, ahead_of_time
-from triton_impl.norm.rows import Kind, Needs, as_matrix, as_parameter
+from triton_impl.norm import naive
+from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, wants_gradient
+from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
-KIND = Kind(centred=True, residual=False)
+KIND = Kind(is_layernorm=True, has_residual=False)
 
 
-def _variant(name: str, step: Step) -> None:
-    normalised, refused_rows, gradients, here = step
-
+def _register(name: str, rung: Rung) -> None:
     def normalise(
-        keep: bool,
+        save_stats: bool,
         input: torch.Tensor,
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
@@ -27,16 +26,16 @@ def _variant(name: str, step: Step) -> None:
         eps,
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
-        output, _, stats = normalised(KIND, input.shape, x, None, w, as_parameter(bias), float(eps), keep)
+        output, _, stats = rung.forward(KIND, input.shape, x, None, w, as_parameter(bias), float(eps), save_stats)
         return output, (x, w, stats, tuple(input.shape), normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
-        of_input, *of_parameters = gradients(KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs))
-        of_input = None if of_input is None else of_input.view(shape)
-        return of_input, *(None if of is None else of.view(row) for of in of_parameters)
+        grad_input, *grad_parameters = rung.backward(KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs))
+        grad_input = None if grad_input is None else grad_input.view(shape)
+        return grad_input, *(None if g is None else g.view(row) for g in grad_parameters)
 
-    def refused(
+    def unsupported(
         input: torch.Tensor,
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
@@ -44,12 +43,26 @@ def _variant(name: str, step: Step) -> None:
         normalized_shape,
         eps,
     ) -> str | None:
-        return refused_rows(input, math.prod(normalized_shape))
+        return rung.unsupported_rows(KIND, input, math.prod(normalized_shape), wants_gradient(input, weight, bias))
 
-    register("layer_norm", name, **forwards(normalise), backward=backward, unsupported=refused, here=here)
+    register(
+        "layer_norm",
+        name,
+        **forwards(normalise),
+        backward=None if rung.backward is None else backward,
+        unsupported=unsupported,
+        here=rung.here,
+    )
 
 
-for _name, _step in STEPS.items():
-    _variant(f"triton.{_name}", _step)
+register(
+    "layer_norm",
+    "triton.naive",
+    forward=naive.layer_norm,
+    backward=naive.layer_norm_backward,
+    unsupported=naive.layer_norm_unsupported,
+)
+for _name, _rung in rungs(KIND).items():
+    _register(f"triton.{_name}", _rung)
 
-AOT = ahead_of_time(KIND)
+AOT = naive.ahead_of_time(True) + ahead_of_time(KIND)

@@ -1,7 +1,11 @@
-"""A linear layer in Triton: matmul's products, whose tiles get bias and activation before they leave the registers.
+"""Linear layer in Triton: ``activation(input · weightᵀ + bias)``, with bias and activation in the product's epilogue.
 
-Where a gradient is wanted through an activation, the tile is stored twice, before bias and activation and after. So
-bias_gelu's own backward makes the gradient before them, and bias's; two products make the others.
+tiled       the tiles of matmul's `tiled`, with an epilogue; takes everything
+persistent  matmul's persistent kernel, whose epilogue has the same steps; takes what descriptors take
+
+Where a gradient is wanted through an activation, the epilogue stores the tile twice: the product alone and the output.
+Shared openly: the gradient before the activation is bias_gelu's or gelu's own backward, a bias's gradient alone is a
+column sum of ``sum/two_stage.py``, and the other two gradients are products by the same rung of matmul.
 """
 
 from __future__ import annotations
@@ -19,36 +23,40 @@ from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, register, unsupported
 from triton_impl.bias_gelu import bias_gelu_backward
 from triton_impl.gelu import gelu_backward
-from triton_impl.matmul import Write, described_entry, product, write_persistent, write_tiled
-from triton_impl.matmul import tma as descriptors
-from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, grouped, kind_of
-from triton_impl.matmul.tma import activate
-from triton_impl.runtime.aot import entry
+from triton_impl.matmul import descriptors, tiled
+from triton_impl.matmul import persistent as persistent_matmul
+from triton_impl.matmul.product import Write, product
+from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, kind_of, rasterize
+from triton_impl.matmul.tma_tiles import activate
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
-from triton_impl.sum import summed
+from triton_impl.sum.two_stage import summed
 
 
 @triton.jit(do_not_specialize=["tuning_key"])
 def _linear_kernel(
-    c_ptr, kept_ptr, a_ptr, b_ptr, bias_ptr, M, N, K,
+    c_ptr, product_ptr, a_ptr, b_ptr, bias_ptr, M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn,
-    tuning_key, bias_step,
-    PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LARGE: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
+    tuning_key, bias_stride,
+    PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SAVE_PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_n = grouped(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    """``c = activation(A · B + bias)`` in float32, rounded once; with SAVE_PRODUCT also ``product = A · B``.
+
+    Grid: (⌈M / BLOCK_M⌉ · ⌈N / BLOCK_N⌉,). Layout: A (M, K), B (K, N) and bias (N,) by strides, outputs contiguous.
+    """
+    tile_m, tile_n = rasterize(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc, offs_m, offs_n, mask = accumulate(
         a_ptr, b_ptr, tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-        PRECISION, EVEN_M, EVEN_N, EVEN_K, LARGE, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION, EVEN_M, EVEN_N, EVEN_K, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     i = offs_m[:, None] * N + offs_n[None, :]
-    if KEEP:
-        tl.store(kept_ptr + i, acc.to(kept_ptr.dtype.element_ty), mask=mask)
-    if BIAS:
-        at = offs_n.to(tl.int64) * bias_step
-        acc += tl.load(bias_ptr + at, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    if SAVE_PRODUCT:
+        tl.store(product_ptr + i, acc.to(product_ptr.dtype.element_ty), mask=mask)
+    if HAS_BIAS:
+        bias_offsets = offs_n.to(tl.int64) * bias_stride
+        acc += tl.load(bias_ptr + bias_offsets, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(c_ptr + i, activate(acc, ACTIVATION).to(c_ptr.dtype.element_ty), mask=mask)
 
 
@@ -105,9 +113,10 @@ def _first(
         return (output, kept), None
     a, b = as_rows(input), weight.mT
     form = None if activation is None else ACTIVATIONS[activation]
-    if persistent and input.shape[-1] > 0:
-        follows = descriptors.Epilogue(bias, form, kept if keep else None)
-        launch = descriptors.persistent(as_rows(output), a, b, follows)
+    launch: Callable[..., None] | None
+    if persistent:
+        epilogue = descriptors.Epilogue(bias, form, kept if keep else None)
+        launch = persistent_matmul.run(as_rows(output), a, b, epilogue)
     else:
         launch = _write_tiled(output, kept, a, b, bias, form, keep)
     in_place = launch is not None and a.data_ptr() == input.data_ptr()
@@ -125,18 +134,22 @@ def _write_tiled(
 ) -> Launch | None:
     arguments, constants = arguments_of(a, b)
     m, n = arguments[:2]
-    constants |= {"BIAS": bias is not None, "ACTIVATION": form, "KEEP": keep}
+    constants |= {"HAS_BIAS": bias is not None, "ACTIVATION": form, "SAVE_PRODUCT": keep}
 
     def grid(meta):
         return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
     tensors = (output, kept, a, b, b if bias is None else bias)  # what is there stands in for what is absent
-    step = 0 if bias is None else bias.stride(0)
-    return _linear[kind_of(a.dtype, m, n)](grid, tensors, (*arguments, step), constants)
+    stride = 0 if bias is None else bias.stride(0)
+    return _linear[kind_of(a.dtype, m, n)](grid, tensors, (*arguments, stride), constants)
 
 
 def _backward(
-    saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...], write: Write
+    saved: tuple,
+    grad: torch.Tensor,
+    needs: tuple[bool, ...],
+    write: Write,
+    prepare: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     input, weight, bias, kept, activation = saved
     before, grad_bias = as_rows(grad), None  # the gradient of what stands before the activation
@@ -146,6 +159,7 @@ def _backward(
         (before,) = gelu_backward((as_rows(kept), ACTIVATIONS[activation]), before, (True,))
     elif bias is not None and needs[2]:
         grad_bias = summed(before, (0,), False)
+    before = prepare(before)
     return (
         product(before, weight, weight.dtype, write).view(input.shape) if needs[0] else None,
         product(before.mT, as_rows(input), weight.dtype, write) if needs[1] else None,
@@ -153,7 +167,15 @@ def _backward(
     )
 
 
-def _register(name: str, persistent: bool, write: Write, unsupported: Callable[..., str | None]) -> None:
+def _register(
+    name: str,
+    persistent: bool,
+    write: Write,
+    unsupported: Callable[..., str | None],
+    prepare: Callable[[torch.Tensor], torch.Tensor] = lambda grad: grad,
+) -> None:
+    """Register a rung; `prepare` lays out the gradient before the activation as the rung's products take it."""
+
     def inference(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str | None
     ) -> torch.Tensor:
@@ -166,7 +188,7 @@ def _register(name: str, persistent: bool, write: Write, unsupported: Callable[.
         return output, (input, weight, bias, None if activation is None else kept, activation)
 
     def linear_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple:
-        return _backward(saved, grad, needs, write)
+        return _backward(saved, grad, needs, write, prepare)
 
     register(
         "linear",
@@ -183,6 +205,8 @@ def _persistent_unsupported(
 ) -> str | None:
     if (reason := unsupported(input)) is not None:
         return reason
+    if input.shape[-1] == 0:
+        return "there is nothing to fetch where the inner dimension is 0; `tiled` takes that"
     if input.numel() == 0 or weight.numel() == 0:
         return None
     a, _ = as_matrices(input, weight.mT)
@@ -191,22 +215,5 @@ def _persistent_unsupported(
     return descriptors.tma_unsupported(a, weight.mT)
 
 
-_register("tiled", False, write_tiled, unsupported)
-_register("persistent", True, write_persistent, _persistent_unsupported)
-
-
-_LAYER = {"stride_ak": 1, "stride_bk": 1, "bias_step": 1}  # rows of input and of weight dense
-_EVEN = {"EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "LARGE": False, "PRECISION": "ieee"}
-_MASKED = {"EVEN_M": False, "EVEN_N": False, "EVEN_K": False, "LARGE": True, "PRECISION": "ieee"}
-_GELU = {"BIAS": True, "ACTIVATION": "none", "KEEP": False}
-_TANH_KEPT = {"BIAS": True, "ACTIVATION": "tanh", "KEEP": True}
-
-AOT = [
-    *(entry(_linear_kernel, "bf16", {**_LAYER, **_EVEN, **_GELU}, config) for config in CONFIGS["16-bit"][:4]),
-    entry(_linear_kernel, "bf16", {**_LAYER, **_EVEN, **_TANH_KEPT}, CONFIGS["16-bit"][0]),
-    entry(_linear_kernel, "fp16", {**_LAYER, **_MASKED, **_TANH_KEPT}, CONFIGS["16-bit"][5]),
-    entry(_linear_kernel, "bf16", {**_LAYER, **_MASKED, **_GELU}, CONFIGS["16-bit thin"][0]),
-    entry(_linear_kernel, "fp32", {**_LAYER, **_EVEN, **_GELU}, CONFIGS["ieee"][0]),
-    *(described_entry("bf16", True, True, each, **_GELU) for each in descriptors.CONFIGS[:5]),
-    described_entry("fp16", True, True, descriptors.CONFIGS[0], **_TANH_KEPT),
-]
+_register("tiled", False, tiled.write, unsupported)
+_register("persistent", True, persistent_matmul.write, _persistent_unsupported, descriptors.pad_operand)

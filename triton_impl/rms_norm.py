@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: the kernels of :mod:`triton_impl.norm.rows`, without a mean."""
+"""RMSNorm in Triton: the ladder of :mod:`triton_impl.norm.ladder`, without a mean."""
 
 from __future__ import annotations
 
@@ -8,36 +8,45 @@ import torch
 
 from kernel_ladder.semantics.norms import eps_or_default, forwards
 from triton_impl import register
-from triton_impl.norm.ladder import STEPS, Step, ahead_of_time
-from triton_impl.norm.rows import Kind, Needs, as_matrix, as_parameter
+from triton_impl.norm import naive
+from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, wants_gradient
+from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
-KIND = Kind(centred=False, residual=False)
+KIND = Kind(is_layernorm=False, has_residual=False)
 
 
-def _variant(name: str, step: Step) -> None:
-    normalised, refused_rows, gradients, here = step
-
+def _register(name: str, rung: Rung) -> None:
     def normalise(
-        keep: bool, input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
+        save_stats: bool, input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
-        output, _, stats = normalised(KIND, input.shape, x, None, w, None, eps_or_default(eps, input.dtype), keep)
+        eps = eps_or_default(eps, input.dtype)
+        output, _, stats = rung.forward(KIND, input.shape, x, None, w, None, eps, save_stats)
         return output, (x, w, stats, tuple(input.shape), normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         x, w, stats, shape, row = saved
-        of_input, of_weight, _ = gradients(
-            KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs, bias=False)
+        wanted = Needs(*needs, bias=False)
+        grad_input, grad_weight, _ = rung.backward(KIND, x, w, stats, as_matrix(grad, len(row)), None, wanted)
+        return (
+            None if grad_input is None else grad_input.view(shape),
+            None if grad_weight is None else grad_weight.view(row),
         )
-        return None if of_input is None else of_input.view(shape), None if of_weight is None else of_weight.view(row)
 
-    def refused(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
-        return refused_rows(input, math.prod(normalized_shape))
+    def unsupported(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
+        return rung.unsupported_rows(KIND, input, math.prod(normalized_shape), wants_gradient(input, weight))
 
-    register("rms_norm", name, **forwards(normalise), backward=backward, unsupported=refused, here=here)
+    register("rms_norm", name, **forwards(normalise), backward=backward, unsupported=unsupported, here=rung.here)
 
 
-for _name, _step in STEPS.items():
-    _variant(f"triton.{_name}", _step)
+register(
+    "rms_norm",
+    "triton.naive",
+    forward=naive.rms_norm,
+    backward=naive.rms_norm_backward,
+    unsupported=naive.rms_norm_unsupported,
+)
+for _name, _rung in rungs(KIND).items():
+    _register(f"triton.{_name}", _rung)
 
-AOT = ahead_of_time(KIND)
+AOT = naive.ahead_of_time(False) + ahead_of_time(KIND)

@@ -8,7 +8,12 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``climb OP``: the operation's steps at its headline shape, each beside the one before it, with the counters that moved
 - ``picture OP``: the operation's picture
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
+- ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
+- ``index``: every rung, what it brought, and the page about it
+- ``ladder OP``: the picture of an operation's ladder
 - ``memory``: attention's memory and time against the length
+
+With ``--folders`` it writes the README.md of every folder of rungs instead, whole: see :mod:`bench.show.folders`.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from bench.measure import environment, lengths
 from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import Row, picture_file
-from bench.show import climb, markdown
+from bench.show import climb, folders, headlines, log_index, markdown
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -34,7 +39,10 @@ _BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTI
 _EMPTY = "*No rows yet"
 PASSES = ("forward", "backward")
 
-PAGES = [environment.ROOT / "README.md", environment.ROOT / "KERNEL_LOG.md"]
+PAGES = [
+    *(environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")),
+    *sorted((environment.ROOT / "docs" / "climb").glob("*.md")),
+]
 
 Machines = dict[Path, list[Row]]
 
@@ -79,12 +87,15 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
     of_all: dict[str, Callable[[Path, list[Row]], str]] = {
         "summary": _summary,
         "machine": _machine,
+        "headlines": headlines.write,
+        "index": log_index.write,
         "memory": lambda path, found: _memory(path, found, folder),
         "roofline": lambda path, found: _roofline("", path, found, folder),
     }
     of_one: dict[str, Callable[[Path, list[Row]], str]] = {
         "climb": lambda path, found: climb.write(op, path, found),
         "picture": lambda path, found: _picture(op, path, found, folder),
+        "ladder": lambda path, found: _ladder(op, path, found, folder),
         "roofline": lambda path, found: _roofline(op, path, found, folder),
     }
     if name in of_all:
@@ -218,6 +229,14 @@ def _picture(op: str, path: Path, found: list[Row], folder: Path) -> str:
     return f"![{op} on {mine[0].gpu}: rate against size, a line per variant, the measured ceiling dashed]({link})"
 
 
+def _ladder(op: str, path: Path, found: list[Row], folder: Path) -> str:
+    mine = [row for row in found if row.op == op and row.us is not None]
+    if not mine:
+        return ""
+    link = os.path.relpath(picture_file(path, f"ladder-{op}"), folder)
+    return f"![The ladder of {op} on {mine[0].gpu}: a bar a rung, in per cent of the best other kernel]({link})"
+
+
 def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
     drawn = [row for row in found if op in ("", row.op) and row.us is not None and intensity(row)]
     if not drawn:
@@ -246,15 +265,22 @@ def main(argv: Sequence[str]) -> int:
     """Returns 0; 1 where --check finds a stale block; 2 for markers or rows that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m bench readme", description="Renew the tables between markers.")
     parser.add_argument(
-        "file", type=Path, nargs="*", default=PAGES, help="Markdown files (default: README.md and KERNEL_LOG.md)"
+        "file",
+        type=Path,
+        nargs="*",
+        default=PAGES,
+        help="Markdown files (default: README.md, RESULTS.md, KERNEL_LOG.md and docs/climb/*.md)",
     )
     parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")
+    parser.add_argument("--folders", action="store_true", help="write the README.md of every folder of rungs instead")
     args = parser.parse_args(argv)
     # In the order of the file, which the sweep sorted: the same on machines that do not know every variant.
     machines = {
         path: store.of_one_machine(store.latest(store.read_given(path))) for path in args.results or default_results()
     }
+    if args.folders:
+        return _renew_folders(next(iter(machines.values()), []), args.check)
     stale = False
     for file in args.file:
         try:
@@ -273,3 +299,28 @@ def main(argv: Sequence[str]) -> int:
             store.replace(file, after)
             print(f"renewed {file}")
     return 1 if args.check and stale else 0
+
+
+def _renew_folders(found: list[Row], check: bool) -> int:
+    """Writes the pages of `folders`; with `check` only says which are stale, and returns 1 where one is."""
+    stale = False
+    written = folders.pages(found)
+    for file in folders.abandoned(written):
+        stale = True
+        if check:
+            print(f"{file} describes no ladder; `python -m bench readme --folders` removes it", file=sys.stderr)
+        else:
+            file.unlink()
+            print(f"removed {file}")
+    for file, text in written.items():
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            continue
+        stale = True
+        if check:
+            print(f"{file} is stale; `python -m bench readme --folders` renews it", file=sys.stderr)
+        else:
+            store.replace(file, text)
+            print(f"renewed {file}")
+    for fault in folders.faults():
+        print(fault, file=sys.stderr)
+    return 1 if check and stale else 0

@@ -1,17 +1,18 @@
-// Attention, O = softmax(Q · Kᵀ · scale) · V, with the shapes of scaled_dot_product_attention: what every step shares.
+// attention: O = softmax(Q · Kᵀ · scale) · V, with the shapes of scaled_dot_product_attention. What every rung shares.
 //
-//   variant            the one idea it adds                                        what limits it now
-//   naive              one thread an element; scores go to memory and come back    memory, and CUDA cores
+//   rung               the idea it adds                                            what limits it now
+//   naive              one thread per element; scores go to memory and come back   memory, and CUDA cores
 //   flash              tiles and an online softmax keep scores on chip; mma.sync   Hopper's full rate needs wgmma
-//   wgmma              TMA brings tiles, wgmma multiplies from shared memory       products and softmax take turns
-//   warp_specialized   a warp only loads; warpgroups only compute, share tiles     softmax beside idle tensor cores
+//   wgmma              TMA loads tiles, wgmma multiplies from shared memory        products and softmax alternate
+//   warp_specialized   a producer warp loads; consumer warpgroups share tiles      tensor cores idle during softmax
 //   pingpong           softmax of one warpgroup under another's products           idle where a block begins and ends
-//   persistent         blocks stay and load ahead; order shares L2, evens work     tensor cores
-//   split_kv           few queries: keys are split among blocks, for all SMs       the reading of keys and values
+//   persistent         persistent kernel with a tile scheduler                     tensor cores
+//   split_kv           few queries: keys are split among blocks, for all SMs       reading keys and values
 //
 // query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query head h reads head h / (H / H_kv) of key
-// and value. Query i sees the keys j of a band, i + first ≤ j ≤ i + last: causal masks and windows are no more than that.
-// A mask tells more, score by score. Operands are read where they lie, by any strides.
+// and value. Query i sees the keys j of a band, i + first ≤ j ≤ i + last: causal masks and windows are such bands. A mask
+// in memory adds to or hides single scores. Operands may have any strides. The rungs after `flash` share its backward
+// kernels (flash_backward.cu).
 #pragma once
 
 #include <optional>
@@ -22,17 +23,17 @@
 namespace kl {
 
 constexpr int MAX_HEAD_DIM = 256;
-constexpr int MAX_LENGTH = 1 << 29;  // of two, the sum and a tile past the end fit in 32 bits
+constexpr int MAX_LENGTH = 1 << 29;  // the sum of two lengths and a tile past the end fit in 32 bits
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// One operand in terms of memory: element (batch, head, row, column). Strides count elements.
+/// Layout of one operand: element (batch, head, row, column). Strides count elements.
 template <typename T>
 struct View {
     T* data;
     Strided batch;
     int64_t head, row, column;
-    int group;   // consecutive heads that share one of this operand
-    bool whole;  // rows are whole vectors of 16 bytes and start on 16 bytes: they can be read so
+    int group;   // consecutive query heads that share one head of this operand
+    bool whole;  // rows consist of aligned vectors of 16 bytes
 
     __device__ T* at(int64_t batch_index, int head_index) const {
         return data + batch.offset(batch_index) + head_index / group * head;
@@ -41,7 +42,7 @@ struct View {
 
 enum class MaskKind { NONE, BOOLEAN, ADDITIVE };
 
-// A mask of scores: element (batch, head, query, key), strides of zero where it broadcasts.
+/// A mask in memory: element (batch, head, query, key), with strides of zero where it broadcasts.
 struct Mask {
     const void* data = nullptr;
     Strided batch;
@@ -52,7 +53,8 @@ struct Mask {
         return batch.offset(batch_index) + head_index * head;
     }
     __host__ __device__ bool additive() const { return kind == MaskKind::ADDITIVE; }
-    // A product of query and key after what the mask says of it: times the scale plus a number, or −inf.
+    /// Applies the mask to a product of query and key: returns product · scale + bias, or for a boolean mask −inf or the
+    /// product itself.
     template <typename T>
     __device__ float apply(float product, int64_t element, float scale) const {
         if (kind == MaskKind::BOOLEAN) return static_cast<const uint8_t*>(data)[element] != 0 ? product : -INFINITE;
@@ -60,8 +62,8 @@ struct Mask {
     }
 };
 
-// A row's log-sum-exp as the fused kernels hand it on. Next to the numbers that an additive mask may hold the logarithm
-// of a sum vanishes: there the two are apart, the logarithms where `log_sum` points to.
+/// Log-sum-exp of a row, as the fused kernels save it. Under an additive mask, maximum and logarithm of the sum are
+/// stored apart, because the logarithm would vanish next to the numbers that such a mask may hold.
 struct Lse {
     float* data;
     float* log_sum;  // null without an additive mask
@@ -72,13 +74,13 @@ struct Lse {
     }
 };
 
-// The sizes of one call, checked.
+/// The sizes of one call, checked.
 struct Attention {
-    int64_t batches;  // products of the others pass 2³¹, they do not
+    int64_t batches;  // 64 bits: products with the others may pass 2³¹
     int heads, heads_kv;
     int S_q, S_k;
     int D, D_v;
-    int first, last;  // of the band; −S_q and S_k where a side hides nothing
+    int first, last;  // the band; −S_q and S_k where a side hides nothing
     float scale;
 
     __host__ __device__ int group() const { return heads_kv > 0 ? heads / heads_kv : 1; }
@@ -98,12 +100,12 @@ View<T> make_view(const Tensor& tensor, int group = 1) {
                  std::max(group, 1),
                  false};
     view.whole = view.column == 1 && sizes[dim - 1] % Vec<T>::size == 0 && is_aligned16(view.data);
-    // The stride of a dimension of one element is never stepped.
+    // A dimension of one element may have any stride.
     for (int64_t d = 0; d < dim - 1; ++d) view.whole = view.whole && (sizes[d] == 1 || strides[d] % Vec<T>::size == 0);
     return view;
 }
 
-// Raises unless the operands fit together, so that no kernel reads out of bounds.
+/// Checks the operands and returns their sizes. Raises unless they fit together.
 inline Attention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value, int64_t first,
                                    int64_t last, double scale, bool enable_gqa) {
     const char* op = "attention";
@@ -147,7 +149,7 @@ inline Attention prepare_attention(const Tensor& query, const Tensor& key, const
             static_cast<float>(scale)};
 }
 
-// A mask must have been broadcast to the shape of the scores.
+/// Checks a mask, which must have the shape of the scores (expanded by the caller).
 inline Mask make_mask(const std::optional<Tensor>& mask, const Tensor& query, const Attention& a) {
     if (!mask.has_value()) return {};
     const char* op = "attention";
@@ -167,7 +169,7 @@ inline Mask make_mask(const std::optional<Tensor>& mask, const Tensor& query, co
             strides[dim - 1], boolean ? MaskKind::BOOLEAN : MaskKind::ADDITIVE};
 }
 
-// The gradient of the log-sum-exp, or null where there is none.
+/// Pointer to the gradient of the log-sum-exp, or null where there is none.
 inline const float* grad_lse_pointer(const std::optional<Tensor>& grad_lse, const Tensor& query, const Attention& a) {
     if (!grad_lse.has_value()) return nullptr;
     KL_CHECK(grad_lse->is_cuda() && grad_lse->get_device_index() == query.get_device_index() &&
@@ -177,7 +179,7 @@ inline const float* grad_lse_pointer(const std::optional<Tensor>& grad_lse, cons
     return static_cast<const float*>(grad_lse->data_ptr());
 }
 
-// The gradient of the output, or the output itself: query's batches, heads and length, and D_v columns.
+/// Checks the output or its gradient: query's batches, heads and length, and D_v columns.
 inline void check_attention_output(const Tensor& tensor, const Tensor& query, const Attention& a, const char* name) {
     check_like(tensor, query, "attention_backward", name);
     bool same = tensor.dim() == query.dim() && tensor.size(tensor.dim() - 1) == a.D_v;
@@ -185,7 +187,7 @@ inline void check_attention_output(const Tensor& tensor, const Tensor& query, co
     KL_CHECK(same, "attention_backward: argument `", name, "` must have the shape of the output");
 }
 
-// Room for log-sum-exps: (…, H, S_q), or with an additive mask (2, …, H, S_q), the maxima and the sums' logarithms.
+/// Allocates log-sum-exps: (…, H, S_q), or under an additive mask (2, …, H, S_q), maxima and logarithms of sums.
 inline Tensor empty_lse(const Tensor& query, const Mask& mask) {
     const auto shape = query.sizes();
     std::vector<int64_t> sizes(shape.begin(), shape.end() - 1);
@@ -198,7 +200,7 @@ inline Lse make_lse(const Tensor& lse, const Mask& mask, const Attention& a) {
     return {data, mask.additive() ? data + a.rows() : nullptr};
 }
 
-// A dense tensor with query's batches, heads and length, and `columns` columns; without them where `columns` is 0.
+/// Allocates a dense tensor of query's batches, heads and length, with a last dimension of `columns` unless it is 0.
 inline Tensor empty_like_query(const Tensor& query, ScalarType dtype, int64_t columns) {
     const auto shape = query.sizes();
     std::vector<int64_t> sizes(shape.begin(), shape.end() - 1);
@@ -211,16 +213,16 @@ inline Tensor empty_dense(const Tensor& like) {
     return empty(like, like.scalar_type(), std::vector<int64_t>(shape.begin(), shape.end()));
 }
 
-// Gradients of no summands, and outputs of queries that see no key.
+/// For gradients without summands and outputs of queries that see no key.
 inline void fill_zero(Tensor& tensor, cudaStream_t stream) {
     const size_t bytes = static_cast<size_t>(tensor.numel()) * tensor.element_size();
     if (bytes > 0) KL_CUDA_CHECK(cudaMemsetAsync(tensor.data_ptr(), 0, bytes, stream));
 }
 
-// Log-sum-exps of queries that see no key: −inf. (No memset of bytes makes one.)
+/// For log-sum-exps of queries that see no key. (memset cannot write −inf.)
 void attention_fill_negative_infinity(Tensor& lse, cudaStream_t stream);
 
-// Whether a forward pass has nothing to add up. Where there are queries, but no keys, the results are filled in.
+/// Whether a forward pass has no summands. If there are queries but no keys, it fills in the results.
 inline bool sums_nothing(const Attention& a, Tensor& output, Tensor& lse, cudaStream_t stream) {
     if (a.rows() > 0 && a.S_k > 0) return false;
     if (a.rows() > 0) {

@@ -1,19 +1,20 @@
-// Attention, second step; the table of the climb stands in attention.cuh.
+// attention, rung 2 of 7: flash
+// Idea      A block has BLOCK queries and walks over tiles of STREAM keys and values. An online softmax keeps scores on
+//           chip; mma.sync multiplies on tensor cores (FlashAttention-2, Dao, arXiv:2307.08691).
+// Predicts  Reads of Q, K, V and one write of O: no S_q × S_k matrix in memory.
+// Limit now mma.sync: Hopper's full tensor-core rate needs wgmma.
+// Next      `wgmma`: TMA and wgmma.
 //
-//   flash    tiles and an online softmax keep scores on chip; tensor cores     mma.sync: Hopper's full rate needs wgmma
+// cp.async loads values while scores are computed, and the next keys while values are used. Each warp keeps maximum, sum
+// and output of its rows in registers and rescales them when the maximum grows (Milakov and Gimelshein,
+// arXiv:1805.02867). Warps exchange nothing. The log-sum-exp of each row is saved for the backward pass.
 //
-// FlashAttention-2 (Dao, arXiv:2307.08691). A block has BLOCK queries and walks over keys and values, STREAM at a time.
-// cp.async brings the tile of values while scores are made, and the next tile of keys while values are used. Each warp
-// keeps its rows' maximum, sum and output in registers and rescales them when the maximum grows (Milakov and
-// Gimelshein, arXiv:1805.02867). Nothing is exchanged between warps. Beside the output, the logarithm of each row's sum
-// of exponentials goes out, for the backward pass.
+// A mask in memory, or a window, takes an instance of its own (MASKED), which tests every score; it skips tiles outside
+// the band. The other instances test scores only in the tiles on the diagonal and at the end.
 //
-// A mask in memory, or a window, makes another instance, which asks of every score whether it is seen; tiles outside the
-// band are passed over. Without one, only the tiles on the diagonal and at the end ask.
-//
-// What bounds the tiles: a fragment of keys or values that ldmatrix brings serves as many squares of 16 rows as a warp
-// has, and shared memory could not feed the tensor cores were that one; but scores and output stand in registers, two
-// blocks to an SM, so that one block's softmax runs beside the other's products.
+// What bounds the tile shapes: a fragment of keys or values from ldmatrix serves as many 16-row squares as a warp has;
+// with one square, shared memory could not feed the tensor cores. But scores and output stay in registers, for two blocks
+// per SM, so that one block's softmax overlaps the other's products.
 
 #include "attention/tile.cuh"
 
@@ -25,7 +26,7 @@ using Shape64 = FlashShape<64, 128, 128, 4>;
 using Shape128 = FlashShape<128, 128, 64, 4>;
 using Shape256 = FlashShape<256, 64, 64, 4>;
 
-// What is read of a mask takes registers that two squares of rows a warp do not leave.
+// Reading a mask takes registers, so that a warp has one square of rows.
 using MaskedShape64 = FlashShape<64, 64, 64, 4>;
 using MaskedShape128 = FlashShape<128, 64, 64, 4>;
 
@@ -39,8 +40,8 @@ struct Operands {
     Mask mask;
 };
 
-// WHOLE: all operands can be read 16 bytes at a time. MASKED: there is a mask, or a band with a left side.
-template <typename T, typename S, bool WHOLE, bool MASKED>
+// VECTORIZED: all operands consist of aligned 16-byte vectors. MASKED: there is a mask, or a band with a left side.
+template <typename T, typename S, bool VECTORIZED, bool MASKED>
 __global__ void __launch_bounds__(S::THREADS, 2)
     attention_flash_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
@@ -49,7 +50,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     const uint32_t q_tile = shared_address(shared_bytes);
     const uint32_t k_tile = q_tile + S::BLOCK_BYTES, v_tile = k_tile + S::STREAM_BYTES;
 
-    // A head's tiles run together and share its keys and values in L2; with a causal mask the longest come first.
+    // The tiles of a head run at the same time and share its keys and values in L2. Under a causal mask the longest tiles
+    // start first.
     const unsigned tiles = (a.S_q + S::BLOCK - 1) / S::BLOCK, outer = blockIdx.x / tiles;
     const int q0 = static_cast<int>(tiles - 1 - blockIdx.x % tiles) * S::BLOCK;
     const int batch = static_cast<int>(outer / a.heads), head = static_cast<int>(outer % a.heads);
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     const T* value = p.value.at(batch, head);
     const int keys = min(a.S_k, q0 + S::BLOCK + a.last);  // no later one is seen
     const int steps = max((keys + S::STREAM - 1) / S::STREAM, 1);
-    // So many tiles of keys hold nothing to mask; the edge and the diagonal lie in those that follow.
+    // The number of tiles of keys without masked scores; edge and diagonal follow.
     const int unmasked = max(min(a.S_k, q0 + 1 + a.last), 0) / S::STREAM;
     const int begin = MASKED ? min(max(q0 + a.first, 0) / S::STREAM, steps - 1) : 0;
 
@@ -66,8 +68,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         if constexpr (MASKED) {
             load_tile<S::STREAM, D, S::THREADS>(tile, source + k0 * view.row, view, a.S_k - k0, columns);
         } else {
-            load_tile<S::STREAM, D, S::THREADS, WHOLE, decltype(masked)::value>(tile, source + k0 * view.row, view,
-                                                                                a.S_k - k0, columns);
+            load_tile<S::STREAM, D, S::THREADS, VECTORIZED, decltype(masked)::value>(tile, source + k0 * view.row, view,
+                                                                                     a.S_k - k0, columns);
         }
         cp_async_commit();
     };
@@ -75,8 +77,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         load_tile<S::BLOCK, D, S::THREADS>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query, a.S_q - q0,
                                            a.D);
     } else {
-        load_tile<S::BLOCK, D, S::THREADS, WHOLE, true>(q_tile, p.query.at(batch, head) + q0 * p.query.row, p.query,
-                                                        a.S_q - q0, a.D);
+        load_tile<S::BLOCK, D, S::THREADS, VECTORIZED, true>(q_tile, p.query.at(batch, head) + q0 * p.query.row,
+                                                             p.query, a.S_q - q0, a.D);
     }
     load(k_tile, key, p.key, steps - 1, a.D, std::true_type{});
 
@@ -96,18 +98,18 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     // From the last tile of keys to the first: only the first steps have anything to mask.
     const auto step = [&](int n, auto masked) {
         cp_async_wait<0>();
-        __syncthreads();  // keys n have landed for all, and all have done with values n + 1
+        __syncthreads();  // keys n have landed for all threads, and all have read values n + 1
         load(v_tile, value, p.value, n, a.D_v, masked);
 
         Squares<M, N> scores;
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile);
 
         cp_async_wait<0>();
-        __syncthreads();  // values n have landed for all, and all have done with keys n
+        __syncthreads();  // values n have landed for all threads, and all have read keys n
         if (n > begin) load(k_tile, key, p.key, n - 1, a.D, std::false_type{});
 
         if constexpr (MASKED) {
-            hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, n * S::STREAM, a);
+            apply_mask<T>(scores, p.mask, mask_offset, q0 + warp_row, n * S::STREAM, a);
         } else if constexpr (decltype(masked)::value) {
             const int k0 = n * S::STREAM;
 #pragma unroll
@@ -195,9 +197,9 @@ __global__ void __launch_bounds__(S::THREADS, 2)
 #endif
 }
 
-template <typename T, typename S, bool WHOLE, bool MASKED>
+template <typename T, typename S, bool VECTORIZED, bool MASKED>
 void launch_flash(const Operands<T>& operands, const Attention& a, const Launch& launch) {
-    const auto kernel = attention_flash_kernel<T, S, WHOLE, MASKED>;
+    const auto kernel = attention_flash_kernel<T, S, VECTORIZED, MASKED>;
     static DeviceSet asked;
     allow_shared(kernel, SHARED<S>, launch.device, asked);
     const auto grid = grid_size(a.batches * a.heads * ceil_div(a.S_q, S::BLOCK));
@@ -235,14 +237,15 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
     return {output, lse};
 }
 
-void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
         const auto add = [&](const char* name, auto shape, auto masked) {
             using T = decltype(zero);
             using S = decltype(shape);
             constexpr bool MASKED = decltype(masked)::value;
-            facts.push_back(kernel_facts<attention_flash_kernel<T, S, !MASKED, MASKED>>(name, S::THREADS, SHARED<S>));
+            attributes.push_back(
+                kernel_attributes<attention_flash_kernel<T, S, !MASKED, MASKED>>(name, S::THREADS, SHARED<S>));
         };
         add("attention.flash.64", Shape64{}, std::false_type{});
         add("attention.flash.128", Shape128{}, std::false_type{});

@@ -1,16 +1,19 @@
-// The backward pass of attention's second step; the table of the climb stands in attention.cuh.
+// attention, backward pass of rung 2 of 7: flash. All rungs after it share these kernels.
+// Idea      Recompute the weights on chip, tile by tile, from the saved log-sum-exp (FlashAttention-2, Dao,
+//           arXiv:2307.08691).
+// Predicts  Reads of Q, K, V, O, dO per kernel and writes of dQ, dK, dV: no S_q × S_k matrix in memory.
+// Limit now Weights and dP are computed twice, once per kernel.
+// Next      –
 //
-//   flash    weights are made again on chip, tile by tile, from the saved log-sum-exp     scores are made twice
+// Three kernels. With P the weights and dP = dO · Vᵀ:
 //
-// FlashAttention-2 (Dao, arXiv:2307.08691), in three kernels. With P the weights and dP = dO · Vᵀ:
-//
-//   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij; less the gradient of the log-sum-exp, where there is one
+//   delta    delta_i = Σ_d dO_id · O_id, which is Σ_j P_ij · dP_ij, minus the gradient of the log-sum-exp if there is one
 //   query    dQ = scale · dS · K with dS = P ∘ (dP − delta): a block has queries and walks over keys
 //   key      dV = Pᵀ · dO, dK = scale · dSᵀ · Q: a block has keys and walks over queries, of all heads that share them
 //
-// One kernel for both would make P and dP once, but would add up dQ by atomics in an order that changes from run to
-// run: two kernels, each summing in registers, give the same bits each time. The key kernel makes the transposed
-// squares Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the next product's first operand.
+// One kernel for both would compute P and dP once, but would sum dQ by atomics in an order that changes from run to run.
+// Two kernels that sum in registers give the same bits each time. The key kernel computes the transposed squares
+// Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the A operand of the next product.
 
 #include "attention/tile.cuh"
 
@@ -29,7 +32,7 @@ using KeyShape256 = FlashShape<256, 64, 32, 4, 128>;
 
 constexpr int DELTA_THREADS = 256;
 
-// Two tiles that stay, two that stream by, twice; the key kernel also streams log-sum-exp, maximum and delta.
+// Two resident tiles and two stages of two streamed tiles; the key kernel also streams log-sum-exp, maximum and delta.
 template <typename S>
 constexpr int SHARED = 2 * S::BLOCK_BYTES + 4 * S::STREAM_BYTES;
 template <typename S>
@@ -43,12 +46,12 @@ struct Operands {
     Mask mask;
 };
 
-// What weights are made of again: exp(score − max) / sum. Without an additive mask the maximum is in the log-sum-exp.
+/// Recomputes weights: exp(score − max) / sum. Without an additive mask the log-sum-exp includes the maximum.
 struct RowShift {
     float max, log2_sum;
 };
 
-// Of a query outside, or that sees nothing, the logarithm is infinite: exp(−∞), its weights are 0.
+/// For a query outside, or one that sees no key, the logarithm is infinite: its weights are exp(−∞) = 0.
 template <typename T>
 __device__ RowShift row_shift(const Operands<T>& p, int64_t row, bool inside) {
     const float lse = inside ? p.lse[row] : -INFINITE;
@@ -57,8 +60,8 @@ __device__ RowShift row_shift(const Operands<T>& p, int64_t row, bool inside) {
     return {lse, p.log_sum[row] * LOG2E};
 }
 
-// The weight of a score in MaskedUnits. Scores under an additive mask are rounded as they were in the forward pass, or,
-// made from transposed tiles, to the other side of their maximum. NaN stays.
+/// Weight of a score in MaskedUnits. Under an additive mask, a score may round to the other side of the saved maximum,
+/// because transposed tiles sum in another order; it is clamped. NaN stays.
 __device__ inline float masked_weight(float score, float max, float log2_sum, float factor, bool additive) {
     float below = score - max;
     if (additive && below > 0.0f) below = 0.0f;
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(S::THREADS)
 
     const int tiles = (a.S_q + S::BLOCK - 1) / S::BLOCK;
     const int outer = static_cast<int>(blockIdx.x) / tiles, head = outer % a.heads, batch = outer / a.heads;
-    // With a causal mask the longest come first.
+    // Under a causal mask the longest tiles start first.
     const int q0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * S::BLOCK;
     const T* key = p.key.at(batch, head);
     const T* value = p.value.at(batch, head);
@@ -133,14 +136,14 @@ __global__ void __launch_bounds__(S::THREADS)
 
     for (int n = begin; n < steps; ++n) {
         cp_async_wait<0>();
-        __syncthreads();  // tile n has landed for all, and all have done with tile n − 1, whose place n + 1 takes
+        __syncthreads();  // tile n has landed for all threads, and all have read tile n − 1, whose stage n + 1 takes
         if (n + 1 < steps) load(n + 1);
 
         Squares<1, N> scores, grad_weights;
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
         multiply_rows<T, D>(grad_weights, grad_tile, warp_row, v_tile(n));
         const int k0 = n * S::STREAM;
-        if constexpr (MASKED) hide_squares<T>(scores, p.mask, mask_offset, q0 + warp_row, k0, a);
+        if constexpr (MASKED) apply_mask<T>(scores, p.mask, mask_offset, q0 + warp_row, k0, a);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = q0 + warp_row + lane_row(0, h);
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(S::THREADS)
         }
         multiply_accumulate<T, D>(grad_query, round_squares<T>(scores), k_tile(n), 0);
     }
-    cp_async_wait<0>();  // where these queries see no key, tiles are still under way
+    cp_async_wait<0>();  // tiles are still in flight where these queries see no key
     store_squares(grad_query, p.grad_query.at(batch, head) + (q0 + warp_row) * p.grad_query.row, p.grad_query.row,
                   a.S_q - q0 - warp_row, a.D, [&](int, int) { return a.scale; });
 #endif
@@ -171,21 +174,21 @@ __global__ void __launch_bounds__(S::THREADS)
 #if __CUDA_ARCH__ >= 800
     constexpr int N = S::STREAM / 8, D = S::HEAD_DIM, PARTS = D / S::COLUMNS;
     static_assert(S::ROWS == 16 && 3 * S::STREAM <= S::THREADS);
-    constexpr int FACTS = MASKED ? 3 : 2;
+    constexpr int STATS = MASKED ? 3 : 2;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t k_tile = shared_address(shared_bytes), v_tile = k_tile + S::BLOCK_BYTES;
     const auto q_tile = [&](int stage) { return v_tile + S::BLOCK_BYTES + stage * 2 * S::STREAM_BYTES; };
     const auto grad_tile = [&](int stage) { return q_tile(stage) + S::STREAM_BYTES; };
-    // Of each streamed query: the logarithm of the sum, to base 2, then delta, then the maximum.
-    float* row_facts = reinterpret_cast<float*>(shared_bytes + SHARED<S>);
+    // Per streamed query: log2 of the sum, delta, maximum.
+    float* row_stats = reinterpret_cast<float*>(shared_bytes + SHARED<S>);
 
     const int tiles = (a.S_k + S::BLOCK - 1) / S::BLOCK;
     const int column0 = blockIdx.x % PARTS * S::COLUMNS;
     const int block = static_cast<int>(blockIdx.x) / PARTS;
-    const int k0 = block % tiles * S::BLOCK;  // with a causal mask the longest come first
+    const int k0 = block % tiles * S::BLOCK;  // under a causal mask the longest start first
     const int head_kv = block / tiles % a.heads_kv, batch = block / tiles / a.heads_kv;
     const int group = a.group(), head_begin = head_kv * group, head_end = head_begin + group;
-    // Queries before do not see the tile's first key, and those from q_end on not its last.
+    // Queries before q_begin do not see the tile's first key, and those from q_end on do not see its last.
     const int q_begin = max(k0 - a.last, 0) / S::STREAM * S::STREAM;
     const int q_end = MASKED ? min(a.S_q, max(k0 + S::BLOCK - a.first, 0)) : a.S_q;
 
@@ -197,18 +200,18 @@ __global__ void __launch_bounds__(S::THREADS)
         load_tile<S::STREAM, D, S::THREADS>(grad_tile(stage), p.grad.at(batch, next_head) + next_q0 * p.grad.row,
                                             p.grad, a.S_q - next_q0, a.D_v);
         cp_async_commit();
-        if (threadIdx.x < FACTS * S::STREAM) {
+        if (threadIdx.x < STATS * S::STREAM) {
             const int row = next_q0 + static_cast<int>(threadIdx.x % S::STREAM);
             const int64_t index = (int64_t{batch} * a.heads + next_head) * a.S_q + row;
             const int kind = static_cast<int>(threadIdx.x) / S::STREAM;
-            float fact = 0.0f;
+            float stat = 0.0f;
             if (kind == 1) {
-                if (row < a.S_q) fact = p.delta[index];
+                if (row < a.S_q) stat = p.delta[index];
             } else {
                 const RowShift shift = row_shift(p, index, row < a.S_q);
-                fact = kind == 0 ? shift.log2_sum : shift.max;
+                stat = kind == 0 ? shift.log2_sum : shift.max;
             }
-            row_facts[stage * FACTS * S::STREAM + threadIdx.x] = fact;
+            row_stats[stage * STATS * S::STREAM + threadIdx.x] = stat;
         }
         next_q0 += S::STREAM;
         if (next_q0 >= q_end) next_q0 = q_begin, ++next_head;
@@ -232,11 +235,11 @@ __global__ void __launch_bounds__(S::THREADS)
         const int64_t mask_offset = MASKED ? p.mask.at(batch, head) : 0;
         for (int q0 = q_begin; q0 < q_end; q0 += S::STREAM, stage ^= 1) {
             cp_async_wait<0>();
-            __syncthreads();  // this stage has landed for all, and all have done with the other, which is filled next
+            __syncthreads();  // this stage has landed for all threads, and all have read the other, which is filled next
             if (next_head < head_end) load_next(stage ^ 1);
 
             // Rows are keys here, and columns queries.
-            const float* log2_sum = row_facts + stage * FACTS * S::STREAM;
+            const float* log2_sum = row_stats + stage * STATS * S::STREAM;
             const float *delta = log2_sum + S::STREAM, *row_max = delta + S::STREAM;  // the last where MASKED
             Squares<1, N> weights, grad_scores;
             multiply_rows<T, D>(weights, k_tile, warp_row, q_tile(stage));
@@ -273,7 +276,7 @@ __global__ void __launch_bounds__(S::THREADS)
             multiply_accumulate<T, D>(grad_key, round_squares<T>(grad_scores), q_tile(stage), column0);
         }
     }
-    cp_async_wait<0>();  // where no query sees these keys, the tiles that stay are still under way
+    cp_async_wait<0>();  // the resident tiles are still in flight where no query sees these keys
 
     const int rows_left = a.S_k - k0 - warp_row;
     store_squares(grad_key, p.grad_key.at(batch, head_kv) + (k0 + warp_row) * p.grad_key.row + column0, p.grad_key.row,
@@ -356,17 +359,20 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
     return {grad_query, grad_key, grad_value};
 }
 
-void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention_backward", [&](auto zero) {
         using T = decltype(zero);
         const auto add = [&](const char* query_name, const char* key_name, auto query_shape, auto key_shape) {
             using Q = decltype(query_shape);
             using K = decltype(key_shape);
-            facts.push_back(kernel_facts<attention_flash_query_kernel<T, Q, false>>(query_name, Q::THREADS, SHARED<Q>));
-            facts.push_back(kernel_facts<attention_flash_key_kernel<T, K, false>>(key_name, K::THREADS, KEY_SHARED<K>));
+            attributes.push_back(
+                kernel_attributes<attention_flash_query_kernel<T, Q, false>>(query_name, Q::THREADS, SHARED<Q>));
+            attributes.push_back(
+                kernel_attributes<attention_flash_key_kernel<T, K, false>>(key_name, K::THREADS, KEY_SHARED<K>));
         };
-        facts.push_back(kernel_facts<attention_flash_delta_kernel<T>>("attention_backward.flash.delta", DELTA_THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_flash_delta_kernel<T>>("attention_backward.flash.delta", DELTA_THREADS));
         add("attention_backward.flash.query.64", "attention_backward.flash.key.64", QueryShape64{}, KeyShape64{});
         add("attention_backward.flash.query.128", "attention_backward.flash.key.128", QueryShape128{}, KeyShape128{});
         add("attention_backward.flash.query.256", "attention_backward.flash.key.256", QueryShape256{}, KeyShape256{});

@@ -1,9 +1,9 @@
-// What the steps on Hopper's wgmma share: where tiles stand, how they are loaded, the two products, the softmax between
-// them, how outputs leave the registers. The table of the climb stands in attention.cuh.
+// attention on Hopper's wgmma: what the rungs wgmma, warp_specialized, pingpong and persistent share. The shared-memory
+// layout, TMA loads, the two products, the softmax between them, and the epilogue. attention.cuh has the ladder.
 //
-// A block has 64 queries for each of its consumer warpgroups, the rows of one wgmma. Keys and values come by TMA in
-// tiles, into a ring each in shared memory. They are walked from the last keys to the first; those outside of the band
-// of keys that are seen are passed over, and only those at its edges are masked.
+// A block has 64 queries, the rows of one wgmma, for each of its consumer warpgroups. TMA loads keys and values in tiles,
+// each into a pipeline of STAGES stages. The mainloop walks over the tiles of keys from the last to the first. It skips
+// tiles outside the band of visible keys, and masks only the tiles at the edges of the band.
 #pragma once
 
 #include <initializer_list>
@@ -17,8 +17,8 @@ namespace kl {
 constexpr int PANEL = 64;  // columns of 16 bits in a row of the swizzle
 constexpr int STAGES = 2;
 
-// Head dimension, padded on chip; keys of a tile; consumer warpgroups; registers of a producer's and a consumer's
-// thread, where the two are apart.
+/// Tile shape: head dimension, padded on chip; keys per tile; consumer warpgroups; registers per producer thread and per
+/// consumer thread, where the kernel is warp-specialized.
 template <int HEAD_DIM_, int KEYS_, int CONSUMERS_, int PRODUCER_REGISTERS_ = 0, int CONSUMER_REGISTERS_ = 0>
 struct HopperShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = KEYS_, CONSUMERS = CONSUMERS_;
@@ -31,7 +31,7 @@ struct HopperShape {
     static constexpr int BARRIERS = 2 + 4 * STAGES;
     static constexpr int SHARED = SWIZZLE_ATOM + Q_BYTES + STAGES * 2 * KV_BYTES + (BARRIERS + 1) * 8;
     static_assert(KV_PANEL % SWIZZLE_ATOM == 0 && HEAD_DIM % 32 == 0 && KEYS % 16 == 0);
-    // What is given back must be enough for what is taken.
+    // setmaxnreg: the registers that the producer releases must cover those that the consumers request.
     static_assert(PRODUCER_REGISTERS * WARPGROUP + CONSUMER_REGISTERS * WARPGROUP * CONSUMERS <= 65536);
 };
 
@@ -41,7 +41,7 @@ struct QkvMaps {
 
 // ---- host: one call -------------------------------------------------------------------------------------------------
 
-// A (B, H, S, D) operand as TMA sees it, read by boxes of `rows` rows.
+/// TMA description of a (B, H, S, D) operand, read in boxes of `rows` rows.
 inline TmaTensor tma_operand(const Tensor& x, int rows) {
     const auto sizes = x.sizes(), strides = x.strides();
     return {x.scalar_type(),
@@ -52,29 +52,29 @@ inline TmaTensor tma_operand(const Tensor& x, int rows) {
             {PANEL, rows, 1, 1}};
 }
 
-// A call, checked, and its results, allocated.
+/// One call: checks the operands and allocates the results.
 struct AttentionCall {
-    const std::string step;
+    const std::string rung;
     const Tensor &query, &key, &value;
     const Attention a;
     const Launch launch;
     Tensor output, lse;
 
-    // `packed`: results are to be (S, H, D_v) and (H, S), where there is one batch.
-    AttentionCall(const char* step, const Tensor& query, const Tensor& key, const Tensor& value,
+    /// `packed`: one batch, whose results are (S, H, D_v) and (H, S).
+    AttentionCall(const char* rung, const Tensor& query, const Tensor& key, const Tensor& value,
                   const std::optional<Tensor>& attn_mask, int64_t first, int64_t last, double scale, bool enable_gqa,
                   bool packed = false)
-        : step(step),
+        : rung(rung),
           query(query),
           key(key),
           value(value),
           a(prepare_attention(query, key, value, first, last, scale, enable_gqa)),
           launch(query) {
-        KL_CHECK(!attn_mask.has_value(), "attention: ", step, " takes no mask in memory");
-        KL_CHECK(query.dim() == 4, "attention: ", step, " takes 4 dimensions (B, H, S, D), got ", query.dim());
-        KL_CHECK(a.D % 8 == 0 && a.D_v % 8 == 0, "attention: ", step, " takes head dimensions that are multiples of 8");
+        KL_CHECK(!attn_mask.has_value(), "attention: ", rung, " takes no mask in memory");
+        KL_CHECK(query.dim() == 4, "attention: ", rung, " takes 4 dimensions (B, H, S, D), got ", query.dim());
+        KL_CHECK(a.D % 8 == 0 && a.D_v % 8 == 0, "attention: ", rung, " takes head dimensions that are multiples of 8");
         for (const Tensor* x : {&query, &key, &value}) {
-            KL_CHECK(x->numel() == 0 || x->size(3) == 1 || x->stride(3) == 1, "attention: ", step,
+            KL_CHECK(x->numel() == 0 || x->size(3) == 1 || x->stride(3) == 1, "attention: ", rung,
                      " takes dense rows of the head dimension");
         }
         const ScalarType dtype = query.scalar_type();
@@ -83,8 +83,8 @@ struct AttentionCall {
             packed ? empty(query, ScalarType::Float, {a.heads, a.S_q}) : empty_like_query(query, ScalarType::Float, 0);
     }
 
-    // The results. `f` is called to launch the step, unless there is nothing to add up, with a value of the operands' type
-    // and the first of the shapes into which the head dimension fits.
+    /// Returns the results. Calls f(zero, shape) to launch the kernel, unless there are no summands, with a zero of the
+    /// operands' type and the first of the shapes into which the head dimension fits.
     template <typename... Shapes, typename F>
     std::tuple<Tensor, Tensor> results(F&& f) {
         if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
@@ -97,7 +97,7 @@ struct AttentionCall {
                 f(zero, shape);
             };
             (offer(Shapes{}), ...);
-            KL_CHECK(found, "attention: ", step, " takes no head dimension of ", head_dim);
+            KL_CHECK(found, "attention: ", rung, " takes no head dimension of ", head_dim);
         });
         return {output, lse};
     }
@@ -107,10 +107,10 @@ struct AttentionCall {
         return a.batches * a.heads * ceil_div(a.S_q, S::QUERIES);
     }
 
-    // Launches a kernel on `blocks` blocks; `more` follows the arguments that all steps have.
+    /// Launches KERNEL on `blocks` blocks; `more` follows the arguments that all rungs have.
     template <auto* KERNEL, typename T, typename S, typename... More>
     void run(int64_t blocks, const More&... more) {
-        check_hopper(reinterpret_cast<const void*>(KERNEL), launch.device, ("attention." + step).c_str());
+        check_hopper(reinterpret_cast<const void*>(KERNEL), launch.device, ("attention." + rung).c_str());
         static DeviceSet asked;
         allow_shared(KERNEL, S::SHARED, launch.device, asked);
         const QkvMaps maps{tensor_map(tma_operand(query, S::QUERIES)), tensor_map(tma_operand(key, S::KEYS)),
@@ -122,35 +122,32 @@ struct AttentionCall {
     }
 };
 
-// `wgmma`'s tile at head dimension 64, and its launch, which is `persistent`'s too where that is ahead.
-using Wgmma64 = HopperShape<64, 64, 1>;
-std::tuple<Tensor, Tensor> run_wgmma(AttentionCall& call);
-
-// Facts of a step's kernels by their names, one for each shape: `of(zero, shape, name)` gives those of one.
+/// Adds the attributes of a rung's kernels, one per shape: `of(zero, shape, name)` returns those of one.
 template <typename... Shapes, typename F>
-void hopper_facts(std::vector<KernelFacts>& facts, ScalarType dtype, std::initializer_list<const char*> names, F&& of) {
+void hopper_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype,
+                       std::initializer_list<const char*> names, F&& of) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
         auto name = names.begin();
-        (facts.push_back(of(zero, Shapes{}, *name++)), ...);
+        (attributes.push_back(of(zero, Shapes{}, *name++)), ...);
     });
 }
 
 #if KL_SM90A
 
-// ---- where things stand ---------------------------------------------------------------------------------------------
+// ---- shared memory and tiles ----------------------------------------------------------------------------------------
 
-// The i-th tile of a ring: where it stands, and the parity of the phase in which it lands.
+/// Pipeline state of the i-th tile: its stage, and the phase parity of its full barrier.
 __device__ inline unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ inline uint32_t phase_of(unsigned i) { return i / STAGES % 2; }
 
-// A block's shared memory: its queries, the rings, and barriers, which say that a tile has landed (full), or that all
-// consumer warps have done with it (empty).
+/// Shared memory of a block: queries, the stages of keys and values, and a full and an empty barrier per stage. A full
+/// barrier completes when TMA has written the tile, an empty one when all consumer warps have released it.
 template <typename S>
-struct AttentionShared {
+struct AttentionSmem {
     uint32_t q;
 
-    __device__ explicit AttentionShared(const void* shared)
+    __device__ explicit AttentionSmem(const void* shared)
         : q((shared_address(shared) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM) {}
     __device__ uint32_t key(int i) const { return q + S::Q_BYTES + stage_of(i) * S::KV_BYTES; }
     __device__ uint32_t value(int i) const { return key(i) + STAGES * S::KV_BYTES; }
@@ -160,9 +157,11 @@ struct AttentionShared {
     __device__ uint32_t key_empty(int i) const { return barrier(2 + STAGES + stage_of(i)); }
     __device__ uint32_t value_full(int i) const { return barrier(2 + 2 * STAGES + stage_of(i)); }
     __device__ uint32_t value_empty(int i) const { return barrier(2 + 3 * STAGES + stage_of(i)); }
-    __device__ uint32_t number() const { return barrier(S::BARRIERS); }  // of the tile of queries, where blocks stay
+    __device__ uint32_t tile_index() const {
+        return barrier(S::BARRIERS);
+    }  // work tile index, in the persistent kernel
 
-    // By all threads.
+    /// All threads of the block must call it.
     __device__ void init_barriers() const {
         if (threadIdx.x == 0) {
             constexpr int WARPS = S::CONSUMERS * WARPGROUP / WARP;
@@ -183,12 +182,12 @@ struct AttentionShared {
     __device__ uint32_t barrier(int i) const { return q + S::Q_BYTES + STAGES * 2 * S::KV_BYTES + 8 * i; }
 };
 
-// A tile of queries, and the tiles of keys that some of them see, at least one. `outer` numbers batches and heads.
+/// A tile of queries and its range of visible tiles of keys, at least one. `outer` = batch · heads + head.
 template <typename S>
 struct QueryTile {
     unsigned outer;
     int batch, head, head_kv, q0, last, steps;
-    int query_row = 0, key_row = 0;  // where the sequence begins, of several one after the other
+    int query_row = 0, key_row = 0;  // first row of the sequence, where sequences are packed
 
     __device__ QueryTile(const Attention& a, unsigned outer, unsigned tile)
         : outer(outer),
@@ -202,15 +201,15 @@ struct QueryTile {
     __device__ int first_key(int step) const { return (last - step) * S::KEYS; }
 };
 
-// The block's tile where each has one. Under a causal mask the longest have the lowest numbers, and begin first.
+/// The work tile of a block in a kernel that is not persistent. Under a causal mask the longest tiles start first.
 template <typename S>
 __device__ inline QueryTile<S> tile_of_block(const Attention& a) {
     const unsigned tiles = (a.S_q + S::QUERIES - 1) / S::QUERIES;
     return {a, blockIdx.x / tiles, tiles - 1 - blockIdx.x % tiles};
 }
 
-// Of a consumer's 64 queries, from `first` on, a thread has scores and outputs of row `lane_row` and of the eighth
-// after it; and of each eight columns two, from `column` on.
+/// A thread's part of the wgmma accumulator. Of a consumer's 64 queries from `first` on, it has rows `lane_row` and
+/// `lane_row + 8`; of every eight columns, `column` and `column + 1`.
 struct ThreadRows {
     int first, lane_row, column;
 
@@ -220,73 +219,73 @@ struct ThreadRows {
           column(static_cast<int>(threadIdx.x) % 4 * 2) {}
 };
 
-// ---- loading --------------------------------------------------------------------------------------------------------
+// ---- producer -------------------------------------------------------------------------------------------------------
 
-// Box by box, a tile of queries, keys or values.
+/// Loads a tile of queries, keys or values, one TMA box per panel.
 template <int PANELS>
 __device__ inline void load_panels(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int panel_bytes, int row,
                                    int head, int batch) {
-    mbarrier_arrive_expect(barrier, PANELS * panel_bytes);
+    mbarrier_arrive_expect_tx(barrier, PANELS * panel_bytes);
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) tma_load(shared + i * panel_bytes, map, barrier, i * PANEL, row, head, batch);
 }
 template <typename S>
-__device__ inline void load_query(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile) {
-    load_panels<S::PANELS>(at.q, maps.query, at.query_full(), S::Q_PANEL, tile.query_row + tile.q0, tile.head,
+__device__ inline void load_query(const AttentionSmem<S>& smem, const QkvMaps& maps, const QueryTile<S>& tile) {
+    load_panels<S::PANELS>(smem.q, maps.query, smem.query_full(), S::Q_PANEL, tile.query_row + tile.q0, tile.head,
                            tile.batch);
 }
-// The keys, or values, of a step into place `i` of their ring.
+/// Loads the keys, or values, of a step as pipeline tile `i`.
 template <typename S>
-__device__ inline void load_key(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile, int step,
+__device__ inline void load_key(const AttentionSmem<S>& smem, const QkvMaps& maps, const QueryTile<S>& tile, int step,
                                 int i) {
-    load_panels<S::PANELS>(at.key(i), maps.key, at.key_full(i), S::KV_PANEL, tile.key_row + tile.first_key(step),
+    load_panels<S::PANELS>(smem.key(i), maps.key, smem.key_full(i), S::KV_PANEL, tile.key_row + tile.first_key(step),
                            tile.head_kv, tile.batch);
 }
 template <typename S>
-__device__ inline void load_value(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile, int step,
+__device__ inline void load_value(const AttentionSmem<S>& smem, const QkvMaps& maps, const QueryTile<S>& tile, int step,
                                   int i) {
-    load_panels<S::PANELS>(at.value(i), maps.value, at.value_full(i), S::KV_PANEL, tile.key_row + tile.first_key(step),
-                           tile.head_kv, tile.batch);
+    load_panels<S::PANELS>(smem.value(i), maps.value, smem.value_full(i), S::KV_PANEL,
+                           tile.key_row + tile.first_key(step), tile.head_kv, tile.batch);
 }
 
-// What a producer's one thread does for a tile of queries, the block's `turn`-th: everything as soon as there is room.
-// Its first step has place `begin` of the rings. What `announce` stores is there for consumers when the queries are.
+/// Producer: one thread loads work tile number `iteration` of the block, each stage as soon as it is released. The first
+/// step is pipeline tile `begin`. What `publish` stores is visible to consumers once the queries' barrier is full.
 template <typename S, typename F>
-__device__ inline void produce(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile, int turn,
-                               int begin, F&& announce) {
+__device__ inline void producer(const AttentionSmem<S>& smem, const QkvMaps& maps, const QueryTile<S>& tile,
+                                int iteration, int begin, F&& publish) {
     const auto next_key = [&](int step) {
         const int i = begin + step;
-        mbarrier_wait(at.key_empty(i), phase_of(i) ^ 1);
-        load_key(at, maps, tile, step, i);
+        mbarrier_wait(smem.key_empty(i), phase_of(i) ^ 1);
+        load_key(smem, maps, tile, step, i);
     };
     next_key(0);
-    mbarrier_wait(at.query_empty(), turn % 2 ^ 1);
-    announce();
-    load_query(at, maps, tile);
+    mbarrier_wait(smem.query_empty(), iteration % 2 ^ 1);
+    publish();
+    load_query(smem, maps, tile);
     for (int step = 0; step < tile.steps; ++step) {
         if (step + 1 < tile.steps) next_key(step + 1);
         const int i = begin + step;
-        mbarrier_wait(at.value_empty(i), phase_of(i) ^ 1);
-        load_value(at, maps, tile, step, i);
+        mbarrier_wait(smem.value_empty(i), phase_of(i) ^ 1);
+        load_value(smem, maps, tile, step, i);
     }
 }
 
-// The same where a block has one tile.
+/// The same for a block with one work tile.
 template <typename S>
-__device__ inline void produce(const AttentionShared<S>& at, const QkvMaps& maps, const QueryTile<S>& tile) {
-    produce(at, maps, tile, 0, 0, [] {});
+__device__ inline void producer(const AttentionSmem<S>& smem, const QkvMaps& maps, const QueryTile<S>& tile) {
+    producer(smem, maps, tile, 0, 0, [] {});
 }
 
-// A consumer's warp has done with a tile.
-__device__ inline void done_with(uint32_t empty) {
+/// Releases a stage: the warp has read the tile. All consumer warps must call it.
+__device__ inline void release_stage(uint32_t empty) {
     if (threadIdx.x % WARP == 0) mbarrier_arrive(empty);
 }
 
-// ---- products -------------------------------------------------------------------------------------------------------
+// ---- consumer: products ---------------------------------------------------------------------------------------------
 
-// Issues scores = Q · Kᵀ: 64 queries from `q` on.
+/// Issues scores = Q · Kᵀ for 64 queries from `q` on, and commits the wgmma group.
 template <typename T, typename S>
-__device__ inline void issue_scores(float (&scores)[S::KEYS / 2], uint32_t q, uint32_t k) {
+__device__ inline void gemm_qk(float (&scores)[S::KEYS / 2], uint32_t q, uint32_t k) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::HEAD_DIM / 16; ++i) {
@@ -299,10 +298,10 @@ __device__ inline void issue_scores(float (&scores)[S::KEYS / 2], uint32_t q, ui
     wgmma_commit();
 }
 
-// Issues output += P · V.
+/// Issues output += P · V, or output = P · V without `accumulate`, and commits the wgmma group.
 template <typename T, typename S>
-__device__ inline void issue_output(float (&output)[S::HEAD_DIM / 2], uint32_t (&weights)[S::KEYS / 16][4], uint32_t v,
-                                    bool accumulate) {
+__device__ inline void gemm_pv(float (&output)[S::HEAD_DIM / 2], uint32_t (&weights)[S::KEYS / 16][4], uint32_t v,
+                               bool accumulate) {
     wgmma_fence();
     const uint64_t b = matrix_descriptor<Major::MN>(v, S::KV_PANEL);
 #pragma unroll
@@ -313,21 +312,21 @@ __device__ inline void issue_output(float (&output)[S::HEAD_DIM / 2], uint32_t (
     wgmma_commit();
 }
 
-// ---- softmax --------------------------------------------------------------------------------------------------------
+// ---- consumer: softmax ----------------------------------------------------------------------------------------------
 
-// A thread's two rows of a running softmax. What is subtracted from the scores follows their maximum only when weights
-// would pass 2^SLACK otherwise, which 16 bits hold as exactly as those up to 1: so that outputs are seldom rescaled.
-// (flash-attention, flash_attn/cute/softmax.py.)
+/// Online softmax state of a thread's two rows. row_max follows the maximum only where weights would otherwise pass
+/// 2^SLACK, which 16 bits hold as exactly as weights up to 1. So outputs are seldom rescaled (flash-attention,
+/// flash_attn/cute/softmax.py).
 constexpr float SLACK = 8.0f;
 template <int KEYS>
-struct RunningSoftmax {
+struct OnlineSoftmaxState {
     float row_max[2] = {-INFINITE, -INFINITE};
     float row_sum[2] = {0.0f, 0.0f};  // of this thread's columns
-    float rescale[2];                 // what the output was made of must be multiplied by
+    float rescale[2];                 // factor for the output accumulated so far
 
-    // scores becomes exp(scores − row_max), with a maximum that may be an earlier one. `scale` is of scores in powers of 2.
-    // Maxima and sums are chains of dependent instructions: two a row, and both rows at once, hide their latencies.
-    __device__ void next(float (&scores)[KEYS / 2], float scale) {
+    /// Replaces scores by exp(scores − row_max), with a maximum that may be stale. `scale` includes log2 e. Maxima and
+    /// sums are chains of dependent instructions: two chains per row, and both rows at once, hide their latency.
+    __device__ void update(float (&scores)[KEYS / 2], float scale) {
         float new_max[2], shift[2], largest[2][2], sum[2][2] = {};
         const auto each_score = [&](auto&& f) {
 #pragma unroll
@@ -371,9 +370,9 @@ struct RunningSoftmax {
     }
 };
 
-// −inf where a query does not see a key of the tile that begins with key k0, if there is such a pair.
+/// Sets scores to −inf where a query does not see a key of the tile that begins with key k0.
 template <int KEYS>
-__device__ inline void hide(float (&scores)[KEYS / 2], const Attention& a, const ThreadRows& rows, int k0) {
+__device__ inline void apply_mask(float (&scores)[KEYS / 2], const Attention& a, const ThreadRows& rows, int k0) {
     if (k0 + KEYS <= min(a.S_k, rows.first + a.last + 1) && k0 >= rows.first + 63 + a.first) return;
     const int row = rows.first + rows.lane_row, column = k0 + rows.column;
 #pragma unroll
@@ -389,7 +388,7 @@ __device__ inline void hide(float (&scores)[KEYS / 2], const Attention& a, const
     }
 }
 
-// Weights rounded to T, as wgmma wants its first operand.
+/// Rounds weights to T, in the register layout of wgmma's A operand.
 template <typename T, int KEYS>
 __device__ inline void round_weights(uint32_t (&weights)[KEYS / 16][4], const float (&scores)[KEYS / 2]) {
 #pragma unroll
@@ -399,13 +398,14 @@ __device__ inline void round_weights(uint32_t (&weights)[KEYS / 16][4], const fl
     }
 }
 
-// ---- results --------------------------------------------------------------------------------------------------------
+// ---- epilogue -------------------------------------------------------------------------------------------------------
 
-// Output over the sum of weights, 16 bytes a store, and the log-sum-exp, to where those of the first query stand.
+/// Divides the output by the sum of weights and stores it, 16 bytes per store, with the log-sum-exp. The pointers are
+/// those of query 0.
 template <typename T, typename S>
 __device__ inline void store_results(T* first_output, int64_t stride, float* first_lse, const Attention& a,
                                      const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
-                                     const RunningSoftmax<S::KEYS>& softmax) {
+                                     const OnlineSoftmaxState<S::KEYS>& softmax) {
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -431,11 +431,11 @@ __device__ inline void store_results(T* first_output, int64_t stride, float* fir
         }
     }
 }
-// The same to dense tensors (B, H, S, D_v) and (B, H, S).
+/// The same for dense tensors (B, H, S, D_v) and (B, H, S).
 template <typename T, typename S>
 __device__ inline void store_results(T* all_output, float* all_lse, const Attention& a, const QueryTile<S>& tile,
                                      const ThreadRows& rows, const float (&output)[S::HEAD_DIM / 2],
-                                     const RunningSoftmax<S::KEYS>& softmax) {
+                                     const OnlineSoftmaxState<S::KEYS>& softmax) {
     const int64_t begin = int64_t{tile.outer} * a.S_q;
     store_results<T, S>(all_output + begin * a.D_v, a.D_v, all_lse + begin, a, rows, output, softmax);
 }

@@ -1,19 +1,22 @@
-// Attention, first step; the table of the climb stands in attention.cuh.
+// attention, rung 1 of 7: naive
+// Idea      One thread per element of each product. Scores and weights go to memory as float32 matrices of S_q × S_k per
+//           head, and come back.
+// Predicts  At least 16·S_q·S_k bytes per head for the scores alone: a write, a softmax in place, a read.
+// Limit now Memory traffic, and products on CUDA cores.
+// Next      `flash`: keep scores on chip.
 //
-//   naive    one thread per element; scores go out to memory and come back     memory, and CUDA cores
-//
-// Scores and weights are float32 matrices of S_q × S_k per head. Every product of the forward and the backward pass is
-// one kernel, that only the strides tell apart: a transposed operand is one whose row and column strides trade places.
+// One kernel computes every product of both passes; only strides differ: a transposed operand has its row and column
+// strides exchanged.
 
 #include "attention/attention.cuh"
 
 namespace kl {
 namespace {
 
-constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow with the number of partial sums only
+constexpr int PARTIAL = 32;  // summands per partial sum: rounding errors grow only with the number of partial sums
 
-// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed over `summed` consecutive heads of A
-// and B for each of C's.
+/// C[i, j] = factor · Σ_k A[i, k] · B[k, j] for each batch and head of C, summed over `summed` consecutive heads of A and
+/// B for each head of C.
 struct Sizes {
     int64_t batches, rows, columns, length;
     int heads, summed;
@@ -58,7 +61,7 @@ __global__ void attention_naive_product_kernel(const __grid_constant__ View<TC> 
     *out = from_float<TC>(sum);
 }
 
-// weights = softmax(scores) by row, in place; a warp a row. A row of nothing but −inf becomes zeros.
+/// weights = softmax(scores) by row, in place, one warp per row. A row of nothing but −inf becomes zeros.
 __global__ void attention_naive_softmax_kernel(float* scores, float* lse, int64_t rows, int64_t columns) {
     const int64_t row = int64_t{blockIdx.x} * (THREADS / WARP) + threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
@@ -75,7 +78,8 @@ __global__ void attention_naive_softmax_kernel(float* scores, float* lse, int64_
     for (int64_t j = lane; j < columns; j += WARP) scores[j] = expf(scores[j] - shift) / total;
 }
 
-// grad_scores = weights ∘ (grad_weights + grad_lse − Σ_j weights ∘ grad_weights), in place of grad_weights; a warp a row.
+/// grad_scores = weights ∘ (grad_weights + grad_lse − Σ_j weights ∘ grad_weights), in place of grad_weights, one warp per
+/// row.
 __global__ void attention_naive_softmax_backward_kernel(float* grad_weights, const float* weights,
                                                         const float* grad_lse, int64_t rows, int64_t columns) {
     const int64_t row = int64_t{blockIdx.x} * (THREADS / WARP) + threadIdx.x / WARP;
@@ -197,15 +201,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_naive(const Tensor& grad, 
     return {grad_query, grad_key, grad_value};
 }
 
-void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "attention", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<attention_naive_product_kernel<float, T, T>>("attention.naive.scores", THREADS));
-        facts.push_back(kernel_facts<attention_naive_softmax_kernel>("attention.naive.softmax", THREADS));
-        facts.push_back(kernel_facts<attention_naive_product_kernel<T, float, T>>("attention.naive.output", THREADS));
-        facts.push_back(
-            kernel_facts<attention_naive_softmax_backward_kernel>("attention_backward.naive.softmax", THREADS));
-        facts.push_back(kernel_facts<attention_naive_fill_kernel>("attention.naive.fill", THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_naive_product_kernel<float, T, T>>("attention.naive.scores", THREADS));
+        attributes.push_back(kernel_attributes<attention_naive_softmax_kernel>("attention.naive.softmax", THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_naive_product_kernel<T, float, T>>("attention.naive.output", THREADS));
+        attributes.push_back(
+            kernel_attributes<attention_naive_softmax_backward_kernel>("attention_backward.naive.softmax", THREADS));
+        attributes.push_back(kernel_attributes<attention_naive_fill_kernel>("attention.naive.fill", THREADS));
     });
 }
 

@@ -1,14 +1,14 @@
-// Attention on Hopper, its fourth step; the table of the climb stands in attention.cuh.
+// attention, rung 6 of 7: persistent
+// Idea      Persistent kernel: one block per SM. The producer prefetches the next tile of queries, keys and values while the
+//           consumers finish this one. The tile scheduler orders tiles so that heads share keys and values in L2; where a
+//           mask makes tiles unequal, a counter hands them out, the longest first (FlashAttention-3,
+//           hopper/tile_scheduler.hpp).
+// Predicts  Prologue and epilogue of all tiles but a block's first and last overlap products.
+// Limit now Tensor cores; at head dimension 64, the softmax.
+// Next      `split_kv`, for few queries.
 //
-//   persistent   blocks stay, and load the next tile's queries, keys and values ahead     tensor cores
-//
-// Three things beside the schedule of pingpong.cuh:
-//
-//   - The producer goes on to the next tile of queries while the consumers end this one: no tile but a block's first
-//     waits for its loads, and none for a block's start.
-//   - Tiles are walked in an order that shares keys and values in L2, and where they differ in length are handed out by a
-//     counter, the longest first (TileOrder below; FlashAttention-3, hopper/tile_scheduler.hpp).
-//   - At head dimension 64 and few keys a query the step is `wgmma`: see `wgmma_is_ahead`.
+// It shares the mainloop of pingpong.cuh. At head dimension 64 and few keys per query `wgmma` is faster, and
+// kernel_ladder/selection/attention.py prefers it there.
 
 #include "attention/pingpong.cuh"
 
@@ -20,40 +20,40 @@ using Persistent96 = HopperShape<96, 128, 2, 24, 240>;
 using Persistent128 = HopperShape<128, 128, 2, 24, 240>;
 using Persistent256 = HopperShape<256, 80, 2, 24, 240>;
 
-// The order of tiles: by sections of heads whose keys and values fit in L2 together; in a section the last queries of
-// all its heads first, which under a causal mask see the most keys.
-struct TileOrder {
-    unsigned tiles;     // of a head
-    unsigned heads;     // of all batches
-    unsigned section;   // heads
-    unsigned* counter;  // of tiles handed out after each block's first; null where block b takes b, b + blocks, …
+/// Order of work tiles: by sections of heads whose keys and values fit in L2 together. Within a section the last queries
+/// of all heads come first: under a causal mask they see the most keys.
+struct TileScheduler {
+    unsigned tiles;     // per head
+    unsigned heads;     // batches · heads
+    unsigned section;   // heads per section
+    unsigned* counter;  // next tile after those that blocks start with; null: block b takes b, b + gridDim.x, …
 };
 
 #if KL_SM90A
 
 template <typename S>
-__device__ inline QueryTile<S> tile_numbered(unsigned number, const TileOrder& order, const Attention& a) {
-    const unsigned begin = number / (order.section * order.tiles) * order.section;
-    const unsigned within = number - begin * order.tiles, beside = min(order.section, order.heads - begin);
-    return {a, begin + within % beside, order.tiles - 1 - within / beside};
+__device__ inline QueryTile<S> work_tile(unsigned index, const TileScheduler& scheduler, const Attention& a) {
+    const unsigned begin = index / (scheduler.section * scheduler.tiles) * scheduler.section;
+    const unsigned within = index - begin * scheduler.tiles, heads = min(scheduler.section, scheduler.heads - begin);
+    return {a, begin + within % heads, scheduler.tiles - 1 - within / heads};
 }
 
-// The producer's one thread: from tile to tile, as far ahead of the consumers as there is room.
+/// Producer: one thread loads work tile after work tile, as far ahead of the consumers as stages are free.
 template <typename S>
-__device__ inline void produce_all(const AttentionShared<S>& at, const QkvMaps& maps, const TileOrder& order,
-                                   const Attention& a) {
-    unsigned number = blockIdx.x;
-    int turn = 0, begin = 0;
-    const auto announce = [&] { store_shared8(at.number(), number, 0); };
-    for (; number < order.tiles * order.heads; ++turn) {
-        const QueryTile<S> tile = tile_numbered<S>(number, order, a);
-        produce(at, maps, tile, turn, begin, announce);
+__device__ inline void persistent_producer(const AttentionSmem<S>& smem, const QkvMaps& maps,
+                                           const TileScheduler& scheduler, const Attention& a) {
+    unsigned index = blockIdx.x;
+    int iteration = 0, begin = 0;
+    const auto publish = [&] { store_shared8(smem.tile_index(), index, 0); };
+    for (; index < scheduler.tiles * scheduler.heads; ++iteration) {
+        const QueryTile<S> tile = work_tile<S>(index, scheduler, a);
+        producer(smem, maps, tile, iteration, begin, publish);
         begin += tile.steps;
-        number = order.counter != nullptr ? gridDim.x + atomicAdd(order.counter, 1) : number + gridDim.x;
+        index = scheduler.counter != nullptr ? gridDim.x + atomicAdd(scheduler.counter, 1) : index + gridDim.x;
     }
-    mbarrier_wait(at.query_empty(), turn % 2 ^ 1);
-    announce();  // that there is none
-    mbarrier_arrive(at.query_full());
+    mbarrier_wait(smem.query_empty(), iteration % 2 ^ 1);
+    publish();  // an index past the last tile ends the consumers
+    mbarrier_arrive(smem.query_full());
 }
 
 #endif
@@ -61,57 +61,34 @@ __device__ inline void produce_all(const AttentionShared<S>& at, const QkvMaps& 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, 1)
     attention_persistent_kernel(T* output_pointer, float* lse, const __grid_constant__ QkvMaps maps,
-                                const __grid_constant__ Attention a, TileOrder order) {
+                                const __grid_constant__ Attention a, TileScheduler scheduler) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
-    const AttentionShared<S> at(shared_bytes);
-    at.init_barriers();
+    const AttentionSmem<S> smem(shared_bytes);
+    smem.init_barriers();
     const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
     if (group == 0) {
         registers_decrease<S::PRODUCER_REGISTERS>();
-        if (warp_index() == 0 && elect_one()) produce_all(at, maps, order, a);
+        if (warp_index() == 0 && elect_one()) persistent_producer(smem, maps, scheduler, a);
         return;
     }
 
     registers_increase<S::CONSUMER_REGISTERS>();
-    begin_turns(consumer);
-    int begin = 0;  // the place in the rings of a tile's first step
-    for (int turn = 0;; ++turn) {
-        mbarrier_wait(at.query_full(), turn % 2);
-        const unsigned number = load_shared(at.number());
-        if (number >= order.tiles * order.heads) break;
-        const QueryTile<S> tile = tile_numbered<S>(number, order, a);
+    init_pingpong_barriers(consumer);
+    int begin = 0;  // pipeline tile of the work tile's first step
+    for (int iteration = 0;; ++iteration) {
+        mbarrier_wait(smem.query_full(), iteration % 2);
+        const unsigned index = load_shared(smem.tile_index());
+        if (index >= scheduler.tiles * scheduler.heads) break;
+        const QueryTile<S> tile = work_tile<S>(index, scheduler, a);
         const ThreadRows rows(tile.q0, consumer);
         float output[S::HEAD_DIM / 2];
-        RunningSoftmax<S::KEYS> softmax;
-        attend_in_turns<T, S>(output, softmax, at, a, tile, rows, consumer, turn, begin);
+        OnlineSoftmaxState<S::KEYS> softmax;
+        pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, iteration, begin);
         store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
         begin += tile.steps;
     }
 #endif
-}
-
-// How long the tiles of a head take, in scores made, hidden ones too: each costs as much as `more` keys beside its own.
-// Of many tiles some, evenly spaced, stand for all. (QueryTile's arithmetic.)
-template <typename S>
-double time_in_scores(const Attention& a, int more) {
-    const int64_t tiles = ceil_div(a.S_q, S::QUERIES), stride = ceil_div(tiles, 128);
-    int64_t keys = 0;
-    for (int64_t tile = 0; tile < tiles; tile += stride) {
-        const int64_t q0 = tile * S::QUERIES,
-                      end = ceil_div(std::min<int64_t>(a.S_k, q0 + S::QUERIES + a.last), S::KEYS);
-        const int64_t last = std::max<int64_t>(end, 1) - 1;
-        keys += (last - std::min(std::max<int64_t>(q0 + a.first, 0) / S::KEYS, last) + 1) * S::KEYS + more;
-    }
-    return static_cast<double>(keys) * S::QUERIES * static_cast<double>(stride);
-}
-
-// At head dimension 64 a softmax takes as long as the products, and 192 queries against 128 keys make many scores in vain
-// where few are seen: five blocks of `wgmma` on an SM, of 64 queries each, are ahead there. With many keys each loads all
-// that L2 gives. What a tile costs, and how much slower `wgmma` is with many keys, is fitted to times at 512 to 4096 keys.
-bool wgmma_is_ahead(const Attention& a) {
-    if (std::max(a.D, a.D_v) > 64) return false;
-    return 1.11 * time_in_scores<Wgmma64>(a, 80) < time_in_scores<Persistent64>(a, 107);
 }
 
 template <typename T, typename S>
@@ -119,20 +96,21 @@ void run_persistent(AttentionCall& call) {
     const Attention& a = call.a;
     const int64_t heads = a.batches * a.heads, tiles = call.tiles<S>();
     const int64_t blocks = std::min<int64_t>(multiprocessors(call.launch.device), tiles);
-    TileOrder order{static_cast<unsigned>(tiles / heads), static_cast<unsigned>(heads), 1, nullptr};
-    grid_size(tiles + blocks);  // what counts tiles has 32 bits
+    TileScheduler scheduler{static_cast<unsigned>(tiles / heads), static_cast<unsigned>(heads), 1, nullptr};
+    grid_size(tiles + blocks);  // the counter has 32 bits
     std::optional<Tensor> counter;
-    // Where a mask hides keys on the right alone, tiles are the longer the later.
+    // Where a mask hides keys only on the right, later tiles are longer.
     if (a.last < a.S_k - 1 && !a.hides_left() && tiles > blocks) {
         const int64_t head_bytes = int64_t{a.S_k} * (a.D + a.D_v) * static_cast<int64_t>(sizeof(T));
         const int64_t room = int64_t{2} * device_attribute(cudaDevAttrL2CacheSize, call.launch.device) / 3;
         const int64_t fit = std::max<int64_t>(room / head_bytes, 1) * a.group();
-        order.section = static_cast<unsigned>(ceil_div(heads, ceil_div(heads, fit)));  // all of one size, almost
+        scheduler.section =
+            static_cast<unsigned>(ceil_div(heads, ceil_div(heads, fit)));  // sections of nearly equal size
         counter = empty(call.query, ScalarType::Int, {1});
         fill_zero(*counter, call.launch.stream);
-        order.counter = static_cast<unsigned*>(counter->data_ptr());
+        scheduler.counter = static_cast<unsigned*>(counter->data_ptr());
     }
-    call.run<attention_persistent_kernel<T, S>, T, S>(blocks, order);
+    call.run<attention_persistent_kernel<T, S>, T, S>(blocks, scheduler);
 }
 
 }  // namespace
@@ -141,7 +119,6 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
                                                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                                 double scale, bool enable_gqa) {
     AttentionCall call("persistent", query, key, value, attn_mask, first, last, scale, enable_gqa);
-    if (wgmma_is_ahead(call.a)) return run_wgmma(call);
     return call.results<Persistent64, Persistent96, Persistent128, Persistent256>([&](auto zero, auto shape) {
         using T = decltype(zero);
         using S = decltype(shape);
@@ -149,14 +126,14 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
     });
 }
 
-void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Persistent64, Persistent96, Persistent128, Persistent256>(
-        facts, dtype,
+void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Persistent64, Persistent96, Persistent128, Persistent256>(
+        attributes, dtype,
         {"attention.persistent.64", "attention.persistent.96", "attention.persistent.128", "attention.persistent.256"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
-            return kernel_facts<attention_persistent_kernel<T, S>>(name, S::THREADS, S::SHARED);
+            return kernel_attributes<attention_persistent_kernel<T, S>>(name, S::THREADS, S::SHARED);
         });
 }
 

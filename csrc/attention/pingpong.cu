@@ -1,14 +1,12 @@
-// Attention on Hopper, its third step; the table of the climb stands in attention.cuh.
+// attention, rung 5 of 7: pingpong
+// Idea      Overlap softmax with products. Within a warpgroup, wgmma runs the next scores and the current output while the
+//           softmax is computed. Between warpgroups, named barriers make one warpgroup's softmax overlap the other's
+//           products (FlashAttention-3, Shah et al., arXiv:2407.08608; Dao-AILab/flash-attention, hopper/).
+// Predicts  max(products, softmax) instead of their sum per tile.
+// Limit now Tensor cores idle where a block begins and ends.
+// Next      `persistent`: load the next tile of queries under the epilogue.
 //
-//   pingpong   one warpgroup's softmax under the other's products     tensor cores idle where a block begins and ends
-//
-// FlashAttention-3 (Shah et al., arXiv:2407.08608; Dao-AILab/flash-attention, hopper/). To loads under all of the rest,
-// which the step before had, two things are added (pingpong.cuh):
-//
-//   - Within a warpgroup, the products of the next tile's scores and of this tile's values are issued together, and run
-//     while the softmax of the next tile is made. Weights stay in registers, as the first operand of their product.
-//   - Between warpgroups, products are issued in turn, by named barriers: so one's softmax falls under the other's
-//     products, and not beside it.
+// Weights stay in registers, as the A operand of their product. pingpong.cuh has the mainloop.
 
 #include "attention/pingpong.cuh"
 
@@ -24,22 +22,22 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                               const __grid_constant__ Attention a) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
-    const AttentionShared<S> at(shared_bytes);
-    at.init_barriers();
+    const AttentionSmem<S> smem(shared_bytes);
+    smem.init_barriers();
     const QueryTile<S> tile = tile_of_block<S>(a);
     const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
     if (group == 0) {
         registers_decrease<S::PRODUCER_REGISTERS>();
-        if (warp_index() == 0 && elect_one()) produce(at, maps, tile);
+        if (warp_index() == 0 && elect_one()) producer(smem, maps, tile);
         return;
     }
 
     registers_increase<S::CONSUMER_REGISTERS>();
     const ThreadRows rows(tile.q0, consumer);
     float output[S::HEAD_DIM / 2];
-    RunningSoftmax<S::KEYS> softmax;
-    begin_turns(consumer);
-    attend_in_turns<T, S>(output, softmax, at, a, tile, rows, consumer, 0, 0);
+    OnlineSoftmaxState<S::KEYS> softmax;
+    init_pingpong_barriers(consumer);
+    pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, 0, 0);
     store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
 #endif
 }
@@ -57,13 +55,14 @@ std::tuple<Tensor, Tensor> attention_pingpong(const Tensor& query, const Tensor&
     });
 }
 
-void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Pingpong64, Pingpong128>(
-        facts, dtype, {"attention.pingpong.64", "attention.pingpong.128"}, [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            return kernel_facts<attention_pingpong_kernel<T, S>>(name, S::THREADS, S::SHARED);
-        });
+void attention_pingpong_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Pingpong64, Pingpong128>(attributes, dtype, {"attention.pingpong.64", "attention.pingpong.128"},
+                                               [](auto zero, auto shape, const char* name) {
+                                                   using T = decltype(zero);
+                                                   using S = decltype(shape);
+                                                   return kernel_attributes<attention_pingpong_kernel<T, S>>(
+                                                       name, S::THREADS, S::SHARED);
+                                               });
 }
 
 }  // namespace kl

@@ -1,14 +1,19 @@
-// Attention of few queries over long keys, as in decoding; the table of the climb stands in attention.cuh.
+// attention, rung 7 of 7: split_kv
+// Idea      Few queries over long keys, as in decoding: keys are split into runs among blocks, so that a single query keeps
+//           every SM reading (Flash-Decoding, Dao et al., https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+// Predicts  The time to read keys and values once at memory bandwidth.
+// Limit now Reading keys and values.
+// Next      –
 //
-//   split_kv   keys are split among blocks, so that a single query keeps every SM reading   the reading of keys and values
+// A block has all queries that share one head of keys and values, grouped heads too, so that keys are read once. They are
+// packed as the 16 rows of one tile. The warps of a block take the tiles of its run round-robin, each with a pipeline of
+// its own in shared memory and no block-wide barrier. Each warp ends with a softmax of the keys it has seen, and the block
+// merges those of its warps.
 //
-// A block has all queries that share one head of keys and values (of grouped heads too: keys are read once), packed as
-// 16 rows of one tile, and a run of the keys; its warps walk through tiles of the run in turn, each with a ring of its
-// own in shared memory and no barrier but its own. Each warp ends with a softmax of what it has seen, the block with
-// that of its run, and a second kernel weighs the runs by their log-sum-exps (Flash-Decoding, Dao et al.,
-// https://crfm.stanford.edu/2023/10/12/flashdecoding.html); or, of few runs and on Hopper, the blocks themselves do, which
-// are a cluster then, each an SM's, and send a row's results to the one that finishes it. Runs are added up in one order:
-// results repeat, but how many runs there are, and so the last bits, depends on the number of SMs.
+// Runs are combined in one of two ways. A second kernel weighs them by their log-sum-exps. Or, on Hopper, where two, four
+// or eight runs fill the GPU as well and all clusters are resident at once, the blocks of a head are a cluster (CLUSTER):
+// each sends a row's results to the block that finishes that row. Runs are summed in a fixed order, so results repeat; the
+// number of runs, and so the last bits, depends on the number of SMs.
 
 #include "attention/tile.cuh"
 #include "core/divisor.cuh"
@@ -20,23 +25,23 @@ namespace kl {
 namespace {
 
 constexpr int ROWS = 16;
-constexpr int MIN_RUN = 256;  // keys: fewer are not worth a block of their own
+constexpr int MIN_RUN = 256;  // keys per run: fewer do not pay for a block
 constexpr int COMBINE_THREADS = 128;
 
-template <int HEAD_DIM_, int TILE_, int STAGES_, int WARPS_, int BLOCKS_, bool TOGETHER_ = false>
+template <int HEAD_DIM_, int TILE_, int STAGES_, int WARPS_, int BLOCKS_, bool CLUSTER_ = false>
 struct SplitShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, TILE = TILE_, STAGES = STAGES_, WARPS = WARPS_, THREADS = WARPS * WARP;
-    static constexpr int BLOCKS = BLOCKS_;       // an SM
-    static constexpr bool TOGETHER = TOGETHER_;  // a head's runs are a cluster
-    using Together = SplitShape<HEAD_DIM, TILE, STAGES, WARPS * BLOCKS, 1, true>;
+    static constexpr int BLOCKS = BLOCKS_;     // per SM
+    static constexpr bool CLUSTER = CLUSTER_;  // the runs of a head are a cluster
+    using InCluster = SplitShape<HEAD_DIM, TILE, STAGES, WARPS * BLOCKS, 1, true>;
     static constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, TILE_BYTES = TILE * HEAD_DIM * 2;
-    static constexpr int RINGS = WARPS * STAGES * 2 * TILE_BYTES;
-    // Of a cluster: what has arrived, (output, lse) of a row, and the barrier that counts it.
-    static constexpr int ROW_FLOATS = HEAD_DIM + 4, RECEIVED = Q_BYTES + RINGS,
+    static constexpr int STAGE_BYTES = WARPS * STAGES * 2 * TILE_BYTES;
+    // With CLUSTER: received (output, lse) of rows, and the mbarrier that counts their bytes.
+    static constexpr int ROW_FLOATS = HEAD_DIM + 4, RECEIVED = Q_BYTES + STAGE_BYTES,
                          BARRIER = RECEIVED + ROWS * ROW_FLOATS * 4;
-    static constexpr int SHARED = TOGETHER ? BARRIER + 8 : RECEIVED;
-    // What the warps leave at the end takes the place of the rings.
-    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= RINGS);
+    static constexpr int SHARED = CLUSTER ? BARRIER + 8 : RECEIVED;
+    // The partial results of the warps reuse the memory of the stages.
+    static_assert(WARPS * ROWS * (HEAD_DIM + 2) * 4 <= STAGE_BYTES);
 };
 //                       head dim, keys, stages, warps, blocks
 using Split64 = SplitShape<64, 32, 3, 4, 2>;
@@ -62,8 +67,8 @@ struct MaxAndSum {
     float max, sum;
 };
 
-// Four columns of a row from those of its runs, and what its log-sum-exp is made of: each run's (D columns, log-sum-exp,
-// 0), or with an additive mask (D columns, maximum, logarithm of the sum), stand in shared memory, ROW_FLOATS apart.
+/// Combines four columns of a row over its runs, and returns maximum and sum for its log-sum-exp. Shared memory holds per
+/// run, ROW_FLOATS apart: D columns, log-sum-exp, 0; under an additive mask D columns, maximum, logarithm of the sum.
 template <typename S>
 __device__ MaxAndSum combine_runs(float (&four)[4], const float* first, int runs, int column) {
     float lse[PORTABLE_CLUSTER], highest = -INFINITE, sum = 0.0f;
@@ -92,13 +97,13 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     attention_split_kv_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention a, Runs runs) {
 #if __CUDA_ARCH__ >= 800
     constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8, WARPS = S::WARPS;
-    constexpr bool TOGETHER = S::TOGETHER && __CUDA_ARCH__ >= 900;
+    constexpr bool CLUSTER = S::CLUSTER && __CUDA_ARCH__ >= 900;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t q_tile = shared_address(shared_bytes);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const uint32_t ring = q_tile + S::Q_BYTES + warp * S::STAGES * 2 * S::TILE_BYTES;
 
-    // Numbers that are known before the launch divide without a division: what stands before the first load is short.
+    // Launch latency dominates short calls, so the prologue avoids integer division.
     const uint32_t outer = runs.by_count.quotient(blockIdx.x);
     const int run = static_cast<int>(blockIdx.x - outer * runs.count);
     const int64_t batch = runs.by_heads.quotient(outer);
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     const int tiles = (run_end - run_begin + S::TILE - 1) / S::TILE;  // zero where no key is seen
     const int mine = tiles > warp ? (tiles - warp + WARPS - 1) / WARPS : 0;
 
-    const auto load = [&](int i) {  // this warp's i-th tile, if there is one
+    const auto load = [&](int i) {  // the i-th tile of this warp, if it exists
         if (i < mine) {
             const uint32_t place = ring + i % S::STAGES * 2 * S::TILE_BYTES;
             const int k0 = run_begin + (i * WARPS + warp) * S::TILE;
@@ -124,14 +129,14 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 
     const int group = a.group(), head0 = head_kv * group, rows = group * a.S_q;
 #if __CUDA_ARCH__ >= 900
-    // Of a cluster each block finishes every count-th row: the other runs' results arrive there.
+    // In a cluster each block finishes every count-th row, and receives that row's results of the other runs.
     const uint32_t arrived = q_tile + S::BARRIER;
     const int finished = runs.by_count.quotient(rows + runs.count - 1 - run);
-    if constexpr (TOGETHER) {
+    if constexpr (CLUSTER) {
         if (threadIdx.x == 0) {
             mbarrier_init(arrived, 1);
             mbarrier_init_fence();
-            mbarrier_arrive_expect(arrived, finished * (runs.count - 1) * S::ROW_FLOATS * 4);
+            mbarrier_arrive_expect_tx(arrived, finished * (runs.count - 1) * S::ROW_FLOATS * 4);
         }
         __syncwarp();
         cluster_arrive_relaxed();
@@ -151,7 +156,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     }
     __syncthreads();
 
-    // Of this lane's two rows: the keys that they see, and their mask.
+    // Visible keys and mask offset of this lane's two rows.
     int first[2], end[2];
     int64_t mask_row[2];
 #pragma unroll
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 
     for (int i = 0; i < mine; ++i) {
         cp_async_wait<S::STAGES - 2>();
-        __syncwarp();  // tile i has landed for all lanes, and all have done with tile i − 1, whose place is filled next
+        __syncwarp();  // tile i has landed for all lanes, and all have read tile i − 1, whose stage is filled next
         load(i + S::STAGES - 1);
         const uint32_t k_tile = ring + i % S::STAGES * 2 * S::TILE_BYTES;
         const int k0 = run_begin + (i * WARPS + warp) * S::TILE;
@@ -218,12 +223,12 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         multiply_accumulate<T, D>(output, weights, k_tile + S::TILE_BYTES, 0);
     }
     cp_async_wait<0>();
-    __syncthreads();  // all warps have done with their rings
-    launch_dependents();
+    __syncthreads();  // all warps have read their last stage
+    griddepcontrol_launch_dependents();
 
-    // The warps' results, side by side: output, then maximum and sum, of each row.
+    // Partial results per warp and row: output, then maximum and sum.
     float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
-    float* facts = results + WARPS * ROWS * D;
+    float* stats = results + WARPS * ROWS * D;
     float* received = reinterpret_cast<float*>(shared_bytes + S::RECEIVED);  // (row, run)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -235,13 +240,13 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         }
         row_sum[h] = quad_sum(row_sum[h]);
         if (lane % 4 == 0) {
-            facts[row * 2] = row_max[h];
-            facts[row * 2 + 1] = row_sum[h];
+            stats[row * 2] = row_max[h];
+            stats[row * 2 + 1] = row_sum[h];
         }
     }
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    if constexpr (TOGETHER) cluster_wait();  // all blocks are there
+    if constexpr (CLUSTER) cluster_wait();  // all blocks have started
 #endif
     const int64_t all_rows = a.batches * a.heads * a.S_q;
     const auto index_of = [&](int row) { return ((batch * a.heads + head0 + row / a.S_q) * a.S_q) + row % a.S_q; };
@@ -254,19 +259,19 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     for (int row = warp; row < rows; row += WARPS) {
         float max_of_all = -INFINITE, sum = 0.0f, factor[WARPS];
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) max_of_all = fmaxf(max_of_all, facts[(w * ROWS + row) * 2]);
+        for (int w = 0; w < WARPS; ++w) max_of_all = fmaxf(max_of_all, stats[(w * ROWS + row) * 2]);
         const float shift = max_of_all == -INFINITE ? 0.0f : max_of_all;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            factor[w] = exp2_approx((facts[(w * ROWS + row) * 2] - shift) * units.factor);
-            sum = fmaf(factor[w], facts[(w * ROWS + row) * 2 + 1], sum);
+            factor[w] = exp2_approx((stats[(w * ROWS + row) * 2] - shift) * units.factor);
+            sum = fmaf(factor[w], stats[(w * ROWS + row) * 2 + 1], sum);
         }
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         const float highest = max_of_all * units.to_log, log_of_sum = logf(sum);
         const auto send = [&](const float4& four, int column) {  // to the block that finishes the row
 #if __CUDA_ARCH__ >= 900
-            const uint32_t turn = runs.by_count.quotient(row), to = row - turn * runs.count;
-            float* const place = received + (turn * runs.count + run) * S::ROW_FLOATS + column;
+            const uint32_t slot = runs.by_count.quotient(row), to = row - slot * runs.count;
+            float* const place = received + (slot * runs.count + run) * S::ROW_FLOATS + column;
             if (to == run) {
                 *reinterpret_cast<float4*>(place) = four;
             } else {
@@ -276,7 +281,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         };
         const int64_t index = index_of(row);
         if (lane == 0) {
-            if constexpr (TOGETHER) {
+            if constexpr (CLUSTER) {
                 const bool apart = p.mask.additive();
                 send(make_float4(apart ? highest : highest + log_of_sum, apart ? log_of_sum : 0.0f, 0.0f, 0.0f), D);
             } else {
@@ -294,7 +299,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             }
 #pragma unroll
             for (float& x : four) x *= inverse;
-            if constexpr (TOGETHER) {
+            if constexpr (CLUSTER) {
                 send(make_float4(four[0], four[1], four[2], four[3]), column);
             } else if (runs.count > 1) {
                 store(p.partial + (run * all_rows + index) * a.D_v, four, column);
@@ -304,15 +309,15 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         }
     }
 #if __CUDA_ARCH__ >= 900
-    if constexpr (TOGETHER) {
+    if constexpr (CLUSTER) {
         __syncthreads();
         mbarrier_wait(arrived, 0);
         for (int i = threadIdx.x; i < finished * (D / 4); i += S::THREADS) {
-            const int turn = i / (D / 4), column = i % (D / 4) * 4;
+            const int slot = i / (D / 4), column = i % (D / 4) * 4;
             float four[4] = {};
             const MaxAndSum row =
-                combine_runs<S>(four, received + turn * runs.count * S::ROW_FLOATS, runs.count, column);
-            const int64_t index = index_of(turn * runs.count + run);
+                combine_runs<S>(four, received + slot * runs.count * S::ROW_FLOATS, runs.count, column);
+            const int64_t index = index_of(slot * runs.count + run);
             if (column == 0) p.lse.store(index, row.max, logf(row.sum));
             store(p.output + index * a.D_v, four, column);
         }
@@ -321,13 +326,13 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 #endif
 }
 
-// One query's runs, weighed by their share of its sum of exponentials; a block a query. A short kernel after a long one: it
-// is launched before that one has ended, and asks for all it needs at once.
+/// Combines the runs of a query, weighted by their share of its sum of exponentials. One block per query; launched with
+/// PDL, because it is a short kernel after a long one.
 template <typename T>
 __global__ void __launch_bounds__(COMBINE_THREADS)
     attention_split_kv_combine_kernel(T* output, Lse lse, const float* partial, Lse of_runs, int64_t rows, int runs,
                                       int D_v) {
-    wait_for_previous();
+    griddepcontrol_wait();
     const int64_t row = blockIdx.x;
     float max_of_all = -INFINITE, sum = 0.0f;
     for (int r = threadIdx.x % WARP; r < runs; r += WARP) max_of_all = fmaxf(max_of_all, of_runs.data[r * rows + row]);
@@ -350,7 +355,7 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     }
 }
 
-// As many runs as fill the GPU once, none of too few keys.
+/// Splits the visible keys into as many runs as fill the GPU once, each of at least MIN_RUN keys.
 Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
     const int begin = std::min(std::max(0, a.first), a.S_k);
     const int end = std::max(begin, std::min(a.S_k, a.S_q + a.last));
@@ -363,22 +368,23 @@ Runs split(const Attention& a, int blocks_per_sm, int32_t device) {
     return {begin, end, rounded, count, Divisor(count), Divisor(std::max(a.heads_kv, 1))};
 }
 
-// The runs of a head as a cluster, where that fills the GPU no less and all of them are on it at once; whether it does.
+/// Launches the runs of a head as a cluster, if that fills the GPU as well and all clusters are resident at once.
+/// Returns whether it has.
 template <typename T, typename S>
-bool launch_together(const Operands<T>& operands, const Attention& a, const Runs& apart, const Launch& launch) {
-    using Together = typename S::Together;
-    const auto kernel = attention_split_kv_kernel<T, Together>;
-    if (!has_hopper_code(kernel, launch.device) || Together::SHARED > shared_limit(launch.device)) return false;
+bool launch_in_clusters(const Operands<T>& operands, const Attention& a, const Runs& apart, const Launch& launch) {
+    using InCluster = typename S::InCluster;
+    const auto kernel = attention_split_kv_kernel<T, InCluster>;
+    if (!has_hopper_code(kernel, launch.device) || InCluster::SHARED > shared_limit(launch.device)) return false;
     static DeviceSet asked;
-    static Resident resident;
-    const Runs runs = split(a, Together::BLOCKS, launch.device);
+    static OccupancyCache occupancy;
+    const Runs runs = split(a, InCluster::BLOCKS, launch.device);
     const bool some = runs.count == 2 || runs.count == 4 || runs.count == PORTABLE_CLUSTER;
     if (!some || runs.count * S::BLOCKS < apart.count) return false;
-    allow_shared(kernel, Together::SHARED, launch.device, asked);
+    allow_shared(kernel, InCluster::SHARED, launch.device, asked);
     const int64_t heads = a.batches * a.heads_kv;
-    const dim3 block(Together::THREADS);
-    if (resident.clusters(kernel, block, runs.count, Together::SHARED, launch) < heads) return false;
-    LaunchConfig config(dim3(grid_size(heads * runs.count)), block, Together::SHARED, launch);
+    const dim3 block(InCluster::THREADS);
+    if (occupancy.clusters(kernel, block, runs.count, InCluster::SHARED, launch) < heads) return false;
+    LaunchConfig config(dim3(grid_size(heads * runs.count)), block, InCluster::SHARED, launch);
     config.clusters_of(runs.count).run(kernel, operands, a, runs);
     return true;
 }
@@ -389,7 +395,7 @@ void launch_split(Operands<T> operands, const Tensor& query, const Attention& a,
     static DeviceSet asked;
     allow_shared(kernel, S::SHARED, launch.device, asked);
     const Runs runs = split(a, S::BLOCKS, launch.device);
-    if (launch_together<T, S>(operands, a, runs, launch)) return;
+    if (launch_in_clusters<T, S>(operands, a, runs, launch)) return;
     const auto grid = grid_size(a.batches * a.heads_kv * runs.count);
     const Lse lse = operands.lse;
     std::optional<Tensor> partial, partial_lse;
@@ -404,8 +410,8 @@ void launch_split(Operands<T> operands, const Tensor& query, const Attention& a,
     kernel<<<grid, S::THREADS, S::SHARED, launch.stream>>>(operands, a, runs);
     KL_LAUNCH_CHECK();
     if (runs.count == 1) return;
-    launch_early(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch, operands.output,
-                 lse, operands.partial, operands.lse, a.rows(), runs.count, static_cast<int>(a.D_v));
+    launch_pdl(attention_split_kv_combine_kernel<T>, grid_size(a.rows()), COMBINE_THREADS, launch, operands.output, lse,
+               operands.partial, operands.lse, a.rows(), runs.count, static_cast<int>(a.D_v));
 }
 
 }  // namespace
@@ -436,22 +442,22 @@ std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor&
     return {output, lse};
 }
 
-void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
         const auto add = [&](const char* name, auto shape) {
             using T = decltype(zero);
             using S = decltype(shape);
-            facts.push_back(kernel_facts<attention_split_kv_kernel<T, S>>(name, S::THREADS, S::SHARED));
+            attributes.push_back(kernel_attributes<attention_split_kv_kernel<T, S>>(name, S::THREADS, S::SHARED));
         };
-        facts.push_back(kernel_facts<attention_split_kv_combine_kernel<decltype(zero)>>("attention.split_kv.combine",
-                                                                                        COMBINE_THREADS));
+        attributes.push_back(kernel_attributes<attention_split_kv_combine_kernel<decltype(zero)>>(
+            "attention.split_kv.combine", COMBINE_THREADS));
         add("attention.split_kv.64", Split64{});
         add("attention.split_kv.128", Split128{});
         add("attention.split_kv.256", Split256{});
-        add("attention.split_kv.64 in clusters", Split64::Together{});
-        add("attention.split_kv.128 in clusters", Split128::Together{});
-        add("attention.split_kv.256 in clusters", Split256::Together{});
+        add("attention.split_kv.64 in clusters", Split64::InCluster{});
+        add("attention.split_kv.128 in clusters", Split128::InCluster{});
+        add("attention.split_kv.256 in clusters", Split256::InCluster{});
     });
 }
 

@@ -1,7 +1,7 @@
-// Tiles of flash attention in shared memory, and the two products that it makes of them on tensor cores.
+// attention on mma.sync: tiles in shared memory, and the two products. For flash.cu, flash_backward.cu, split_kv.cu.
 //
-// A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks of 16 bytes. Chunk c of row r lies in
-// place c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, and those then fall on different banks.
+// A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks of 16 bytes. Chunk c of row r is stored at
+// chunk c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, which then fall on different banks.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -11,18 +11,18 @@ namespace kl {
 
 constexpr float LN2 = 0.693147180559945f;
 
-// Tile sizes of the three kernels by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the tile that
-// stays; tiles of the other operands stream past.
+/// Tile shape by head dimension, padded on chip. Each warp has BLOCK / WARPS rows of the resident tile; tiles of the other
+/// operands stream past.
 template <int HEAD_DIM_, int BLOCK_, int STREAM_, int WARPS_, int COLUMNS_ = HEAD_DIM_>
 struct FlashShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK = BLOCK_, STREAM = STREAM_, WARPS = WARPS_;
-    static constexpr int COLUMNS = COLUMNS_;  // of the head dimension that one block accumulates
+    static constexpr int COLUMNS = COLUMNS_;  // columns of the head dimension that one block accumulates
     static constexpr int THREADS = WARPS * WARP, ROWS = BLOCK / WARPS;
     static constexpr int BLOCK_BYTES = BLOCK * HEAD_DIM * 2, STREAM_BYTES = STREAM * HEAD_DIM * 2;
     static_assert(HEAD_DIM % 64 == 0 && ROWS % 16 == 0 && STREAM % 16 == 0 && HEAD_DIM % COLUMNS == 0);
 };
 
-// Calls f with the shape for a head dimension.
+/// Calls f with the shape for a head dimension.
 template <typename S64, typename S128, typename S256, typename F>
 void dispatch_shape(int head_dim, F&& f) {
     if (head_dim <= 64) return f(S64{});
@@ -30,7 +30,7 @@ void dispatch_shape(int head_dim, F&& f) {
     f(S256{});
 }
 
-// float32 falls to the naive variant: tensor cores would round it to tf32.
+/// Calls f with a zero of the dtype. Tensor cores would round float32 to tf32, so `naive` alone takes it.
 template <typename F>
 void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
     switch (dtype) {
@@ -45,6 +45,7 @@ void dispatch_16bit(ScalarType dtype, const char* op, F&& f) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
+/// Rounds two floats to a pair of 16-bit values in one register.
 __device__ inline uint32_t pack(float low, float high, half) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
@@ -54,28 +55,29 @@ __device__ inline uint32_t pack(float low, float high, bfloat16) {
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// What follows from the address is made again where it is used, not kept from one step to the next: registers are few.
-__device__ inline void forget(uint32_t& address) { asm volatile("" : "+r"(address)); }
+/// Hides the origin of an address from the compiler, so that derived addresses are recomputed instead of kept in registers.
+__device__ inline void recompute(uint32_t& address) { asm volatile("" : "+r"(address)); }
 
 template <int HEAD_DIM>
 __device__ uint32_t tile_offset(int row, int chunk) {
     return (row * (HEAD_DIM / 8) + (chunk ^ (row % 8))) * 16;
 }
 
-// The address `chunks` (even, known to the compiler) to the right of chunk 0 or 1. Tiles start on 128 bytes, so that
-// the swizzle is one exclusive-or, cheaper to make again than to keep in a register.
+/// The address `chunks` (even, a compile-time constant) to the right of chunk 0 or 1. Tiles start on 128 bytes, so that
+/// the swizzle is one exclusive-or, cheaper to recompute than to keep in a register.
 __device__ inline uint32_t step_chunks(uint32_t address, int chunks) {
     return (address ^ (chunks % 8 * 16)) + chunks / 8 * 128;
 }
 
-// Copies ROWS rows from `source` on, of which rows_left (≥ 1; may exceed ROWS; read only where EDGE) and `columns`
-// columns are inside the operand. Outside stand zeros. WHOLE: 16 bytes at a time, and asynchronously. `thread` is one of THREADS.
-template <int ROWS, int HEAD_DIM, int THREADS, bool WHOLE, bool EDGE, typename T>
+/// Copies ROWS rows from `source` on; zeros fill what lies outside the operand. `rows_left` (≥ 1, may exceed ROWS, used only
+/// with EDGE) rows and `columns` columns are inside. VECTORIZED: 16 bytes at a time, with cp.async. All of THREADS threads
+/// call it with their number.
+template <int ROWS, int HEAD_DIM, int THREADS, bool VECTORIZED, bool EDGE, typename T>
 __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns,
                           int thread = threadIdx.x) {
     constexpr int CHUNKS = HEAD_DIM / 8;
-    if constexpr (WHOLE) {
-        constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once
+    if constexpr (VECTORIZED) {
+        constexpr int STEP = THREADS / CHUNKS;  // rows per iteration
         static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP & (STEP - 1)) == 0);
         const int chunk = thread % CHUNKS, row = thread / CHUNKS;
         const bool inside = chunk * 8 < columns;
@@ -103,7 +105,7 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
     }
 }
 
-// The same where only the launch knows whether the operand can be read whole.
+/// The same where only the launch knows whether the operand consists of aligned vectors.
 template <int ROWS, int HEAD_DIM, int THREADS, typename T>
 __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view, int rows_left, int columns,
                           int thread = threadIdx.x) {
@@ -113,8 +115,8 @@ __device__ void load_tile(uint32_t shared, const T* source, const View<T>& view,
     load_tile<ROWS, HEAD_DIM, THREADS, false, true>(shared, source, view, rows_left, columns, thread);
 }
 
-// A warp's accumulators: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t)
-// and (g, 2t + 1), and elements 2 and 3 eight rows below.
+/// Accumulators of a warp: M × 16 rows by N × 8 columns. Lane 4g + t holds, of square (m, n), elements 0 and 1 at (g, 2t)
+/// and (g, 2t + 1), and elements 2 and 3 eight rows below.
 template <int M, int N>
 struct Squares {
     float x[M][N][4];
@@ -131,24 +133,25 @@ struct Squares {
     }
 };
 
-// The row of a warp's squares in which this lane's elements 2h and 2h + 1 lie, and the column of element 0.
+/// The row of this lane's elements 2h and 2h + 1 in a warp's squares, and the column of element 0.
 __device__ inline int lane_row(int m, int h) { return m * 16 + h * 8 + threadIdx.x % WARP / 4; }
 __device__ inline int lane_column(int n) { return n * 8 + threadIdx.x % 4 * 2; }
 
-// What follows where scores may be masked. With an additive mask, they are powers of e: times log2 e, the lowest number of
-// float32 would be −inf, and hide its key. Else they are not yet scaled. `factor` makes their differences powers of 2.
+/// Units of scores that may be masked. Under an additive mask they are scaled, to base e: multiplied by log2 e, the lowest
+/// number of float32 would become −inf and hide its key. Otherwise they are not yet scaled. `factor` converts differences
+/// to powers of 2.
 struct MaskedUnits {
-    float factor, to_log;  // `to_log` makes a maximum a logarithm
+    float factor, to_log;  // `to_log` converts a maximum to base e
 
     __device__ MaskedUnits(const Mask& mask, const Attention& a)
         : factor(mask.additive() ? LOG2E : a.scale * LOG2E), to_log(mask.additive() ? 1.0f : a.scale) {}
 };
 
-// Scores of a warp's squares, which begin at query row0 and key column0, after mask and band, in MaskedUnits: −inf where a
-// query does not see a key.
+/// Applies mask and band to a warp's squares, which begin at query row0 and key column0: scores in MaskedUnits, −inf where
+/// a query does not see a key.
 template <typename T, int M, int N>
-__device__ void hide_squares(Squares<M, N>& scores, const Mask& mask, int64_t offset, int row0, int column0,
-                             const Attention& a) {
+__device__ void apply_mask(Squares<M, N>& scores, const Mask& mask, int64_t offset, int row0, int column0,
+                           const Attention& a) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -173,8 +176,8 @@ __device__ void hide_squares(Squares<M, N>& scores, const Mask& mask, int64_t of
     }
 }
 
-// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another. Each
-// fragment of B serves all M squares.
+/// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another. Each
+/// fragment of B serves all M squares.
 template <typename T, int HEAD_DIM, int M, int N>
 __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t b) {
     static_assert(N % 2 == 0);
@@ -184,8 +187,8 @@ __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t 
     const int low = lane / 8 % 2, high = lane / 16;
     uint32_t lane_a = a + tile_offset<HEAD_DIM>(a_row + low * 8 + lane % 8, high);
     uint32_t lane_b = b + tile_offset<HEAD_DIM>(high * 8 + lane % 8, low);
-    forget(lane_a);
-    forget(lane_b);
+    recompute(lane_a);
+    recompute(lane_b);
     c.clear();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
@@ -205,7 +208,7 @@ __device__ void multiply_rows(Squares<M, N>& c, uint32_t a, int a_row, uint32_t 
     }
 }
 
-// A warp's squares rounded to T, as mma wants its first operand: accumulators lie in registers as that operand does.
+/// A warp's squares rounded to T: accumulators have the register layout of mma's A operand.
 template <int M, int K>
 struct Fragments {
     uint32_t x[K / 2][M][4];
@@ -229,13 +232,13 @@ __device__ Fragments<M, K> round_squares(const Squares<M, K>& a) {
     return f;
 }
 
-// c += A · B: A stays in registers. B is columns from b_column on, a multiple of 64, of a tile with K · 8 rows.
+/// c += A · B: A stays in registers. B is columns from b_column on, a multiple of 64, of a tile with K · 8 rows.
 template <typename T, int HEAD_DIM, int M, int N, int K>
 __device__ void multiply_accumulate(Squares<M, N>& c, const Fragments<M, K>& a, uint32_t b, int b_column) {
     static_assert(N % 2 == 0);
     const int lane = threadIdx.x % WARP, low = lane / 8 % 2, high = lane / 16;
     uint32_t lane_b = b + b_column * 2 + tile_offset<HEAD_DIM>(low * 8 + lane % 8, high);
-    forget(lane_b);
+    recompute(lane_b);
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
 #pragma unroll
@@ -251,13 +254,13 @@ __device__ void multiply_accumulate(Squares<M, N>& c, const Fragments<M, K>& a, 
     }
 }
 
-// A row's sum, of which each of four lanes has a part.
+/// Sums over the four lanes of a row.
 __device__ inline float quad_sum(float part) {
     part += __shfl_xor_sync(FULL_MASK, part, 1);
     return part + __shfl_xor_sync(FULL_MASK, part, 2);
 }
 
-// Writes squares, each row times its factor, to rows and columns of an output that begin at `out`.
+/// Stores squares to `out`, each row multiplied by factor(m, h).
 template <typename T, int M, int N, typename Factor>
 __device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride, int rows_left, int columns_left,
                               Factor factor) {

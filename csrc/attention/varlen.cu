@@ -1,10 +1,13 @@
-// Attention within sequences of several lengths, packed one after the other, on Hopper.
+// attention_varlen, rung 1 of 1: pingpong
+// Idea      The ping-pong schedule of `attention`, on sequences of several lengths packed one after the other. Each block
+//           looks up where its sequence begins.
+// Predicts  The rate of `attention`'s pingpong on the tiles that the sequences fill.
+// Limit now Short sequences: the grid has tiles for the longest one, and blocks without queries exit.
+// Next      –
 //
-//   pingpong   attention's step of this name, which looks up where its sequence begins     short sequences' empty tiles
-//
-// TMA describes all sequences together, so that a tile at the end of one brings the first rows of the next. Of queries
-// those are not stored; scores of keys are hidden; but values must go, since a weight of zero times another sequence's
-// NaN would be NaN.
+// One TMA description covers all sequences, so that the last tile of one contains the first rows of the next. Such
+// queries are not stored and such scores are masked. Such values are cleared, because a weight of zero times another
+// sequence's NaN would be NaN. It shares the mainloop of pingpong.cuh. It has no backward pass.
 
 #include "attention/pingpong.cuh"
 
@@ -22,7 +25,7 @@ struct Packed {
 
 #if KL_SM90A
 
-// Zeros in the rows of a tile of values from `first` on, by all consumers.
+/// Clears the rows of a tile of values from `first` on. All consumers must call it.
 template <typename S>
 __device__ inline void clear_rows(uint32_t values, int first) {
     const int thread = static_cast<int>(threadIdx.x) - WARPGROUP;
@@ -44,7 +47,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                                      const __grid_constant__ Attention all, const __grid_constant__ Packed packed) {
 #if KL_SM90A
     const unsigned outer = blockIdx.x / packed.tiles, head = outer % all.heads, sequence = outer / all.heads;
-    // Whatever the offsets say, a sequence lies inside of the tensors, and has no fewer than zero rows.
+    // Clamps the offsets: a sequence lies inside the tensors and has at least zero rows, whatever they say.
     const int query_row = min(max(packed.cu_seqlens_q[sequence], 0), all.S_q);
     const int key_row = min(max(packed.cu_seqlens_k[sequence], 0), all.S_k);
     Attention a = all;
@@ -58,25 +61,25 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     tile.key_row = key_row;
 
     extern __shared__ unsigned char shared_bytes[];
-    const AttentionShared<S> at(shared_bytes);
-    at.init_barriers();
+    const AttentionSmem<S> smem(shared_bytes);
+    smem.init_barriers();
     const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
     if (group == 0) {
         registers_decrease<S::PRODUCER_REGISTERS>();
-        if (warp_index() == 0 && elect_one()) produce(at, maps, tile);
+        if (warp_index() == 0 && elect_one()) producer(smem, maps, tile);
         return;
     }
 
     registers_increase<S::CONSUMER_REGISTERS>();
     if (const int rest = a.S_k - tile.first_key(0); rest < S::KEYS) {
-        mbarrier_wait(at.value_full(0), phase_of(0));
-        clear_rows<S>(at.value(0), rest);
+        mbarrier_wait(smem.value_full(0), phase_of(0));
+        clear_rows<S>(smem.value(0), rest);
     }
     const ThreadRows rows(tile.q0, consumer);
     float output[S::HEAD_DIM / 2];
-    RunningSoftmax<S::KEYS> softmax;
-    begin_turns(consumer);
-    attend_in_turns<T, S>(output, softmax, at, a, tile, rows, consumer, 0, 0);
+    OnlineSoftmaxState<S::KEYS> softmax;
+    init_pingpong_barriers(consumer);
+    pingpong_mainloop<T, S>(output, softmax, smem, a, tile, rows, consumer, 0, 0);
     const int64_t stride = int64_t{a.heads} * a.D_v;  // from query to query
     store_results<T, S>(output_pointer + query_row * stride + head * a.D_v, stride,
                         lse + int64_t{head} * all.S_q + query_row, a, rows, output, softmax);
@@ -116,14 +119,14 @@ std::tuple<Tensor, Tensor> attention_varlen_pingpong(const Tensor& query, const 
     });
 }
 
-void attention_varlen_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Varlen64, Varlen128>(facts, dtype, {"attention_varlen.pingpong.64", "attention_varlen.pingpong.128"},
-                                      [](auto zero, auto shape, const char* name) {
-                                          using T = decltype(zero);
-                                          using S = decltype(shape);
-                                          return kernel_facts<attention_varlen_pingpong_kernel<T, S>>(name, S::THREADS,
-                                                                                                      S::SHARED);
-                                      });
+void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Varlen64, Varlen128>(
+        attributes, dtype, {"attention_varlen.pingpong.64", "attention_varlen.pingpong.128"},
+        [](auto zero, auto shape, const char* name) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            return kernel_attributes<attention_varlen_pingpong_kernel<T, S>>(name, S::THREADS, S::SHARED);
+        });
 }
 
 }  // namespace kl

@@ -1,10 +1,11 @@
-// Attention on Hopper, its second step; the table of the climb stands in attention.cuh.
+// attention, rung 4 of 7: warp_specialized
+// Idea      A producer warp keeps the pipelines of keys and values full; consumer warpgroups only compute. They meet at
+//           full and empty barriers in shared memory, so that no thread waits for all others.
+// Predicts  A byte from L2 serves two or three times the queries: consumers share each tile of keys and values.
+// Limit now Tensor cores idle during the softmax.
+// Next      `pingpong`: compute the softmax of one warpgroup under the products of another.
 //
-//   warp_specialized   a warp only loads, warpgroups only compute and share tiles     a softmax beside idle tensor cores
-//
-// A producer warp keeps the rings of keys and values full. It meets the consumers at barriers in shared memory; no
-// thread waits for all others any more. Two or three consumer warpgroups share each tile of keys and values, so that a
-// byte from L2 serves two or three times the queries. They take the registers that the producer does not need.
+// setmaxnreg gives the consumers the registers that the producer does not need.
 
 #include "attention/hopper.cuh"
 
@@ -20,41 +21,41 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                                       const __grid_constant__ Attention a) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
-    const AttentionShared<S> at(shared_bytes);
-    at.init_barriers();
+    const AttentionSmem<S> smem(shared_bytes);
+    smem.init_barriers();
     const QueryTile<S> tile = tile_of_block<S>(a);
     const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
     if (group == 0) {
         registers_decrease<S::PRODUCER_REGISTERS>();
-        if (warp_index() == 0 && elect_one()) produce(at, maps, tile);
+        if (warp_index() == 0 && elect_one()) producer(smem, maps, tile);
         return;
     }
 
     registers_increase<S::CONSUMER_REGISTERS>();
     const ThreadRows rows(tile.q0, consumer);
-    const uint32_t q = at.q + consumer * 64 * SWIZZLE_ROW;
+    const uint32_t q = smem.q + consumer * 64 * SWIZZLE_ROW;
     const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
     float output[S::HEAD_DIM / 2];
     float scores[S::KEYS / 2];
     uint32_t weights[S::KEYS / 16][4];
-    RunningSoftmax<S::KEYS> softmax;
+    OnlineSoftmaxState<S::KEYS> softmax;
 
-    mbarrier_wait(at.query_full(), 0);
+    mbarrier_wait(smem.query_full(), 0);
     for (int i = 0; i < tile.steps; ++i) {
-        mbarrier_wait(at.key_full(i), phase_of(i));
-        issue_scores<T, S>(scores, q, at.key(i));
+        mbarrier_wait(smem.key_full(i), phase_of(i));
+        gemm_qk<T, S>(scores, q, smem.key(i));
         wgmma_wait<0>();
         wgmma_pin(scores);
-        done_with(at.key_empty(i));
-        hide<S::KEYS>(scores, a, rows, tile.first_key(i));
-        softmax.next(scores, scale);
+        release_stage(smem.key_empty(i));
+        apply_mask<S::KEYS>(scores, a, rows, tile.first_key(i));
+        softmax.update(scores, scale);
         if (i > 0) softmax.rescale_output(output);
         round_weights<T, S::KEYS>(weights, scores);
-        mbarrier_wait(at.value_full(i), phase_of(i));
-        issue_output<T, S>(output, weights, at.value(i), i > 0);
+        mbarrier_wait(smem.value_full(i), phase_of(i));
+        gemm_pv<T, S>(output, weights, smem.value(i), i > 0);
         wgmma_wait<0>();
         wgmma_pin(output);
-        done_with(at.value_empty(i));
+        release_stage(smem.value_empty(i));
     }
     store_results<T, S>(output_pointer, lse, a, tile, rows, output, softmax);
 #endif
@@ -73,13 +74,13 @@ std::tuple<Tensor, Tensor> attention_warp_specialized(const Tensor& query, const
     });
 }
 
-void attention_warp_specialized_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
-    hopper_facts<Specialized64, Specialized128>(
-        facts, dtype, {"attention.warp_specialized.64", "attention.warp_specialized.128"},
+void attention_warp_specialized_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    hopper_attributes<Specialized64, Specialized128>(
+        attributes, dtype, {"attention.warp_specialized.64", "attention.warp_specialized.128"},
         [](auto zero, auto shape, const char* name) {
             using T = decltype(zero);
             using S = decltype(shape);
-            return kernel_facts<attention_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED);
+            return kernel_attributes<attention_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED);
         });
 }
 

@@ -17,7 +17,7 @@
 
 #include "core/ops.h"
 #include "core/torch_tensor.h"
-#include "matmul/parts.h"
+#include "matmul/chunked_copy.h"
 
 namespace kl {
 namespace {
@@ -33,8 +33,25 @@ struct Schema {
 #define KL_OP(signature, function) \
     Schema { signature, boxed<&function> }
 
-// The step of the climb is the overload and the function's template argument alike.
+// The rung of a normalisation is the overload and the function's template argument alike.
 #define KL_NORM(op, step, arguments) KL_OP(#op "." #step arguments, op<NormStep::step>)
+#define KL_LAYER_NORM "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"
+#define KL_LAYER_NORM_BACKWARD                                                                       \
+    "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight," \
+    " bool needs_bias) -> (Tensor, Tensor, Tensor)"
+#define KL_RMS_NORM "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"
+#define KL_RMS_NORM_BACKWARD                                                                         \
+    "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight)" \
+    " -> (Tensor, Tensor)"
+#define KL_ADD_RMS_NORM \
+    "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"
+#define KL_ADD_RMS_NORM_BACKWARD                                                                 \
+    "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input," \
+    " bool needs_weight) -> (Tensor, Tensor)"
+#define KL_CHAIN                                                                                     \
+    "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold," \
+    " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"
+#define KL_CHAIN_BACKWARD "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"
 
 const std::vector<Schema>& schemas() {
     static const std::vector<Schema> list = {
@@ -47,25 +64,36 @@ const std::vector<Schema>& schemas() {
         KL_OP("softmax.online(Tensor input, int dim) -> Tensor", softmax_online),
         KL_OP("softmax.shared(Tensor input, int dim) -> Tensor", softmax_shared),
         KL_OP("softmax.registers(Tensor input, int dim) -> Tensor", softmax_registers),
+        KL_OP("softmax.multirow(Tensor input, int dim) -> Tensor", softmax_multirow),
         KL_OP("softmax.cluster(Tensor input, int dim) -> Tensor", softmax_cluster),
+        KL_OP("softmax.cluster_two_pass(Tensor input, int dim) -> Tensor", softmax_cluster_two_pass),
         KL_OP("softmax_backward.naive(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_naive),
         KL_OP("softmax_backward.online(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_online),
         KL_OP("softmax_backward.shared(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_shared),
         KL_OP("softmax_backward.registers(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_registers),
         KL_OP("softmax_backward.cluster(Tensor grad, Tensor output, int dim) -> Tensor", softmax_backward_cluster),
+        KL_OP("softmax_backward.cluster_two_pass(Tensor grad, Tensor output, int dim) -> Tensor",
+              softmax_backward_cluster_two_pass),
         KL_OP("matmul.naive(Tensor input, Tensor other) -> Tensor", matmul_naive),
         KL_OP("matmul.coalesced(Tensor input, Tensor other) -> Tensor", matmul_coalesced),
         KL_OP("matmul.tiled(Tensor input, Tensor other) -> Tensor", matmul_tiled),
+        KL_OP("matmul.thread_tile(Tensor input, Tensor other) -> Tensor", matmul_thread_tile),
+        KL_OP("matmul.vectorized(Tensor input, Tensor other) -> Tensor", matmul_vectorized),
+        KL_OP("matmul.double_buffered(Tensor input, Tensor other) -> Tensor", matmul_double_buffered),
         KL_OP("matmul.registers(Tensor input, Tensor other) -> Tensor", matmul_registers),
         KL_OP("matmul.mma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_mma),
         KL_OP("matmul.wgmma(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_wgmma),
+        KL_OP("matmul.registers_tma(Tensor input, Tensor other) -> Tensor", matmul_registers_tma),
         KL_OP("matmul.warp_specialized(Tensor input, Tensor other, bool allow_tf32) -> Tensor",
               matmul_warp_specialized),
         KL_OP("matmul.cluster(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_cluster),
         KL_OP("matmul.persistent(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_persistent),
         KL_OP("matmul.stream_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_stream_k),
         KL_OP("matmul.skinny(Tensor input, Tensor other) -> Tensor", matmul_skinny),
-        KL_OP("matmul.split_k(Tensor input, Tensor other, bool allow_tf32) -> Tensor", matmul_split_k),
+        KL_OP(
+            "matmul.split_k(Tensor input, Tensor other, bool allow_tf32, int tile_m, int tile_n, int splits, bool pair)"
+            " -> Tensor",
+            matmul_split_k),
         KL_OP("attention.naive(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first, SymInt last,"
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_naive),
@@ -114,87 +142,49 @@ const std::vector<Schema>& schemas() {
               dropout_vectorized),
         KL_OP("bias_gelu.naive(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_naive),
         KL_OP("bias_gelu.vectorized(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_vectorized),
+        KL_OP("bias_gelu.multirow(Tensor input, Tensor bias, str approximate) -> Tensor", bias_gelu_multirow),
         KL_OP("bias_gelu_backward.naive(Tensor grad, Tensor input, Tensor bias, str approximate) -> (Tensor, Tensor)",
               bias_gelu_backward_naive),
-        KL_OP("bias_gelu_backward.vectorized(Tensor grad, Tensor input, Tensor bias, str approximate)"
+        KL_OP("bias_gelu_backward.multirow(Tensor grad, Tensor input, Tensor bias, str approximate)"
               " -> (Tensor, Tensor)",
-              bias_gelu_backward_vectorized),
+              bias_gelu_backward_multirow),
         KL_OP("swiglu.naive(Tensor gate, Tensor up) -> Tensor", swiglu_naive),
         KL_OP("swiglu.vectorized(Tensor gate, Tensor up) -> Tensor", swiglu_vectorized),
         KL_OP("swiglu_backward.naive(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_backward_naive),
         KL_OP("swiglu_backward.vectorized(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
               swiglu_backward_vectorized),
-        KL_NORM(layer_norm, naive,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm, block,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm, registers,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm, cluster,
-                "(Tensor input, Tensor? weight, Tensor? bias, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, naive,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, block,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, registers,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(layer_norm_backward, cluster,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight, bool "
-                "needs_bias) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(rms_norm, naive, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm, block, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm, registers, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm, cluster, "(Tensor input, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, naive,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, block,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, registers,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(rms_norm_backward, cluster,
-                "(Tensor grad, Tensor input, Tensor? weight, Tensor stats, bool needs_input, bool needs_weight) -> "
-                "(Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, naive,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, block,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, registers,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm, cluster,
-                "(Tensor input, Tensor residual, Tensor? weight, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, naive,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, block,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, registers,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(add_rms_norm_backward, cluster,
-                "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input, bool "
-                "needs_weight) -> (Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm, naive,
-                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
-                " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm, registers,
-                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
-                " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm, cluster,
-                "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold,"
-                " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm_backward, naive,
-                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm_backward, registers,
-                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
-        KL_NORM(bias_dropout_add_layer_norm_backward, cluster,
-                "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"),
+        // The rungs from `registers` on share the backward pass of that name.
+        KL_NORM(layer_norm, naive, KL_LAYER_NORM),
+        KL_NORM(layer_norm, block, KL_LAYER_NORM),
+        KL_NORM(layer_norm, registers, KL_LAYER_NORM),
+        KL_NORM(layer_norm, smem_pipeline, KL_LAYER_NORM),
+        KL_NORM(layer_norm, cluster, KL_LAYER_NORM),
+        KL_NORM(layer_norm, persistent_cluster, KL_LAYER_NORM),
+        KL_NORM(layer_norm_backward, naive, KL_LAYER_NORM_BACKWARD),
+        KL_NORM(layer_norm_backward, block, KL_LAYER_NORM_BACKWARD),
+        KL_NORM(layer_norm_backward, registers, KL_LAYER_NORM_BACKWARD),
+        KL_NORM(rms_norm, naive, KL_RMS_NORM),
+        KL_NORM(rms_norm, block, KL_RMS_NORM),
+        KL_NORM(rms_norm, registers, KL_RMS_NORM),
+        KL_NORM(rms_norm, smem_pipeline, KL_RMS_NORM),
+        KL_NORM(rms_norm, cluster, KL_RMS_NORM),
+        KL_NORM(rms_norm_backward, naive, KL_RMS_NORM_BACKWARD),
+        KL_NORM(rms_norm_backward, block, KL_RMS_NORM_BACKWARD),
+        KL_NORM(rms_norm_backward, registers, KL_RMS_NORM_BACKWARD),
+        KL_NORM(add_rms_norm, naive, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, block, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, registers, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, smem_pipeline, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm, cluster, KL_ADD_RMS_NORM),
+        KL_NORM(add_rms_norm_backward, naive, KL_ADD_RMS_NORM_BACKWARD),
+        KL_NORM(add_rms_norm_backward, block, KL_ADD_RMS_NORM_BACKWARD),
+        KL_NORM(add_rms_norm_backward, registers, KL_ADD_RMS_NORM_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm, naive, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm, registers, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm, smem_pipeline, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm, cluster, KL_CHAIN),
+        KL_NORM(bias_dropout_add_layer_norm_backward, naive, KL_CHAIN_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm_backward, registers, KL_CHAIN_BACKWARD),
         KL_OP("linear.naive(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
               linear_naive),
         KL_OP("linear.registers(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep)"
@@ -249,46 +239,57 @@ ScalarType dtype_named(const std::string& name) {
     return found->second;
 }
 
-std::vector<KernelFacts> kernels(const std::string& dtype_name) {
+std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     const ScalarType dtype = dtype_named(dtype_name);
-    std::vector<KernelFacts> facts;
-    gelu_kernel_facts(facts, dtype);
-    softmax_kernel_facts(facts, dtype);
-    matmul_naive_facts(facts, dtype);
-    matmul_coalesced_facts(facts, dtype);
-    matmul_tiled_facts(facts, dtype);
-    matmul_registers_facts(facts, dtype);
-    matmul_mma_facts(facts, dtype);
-    matmul_wgmma_facts(facts, dtype);
-    matmul_warp_specialized_facts(facts, dtype);
-    matmul_cluster_facts(facts, dtype);
-    matmul_persistent_facts(facts, dtype);
-    matmul_skinny_facts(facts, dtype);
-    matmul_split_k_facts(facts, dtype);
-    attention_naive_kernel_facts(facts, dtype);
-    attention_flash_kernel_facts(facts, dtype);
-    attention_wgmma_kernel_facts(facts, dtype);
-    attention_warp_specialized_kernel_facts(facts, dtype);
-    attention_pingpong_kernel_facts(facts, dtype);
-    attention_persistent_kernel_facts(facts, dtype);
-    attention_split_kv_kernel_facts(facts, dtype);
-    attention_varlen_kernel_facts(facts, dtype);
-    attention_flash_backward_kernel_facts(facts, dtype);
-    add_kernel_facts(facts, dtype);
-    sum_kernel_facts(facts, dtype);
-    dropout_kernel_facts(facts, dtype);
-    bias_gelu_kernel_facts(facts, dtype);
-    swiglu_kernel_facts(facts, dtype);
-    layer_norm_kernel_facts(facts, dtype);
-    rms_norm_kernel_facts(facts, dtype);
-    add_rms_norm_kernel_facts(facts, dtype);
-    bias_dropout_add_layer_norm_kernel_facts(facts, dtype);
-    linear_naive_facts(facts, dtype);
-    linear_registers_facts(facts, dtype);
-    linear_mma_facts(facts, dtype);
-    linear_persistent_facts(facts, dtype);
-    linear_skinny_facts(facts, dtype);
-    return facts;
+    std::vector<KernelAttributes> attributes;
+    gelu_kernel_attributes(attributes, dtype);
+    softmax_naive_kernel_attributes(attributes, dtype);
+    softmax_online_kernel_attributes(attributes, dtype);
+    softmax_shared_kernel_attributes(attributes, dtype);
+    softmax_registers_kernel_attributes(attributes, dtype);
+    softmax_multirow_kernel_attributes(attributes, dtype);
+    softmax_cluster_kernel_attributes(attributes, dtype);
+    softmax_cluster_two_pass_kernel_attributes(attributes, dtype);
+    matmul_naive_attributes(attributes, dtype);
+    matmul_coalesced_attributes(attributes, dtype);
+    matmul_tiled_attributes(attributes, dtype);
+    matmul_thread_tile_attributes(attributes, dtype);
+    matmul_vectorized_attributes(attributes, dtype);
+    matmul_double_buffered_attributes(attributes, dtype);
+    matmul_registers_attributes(attributes, dtype);
+    matmul_mma_attributes(attributes, dtype);
+    matmul_wgmma_attributes(attributes, dtype);
+    matmul_registers_tma_attributes(attributes, dtype);
+    matmul_warp_specialized_attributes(attributes, dtype);
+    matmul_cluster_attributes(attributes, dtype);
+    matmul_persistent_attributes(attributes, dtype);
+    matmul_skinny_attributes(attributes, dtype);
+    matmul_split_k_attributes(attributes, dtype);
+    attention_naive_kernel_attributes(attributes, dtype);
+    attention_flash_kernel_attributes(attributes, dtype);
+    attention_wgmma_kernel_attributes(attributes, dtype);
+    attention_warp_specialized_kernel_attributes(attributes, dtype);
+    attention_pingpong_kernel_attributes(attributes, dtype);
+    attention_persistent_kernel_attributes(attributes, dtype);
+    attention_split_kv_kernel_attributes(attributes, dtype);
+    attention_varlen_kernel_attributes(attributes, dtype);
+    attention_flash_backward_kernel_attributes(attributes, dtype);
+    add_kernel_attributes(attributes, dtype);
+    sum_kernel_attributes(attributes, dtype);
+    dropout_kernel_attributes(attributes, dtype);
+    bias_gelu_kernel_attributes(attributes, dtype);
+    swiglu_kernel_attributes(attributes, dtype);
+    layer_norm_kernel_attributes(attributes, dtype);
+    rms_norm_kernel_attributes(attributes, dtype);
+    add_rms_norm_kernel_attributes(attributes, dtype);
+    bias_dropout_add_layer_norm_kernel_attributes(attributes, dtype);
+    bias_dropout_add_layer_norm_backward_kernel_attributes(attributes, dtype);
+    linear_naive_attributes(attributes, dtype);
+    linear_registers_attributes(attributes, dtype);
+    linear_mma_attributes(attributes, dtype);
+    linear_persistent_attributes(attributes, dtype);
+    linear_skinny_attributes(attributes, dtype);
+    return attributes;
 }
 
 // What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, save that the libraries are never destroyed: at exit
@@ -307,21 +308,23 @@ void register_operators() {
 PYBIND11_MODULE(_C, module) {
     namespace py = pybind11;
     kl::register_operators();
-    module.doc() = "Operators torch.ops.kernel_ladder.*, and facts about their kernels.";
-    py::class_<kl::KernelFacts>(module, "KernelFacts", "What the compiler made of a kernel.")
-        .def_readonly("name", &kl::KernelFacts::name)
-        .def_readonly("type", &kl::KernelFacts::type)
-        .def_readonly("registers", &kl::KernelFacts::registers)
-        .def_readonly("static_shared", &kl::KernelFacts::static_shared)
-        .def_readonly("dynamic_shared", &kl::KernelFacts::dynamic_shared)
-        .def_readonly("local", &kl::KernelFacts::local)
-        .def_readonly("threads", &kl::KernelFacts::threads)
-        .def_readonly("blocks_per_sm", &kl::KernelFacts::blocks_per_sm);
+    module.doc() = "Operators torch.ops.kernel_ladder.*, and attributes about their kernels.";
+    py::class_<kl::KernelAttributes>(module, "KernelAttributes", "What the compiler made of a kernel.")
+        .def_readonly("name", &kl::KernelAttributes::name)
+        .def_readonly("type", &kl::KernelAttributes::type)
+        .def_readonly("registers", &kl::KernelAttributes::registers)
+        .def_readonly("static_shared", &kl::KernelAttributes::static_shared)
+        .def_readonly("dynamic_shared", &kl::KernelAttributes::dynamic_shared)
+        .def_readonly("local", &kl::KernelAttributes::local)
+        .def_readonly("threads", &kl::KernelAttributes::threads)
+        .def_readonly("blocks_per_sm", &kl::KernelAttributes::blocks_per_sm);
     module.def("architectures", &kl::architectures,
                "What the kernels were compiled to: 'sm_90a' is machine code, 'compute_80' is PTX.");
     module.def("variants", &kl::variants, "Operators with their variants, in the order of the climb.");
     module.def("kernels", &kl::kernels, py::arg("dtype") = "bfloat16",
                "Registers, shared and local memory and occupancy of each kernel, for operands of a dtype.");
+    module.def("split_k_blocks_at_once", &kl::matmul_split_k_blocks_at_once, py::arg("device"),
+               "How many blocks of matmul.split_k run at once, in clusters of 1, 2, 4 and 8.");
     py::class_<kl::CopiedOperand>(module, "CopiedOperand", "Bytes of an operand's copy: of a batch, and of a tile.")
         .def(py::init([](int64_t of_batch, int64_t of_tile, bool per_batch) {
                  return kl::CopiedOperand{of_batch, of_tile, per_batch};

@@ -1,7 +1,7 @@
-// Checks of arguments, which raise RuntimeError in Python.
+// Argument checks, which raise RuntimeError in Python.
 //
-// Not STD_TORCH_CHECK: it writes its message through a std::ostringstream, and in a process whose PyTorch brings a C++
-// library of its own that ends in a segmentation fault (seen with the PyTorch 2.11 wheels) where an error was meant.
+// STD_TORCH_CHECK writes its message through a std::ostringstream. In a process whose PyTorch brings its own C++ library
+// that ends in a segmentation fault instead of an error (seen with the PyTorch 2.11 wheels).
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace kl {
 
-// A piece of a message, a string or an integer: laid down only where a check has failed, in few instructions, and made
-// into text elsewhere. Hundreds of checks are compiled.
+/// A part of a message: a string or an integer. It is built only where a check has failed, in few instructions, and
+/// formatted elsewhere, because hundreds of checks are compiled.
 struct MessagePart {
     const char* text;  // null where it is the number
     int64_t number = 0;

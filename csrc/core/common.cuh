@@ -1,4 +1,4 @@
-// What every kernel shares: types, checks, launch check, vectors of 16 bytes, reductions; strided operands by layout.h.
+// What every kernel shares: types, checks, 16-byte vectors, reductions. core/layout.h describes strided operands.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,12 +39,12 @@ inline int device_attribute(cudaDeviceAttr attribute, int32_t device) {
 
 inline int multiprocessors(int32_t device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// Shared memory that one block may ask for, dynamic and static together.
+/// Shared memory that one block may request, dynamic and static together.
 inline int shared_limit(int32_t device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
 
-// The architecture that a kernel's code was compiled for, as 90 for sm_90 and for compute_90: of a driver's translation of
-// compute_80 it is 80, on whatever GPU. The kernel is asked on the current device, which must be `device`, and only once:
-// all kernels of the extension are compiled for the same architectures.
+/// Architecture that a kernel was compiled for: 90 for sm_90 and for compute_90. Code that the driver translates from
+/// compute_80 returns 80 on any GPU. `device` must be the current device. Queried once per device, because all kernels of
+/// the extension are compiled for the same architectures.
 template <typename Kernel>
 int code_version(Kernel* kernel, int32_t device) {
     constexpr int DEVICES = 64;
@@ -59,8 +59,8 @@ int code_version(Kernel* kernel, int32_t device) {
     return version;
 }
 
-// Whether a kernel's code has what came with Hopper: thread-block clusters, programmatic dependent launch. That of an older
-// architecture, which newer GPUs run as well, has left it out.
+/// Whether a kernel's code has Hopper's thread-block clusters and programmatic dependent launch. Code of an older
+/// architecture, which newer GPUs run as well, is compiled without them.
 template <typename Kernel>
 bool has_hopper_code(Kernel* kernel, int32_t device) {
     return code_version(kernel, device) >= 90;
@@ -84,7 +84,7 @@ inline void check_same_shape(const Tensor& tensor, const Tensor& other, const ch
     KL_CHECK(same, op, ": argument `", name, "` must have the shape of the first argument");
 }
 
-// Devices for which something has been done. Two threads may both do it; those beyond 64 do it every time.
+/// Set of devices for which a set-up call has been made. Two threads may both make it; devices from 64 on repeat it.
 struct DeviceSet {
     std::atomic<uint64_t> bits{0};
     bool has(int32_t device) const { return device < 64 && (bits.load(std::memory_order_relaxed) >> device & 1) != 0; }
@@ -93,8 +93,8 @@ struct DeviceSet {
     }
 };
 
-// More than 48 KiB of dynamic shared memory must be asked for, once per kernel and device (the current one). `asked` is
-// the kernel's own.
+/// Raises a kernel's limit of dynamic shared memory above 48 KiB, once per kernel and device (the current one). Each kernel
+/// has its own `asked`.
 template <typename Kernel>
 void allow_shared(Kernel* kernel, int bytes, int32_t device, DeviceSet& asked) {
     if (asked.has(device)) return;
@@ -102,7 +102,7 @@ void allow_shared(Kernel* kernel, int bytes, int32_t device, DeviceSet& asked) {
     asked.add(device);
 }
 
-// The same of a kernel whose launches need different amounts, `most` at most: as much of that as the GPU has.
+/// The same for a kernel whose launches need up to `most` bytes: requests as much of that as the GPU has.
 template <typename Kernel>
 void allow_shared_up_to(Kernel* kernel, int most, int32_t device, DeviceSet& asked) {
     if (asked.has(device)) return;
@@ -112,8 +112,8 @@ void allow_shared_up_to(Kernel* kernel, int most, int32_t device, DeviceSet& ask
                  asked);
 }
 
-// Calls f with a value of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T =
-// decltype(zero); … }).
+/// Calls f with a zero of the C++ type that `dtype` names: dispatch(dtype, "gelu", [&](auto zero) { using T =
+/// decltype(zero); … }).
 template <typename F>
 void dispatch(ScalarType dtype, const char* op, F&& f) {
     switch (dtype) {
@@ -128,13 +128,13 @@ void dispatch(ScalarType dtype, const char* op, F&& f) {
     }
 }
 
-// Calls f with std::true_type or std::false_type, so that a choice made here is a constant there.
+/// Calls f with std::true_type or std::false_type, so that f can use the choice as a constant.
 template <typename F>
 void with_constant(bool value, F&& f) {
     value ? f(std::true_type{}) : f(std::false_type{});
 }
 
-constexpr int THREADS = 256;  // of a block, where nothing asks for another number
+constexpr int THREADS = 256;  // default threads per block
 
 inline unsigned int grid_size(int64_t blocks) {
     KL_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "too many blocks for one launch: ", blocks);
@@ -164,7 +164,7 @@ __device__ inline bfloat16 from_float<bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// As many elements as one 16-byte load or store moves.
+/// The elements of one 16-byte load or store.
 template <typename T>
 struct alignas(16) Vec {
     static constexpr int size = 16 / sizeof(T);
@@ -180,11 +180,11 @@ __device__ inline Vec<T> load_vec(const T* pointer) {
 
 using Persisting = cuda::access_property::persisting;
 
-// A pointer to what is read but once, whose lines leave the L2 after all others: what is written then leaves it early, and
-// the memory moves the same bytes 1 to 5 % faster. From compute capability 10.0 on the pointer as it is: there cicc of
-// CUDA 13.0 crashes on associate_access_property where elements have 16 bits, and nobody has measured a gain.
+/// Pointer whose loads have the L2 eviction policy evict_last, for data that is read once. Written lines then leave L2
+/// early, and memory moves the same bytes 1 to 5 % faster. From compute capability 10.0 on it is the plain pointer: cicc of
+/// CUDA 13.0 crashes there on associate_access_property with 16-bit elements, and no gain has been measured.
 template <typename T>
-__device__ inline const T* once(const T* pointer) {
+__device__ inline const T* evict_last(const T* pointer) {
 #if __CUDA_ARCH__ < 1000
     return cuda::associate_access_property(pointer, Persisting{});
 #else
@@ -197,14 +197,14 @@ __device__ inline void store_vec(T* pointer, const Vec<T>& value) {
     *reinterpret_cast<Vec<T>*>(pointer) = value;
 }
 
-// The same, of what leaves the L2 before what is read. Faster where clusters stay and go from row to row, by up to 6 %;
-// elsewhere 1 to 2 % slower, or no faster.
+/// Stores with the cache policy evict_first. Up to 6 % faster in persistent cluster kernels that loop over rows; elsewhere
+/// 1 to 2 % slower, or no faster.
 template <typename T>
-__device__ inline void store_streamed(T* pointer, const Vec<T>& value) {
+__device__ inline void store_evict_first(T* pointer, const Vec<T>& value) {
     __stcs(reinterpret_cast<uint4*>(pointer), reinterpret_cast<const uint4&>(value));
 }
 
-// A vector as floats and back, two 16-bit elements an instruction.
+/// Converts a vector to floats and back, two 16-bit elements per instruction.
 template <typename T>
 __device__ inline void unpack(const Vec<T>& v, float (&x)[Vec<T>::size]) {
 #pragma unroll
@@ -243,8 +243,8 @@ __device__ inline Vec<bfloat16> pack<bfloat16>(const float (&x)[8]) {
     return v;
 }
 
-// The special function unit's own instructions: one issue slot each, 1 ulp (reciprocal) and 2 ulp (2 to the x) of
-// error, denormals flushed to zero.
+/// Instructions of the special function unit: one issue slot each; error 1 ulp (reciprocal) and 2 ulp (2 to the x);
+/// denormals are flushed to zero.
 __device__ inline float rcp_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -282,7 +282,7 @@ __device__ inline float warp_reduce(float value, Op op) {
     return value;
 }
 
-// Among the four lanes of a row: lane t has two columns of each of four groups of eight, and gets all of group t.
+/// Transposes among four lanes: lane t has two columns of each of four groups of eight, and returns all of group t.
 __device__ inline void transpose_quad(uint32_t (&x)[4]) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
@@ -296,7 +296,8 @@ __device__ inline void transpose_quad(uint32_t (&x)[4]) {
     }
 }
 
-// Every thread of the block gets the result. `scratch` holds one float per warp.
+/// Reduces over the block and returns the result to every thread. `scratch` holds one float per warp; the call may be
+/// repeated with the same scratch.
 template <typename Op>
 __device__ inline float block_reduce(float value, Op op, float* scratch) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
@@ -307,7 +308,7 @@ __device__ inline float block_reduce(float value, Op op, float* scratch) {
     return warp_reduce(lane < warps ? scratch[lane] : Op::identity, op);
 }
 
-// Kahan's sum: one thread adds up a whole row or column, whose rounding errors would pile up.
+/// Kahan's compensated sum, for threads that add a whole row or column.
 struct CompensatedSum {
     float sum = 0.0f, lost = 0.0f;
     __device__ void add(float x) {

@@ -1,12 +1,12 @@
-// Division without the instructions of a division.
+// Division by a constant of the launch, without a division instruction.
 #pragma once
 
 #include "core/common.cuh"
 
 namespace kl {
 
-// Division by a number known before the launch, as a multiplication (Granlund and Montgomery, "Division by Invariant
-// Integers using Multiplication", PLDI 1994), of what is less than 2^31.
+/// Divides numbers below 2^31 by a number known before the launch, with a multiplication (Granlund and Montgomery,
+/// "Division by Invariant Integers using Multiplication", PLDI 1994).
 struct Divisor {
     uint32_t divisor, multiplier, shift;
 

@@ -1,11 +1,11 @@
-// Several operands of one shape, of any strides, walked side by side, 16 bytes of each at a time.
+// Element-wise kernels: several operands of one shape, of any strides, read in parallel, 16 bytes of each at a time.
 //
-//   access   what lets it be                               the address of a vector
-//   dense    every operand is one run of memory            its index
-//   rows     each operand's rows lie at a stride of its    a division by the vectors of a row, which is two
-//            own, and hold whole 16-byte vectors: halves   instructions
-//            of one tensor, say
-//   strided  nothing: elements one by one                  a division an element and dimension
+//   access   condition                                     address of a vector
+//   dense    every operand is dense in the same order      its index
+//   rows     each operand's rows lie at one stride of its  a division by the vectors per row, which costs two
+//            own and consist of 16-byte vectors (halves    instructions
+//            of one tensor, say)
+//   strided  none: elements one by one                     a division per element and dimension
 #pragma once
 
 #include "core/divisor.cuh"
@@ -15,7 +15,7 @@ namespace kl {
 
 enum class Access { dense, rows, strided };
 
-// The dimensions that are left when neighbours that every operand walks as one are merged; and each operand's strides.
+/// Sizes, and strides of each operand, after merging neighbouring dimensions that every operand walks as one.
 template <int N>
 struct Operands {
     Access access = Access::strided;
@@ -24,7 +24,7 @@ struct Operands {
     int64_t strides[N][MAX_DIMS];
     Divisor vectors_a_row;
 
-    // `order` says which dimension comes first, and so in which order elements are counted.
+    /// `order`: the dimensions, outermost first; elements are counted in this order.
     Operands(const std::vector<int64_t>& order, const Tensor* const (&tensors)[N], const char* op) {
         for (const int64_t d : order) add(d, tensors, op);
         const int64_t vector = 16 / static_cast<int64_t>(tensors[0]->element_size());
@@ -42,7 +42,7 @@ struct Operands {
         }
     }
 
-    // Memory offset in operand `k` of the element at an index in that order.
+    /// Memory offset in operand `k` of the element at an index in that order.
     __device__ int64_t offset(int k, int64_t index) const {
         int64_t offset = 0;
 #pragma unroll 1  // as in Strided::offset
@@ -66,7 +66,7 @@ struct Operands {
     }
 };
 
-// Where 16 bytes of operand `k` begin, of which the first element is number `first`.
+/// Offset of the vector of operand `k` that begins with element number `first`.
 template <Access ACCESS, typename T, int N>
 __device__ inline int64_t vector_offset(const Operands<N>& all, int k, int64_t first) {
     if constexpr (ACCESS == Access::dense) return first;
@@ -75,15 +75,15 @@ __device__ inline int64_t vector_offset(const Operands<N>& all, int k, int64_t f
     return row * all.strides[k][0] + int64_t{column} * Vec<T>::size;
 }
 
-// Whether 16 bytes from element `first` on are one run of memory in every operand. If not, the kernel takes them element
-// by element, on a path of its own: where both met again, vectors would be taken apart and put together.
+/// Whether 16 bytes from element `first` on are contiguous in every operand. If not, the kernel takes them element by
+/// element, with a store of its own: where the paths joined, the compiler would unpack and pack the vectors again.
 template <Access ACCESS, typename T>
 __device__ inline bool is_vector(int64_t first, int64_t numel) {
     return ACCESS != Access::strided && first + Vec<T>::size <= numel;
 }
 
-// Calls f with the access as a constant: an instance of the kernel each, because a choice at run time would stand
-// between the loads.
+/// Calls f with the access as a constant: one instance of the kernel per access, because a choice at run time would
+/// separate the loads.
 template <typename F>
 void dispatch_access(Access access, F&& f) {
     switch (access) {

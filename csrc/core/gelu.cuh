@@ -1,4 +1,4 @@
-// GELU's two forms and their derivatives, for every kernel that has one in it.
+// The exact and the tanh form of GELU, and their derivatives.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace kl {
 
-// Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with the tail Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a): the form
-// of Abramowitz and Stegun 7.1.26, with a polynomial of our own fit, of one degree more, within 4e-9 of Q. It takes 15
-// instructions where erff takes about 30, and both signs and tails without cancellation.
+/// Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with the tail Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a). This is the
+/// form of Abramowitz and Stegun 7.1.26 with a polynomial of one degree more, fitted here, within 4e-9 of Q. It takes 15
+/// instructions where erff takes about 30, and neither sign nor tail suffers cancellation.
 struct Exact {
     __device__ static float cdf(float x, float* density) {
         const float e = exp2_approx(x * (-0.5f * LOG2E) * x);  // exp(−x² / 2)
@@ -37,7 +37,7 @@ struct Exact {
 struct Tanh {
     static constexpr float SCALE = 0.797884561f, CUBIC = 0.044715f;  // √(2/π), and the fit's coefficient
 
-    // 0.5 · (1 + tanh(u)) = sigmoid(2u). Of exp(−|2u|), neither the sigmoid nor its slope suffers cancellation.
+    /// 0.5 · (1 + tanh(u)) = sigmoid(2u), from exp(−|2u|): neither the sigmoid nor its slope suffers cancellation.
     __device__ static float sigmoid(float x, float* slope) {
         const float u = x * fmaf(SCALE * CUBIC * x, x, SCALE);
         const float e = exp2_approx(-2.0f * LOG2E * fabsf(u));
@@ -58,7 +58,7 @@ struct Tanh {
     }
 };
 
-// Calls f with a value of the type that `dtype` names, and with the form that `approximate` does.
+/// Calls f(zero, form) with a zero of the type that `dtype` names and the form that `approximate` names.
 template <typename F>
 void dispatch_form(ScalarType dtype, const std::string& approximate, const char* op, F&& f) {
     KL_CHECK(approximate == "none" || approximate == "tanh", op,

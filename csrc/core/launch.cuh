@@ -1,4 +1,4 @@
-// Launches that <<<…>>> has no words for: in thread-block clusters, or before what is in the stream has ended.
+// Launches with attributes that <<<…>>> cannot express: thread-block clusters, programmatic dependent launch (PDL).
 #pragma once
 
 #include "core/common.cuh"
@@ -18,7 +18,7 @@ struct LaunchConfig {
     }
     LaunchConfig(const LaunchConfig&) = delete;  // it points into itself
 
-    // `blocks` that follow one another are a cluster.
+    /// Groups `blocks` consecutive blocks into a cluster.
     LaunchConfig& clusters_of(unsigned blocks) {
         if (blocks == 1) return *this;
         cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
@@ -27,8 +27,8 @@ struct LaunchConfig {
         return *this;
     }
 
-    // The kernel waits itself for what is in the stream: see core/pdl.cuh.
-    LaunchConfig& early(bool yes) {
+    /// Launches with PDL if `yes`: the kernel itself waits for the kernel before it (core/pdl.cuh).
+    LaunchConfig& pdl(bool yes) {
         if (!yes) return *this;
         cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
         attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -1,4 +1,4 @@
-// How operands lie in memory, as kernels walk over them. What the host does is compiled once, in layout.cpp.
+// Memory layout of strided operands, as kernels walk over them. The host code is compiled once, in layout.cpp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,16 +12,16 @@ namespace kl {
 
 constexpr int MAX_DIMS = 12;
 
-// Row-major index → memory offset, over the dimensions that do not collapse into their neighbour.
+/// Maps a row-major index to a memory offset, over the dimensions that do not merge with their neighbour.
 struct Strided {
     int dims = 0;
-    int64_t strides[MAX_DIMS];  // first: of most operands one is all that a kernel looks at, and it lies beside `dims`
+    int64_t strides[MAX_DIMS];  // first: kernels mostly read one stride, which is then next to `dims`
     int64_t sizes[MAX_DIMS];
 
 #if defined(__CUDACC__)
     __device__ int64_t offset(int64_t index) const {
         int64_t offset = 0;
-#pragma unroll 1  // left alone, the compiler lays out four divisions at once, for more dimensions than tensors have
+#pragma unroll 1  // otherwise the compiler unrolls four divisions, for more dimensions than tensors have
         for (int d = dims - 1; d > 0; --d) {
             offset += index % sizes[d] * strides[d];
             index /= sizes[d];
@@ -34,8 +34,8 @@ struct Strided {
 
 Strided collapse(const int64_t* sizes, const int64_t* strides, int64_t dim, const char* op);
 
-// The order of dimensions in which a fresh tensor like `input` is laid out: by descending stride, broadcast ones last
-// in doubt. With its strides, so that the memory order of a dense input is kept, as torch.empty_like does.
+/// Layout of a new tensor like `input`: the order of its dimensions, by descending stride, and its strides. It keeps the
+/// memory order of a dense input, as torch.empty_like does.
 struct DenseLike {
     std::vector<int64_t> order;    // dimensions, outermost in memory first
     std::vector<int64_t> sizes;    // in that order
@@ -43,7 +43,7 @@ struct DenseLike {
 
     explicit DenseLike(const Tensor& input);
     Tensor allocate(const Tensor& input) const;
-    // How to read `tensor`, of the same shape, in the memory order of the fresh one.
+    /// The walk over `tensor`, of the same shape, in the memory order of the new one.
     Strided walk(const Tensor& tensor, const char* op) const;
 };
 

@@ -12,17 +12,16 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 
-// 16 bytes of global memory into shared memory, past the registers. Only the first `bytes` are read; zeros fill the
-// rest.
+/// Copies 16 bytes from global to shared memory, bypassing registers. Only the first `bytes` are read; zeros fill the rest.
 __device__ inline void cp_async16(uint32_t shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// The same of all 16 bytes, or of none: cheaper, because a number of bytes travels in the low bits of the address. ONCE: of
-// what is read but once, as once() has it.
-template <bool ONCE = false>
+/// The same for all 16 bytes or none: cheaper, because a byte count would be encoded in the low bits of the address.
+/// EVICT_LAST: with the L2 eviction policy of evict_last(), for data that is read once.
+template <bool EVICT_LAST = false>
 __device__ inline void cp_async16_if(uint32_t shared, const void* global, bool inside) {
-    if constexpr (ONCE) {
+    if constexpr (EVICT_LAST) {
         asm volatile(
             "{\n.reg .pred outside;\nsetp.eq.b32 outside, %2, 0;\n"
             "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, outside, %3;\n}" ::"r"(shared),
@@ -39,14 +38,14 @@ __device__ inline void cp_async16_if(uint32_t shared, const void* global, bool i
 
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `PENDING` of this thread's groups are under way.
+/// Waits until at most `PENDING` of this thread's groups are in flight.
 template <int PENDING>
 __device__ inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8×8 matrices of 16-bit elements, or 8×4 of 32-bit ones. Lane 8i + r names row r (16 bytes) of matrix i; lane
-// 4g + t gets elements 2t and 2t + 1 (32-bit: element t) of row g of each.
+/// Loads four 8×8 matrices of 16-bit elements, or 8×4 of 32-bit ones. Lane 8i + r gives the address of row r (16 bytes) of
+/// matrix i; lane 4g + t receives elements 2t and 2t + 1 (32-bit: element t) of row g of each.
 __device__ inline void ldmatrix(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -54,7 +53,7 @@ __device__ inline void ldmatrix(uint32_t (&r)[4], uint32_t shared) {
                  : "memory");
 }
 
-// The same with each matrix transposed: lane 4g + t gets rows 2t and 2t + 1 of column g.
+/// The same with each matrix transposed: lane 4g + t receives rows 2t and 2t + 1 of column g.
 __device__ inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -81,8 +80,8 @@ __device__ inline void store_shared16(uint32_t shared, uint4 v) {
                  : "memory");
 }
 
-// d += a · b, 16×8 outputs, over 32 bytes of k: 16 elements of half and bfloat16, 8 of tf32. Lane 4g + t holds outputs
-// (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+/// d += a · b, 16×8 outputs, over 32 bytes of k: 16 elements of half and bfloat16, 8 of tf32. Lane 4g + t holds outputs
+/// (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, half) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -106,7 +105,7 @@ __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// mma cuts float32 off to tf32; this rounds to the nearest first. 16-bit pairs pass as they are.
+/// Rounds float32 to the nearest tf32, because mma truncates. 16-bit pairs pass unchanged.
 template <typename T>
 __device__ inline void round_to_operand(uint32_t (&r)[4]) {
     if constexpr (sizeof(T) == 4) {

@@ -5,12 +5,12 @@
 
 namespace kl {
 
-constexpr int PORTABLE_CLUSTER = 8;  // blocks of a cluster that any GPU with clusters runs
+constexpr int PORTABLE_CLUSTER = 8;  // blocks of the largest portable cluster
 
-// Of a kernel that runs in clusters, whose body other code leaves out.
+/// Error message for cluster kernels, whose body is empty in older code.
 constexpr const char* NO_CLUSTERS = "thread-block clusters need code of compute capability 9.0 or later for this GPU";
 
-// To be asked before a kernel is launched in clusters of so many blocks, or their number asked.
+/// Permits clusters of more than the portable size. Must be called before such a launch or occupancy query.
 template <typename Kernel>
 void allow_clusters(Kernel* kernel, unsigned blocks) {
     if (blocks > PORTABLE_CLUSTER) {
@@ -18,9 +18,9 @@ void allow_clusters(Kernel* kernel, unsigned blocks) {
     }
 }
 
-// How many clusters of a kernel (or blocks, where a cluster is one) the GPU holds at once. The driver is asked once for
-// each device, size of cluster, and size of block; shared memory follows from these. Every kernel has its own.
-struct Resident {
+/// Number of clusters of a kernel (or of blocks, for a cluster of one) that are resident on the GPU at once. The driver is
+/// queried once per device, cluster size and block size, from which shared memory follows. Each kernel has its own cache.
+struct OccupancyCache {
     static constexpr int DEVICES = 16, SIZES = 5, BLOCKS = 6;
     std::atomic<int> known[DEVICES][SIZES][BLOCKS]{};
 

@@ -15,7 +15,7 @@
 namespace kl {
 
 // What the compiler made of a kernel, and how much of it fits on one SM (occupancy needs a GPU: -1 without one).
-struct KernelFacts {
+struct KernelAttributes {
     std::string name;
     std::string type;       // mangled name of a type that names the kernel, so that it can be found in the binary
     int registers;          // per thread
@@ -30,23 +30,23 @@ template <auto* KERNEL>
 struct KernelType {};
 
 template <auto* KERNEL>
-KernelFacts kernel_facts(const char* name, int threads, int64_t dynamic_shared = 0) {
+KernelAttributes kernel_attributes(const char* name, int threads, int64_t dynamic_shared = 0) {
     auto* const kernel = KERNEL;
-    cudaFuncAttributes attributes{};
-    KernelFacts facts{name, typeid(KernelType<KERNEL>).name(), -1, -1, dynamic_shared, -1, threads, -1};
-    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
-        facts.registers = attributes.numRegs;
-        facts.static_shared = static_cast<int64_t>(attributes.sharedSizeBytes);
-        facts.local = static_cast<int64_t>(attributes.localSizeBytes);
-        if (dynamic_shared > attributes.maxDynamicSharedSizeBytes) {  // possible only where the kernel has asked for it
+    cudaFuncAttributes queried{};
+    KernelAttributes attributes{name, typeid(KernelType<KERNEL>).name(), -1, -1, dynamic_shared, -1, threads, -1};
+    if (cudaFuncGetAttributes(&queried, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
+        attributes.registers = queried.numRegs;
+        attributes.static_shared = static_cast<int64_t>(queried.sharedSizeBytes);
+        attributes.local = static_cast<int64_t>(queried.localSizeBytes);
+        if (dynamic_shared > queried.maxDynamicSharedSizeBytes) {  // possible only where the kernel has asked for it
             cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(dynamic_shared));
         }
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts.blocks_per_sm, reinterpret_cast<const void*>(kernel),
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&attributes.blocks_per_sm, reinterpret_cast<const void*>(kernel),
                                                       threads, static_cast<size_t>(dynamic_shared));
     }
     cudaGetLastError();  // without a GPU the query fails; nothing after it should see that
-    return facts;
+    return attributes;
 }
 
 // gelu.cu
@@ -54,23 +54,35 @@ Tensor gelu_naive(const Tensor& input, const std::string& approximate);
 Tensor gelu_vectorized(const Tensor& input, const std::string& approximate);
 Tensor gelu_backward_naive(const Tensor& grad, const Tensor& input, const std::string& approximate);
 Tensor gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const std::string& approximate);
-void gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void gelu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
-// softmax.cu
+// softmax/*.cu; multirow has the backward pass of registers
 Tensor softmax_naive(const Tensor& input, int64_t dim);
 Tensor softmax_online(const Tensor& input, int64_t dim);
 Tensor softmax_shared(const Tensor& input, int64_t dim);
 Tensor softmax_registers(const Tensor& input, int64_t dim);
+Tensor softmax_multirow(const Tensor& input, int64_t dim);
 Tensor softmax_cluster(const Tensor& input, int64_t dim);
+Tensor softmax_cluster_two_pass(const Tensor& input, int64_t dim);
 Tensor softmax_backward_naive(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_online(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_shared(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_registers(const Tensor& grad, const Tensor& output, int64_t dim);
 Tensor softmax_backward_cluster(const Tensor& grad, const Tensor& output, int64_t dim);
-void softmax_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+Tensor softmax_backward_cluster_two_pass(const Tensor& grad, const Tensor& output, int64_t dim);
+void softmax_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void softmax_online_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void softmax_shared_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void softmax_registers_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void softmax_multirow_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void softmax_cluster_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void softmax_cluster_two_pass_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
-// The climb that the normalisations share: norm.cuh, norm/registers.cuh.
-enum class NormStep { naive, block, registers, cluster };
+// The rungs of the normalisations, of which an operation has some: csrc/norm has a file for each.
+enum class NormStep { naive, block, registers, smem_pipeline, cluster, persistent_cluster };
+
+// Instantiates an operator's function, a template of the rung, for one rung of the schema table in core/bindings.cpp.
+#define KL_NORM_RUNG(function, step) template decltype(function<NormStep::step>) function<NormStep::step>;
 
 // layer_norm.cu: over the last dimension. Forward gives output and, where asked to keep it, what the backward pass needs of
 // the rows.
@@ -81,7 +93,7 @@ template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& input,
                                                        const std::optional<Tensor>& weight, const Tensor& stats,
                                                        bool needs_input, bool needs_weight, bool needs_bias);
-void layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void layer_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // rms_norm.cu
 template <NormStep STEP>
@@ -90,7 +102,7 @@ template <NormStep STEP>
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& input,
                                              const std::optional<Tensor>& weight, const Tensor& stats, bool needs_input,
                                              bool needs_weight);
-void rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void rms_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // add_rms_norm.cu
 template <NormStep STEP>
@@ -100,9 +112,9 @@ template <NormStep STEP>
 std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tensor& grad_sum, const Tensor& sum,
                                                  const std::optional<Tensor>& weight, const Tensor& stats,
                                                  bool needs_input, bool needs_weight);
-void add_rms_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void add_rms_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
-// bias_dropout_add_layer_norm.cu: output, sum and statistics; backward, from the sum's gradient those of input and bias
+// bias_dropout_add_layer_norm/*.cu: output, sum and statistics; backward, from the sum's gradient those of input and bias
 template <NormStep STEP>
 std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
     const Tensor& input, const Tensor& bias, const Tensor& residual, const std::optional<Tensor>& weight,
@@ -110,32 +122,45 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
 template <NormStep STEP>
 std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& grad, int64_t threshold, double scale,
                                                                 int64_t seed);
-void bias_dropout_add_layer_norm_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void bias_dropout_add_layer_norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void bias_dropout_add_layer_norm_backward_kernel_attributes(std::vector<KernelAttributes>& attributes,
+                                                            ScalarType dtype);
 
 // matmul/*.cu
 Tensor matmul_naive(const Tensor& input, const Tensor& other);
 Tensor matmul_coalesced(const Tensor& input, const Tensor& other);
 Tensor matmul_tiled(const Tensor& input, const Tensor& other);
+Tensor matmul_thread_tile(const Tensor& input, const Tensor& other);
+Tensor matmul_vectorized(const Tensor& input, const Tensor& other);
+Tensor matmul_double_buffered(const Tensor& input, const Tensor& other);
 Tensor matmul_registers(const Tensor& input, const Tensor& other);
+Tensor matmul_registers_tma(const Tensor& input, const Tensor& other);
 Tensor matmul_mma(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_persistent(const Tensor& input, const Tensor& other, bool allow_tf32);
 Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32);
-Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32);
+Tensor matmul_split_k(const Tensor& input, const Tensor& other, bool allow_tf32, int64_t tile_m, int64_t tile_n,
+                      int64_t splits, bool pair);
+// How many blocks run at once on a device in clusters of 1, 2, 4 and 8. Needs a GPU of compute capability 9.0.
+std::vector<int> matmul_split_k_blocks_at_once(int device);
 Tensor matmul_skinny(const Tensor& input, const Tensor& other);
-void matmul_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_coalesced_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_tiled_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_split_k_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void matmul_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void matmul_naive_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_coalesced_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_tiled_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_thread_tile_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_vectorized_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_double_buffered_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_registers_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_registers_tma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_wgmma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_warp_specialized_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_cluster_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_persistent_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_split_k_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void matmul_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // attention/*.cu
 std::tuple<Tensor, Tensor> attention_naive(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -172,48 +197,49 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                                             const Tensor& output, const Tensor& lse,
                                                             const std::optional<Tensor>& attn_mask, int64_t first,
                                                             int64_t last, double scale, bool enable_gqa);
-void attention_naive_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_flash_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_wgmma_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_warp_specialized_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_pingpong_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_persistent_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_split_kv_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_varlen_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void attention_flash_backward_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_wgmma_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_warp_specialized_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_pingpong_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // add.cu
 Tensor add_naive(const Tensor& input, const Tensor& other);
 Tensor add_vectorized(const Tensor& input, const Tensor& other);
-void add_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void add_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // sum.cu: `dim` holds each dimension once, counted from the first
 Tensor sum_naive(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
 Tensor sum_block(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
 Tensor sum_coalesced(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
 Tensor sum_two_stage(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim);
-void sum_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void sum_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // dropout.cu
 Tensor dropout_naive(const Tensor& input, int64_t threshold, double scale, int64_t seed);
 Tensor dropout_vectorized(const Tensor& input, int64_t threshold, double scale, int64_t seed);
-void dropout_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void dropout_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
-// bias_gelu.cu
+// bias_gelu.cu; vectorized has the backward pass of multirow
 Tensor bias_gelu_naive(const Tensor& input, const Tensor& bias, const std::string& approximate);
 Tensor bias_gelu_vectorized(const Tensor& input, const Tensor& bias, const std::string& approximate);
+Tensor bias_gelu_multirow(const Tensor& input, const Tensor& bias, const std::string& approximate);
 std::tuple<Tensor, Tensor> bias_gelu_backward_naive(const Tensor& grad, const Tensor& input, const Tensor& bias,
                                                     const std::string& approximate);
-std::tuple<Tensor, Tensor> bias_gelu_backward_vectorized(const Tensor& grad, const Tensor& input, const Tensor& bias,
-                                                         const std::string& approximate);
-void bias_gelu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+std::tuple<Tensor, Tensor> bias_gelu_backward_multirow(const Tensor& grad, const Tensor& input, const Tensor& bias,
+                                                       const std::string& approximate);
+void bias_gelu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // swiglu.cu
 Tensor swiglu_naive(const Tensor& gate, const Tensor& up);
 Tensor swiglu_vectorized(const Tensor& gate, const Tensor& up);
 std::tuple<Tensor, Tensor> swiglu_backward_naive(const Tensor& grad, const Tensor& gate, const Tensor& up);
 std::tuple<Tensor, Tensor> swiglu_backward_vectorized(const Tensor& grad, const Tensor& gate, const Tensor& up);
-void swiglu_kernel_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void swiglu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // linear.cu, matmul/: output, and what stood before the bias where `keep`, else a tensor of no elements.
 std::tuple<Tensor, Tensor> linear_naive(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -228,10 +254,10 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
                                              bool keep, bool allow_tf32);
 std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                          const std::string& activation, bool keep);
-void linear_naive_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void linear_persistent_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
-void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+void linear_naive_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void linear_registers_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void linear_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void linear_persistent_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void linear_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 }  // namespace kl

@@ -1,5 +1,5 @@
-// Dropout's mask, as kernel_ladder/semantics/philox.py specifies it: Philox 4×32-10 of the seed and an element's index (Salmon,
-// Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11).
+// Dropout's mask, as kernel_ladder/semantics/philox.py specifies it: Philox 4×32-10 of the seed and an element's index
+// (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11).
 #pragma once
 
 #include "core/common.cuh"
@@ -8,9 +8,9 @@ namespace kl {
 
 constexpr int PHILOX_ROUNDS = 10;
 constexpr uint32_t PHILOX_W0 = 0x9E3779B9u, PHILOX_W1 = 0xBB67AE85u;
-constexpr int PHILOX_HALVES = 8;  // of one call, for as many elements
+constexpr int PHILOX_HALVES = 8;  // 16-bit words per call, one per element
 
-// The keys of all rounds, made by the host: as a kernel's argument they are operands of its instructions, at no cost.
+/// Keys of all rounds, computed on the host. As kernel parameters they are constant operands of the instructions.
 struct PhiloxKeys {
     uint32_t low[PHILOX_ROUNDS], high[PHILOX_ROUNDS];
 
@@ -23,10 +23,10 @@ struct PhiloxKeys {
     }
 };
 
-// The words of the counter (lower, upper, PART, 0). Where `upper` is the same in all threads, so is half of the second
-// round's work, and of the first round's there is one product alone. Part 1 is rarely called, but its row waits for it. As a
-// loop it shares nothing with a call of part 0, whose values would else wait in registers; its keys are added up, since
-// one of an index not known before is fetched for as long as a round takes.
+/// Philox of the counter (lower, upper, PART, 0). Where `upper` is uniform over the threads, so is half of the second round,
+/// and the first round has one product. Part 1 is rarely called, but its row waits for it. It is a loop, so that it shares
+/// no values with part 0, which would occupy registers. Its keys are accumulated, because loading a key by a run-time
+/// index takes as long as a round.
 template <uint32_t PART>
 __device__ uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys& keys) {
     constexpr int UNROLL = PART == 0 ? PHILOX_ROUNDS : 1;
@@ -42,10 +42,10 @@ __device__ uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys& keys) 
     return c;
 }
 
-// What dropout multiplies elements by: `scale` where the element's word is not below `threshold`, else zero.
-//
-// The upper half of an element's word, from a first call, decides alone, unless it equals the threshold's: a tie, once in
-// 65536 times. Then a second call gives the lower halves, and all halves of the first are replaced by what is decided.
+/// Factors of dropout: `scale` where the element's 32-bit word is at least `threshold`, else zero.
+///
+/// The upper half of a word comes from a first call and decides alone, unless it equals the threshold's upper half: a tie,
+/// once in 65536 times. Then a second call gives the lower halves, and the decisions replace the halves of the first.
 struct DropoutMask {
     PhiloxKeys keys;
     uint32_t threshold;

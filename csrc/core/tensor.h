@@ -1,5 +1,5 @@
-// A tensor as the kernels' files see it. They do not include PyTorch, whose headers would be most of the time that it
-// takes to compile them; tensor.cpp stands between the two, and torch_tensor.h lets operators be registered with these types.
+// The tensor type of the kernel files. They do not include PyTorch, whose headers would dominate their compile time.
+// tensor.cpp converts between the two; torch_tensor.h registers operators with these types.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,7 +41,7 @@ class Extents {
     int64_t operator[](int64_t d) const { return first[d]; }
 };
 
-// Shares a PyTorch tensor, and knows what a kernel's launch asks of it.
+/// Shares ownership of a PyTorch tensor and caches its metadata.
 class Tensor {
     std::shared_ptr<void> owner;  // PyTorch's own
     void* data = nullptr;
@@ -79,7 +79,7 @@ class Tensor {
 Tensor empty_strided(const Tensor& like, ScalarType dtype, const int64_t* sizes, const int64_t* strides, int64_t dim);
 Tensor empty(const Tensor& like, ScalarType dtype, const std::vector<int64_t>& sizes);
 
-// Makes the tensor's device current while it lives, and knows the stream to launch on.
+/// Makes the tensor's device current during its lifetime, and holds the stream to launch on.
 struct Launch {
     int32_t device;
     cudaStream_t stream;

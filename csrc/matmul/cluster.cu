@@ -1,10 +1,11 @@
-// matmul, eighth step; the table of the climb stands in matmul.cuh.
+// matmul, rung 12 of 16: cluster
+// Idea      A cluster of two blocks shares what both read: each loads half of it and TMA multicasts it to both.
+// Predicts  Bytes that a block reads from the L2 per stage: 16 + 32 / 2 = 32 KiB instead of 48.
+// Limit now Tensor cores idle while a block starts and ends.
+// Next      `persistent`: blocks stay and load the next tile under the epilogue.
 //
-//   cluster           two blocks share what both read, by TMA multicast      idle tensor cores as a block begins, ends
-//
-// A cluster of two blocks makes 256×256 outputs, one below the other, from the same columns of B: each loads half of
-// them, for both. (Of few rows it makes 128×512 and shares A.) What a block asks of L2 falls from 48 to 32 KiB a stage.
-// A stage is filled by both blocks, so that the multiplying warps of both must have left it: each tells both.
+// The cluster computes 256×256 outputs, one tile below the other, from the same columns of B. With few rows it computes
+// 128×512 and shares A. Both blocks fill a stage, so the consumer warps of both must have left it: each tells both.
 
 #include "matmul/hopper.cuh"
 
@@ -19,12 +20,12 @@ constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
 
 template <typename T, Major A, Major B>
 __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
-    matmul_cluster_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, PairOrder order) {
+    matmul_cluster_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, ClusterRaster order) {
 #if KL_SM90A
     using namespace cluster;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        Ring<STAGES>::init(full, empty, 1, CLUSTER * CONSUMERS * WARPGROUP / WARP);
+        PipelineState<STAGES>::init(full, empty, 1, CLUSTER * CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
         from.prefetch();
     }
@@ -34,14 +35,14 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
     order.at<BM, BN>(blockIdx.x / CLUSTER, cluster_rank(), &batch, &m0, &n0);
     const int k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
-    Ring<STAGES> at;
+    PipelineState<STAGES> at;
     if (group == 0) {
         registers_decrease<40>();
         if (warp == 0 && elect_one()) {
-            for (int i = 0; i < k_tiles; ++i, at.next()) {
+            for (int i = 0; i < k_tiles; ++i, at.advance()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
-                mbarrier_arrive_expect(barrier, STAGE_BYTES);  // what this block's TMA and the other's bring
+                mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);  // what this block's TMA and the other's bring
                 load_pair<A, B, BM, BN>(stage, from, barrier, order.below, m0, n0, i * BLOCK_K<T>, batch * p.a_step,
                                         batch * p.b_step);
             }
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(cluster::BLOCK_THREADS, 1)
         const int half = group - 1;
         float sum[BN / 2];
         int before = 0;
-        for (int i = 0; i < k_tiles; ++i, at.next()) {
+        for (int i = 0; i < k_tiles; ++i, at.advance()) {
             const uint32_t stage = tiles + at.stage * STAGE_BYTES;
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > 0);
@@ -77,7 +78,7 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
     using namespace cluster;
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "cluster", [&](const HopperCall& call, const Launch& on) {
-        const PairOrder order = pair_order(call.tiled, BM, BN);
+        const ClusterRaster order = pair_order(call.tiled, BM, BN);
         const int blocks = CLUSTER * tile_count(order.tiles, call.tiled);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
@@ -89,12 +90,13 @@ Tensor matmul_cluster(const Tensor& input, const Tensor& other, bool allow_tf32)
     });
 }
 
-void matmul_cluster_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_cluster_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace cluster;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_cluster_kernel<T, Major::K, B>>("matmul.cluster", BLOCK_THREADS, SHARED));
+        attributes.push_back(
+            kernel_attributes<matmul_cluster_kernel<T, Major::K, B>>("matmul.cluster", BLOCK_THREADS, SHARED));
     });
 }
 

@@ -1,4 +1,4 @@
-// The host's side of the steps on Hopper.
+// Host code that the rungs on Hopper share.
 
 #include "matmul/hopper.cuh"
 
@@ -6,9 +6,9 @@ namespace kl {
 
 namespace {
 
-// That an order visits every tile once, for the sizes below: a group that divides the rows, one that does not, one row,
+// Compile-time test: a raster visits every tile once. Sizes: a group that divides the rows, one that does not, one row,
 // one column, fewer rows than a group, several batches.
-constexpr bool visits_every_tile_once(TileOrder order, int batches) {
+constexpr bool visits_every_tile_once(TileRaster order, int batches) {
     bool seen[64] = {};
     const int tiles = order.per_batch() * batches;
     for (int i = 0; i < tiles; ++i) {
@@ -25,19 +25,20 @@ static_assert(visits_every_tile_once({8, 5, 4}, 1) && visits_every_tile_once({7,
               visits_every_tile_once({1, 9, 4}, 2) && visits_every_tile_once({9, 1, 4}, 3) &&
               visits_every_tile_once({3, 7, 16}, 2) && visits_every_tile_once({5, 4, 1}, 3));
 
-// That workers make every k-tile of every tile once; and that of a worker's pieces only the first ends a tile begun by
-// another, and only the last of the shared ones leaves a tile to others: no worker waits for one that may wait for it.
+// Compile-time test of stream-K: workers compute every k-tile of every tile once. Of a worker's work tiles only the
+// first ends a tile that another begins, and only the last shared one leaves a tile to others: no two workers wait for
+// each other.
 constexpr bool shares_everything_once(int tiles, int k_tiles, int workers) {
     int made[128] = {};
-    const Shares shares{tiles, shared_tiles(tiles, k_tiles, workers), k_tiles, workers};
+    const StreamKSchedule schedule{tiles, shared_tiles(tiles, k_tiles, workers), k_tiles, workers};
     for (int worker = 0; worker < workers; ++worker) {
-        Pieces pieces(shares, worker);
-        Piece piece{};
-        for (bool first = true, left = false; pieces.next(&piece); first = false) {
-            if (piece.begin >= piece.end || piece.end > k_tiles || piece.tile >= tiles) return false;
-            if ((piece.begin > 0 && !first) || (left && piece.tile < shares.shared)) return false;
-            left = piece.end < k_tiles;
-            for (int k = piece.begin; k < piece.end; ++k) made[piece.tile * k_tiles + k] += 1;
+        StreamKScheduler scheduler(schedule, worker);
+        WorkTile work{};
+        for (bool first = true, left = false; scheduler.next(&work); first = false) {
+            if (work.begin >= work.end || work.end > k_tiles || work.tile >= tiles) return false;
+            if ((work.begin > 0 && !first) || (left && work.tile < schedule.shared)) return false;
+            left = work.end < k_tiles;
+            for (int k = work.begin; k < work.end; ++k) made[work.tile * k_tiles + k] += 1;
         }
     }
     for (int i = 0; i < tiles * k_tiles; ++i) {
@@ -75,18 +76,18 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
     return tma_can_address(*tensor);
 }
 
-TileOrder tile_order(const Tiled& p, int BM, int BN) {
+TileRaster tile_order(const Tiled& p, int BM, int BN) {
     return {static_cast<int>(ceil_div(p.M, BM)), static_cast<int>(ceil_div(p.N, BN)), 2048 / BM};
 }
 
-PairOrder pair_order(const Tiled& p, int BM, int BN) {
+ClusterRaster pair_order(const Tiled& p, int BM, int BN) {
     const auto [tiles_m, tiles_n, rows] = tile_order(p, BM, BN);
     const bool below = tiles_m % CLUSTER == 0 || tiles_n % CLUSTER != 0;
     if (below) return {{static_cast<int>(ceil_div(tiles_m, CLUSTER)), tiles_n, rows / CLUSTER}, true};
     return {{tiles_m, static_cast<int>(ceil_div(tiles_n, CLUSTER)), rows}, false};
 }
 
-int tile_count(const TileOrder& order, const Tiled& p) {
+int tile_count(const TileRaster& order, const Tiled& p) {
     const int64_t count = int64_t{order.tiles_m} * order.tiles_n * p.batches;
     KL_CHECK(count * 2 <= std::numeric_limits<int32_t>::max(), "matmul: too many tiles for 32 bits: ", count);
     return static_cast<int>(count);

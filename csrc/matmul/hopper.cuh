@@ -1,5 +1,5 @@
-// What the steps on Hopper's wgmma share: how operands are read, in which order tiles are walked, how outputs leave the
-// registers. The table of the climb stands in matmul.cuh.
+// What the rungs on Hopper's wgmma share: how operands are read, how a stage is multiplied, how outputs are stored. The
+// order of tiles is in tile_scheduler.cuh, the list of rungs in matmul.cuh.
 #pragma once
 
 #include <functional>
@@ -8,20 +8,21 @@
 
 #include "core/launch.cuh"
 #include "matmul/matmul.cuh"
+#include "matmul/tile_scheduler.cuh"
 #include "sm90/sm90.cuh"
 #include "sm90/tensor_map.h"
 
 namespace kl {
 
 // A tile's 128 bytes of k are four instructions. An operand's tile is panels of 64 rows of 128 bytes (sm90.cuh), each
-// brought by one TMA instruction: 64 of x by 128 bytes of k in either orientation (x = m or n).
+// loaded by one TMA instruction: 64 of x by 128 bytes of k in either orientation (x = m or n).
 constexpr int STEPS = 4;
 constexpr int PANEL_X = 64;
 constexpr int PANEL_BYTES = 64 * SWIZZLE_ROW;
 template <typename T>
 constexpr int BLOCK_K = SWIZZLE_ROW / sizeof(T);
 
-// A product in numbers of 32 bits, as kernels want it.
+// A product in 32-bit numbers, as kernels take it.
 struct Tiled {
     int M, N, K;
     int batches;
@@ -40,83 +41,9 @@ struct TmaOperands {
     }
 };
 
-// In which order tiles are made. Those that run together should share rows of A and columns of B in L2: they are
-// numbered down a group of rows before the next column is begun.
-struct TileOrder {
-    int tiles_m, tiles_n, group;
-
-    __host__ __device__ constexpr int per_batch() const { return tiles_m * tiles_n; }
-    __host__ __device__ constexpr void at(int index, int* batch, int* m, int* n) const {
-        *batch = index / per_batch();
-        const int within = index % per_batch();
-        const int first = within / (group * tiles_n) * group;  // row of the group's first tile
-        const int rows = tiles_m - first < group ? tiles_m - first : group;
-        const int in_group = within - first * tiles_n;
-        *m = first + in_group % rows;
-        *n = in_group / rows;
-    }
-};
-
-// The same for clusters of two blocks, whose tiles lie one below the other, or one beside the other.
-constexpr int CLUSTER = 2;
-struct PairOrder {
-    TileOrder tiles;  // of pairs
-    bool below;
-
-    // Where the tile of block `rank` begins; BLOCKS is 1 where each stands alone.
-    template <int BM, int BN, int BLOCKS = CLUSTER>
-    __host__ __device__ constexpr void at(int index, int rank, int* batch, int* m0, int* n0) const {
-        int m = 0, n = 0;
-        tiles.at(index, batch, &m, &n);
-        *m0 = (below ? m * BLOCKS + rank : m) * BM;
-        *n0 = (below ? n : n * BLOCKS + rank) * BN;
-    }
-};
-
-// Who makes which k-tiles of which tiles. The first `shared` tiles are laid end to end along k and cut into equal
-// parts, one for each worker, wherever the cuts fall; the others are made whole, one worker after the other. Where nothing is
-// shared, workers go from tile to tile.
-struct Shares {
-    int tiles, shared, k_tiles, workers;
-
-    // The first of a worker's k-tiles among the shared ones; its last is where the next worker begins.
-    __host__ __device__ constexpr int begin(int worker) const { return shared * k_tiles * worker / workers; }
-};
-// How many tiles to share out so that no worker is without work: those of the last turn, which does not fill the GPU,
-// and those of the turn before it, so that every worker's share is at least a tile where there are so many.
-constexpr int shared_tiles(int tiles, int k_tiles, int workers) {
-    const int shared = tiles < workers ? tiles : tiles % workers + workers;
-    const bool countable = int64_t{shared} * k_tiles * workers <= std::numeric_limits<int32_t>::max();
-    return tiles % workers == 0 || !countable ? 0 : shared;
-}
-struct Piece {
-    int tile, begin, end;  // and its k-tiles
-};
-// The pieces of one worker, in order: of the shared tiles at most one that ends a tile begun by another worker (the
-// first), and one that begins a tile which others end (the last).
-struct Pieces {
-    Shares shares;
-    int at, end, whole;
-
-    __host__ __device__ constexpr Pieces(const Shares& shares, int worker)
-        : shares(shares), at(shares.begin(worker)), end(shares.begin(worker + 1)), whole(shares.shared + worker) {}
-    __host__ __device__ constexpr bool next(Piece* piece) {
-        if (at < end) {
-            const int first = at % shares.k_tiles, rest = shares.k_tiles - first, mine = end - at;
-            *piece = {at / shares.k_tiles, first, first + (mine < rest ? mine : rest)};
-            at += piece->end - first;
-            return true;
-        }
-        if (whole >= shares.tiles) return false;
-        *piece = {whole, 0, shares.k_tiles};
-        whole += shares.workers;
-        return true;
-    }
-};
-
 // ---- host: hopper.cu ------------------------------------------------------------------------------------------------
 
-// A call as the Hopper steps see it.
+// A call as the rungs on Hopper see it.
 struct HopperCall {
     Product product;
     Tensor output;
@@ -128,17 +55,17 @@ struct HopperCall {
     const void *a_data, *b_data;
     void* c;
     bool copied = true;     // whether operands may be copied
-    bool part = false;      // of a call that is worth its copies
-    bool a_copied = false;  // A has been
+    bool part = false;      // a part of a call that is worth its copies
+    bool a_copied = false;  // A is a copy
     bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
     bool by_tma() const { return a_by_tma && b_by_tma; }
     TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
 };
 
-// Fills in what follows from a call's product and from where its operands are.
+// Derives the other fields from a call's product and its operands' addresses.
 void describe(HopperCall* call, ScalarType dtype);
 
-// What `prepare` has made of a call of a step, as the Hopper steps see it; the output is zeroed where K is 0.
+// A HopperCall of a call that `prepare` has checked. Zeroes the output where K is 0.
 HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tensor& other, bool allow_tf32,
                           const char* op, const char* step);
 
@@ -146,23 +73,23 @@ HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tenso
 bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
               int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major);
 
-// Where TMA cannot read an operand: if that is worth its while, copies it to where TMA can, and tells the call. The copy
-// lives as long as what is returned.
-Tensor realign(HopperCall* call, ScalarType dtype, const Launch& on);
-// Runs a call that TMA cannot read in one, or where copies would take more than 64 MiB in parts of its outputs, one after
-// the other; or without copies, where parts would be too small.
-void in_parts(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
-void realign_facts(std::vector<KernelFacts>& facts, ScalarType dtype);
+// Copies the operands of a call that TMA cannot read to rows that it can, where the product is worth it, and points the
+// call to the copies. They live as long as what is returned.
+Tensor pad_operands(HopperCall* call, ScalarType dtype, const Launch& on);
+// Runs a call of which TMA cannot read an operand: as a whole, or, where copies would take more than 64 MiB, in parts
+// of its outputs one after the other; without copies where parts would be too small.
+void chunked_copy(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
+void pad_operands_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
-// Where A is few rows that lie along memory, if that is worth its while: copies them to where they lie along k, and tells
-// the call. The kernel that reads the copy may be launched early. Else nothing is returned.
-std::optional<Tensor> turn_few_rows(HopperCall* call, ScalarType dtype, const Launch& on);
+// Copies an A of few rows that lies along M to lie along K, where that pays, and points the call to the copy. The
+// kernel that reads the copy may be launched with programmatic dependent launch. Returns nothing where A is not copied.
+std::optional<Tensor> transpose_small_a(HopperCall* call, ScalarType dtype, const Launch& on);
 
-// Else every step multiplies by the kernel of `persistent` that loads with plain loads.
+// `persistent`'s kernel with plain loads, for operands that TMA cannot read: every rung here uses it.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
 void launch_persistent(const HopperCall& call, ScalarType dtype, const Launch& on, bool share);
 
-// A call of a step: `by_tma(call, launch)` launches it where TMA can read both operands, or copies of them.
+// Runs a call of a rung: `by_tma(call, launch)` launches it where TMA can read both operands, or copies of them.
 template <typename F>
 Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, const char* step, F&& by_tma) {
     HopperCall call = prepare_hopper(prepare(input, other), input, other, allow_tf32, "matmul", step);
@@ -173,8 +100,8 @@ Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, con
         by_tma(call, on);
         return call.output;
     }
-    in_parts(call, dtype, on, [&](HopperCall& part) {
-        const Tensor copies = realign(&part, dtype, on);
+    chunked_copy(call, dtype, on, [&](HopperCall& part) {
+        const Tensor copies = pad_operands(&part, dtype, on);
         part.by_tma() ? by_tma(part, on) : launch_plain(part, dtype, on);
     });
     return call.output;
@@ -184,13 +111,13 @@ Tensor run_hopper(const Tensor& input, const Tensor& other, bool allow_tf32, con
 TmaTensor output_tensor(const HopperCall& call);
 
 // BM×BN tiles, in groups of 2048 rows.
-TileOrder tile_order(const Tiled& p, int BM, int BN);
+TileRaster tile_order(const Tiled& p, int BM, int BN);
 
 // How many tiles there are in all batches; raises where 32 bits do not count them.
-int tile_count(const TileOrder& order, const Tiled& p);
+int tile_count(const TileRaster& order, const Tiled& p);
 
-// Pairs of BM×BN tiles: beside each other only where that leaves fewer tiles without outputs.
-PairOrder pair_order(const Tiled& p, int BM, int BN);
+// Pairs of BM×BN tiles: side by side only where that leaves fewer tiles empty.
+ClusterRaster pair_order(const Tiled& p, int BM, int BN);
 
 // Calls f(T{}, a_major, b_major), the last two as types: what a Hopper kernel is compiled for.
 template <Major MAJOR>
@@ -211,7 +138,7 @@ void dispatch_hopper(const HopperCall& call, ScalarType dtype, F&& f) {
 
 struct HopperGrid {
     int blocks, cluster, threads, shared;
-    bool early = false;  // the kernel waits itself for what is in the stream
+    bool early = false;  // programmatic dependent launch: the kernel waits at griddepcontrol.wait
 };
 
 // Launches a kernel of the given name; checks once for each kernel and device that it can run there.
@@ -223,12 +150,12 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, const Hopper
         allow_shared(kernel, grid.shared, on.device, asked);
     }
     LaunchConfig config(dim3(grid.blocks), dim3(grid.threads), grid.shared, on);
-    config.clusters_of(grid.cluster).early(grid.early).run(kernel, std::forward<Arguments>(arguments)...);
+    config.clusters_of(grid.cluster).pdl(grid.early).run(kernel, std::forward<Arguments>(arguments)...);
 }
 
 // ---- device ---------------------------------------------------------------------------------------------------------
 
-// Dynamic shared memory from the first multiple of 1024 bytes on, which panels need; launches ask for 1024 more.
+// Dynamic shared memory from the first multiple of 1024 bytes on, as panels need it. Launches ask for 1024 bytes more.
 __device__ inline uint32_t aligned_shared() {
     extern __shared__ unsigned char shared_bytes[];
     return (shared_address(shared_bytes) + SWIZZLE_ATOM - 1) / SWIZZLE_ATOM * SWIZZLE_ATOM;
@@ -256,8 +183,8 @@ __device__ inline void load_tile_multicast(uint32_t shared, const CUtensorMap& m
     }
 }
 
-// A block's tiles of both operands, BM and BN wide: what only it reads, and its half of what both blocks of the cluster
-// read. Counted at `barrier` in each block, as a whole stage.
+// Loads a block's tiles of both operands, BM and BN wide: the one that only it reads, and its half of the one that both
+// blocks of the cluster read. `barrier` of each block counts a whole stage.
 template <Major A, Major B, int BM, int BN>
 __device__ inline void load_pair(uint32_t stage, const TmaOperands& from, uint32_t barrier, bool below, int m0, int n0,
                                  int k, int a_batch, int b_batch) {
@@ -276,8 +203,8 @@ __device__ inline void load_pair(uint32_t stage, const TmaOperands& from, uint32
     }
 }
 
-// d += A · B over one stage's k, by one warpgroup: `a` is the panel of its 64 rows of A, `b` the first of B's. PARTS
-// instructions share the BN columns: the widest needs more registers than a thread of a large block begins with.
+// d += A · B over one stage's k, by one warpgroup: `a` is the panel of its 64 rows of A, `b` the first panel of B.
+// PARTS instructions share the BN columns: the widest needs more registers than a thread of a large block starts with.
 template <typename T, Major A, Major B, int BN, int PARTS = 1>
 __device__ inline void multiply_stage(float (&d)[BN / 2], uint32_t a, uint32_t b, bool accumulate) {
     constexpr int N = BN / PARTS;
@@ -329,8 +256,9 @@ __device__ inline void store_eight_columns(const float* d, T* c, const Tiled& p,
     }
 }
 
-// A warpgroup's 64×BN outputs, from (m0, n0) on, straight from the registers. Four lanes hold 16 bytes of a row together;
-// of four such each lane stores one, where rows begin at multiples of 16 bytes: whole sectors, and a quarter of the stores.
+// Stores a warpgroup's 64×BN outputs from (m0, n0) on, from registers. Four lanes together hold 16 bytes of a row.
+// Where rows begin at multiples of 16 bytes they transpose four such runs and store one each: whole sectors, a quarter
+// of the stores.
 template <typename T, int BN>
 __device__ inline void store_outputs(const float (&d)[BN / 2], T* c, const Tiled& p, int m0, int n0) {
     const int lane = threadIdx.x % WARP, m = m0 + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;

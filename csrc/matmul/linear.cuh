@@ -1,14 +1,14 @@
 // linear, activation(input · weightᵀ + bias): the products of the climb, each with an epilogue.
 //
-//   variant    the one idea it adds                                        what limits it now
+//   rung       the one idea it adds                                        what limits it now
 //   naive      bias and activation on the sum, in its register             matmul's `coalesced`: loads from L1 and L2
 //   registers  the epilogue of matmul's `registers`, float32               the rate of the float32 units
 //   mma        the epilogue of matmul's `mma`                              mma.sync; the epilogue itself, under nothing
 //   persistent the epilogue of matmul's `persistent`, half under products  what of it the other half does not hide
 //   skinny     the epilogue of matmul's `skinny`, at most 16 rows          reading the weights
 //
-// What stands before the bias is kept only where a gradient will be wanted through an activation. Backward, bias_gelu's
-// own kernels make the gradient before the activation and bias's, and two products of matmul's make the others.
+// The product before the bias is kept only where a gradient through an activation will be wanted. In the backward pass
+// bias_gelu's kernels compute the gradients of the activation and the bias, and two products of matmul's the others.
 #pragma once
 
 #include <optional>

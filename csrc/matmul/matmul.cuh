@@ -1,22 +1,26 @@
-// Matrix product, C[m, n] = Σ_k A[m, k] · B[k, n], with the shapes of torch.matmul: what every step of the climb
-// shares.
+// Matrix product, C[m, n] = Σ_k A[m, k] · B[k, n], with the shapes of torch.matmul: what every rung shares.
 //
-//   variant           the one idea it adds                                   what limits it now
+//   rung              the one idea it adds                                   what limits it now
 //   naive             one thread per output                                  a warp's loads fall on 32 cache lines
 //   coalesced         the threads of a warp run along N                      every operand element comes from L1 or L2
-//   tiled             a block shares tiles of A and B through shared memory  two shared loads per multiply-add
+//   tiled             a block shares tiles of A and B in shared memory       two shared loads per multiply-add
+//   thread_tile       8×8 outputs per thread                                 load instructions of 4 bytes
+//   vectorized        loads of 16 bytes, A transposed in shared memory       latency of the next tile's loads
+//   double_buffered   two stages: load the next tile while multiplying       shared loads, tiles of 8 k
 //   registers         8×16 outputs per thread, fragments and tiles ahead     the rate of the float32 units
 //   mma               tensor cores, fed by a cp.async pipeline and ldmatrix  mma.sync: Hopper's full rate needs wgmma
 //   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for all, at every stage
+//   registers_tma     `registers` with TMA, float32                          the rate of the float32 units
 //   warp_specialized  one warp loads, two warpgroups multiply                each block reads from L2 for itself
-//   cluster           two blocks share what both read, by TMA multicast      idle tensor cores as a block begins, ends
-//   persistent        blocks stay; loading runs ahead into the next tile     few tiles leave SMs idle
-//   stream_k          the last turns' k-tiles, not tiles, are shared out     parts that wait for each other
-//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the last turn
+//   cluster           two blocks share what both read, by TMA multicast      tensor cores idle as a block starts, ends
+//   persistent        blocks stay; loads run ahead into the next tile        few tiles leave SMs idle
+//   stream_k          the last waves' k-tiles, not tiles, are distributed    blocks that wait for partial sums
 //   skinny            at most 16 rows: `other` straight to tensor cores      reading it; few columns leave SMs idle
+//   split_k           where tiles are few, a cluster shares the K of one     tiles that do not fill the last wave
 //
-// All sum in float32 and round once. Operands are read where they lie: any strides, batches broadcast by zero strides.
-// From wgmma on the steps need compute capability 9.0, and share hopper.cuh.
+// All sum in float32 and round once. The three rungs after `tiled` take the plain case only (plain_case.cuh). The
+// others read operands where they lie: any strides, batches broadcast by zero strides. From wgmma on the rungs need
+// compute capability 9.0 (skinny: 8.0) and share hopper.cuh.
 #pragma once
 
 #include "core/common.cuh"
@@ -54,8 +58,8 @@ struct Call {
 };
 
 // Reads shapes as torch.matmul does: a 1-D `input` is one row, a 1-D `other` one column, and the output lacks that
-// dimension; batch dimensions broadcast. Where `transposed`, `other` is a matrix (N, K). Raises unless the operands fit,
-// so that no kernel reads out of bounds; the messages name them `other_name` and `input` of `op`.
+// dimension; batch dimensions broadcast. Where `transposed`, `other` is a matrix (N, K). Raises unless the operands
+// fit, so that no kernel reads out of bounds; the messages name them `other_name` and `input` of `op`.
 Call prepare(const Tensor& input, const Tensor& other, bool transposed = false, const char* op = "matmul",
              const char* other_name = "other");
 

@@ -1,9 +1,12 @@
-// matmul, fifth step; the table of the climb stands in matmul.cuh.
-//
-//   mma        tensor cores, fed by a cp.async pipeline and ldmatrix       mma.sync: Hopper's full rate needs wgmma
+// matmul, rung 8 of 16: mma
+// Idea      Tensor cores: mma.sync multiplies 16x8 outputs over 32 bytes of k per warp. ldmatrix feeds it from shared
+//           memory, which cp.async fills.
+// Predicts  One mma.sync replaces 16 · 8 · 16 / 32 = 64 multiply-adds per lane in 16 bits.
+// Limit now mma.sync itself: only wgmma reaches Hopper's full rate.
+// Next      `wgmma`: Hopper's tensor cores read shared memory themselves.
 //
 // A block makes BM×BN outputs and walks K in tiles of 128 bytes. Three tiles of each operand lie in shared memory: one
-// is multiplied while cp.async fills the others, past the registers. A warp's share is held in registers as 16×8
+// is multiplied while cp.async fills the others, past the registers. A warp holds its outputs in registers as 16×8
 // squares; ldmatrix brings the next fragments while the tensor cores work on these.
 //
 // A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way: [x][k] where memory runs along
@@ -372,24 +375,24 @@ std::tuple<Tensor, Tensor> linear_mma(const Tensor& input, const Tensor& weight,
     return call.outputs();
 }
 
-void matmul_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     constexpr Layout ALONG_K = Layout::ALONG_K, ALONG_X = Layout::ALONG_X;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(
-            kernel_facts<matmul_mma_kernel<T, Large, ALONG_K, ALONG_X>>("matmul.mma", Large::THREADS, Large::SHARED));
-        facts.push_back(kernel_facts<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>("matmul.mma small", Small::THREADS,
-                                                                                    Small::SHARED));
+        attributes.push_back(kernel_attributes<matmul_mma_kernel<T, Large, ALONG_K, ALONG_X>>(
+            "matmul.mma", Large::THREADS, Large::SHARED));
+        attributes.push_back(kernel_attributes<matmul_mma_kernel<T, Small, ALONG_K, ALONG_X>>(
+            "matmul.mma small", Small::THREADS, Small::SHARED));
     });
 }
 
-void linear_mma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "linear", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(
-            kernel_facts<linear_mma_kernel<T, Large, Layout::ALONG_K>>("linear.mma", Large::THREADS, Large::SHARED));
-        facts.push_back(kernel_facts<linear_mma_kernel<T, Small, Layout::ALONG_K>>("linear.mma small", Small::THREADS,
-                                                                                   Small::SHARED));
+        attributes.push_back(kernel_attributes<linear_mma_kernel<T, Large, Layout::ALONG_K>>(
+            "linear.mma", Large::THREADS, Large::SHARED));
+        attributes.push_back(kernel_attributes<linear_mma_kernel<T, Small, Layout::ALONG_K>>(
+            "linear.mma small", Small::THREADS, Small::SHARED));
     });
 }
 

@@ -1,6 +1,7 @@
-// A loader for operands that TMA cannot read and that are not worth a copy (realign.cu): few products, strides other than
-// 1 both ways, batches of several dimensions, tf32 that does not run along k. Two warpgroups load with plain loads and
-// store what TMA would have: K-major panels with the 128-byte swizzle. What runs along x is turned in the registers.
+// A loader for operands that TMA cannot read and that are not worth a copy (pad_operands.cu): few products, strides
+// other than 1 both ways, batches of several dimensions, tf32 that does not run along k. Two warpgroups load with plain
+// loads and store what TMA would have: K-major panels with the 128-byte swizzle. What runs along x is turned in the
+// registers.
 #pragma once
 
 #include "matmul/hopper.cuh"

@@ -1,35 +1,32 @@
-// matmul, fourth step; the table of the climb stands in matmul.cuh.
+// matmul, rung 7 of 16: registers
+// Idea      A thread holds 8x16 outputs and loads two things ahead of their use: the values of the next k, from shared
+//           memory into a second set of registers, and the tiles of the next two steps, from global into shared memory.
+// Predicts  Shared loads of 16 bytes per multiply-add: (8 + 16) / 4 / 128 = 1/21 instead of 1/16 in `double_buffered`;
+//           tiles of 32 k instead of 8: a quarter of the barriers.
+// Limit now The rate of the float32 units.
+// Next      `mma`: tensor cores, for 16-bit types and tf32. `registers_tma`: float32 on Hopper, tiles loaded by TMA.
 //
-//   registers  8×16 outputs per thread, fragments and tiles loaded ahead   the rate of the float32 units
-//
-// A thread that holds 8×16 outputs reads 24 values from shared memory, six loads of 16 bytes, for 128 multiply-adds,
-// where `tiled` reads 256. Two things are loaded ahead of their use: the values of the next k, from shared memory into a
-// second set of registers, and the tiles of the next two turns, from global into shared memory. A float32 tile travels
-// by cp.async, past the registers; 16-bit elements rest in registers for most of a turn, and are widened then.
-//
-// A block of 128 threads makes 128×128 outputs and walks K in tiles of 32 or 16, a barrier per tile. Two blocks share an
-// SM: while one waits at its barrier, the other multiplies.
-//
-// On Hopper TMA brings the tiles of most float32 products, for which some operands are copied: registers_tma.cu.
+// A float32 tile travels by cp.async, past the registers; 16-bit elements wait in registers for most of a step and are
+// widened then. A block of 128 threads makes 128x128 outputs and walks K in tiles of 32 or 16, with one barrier per
+// tile. Two blocks share an SM: one multiplies while the other waits at its barrier. Any strides, batches and sizes.
 
 #include <cuda_pipeline_primitives.h>
 
 #include "matmul/linear.cuh"
-#include "matmul/registers_tma.h"
 
 namespace kl {
 namespace {
 
 constexpr int BLOCK_THREADS = 128;
 constexpr int BLOCK = 128;  // rows of A, and columns of B, per block
-// k of a tile: as many as two blocks of an SM have shared memory for, save that 16-bit tiles rest in registers.
+// k of a tile: as much as the shared memory of two blocks per SM holds. 16-bit tiles wait in registers: half.
 template <typename T>
 constexpr int BLOCK_K = sizeof(T) == sizeof(float) ? 32 : 16;
-constexpr int STAGES = 3;  // tiles in shared memory: one that is multiplied, two on their way
-constexpr int BURST = 8;   // copies that a thread starts at once: on their own among loads each costs three empty slots
+constexpr int STAGES = 3;  // tiles in shared memory: one multiplied, two in flight
+constexpr int BURST = 8;   // copies that a thread issues together: alone among loads each costs three empty issue slots
 
-// Both tiles lie in shared memory as [k][x], with x = m or n: the inner loop reads rows of it, 4 floats at a time. The
-// pitch keeps those aligned, and moves each k on by 4 banks: lanes that store 8 k of 4 x meet 32 different ones.
+// Both tiles lie in shared memory as [k][x], x = m or n: the inner loop reads rows of it, 4 floats at a time. The pitch
+// keeps them aligned and shifts each k by 4 banks: lanes that store 8 k of 4 x use 32 different banks.
 constexpr int PITCH = BLOCK + 4;
 template <typename T>
 constexpr int TILE = BLOCK_K<T> * PITCH;  // floats
@@ -92,7 +89,7 @@ struct Loader {
         return ALONG_K ? t % K_LANES + i / OFFSETS * (K_LANES * V) : t / X_RUNS + i * V;
     }
 
-    // Copy i of the next tile: on its way to `tile` in shared memory, or into registers. Outside stands zero.
+    // Starts copy i of the next tile, to `tile` in shared memory or into registers. Zeros outside the operand.
     __device__ void fetch(int i, float* tile) {
         if (i >= COPIES) return;
         const int x = x_of(i) - x_of(0), k = k_of(i) - k_of(0);  // known to the compiler
@@ -126,8 +123,8 @@ struct Loader {
         }
     }
 
-    // On to the next tile, if there is one. Else fetch copies a WHOLE operand's last tile again, rather than branch;
-    // and of any other nothing, for nothing is inside.
+    // Moves to the next tile, if there is one. Else `fetch` copies the last tile of a WHOLE operand again, without a
+    // branch, and nothing of any other operand.
     __device__ void advance(bool more) {
         k_left -= BK;
         k_inside = static_cast<int>(min(k_left, int64_t{BK}));
@@ -151,7 +148,7 @@ struct Fragment {
     }
 };
 
-constexpr uint32_t GROUP = 16;  // rows of blocks that go over the columns together, and so find B in L2
+constexpr uint32_t GROUP = 16;  // rasterization: rows of blocks that share B in the L2
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE, typename Epilogue>
 __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Product& p, const Epilogue& epilogue) {
@@ -176,7 +173,7 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     const int m_thread = warp / 2 * 64 + lane / 2 % 8 * 4, n_thread = warp % 2 * 64 + (lane % 2 + lane / 16 * 2) * 4;
     float sum[8][16] = {};
 
-    int reading = 0, writing = (STAGES - 1) * TILE<T>;  // where the tile that is multiplied, and the one fetched, begin
+    int reading = 0, writing = (STAGES - 1) * TILE<T>;  // offsets of the tile multiplied and of the one fetched
     const auto next_stage = [](int at) { return at == (STAGES - 1) * TILE<T> ? 0 : at + TILE<T>; };
     if (p.K > 0) {
 #pragma unroll
@@ -213,8 +210,8 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
             }
             int next = reading + (k + 1) * PITCH;
             if (k == BK - 1) {
-                // Every thread has read its last values of this tile, and past the barrier all of the next tile is
-                // there: so the next turn may fetch over this one.
+                // Every thread has read its last values of this tile. After the barrier the whole next tile has
+                // arrived, and the next iteration may overwrite this one.
                 __pipeline_commit();
                 __pipeline_wait_prior(STAGES - 2);
                 __syncthreads();
@@ -290,9 +287,8 @@ void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, co
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
 void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
-    // An instance takes seconds to compile. 16-bit types, whose products are for later steps to make fast, have one for
-    // whole operands that are row-major, and one for all others: what is not whole is read element by element, and so
-    // rightly in any order.
+    // An instance takes seconds to compile. 16-bit types, which later rungs make fast, have one for whole row-major
+    // operands and one for all others, which reads element by element, in any layout.
     constexpr bool ROW_MAJOR = A_ALONG_K && !B_ALONG_K, EVERY = sizeof(T) == sizeof(float);
     if constexpr (EVERY || ROW_MAJOR) {
         if (is_whole<T, A_ALONG_K, B_ALONG_K>(a, b, p)) {
@@ -313,9 +309,6 @@ Tensor matmul_registers(const Tensor& input, const Tensor& other) {
         auto* c = static_cast<T*>(output.data_ptr());
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
-        if constexpr (std::is_same_v<T, float>) {
-            if (matmul_registers_by_tma(c, a, b, p, output, on)) return;
-        }
         const bool a_along_k = p.a_k <= p.a_m || p.M == 1, b_along_k = p.b_k < p.b_n || p.N == 1;
         if (a_along_k) {
             b_along_k ? launch_matmul<T, true, true>(c, a, b, p, on) : launch_matmul<T, true, false>(c, a, b, p, on);
@@ -327,7 +320,7 @@ Tensor matmul_registers(const Tensor& input, const Tensor& other) {
     return output;
 }
 
-// Walks both operands along k, whatever their strides: it is right for any, and fast as a layer has them.
+// Walks both operands along k: right for any strides, fast for those of a layer.
 std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& weight,
                                             const std::optional<Tensor>& bias, const std::string& activation,
                                             bool keep) {
@@ -346,18 +339,17 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
     return call.outputs();
 }
 
-void linear_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_registers_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype != ScalarType::Float) return;
-    facts.push_back(
-        kernel_facts<linear_registers_kernel<float, true>>("linear.registers", BLOCK_THREADS, SHARED<float>));
+    attributes.push_back(
+        kernel_attributes<linear_registers_kernel<float, true>>("linear.registers", BLOCK_THREADS, SHARED<float>));
 }
 
-void matmul_registers_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_registers_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(
-            kernel_facts<matmul_registers_kernel<T, true, false, true>>("matmul.registers", BLOCK_THREADS, SHARED<T>));
-        if (std::is_same_v<T, float>) matmul_registers_tma_facts(facts);
+        attributes.push_back(kernel_attributes<matmul_registers_kernel<T, true, false, true>>(
+            "matmul.registers", BLOCK_THREADS, SHARED<T>));
     });
 }
 

@@ -1,21 +1,23 @@
-// matmul.registers on Hopper: float32 operands that TMA can read, one of which lies along m or n; registers.cu has the
-// others, and the table of the climb stands in matmul.cuh.
+// matmul, rung 10 of 16: registers_tma
+// Idea      `registers` for float32 on Hopper, with tiles loaded by TMA: one thread asks for tiles of 32 k, and no
+//           thread copies.
+// Predicts  94 of 100 instructions are multiply-adds.
+// Limit now The rate of the float32 units, and their register banks.
+// Next      Tensor cores round float32 to tf32: `wgmma` and the rungs after it take float32 only where that is allowed.
 //
-// As there, a thread makes 8×16 outputs, a block of 128 threads 128×128, and two blocks share an SM. But no thread
-// copies: one asks TMA for tiles of 32 k, and of 100 instructions 94 multiply. Then registers are the limit. Each is in
-// one of two banks, by its parity, and operands of one bank hold up the next instruction. So rows are walked there and
-// back, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h): each multiply-add has one operand
-// in common with the one before, which is kept at hand, and two others, a column's value and its sum. The compiler
-// chooses their registers from different banks if nothing else binds the sums: they leave through shared memory, one by
-// one.
+// As in `registers`, a thread makes 8x16 outputs, a block of 128 threads 128x128, and two blocks share an SM. Each
+// register is in one of two banks, by its parity, and two operands of one bank delay the next instruction. So rows are
+// walked back and forth, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h): each multiply-add
+// shares one operand with the one before, which is kept in the operand cache, and has two others, a column's value and
+// its sum. The compiler chooses their registers from different banks if nothing else binds the sums: they leave through
+// shared memory, one by one.
 //
-// Rows are here the operand with 8 values a thread, columns the one with 16, which lies along its x (m or n). Rows may
-// lie along k too: a thread then reads four k of each of its rows at once. Where A lies along m and B along k, B is the
-// rows, and the product is written transposed. Where both lie along k, the smaller is copied to lie along x first, if the
-// product is worth it and the copy takes at most 64 MiB.
+// "Rows" are the operand with 8 values per thread. "Columns" are the operand with 16, which must lie along its x (m or
+// n). Rows may also lie along k: a thread then reads four k of each of its rows at once. Where A lies along m and B
+// along k, B is the rows, and the product is written transposed. Where both lie along k, the smaller is first copied to
+// lie along x. cuda_impl/matmul.py refuses products that are not worth that copy, and copies over 64 MiB.
 
 #include "matmul/hopper.cuh"
-#include "matmul/registers_tma.h"
 
 namespace kl {
 namespace {
@@ -23,7 +25,7 @@ namespace {
 namespace registers_tma {
 constexpr int BLOCK = 128, BK = 32, STAGES = 3, WARPS = 4, BLOCK_THREADS = WARPS * WARP;
 constexpr int TILE_BYTES = BLOCK * BK * static_cast<int>(sizeof(float)), STAGE_BYTES = 2 * TILE_BYTES;
-// Two barriers a stage: its tiles are there; every warp has read them.
+// Two barriers per stage: `full`, its tiles have arrived; `empty`, every warp has read them.
 constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
 // Along x a tile is panels: 32 k, each a row of 32 x. Along k it is one box: 128 x, each a row of 32 k.
 constexpr int PANEL_COLUMNS = SWIZZLE_ROW / sizeof(float);
@@ -33,8 +35,8 @@ constexpr int PITCH = BLOCK + 4;  // of the outputs, in floats: rows begin at mu
 static_assert(BLOCK * PITCH * sizeof(float) <= STAGES * STAGE_BYTES, "outputs lie where tiles were");
 }  // namespace registers_tma
 
-// Which of a block's outputs a thread makes. A warp makes 64×64, its lanes standing 8×4 (registers.cu). Columns are
-// runs of four, 16 apart. Rows are 8 apart where they lie along k, else two runs of four, 32 apart.
+// Which of a block's outputs a thread computes. A warp computes 64×64, with its lanes arranged 8×4 (registers.cu).
+// Columns are runs of four, 16 apart. Rows are 8 apart where they lie along k, else two runs of four, 32 apart.
 template <bool ROWS_ALONG_K>
 struct Place {
     const uint32_t m_warp = threadIdx.x / WARP / 2, n_warp = threadIdx.x / WARP % 2;
@@ -56,19 +58,20 @@ __device__ __forceinline__ void store_shared(uint32_t to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }
 
-// Not fmaf, which the compiler would move past a branch.
+// Inline PTX: the compiler would move fmaf past the branch of keep_apart.
 __device__ __forceinline__ void multiply_add(float& sum, float a, float b) {
     asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(sum) : "f"(a), "f"(b));
 }
 
-// Not a sum of constants, which the compiler would make anew, from fewer registers and more instructions.
+// Inline PTX: the compiler would recompute a sum of constants, with fewer registers and more instructions.
 __device__ __forceinline__ void advance(uint32_t& address, int by) {
     asm volatile("add.s32 %0, %0, %1;" : "+r"(address) : "r"(by));
 }
 
-// A branch over what is never run, since no product is of fewer k than none: the compiler may not mix the multiply-adds of
-// several k, which it would at the price of operands of one bank, and registers. One that did not come back would be left
-// out from the second on; a single instruction would be put under a condition, with no branch.
+// A scheduling barrier for the compiler: a branch over a loop that never runs, since K is never negative. Without it
+// the compiler mixes the multiply-adds of several k, which costs registers and puts operands in one bank. A body
+// without a loop would be removed from the second use on, and a single instruction would be predicated instead of
+// branched over.
 __device__ __forceinline__ void keep_apart(int K) {
     asm volatile(
         "{\n.reg .pred usual, early;\n.reg .u32 now;\n"
@@ -91,13 +94,13 @@ __device__ inline void load_operand(uint32_t shared, const CUtensorMap& map, uin
     }
 }
 
-// A block's outputs → (m0, n0) of an M×N matrix, or TRANSPOSED of an N×M one: through shared memory, that a warp may
-// store whole rows, and that no four sums need registers that follow one another.
+// Stores a block's outputs at (m0, n0) of an M×N matrix, or TRANSPOSED of an N×M one, through shared memory: a warp
+// then stores whole rows, and no four sums need consecutive registers.
 template <typename Place, bool TRANSPOSED>
 __device__ inline void store_block(float* c, const float (&sum)[8][16], const Place& place, uint32_t shared, int M,
                                    int N, int m0, int n0) {
     using namespace registers_tma;
-    __syncthreads();  // all have read their last
+    __syncthreads();  // every thread has read its last values
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
@@ -129,12 +132,12 @@ __device__ inline void store_block(float* c, const float (&sum)[8][16], const Pl
 // The product of `from.a`, M rows, and `from.b`, N columns. TRANSPOSED: it is written as an N×M matrix.
 template <typename T, bool ROWS_ALONG_K, bool TRANSPOSED>
 __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
-    matmul_registers_tma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
+    matmul_registers_tma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileRaster order) {
 #if KL_SM90A
     using namespace registers_tma;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        Ring<STAGES>::init(full, empty, 1, WARPS);
+        PipelineState<STAGES>::init(full, empty, 1, WARPS);
         mbarrier_init_fence();
         from.prefetch();
     }
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
     const int m0 = tile_m * BLOCK, n0 = tile_n * BLOCK, k_tiles = static_cast<int>(ceil_div(p.K, BK));
     const auto load = [&](int tile, int s) {
         const uint32_t stage = tiles + s * STAGE_BYTES, barrier = full + s * 8;
-        mbarrier_arrive_expect(barrier, STAGE_BYTES);
+        mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
         load_operand<ROWS_ALONG_K>(stage, from.a, barrier, m0, tile * BK, batch * p.a_step);
         load_operand<false>(stage + TILE_BYTES, from.b, barrier, n0, tile * BK, batch * p.b_step);
     };
@@ -154,15 +157,16 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
 
     const Place<ROWS_ALONG_K> place;
     const uint32_t m_lane = place.m_lane;
-    // Where a thread's values lie for each k of eight, or of four, how the swizzle has it. Worked out once, and added to.
+    // Addresses of a thread's values for each k of eight, or of four, in the swizzled layout. Computed once, then
+    // incremented.
     uint32_t a_at[8], b_at[4];
     for (int k = 0; k < 8; ++k) a_at[k] = tiles + place.m_warp * 2 * PANEL + swizzled(k, m_lane);
     for (int k = 0; k < 4; ++k) b_at[k] = tiles + TILE_BYTES + place.n_warp * 2 * PANEL + (place.n_lane ^ k) * 16;
     float sum[8][16] = {};
-    // Of this k and of the next; four k of each row where rows lie along k. All begin as zeros: see below.
+    // Values of this k and of the next; four k of each row where rows lie along k. They start as zeros: see below.
     float a[2][8] = {}, a4[8][4] = {}, b[2][16] = {};
 
-    // One k. Rows that lie along k are read anew from `next` as soon as they have met their fourth.
+    // Multiplies one k. Rows that lie along k are reloaded from `next` right after their fourth k.
     const auto multiply = [&](int k, bool reload, uint32_t next) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -176,24 +180,24 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
         }
     };
 
-    // The last k of eight is multiplied while the first of the next eight is on its way, so that a turn begins with the
-    // previous turn's last: the first turn with zeros, and one k is left at the end.
-    Ring<STAGES> reading, refilled;
+    // Software pipeline: the last k of eight is multiplied while the first of the next eight is loaded. So an iteration
+    // starts with the last k of the previous one (the first iteration with zeros), and one k is left at the end.
+    PipelineState<STAGES> reading, refilled;
 #pragma unroll 1
     for (int tile = 0; tile < k_tiles; ++tile) {
         if (tile > 0) {
             __syncwarp();
             if (threadIdx.x % WARP == 0) mbarrier_arrive(empty + reading.stage * 8);
-            reading.next();
+            reading.advance();
         }
-        // The stage that is refilled is the one before the last: other warps may be a tile behind. Warps take turns at it, one
-        // for each of the SM's four schedulers: if it were always the same, its scheduler would be behind, and all wait.
+        // Refills the stage before the last, since other warps may be a tile behind. The warps, one on each of the SM's
+        // four schedulers, take turns at it: if one warp always did it, its scheduler would fall behind and all wait.
         if (tile > 1 && tile + 1 < k_tiles) {
             if (threadIdx.x == tile % WARPS * WARP) {
                 mbarrier_wait(empty + refilled.stage * 8, refilled.phase);
                 load(tile + 1, refilled.stage);
             }
-            refilled.next();
+            refilled.advance();
         }
         mbarrier_wait(full + reading.stage * 8, reading.phase);
         const uint32_t rows = tiles + reading.stage * STAGE_BYTES + place.row(0) * SWIZZLE_ROW;
@@ -229,13 +233,13 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
 
 // ---- both operands along k -----------------------------------------------------------------------------------------
 
-constexpr int SIDE = 32, TURN_THREADS = 256;
+constexpr int SIDE = 32, TRANSPOSE_THREADS = 256;
 
 // (batches, X, K), along k → (batches, K, X), `to_step` from one k to the next: a square of both a block.
 template <typename T>
-__global__ void __launch_bounds__(TURN_THREADS)
-    matmul_registers_turn_kernel(T* to, const T* from, int X, int K, int64_t x_step, int64_t batch_step,
-                                 int64_t to_step) {
+__global__ void __launch_bounds__(TRANSPOSE_THREADS)
+    matmul_registers_tma_transpose_kernel(T* to, const T* from, int X, int K, int64_t x_step, int64_t batch_step,
+                                          int64_t to_step) {
     __shared__ T square[SIDE][SIDE + 1];
     const int lane = threadIdx.x % SIDE, first = threadIdx.x / SIDE;
     const unsigned squares_k = (K - 1) / SIDE + 1, squares = squares_k * ((X - 1) / SIDE + 1);
@@ -244,20 +248,17 @@ __global__ void __launch_bounds__(TURN_THREADS)
     from += batch * batch_step;
     to += batch * (K * to_step);
 #pragma unroll
-    for (int i = first; i < SIDE; i += TURN_THREADS / SIDE) {
+    for (int i = first; i < SIDE; i += TRANSPOSE_THREADS / SIDE) {
         if (x0 + i < X && k0 + lane < K) square[i][lane] = from[(x0 + i) * x_step + k0 + lane];
     }
     __syncthreads();
 #pragma unroll
-    for (int i = first; i < SIDE; i += TURN_THREADS / SIDE) {
+    for (int i = first; i < SIDE; i += TRANSPOSE_THREADS / SIDE) {
         if (k0 + i < K && x0 + lane < X) to[(k0 + i) * to_step + x0 + lane] = square[lane][i];
     }
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
-
-// A copy that takes at most 64 MiB; whose every element is used so often, in so large a product, that it is worth it.
-constexpr int64_t MOST_COPIED = int64_t{1} << 24, OFTEN = 512, LARGE = int64_t{1} << 30;
 
 // One operand: X rows or columns. Whether TMA can read it, along k or along x.
 struct Operand {
@@ -277,80 +278,91 @@ struct Operand {
     }
 
     int64_t copies(int64_t batches) const { return batch_stride == 0 ? 1 : batches; }
-    int64_t turned_step() const { return ceil_div(X, 4) * 4; }  // rows begin at multiples of 16 bytes
-    int64_t turned_elements(int64_t K, int64_t batches) const { return copies(batches) * K * turned_step(); }
+    int64_t transposed_step() const { return ceil_div(X, 4) * 4; }  // rows begin at multiples of 16 bytes
+    int64_t transposed_elements(int64_t K, int64_t batches) const { return copies(batches) * K * transposed_step(); }
 
     // The same operand along x, in memory that has room for it.
-    Operand turned(float* to, int64_t K, int64_t batches, const Launch& on) const {
+    Operand transposed(float* to, int64_t K, int64_t batches, const Launch& on) const {
         const int64_t blocks = copies(batches) * ceil_div(X, SIDE) * ceil_div(K, SIDE);
-        matmul_registers_turn_kernel<float><<<grid_size(blocks), TURN_THREADS, 0, on.stream>>>(
+        matmul_registers_tma_transpose_kernel<float><<<grid_size(blocks), TRANSPOSE_THREADS, 0, on.stream>>>(
             to, static_cast<const float*>(data), static_cast<int>(X), static_cast<int>(K), stride_x, batch_stride,
-            turned_step());
-        return {to, X, 1, turned_step(), batch_stride == 0 ? 0 : K * turned_step()};
+            transposed_step());
+        return {to, X, 1, transposed_step(), batch_stride == 0 ? 0 : K * transposed_step()};
     }
 };
 
 template <bool ROWS_ALONG_K, bool TRANSPOSED>
-bool launch(float* c, const TmaTensor& rows, const TmaTensor& columns, const Tiled& p, const Launch& on) {
+void launch(float* c, const TmaTensor& rows, const TmaTensor& columns, const Tiled& p, const Launch& on) {
     using namespace registers_tma;
-    constexpr auto KERNEL = matmul_registers_tma_kernel<float, ROWS_ALONG_K, TRANSPOSED>;
-    static const bool compiled = compiled_for_hopper(reinterpret_cast<const void*>(KERNEL));
-    if (!compiled) return false;
     static DeviceSet asked;
-    const TileOrder order = tile_order(p, BLOCK, BLOCK);
-    launch_hopper(KERNEL, "matmul.registers", {tile_count(order, p), 1, BLOCK_THREADS, SHARED}, on, asked, c,
+    const TileRaster order = tile_order(p, BLOCK, BLOCK);
+    launch_hopper(matmul_registers_tma_kernel<float, ROWS_ALONG_K, TRANSPOSED>, "matmul.registers_tma",
+                  {tile_count(order, p), 1, BLOCK_THREADS, SHARED}, on, asked, c,
                   TmaOperands{tensor_map(rows), tensor_map(columns)}, p, order);
-    return true;
+}
+
+// The product in numbers of 32 bits: `rows` and `columns` are A and B, or B and A where it is written transposed.
+Tiled tiled(const Product& p, const Operand& rows, const Operand& columns) {
+    return {static_cast<int>(rows.X),
+            static_cast<int>(columns.X),
+            static_cast<int>(p.K),
+            static_cast<int>(p.batches),
+            rows.batch_stride != 0,
+            columns.batch_stride != 0,
+            p.M * p.N,
+            p.N};
 }
 
 }  // namespace
 
-bool matmul_registers_by_tma(float* c, const float* a, const float* b, const Product& p, const Tensor& like,
-                             const Launch& on) {
-    constexpr int64_t FEW = 64;                                            // of which most of a tile would be none
+Tensor matmul_registers_tma(const Tensor& input, const Tensor& other) {
+    const auto [p, output] = prepare(input, other);
     constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
-    const int64_t longest = std::max(std::max(p.M, p.N), std::max(p.K, p.batches));
-    if (std::min(p.M, p.N) <= FEW || longest > LIMIT || p.K == 0 || p.batch_dims > 1 || !is_hopper(on.device)) {
-        return false;
-    }
+    KL_CHECK(input.scalar_type() == ScalarType::Float, "matmul: registers_tma takes float32");
+    KL_CHECK(is_hopper(input.get_device_index()), "matmul: registers_tma needs a GPU of compute capability 9.0");
+    KL_CHECK(p.K > 0 && p.batch_dims <= 1 && std::max({p.M, p.N, p.K, p.batches}) <= LIMIT,
+             "matmul: registers_tma takes batches of one stride, and sizes from 1 to 2^31 - 1024");
+    if (p.batches * p.M * p.N == 0) return output;
+    const Launch on(input);
+    auto* const c = static_cast<float*>(output.data_ptr());
     const bool batched = p.batch_dims > 0;
-    const Operand A{a, p.M, p.a_m, p.a_k, batched ? p.a_batch[0] : 0};
-    const Operand B{b, p.N, p.b_n, p.b_k, batched ? p.b_batch[0] : 0};
-    const auto tiled = [&](const Operand& rows, const Operand& columns) {
-        return Tiled{static_cast<int>(rows.X),
-                     static_cast<int>(columns.X),
-                     static_cast<int>(p.K),
-                     static_cast<int>(p.batches),
-                     rows.batch_stride != 0,
-                     columns.batch_stride != 0,
-                     p.M * p.N,
-                     p.N};
-    };
+    const Operand A{input.data_ptr(), p.M, p.a_m, p.a_k, batched ? p.a_batch[0] : 0};
+    const Operand B{other.data_ptr(), p.N, p.b_n, p.b_k, batched ? p.b_batch[0] : 0};
     TmaTensor rows, columns;
     if (B.describe(false, p.K, p.batches, &columns)) {
-        if (A.describe(true, p.K, p.batches, &rows)) return launch<true, false>(c, rows, columns, tiled(A, B), on);
-        if (A.describe(false, p.K, p.batches, &rows)) return launch<false, false>(c, rows, columns, tiled(A, B), on);
+        if (A.describe(true, p.K, p.batches, &rows)) {
+            launch<true, false>(c, rows, columns, tiled(p, A, B), on);
+            return output;
+        }
+        if (A.describe(false, p.K, p.batches, &rows)) {
+            launch<false, false>(c, rows, columns, tiled(p, A, B), on);
+            return output;
+        }
     } else if (A.describe(false, p.K, p.batches, &columns) && B.describe(true, p.K, p.batches, &rows)) {
-        return launch<true, true>(c, rows, columns, tiled(B, A), on);
+        launch<true, true>(c, rows, columns, tiled(p, B, A), on);
+        return output;
     }
-    if (!A.describe(true, p.K, p.batches, &rows) || !B.describe(true, p.K, p.batches, &rows)) return false;
-    const bool of_a = A.turned_elements(p.K, p.batches) < B.turned_elements(p.K, p.batches);
+    KL_CHECK(A.describe(true, p.K, p.batches, &rows) && B.describe(true, p.K, p.batches, &rows),
+             "matmul: registers_tma takes operands that TMA can read");
+    const bool of_a = A.transposed_elements(p.K, p.batches) < B.transposed_elements(p.K, p.batches);
     const Operand &smaller = of_a ? A : B, &larger = of_a ? B : A;
-    const int64_t elements = smaller.turned_elements(p.K, p.batches);
-    if (elements > MOST_COPIED || larger.X < OFTEN || p.M * p.N * p.batches < LARGE / p.K) return false;
-    const Tensor memory = empty(like, ScalarType::Float, {elements});
-    const Operand turned = smaller.turned(static_cast<float*>(memory.data_ptr()), p.K, p.batches, on);
-    KL_CHECK(turned.describe(false, p.K, p.batches, &columns) && larger.describe(true, p.K, p.batches, &rows),
+    const Tensor memory = empty(output, ScalarType::Float, {smaller.transposed_elements(p.K, p.batches)});
+    const Operand copy = smaller.transposed(static_cast<float*>(memory.data_ptr()), p.K, p.batches, on);
+    KL_LAUNCH_CHECK();
+    KL_CHECK(copy.describe(false, p.K, p.batches, &columns) && larger.describe(true, p.K, p.batches, &rows),
              "matmul: a copy of an operand cannot be described");
-    return of_a ? launch<true, true>(c, rows, columns, tiled(B, turned), on)
-                : launch<true, false>(c, rows, columns, tiled(A, turned), on);
+    of_a ? launch<true, true>(c, rows, columns, tiled(p, B, copy), on)
+         : launch<true, false>(c, rows, columns, tiled(p, A, copy), on);
+    return output;
 }
 
-void matmul_registers_tma_facts(std::vector<KernelFacts>& facts) {
+void matmul_registers_tma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace registers_tma;
-    facts.push_back(kernel_facts<matmul_registers_tma_kernel<float, true, false>>("matmul.registers by TMA",
-                                                                                  BLOCK_THREADS, SHARED));
-    facts.push_back(kernel_facts<matmul_registers_turn_kernel<float>>("matmul.registers (copy)", TURN_THREADS));
+    if (dtype != ScalarType::Float) return;
+    attributes.push_back(kernel_attributes<matmul_registers_tma_kernel<float, true, false>>("matmul.registers_tma",
+                                                                                            BLOCK_THREADS, SHARED));
+    attributes.push_back(kernel_attributes<matmul_registers_tma_transpose_kernel<float>>(
+        "matmul.registers_tma transpose", TRANSPOSE_THREADS));
 }
 
 }  // namespace kl

@@ -1,11 +1,14 @@
-// matmul and linear of at most 16 rows; the table of the climb stands in matmul.cuh.
+// matmul, rung 15 of 16: skinny
+// Idea      At most 16 rows: the other operand goes from global memory through registers straight into mma, 16 bytes
+//           per load. Its rows are mma's 16 rows, and rows of the input mma's 8 columns.
+// Predicts  Time is N · K · sizeof(T) / bandwidth: the other operand is read once.
+// Limit now That read. Few columns leave SMs idle.
+// Next      `split_k`: for more rows, and for few columns.
 //
-//   skinny     the weights straight from memory into the tensor cores      reading them; few columns leave SMs idle
-//
-// So few rows are bound by reading the other operand once: it goes from global memory into registers, 16 bytes a load,
-// and from there into mma, whose 16 rows are its columns and whose 8 columns are the rows of the input. No shared memory
-// stands between, because the order of k within a product is free as long as both operands have the same: a lane takes
-// what its 16 bytes hold. The warps of a block share k, and their sums are added in order at the end.
+// No shared memory is needed for operands: within a product the order of k is free as long as both operands have the
+// same, so a lane takes what its 16 bytes hold. The warps of a block share K, and their sums are added in order at the
+// end.
+// linear's `skinny`, its rung 5 of 5, is the same kernel with an epilogue.
 
 #include "core/mma.cuh"
 #include "matmul/linear.cuh"
@@ -243,20 +246,22 @@ std::tuple<Tensor, Tensor> linear_skinny(const Tensor& input, const Tensor& weig
     return call.outputs();
 }
 
-void matmul_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch16(dtype, [&](auto zero) {
         using T = decltype(zero);
-        facts.push_back(kernel_facts<matmul_skinny_kernel<T, 2, true>>("matmul.skinny", SKINNY_THREADS<true>));
-        facts.push_back(
-            kernel_facts<matmul_skinny_kernel<T, 2, false>>("matmul.skinny along N", SKINNY_THREADS<false>));
+        attributes.push_back(
+            kernel_attributes<matmul_skinny_kernel<T, 2, true>>("matmul.skinny", SKINNY_THREADS<true>));
+        attributes.push_back(
+            kernel_attributes<matmul_skinny_kernel<T, 2, false>>("matmul.skinny along N", SKINNY_THREADS<false>));
     });
 }
 
-void linear_skinny_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void linear_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     if (dtype == ScalarType::Float) return;
     dispatch16(dtype, [&](auto zero) {
-        facts.push_back(kernel_facts<linear_skinny_kernel<decltype(zero), 2>>("linear.skinny", SKINNY_THREADS<true>));
+        attributes.push_back(
+            kernel_attributes<linear_skinny_kernel<decltype(zero), 2>>("linear.skinny", SKINNY_THREADS<true>));
     });
 }
 

@@ -1,10 +1,12 @@
-// matmul, seventh step; the table of the climb stands in matmul.cuh.
+// matmul, rung 11 of 16: warp_specialized
+// Idea      A producer warp loads, two consumer warpgroups multiply. They meet at two barriers per stage: `full` (the
+//           bytes have arrived) and `empty` (every consumer warp has read them). Neither waits for more than it needs.
+// Predicts  Tiles of 128x256 instead of 128x128: bytes from the L2 per output fall from 1/64 to 3/256 of K, by 1/4.
+// Limit now Each block reads from the L2 for itself.
+// Next      `cluster`: two blocks share what both read.
 //
-//   warp_specialized  one warp loads, two warpgroups multiply                each block reads from L2 for itself
-//
-// A block makes 128×256 outputs. Loading and multiplying meet at two barriers a stage: `full` (its bytes are here) and
-// `empty` (every multiplying warp is done with it), so that neither waits for more than it needs. A multiplying
-// warpgroup holds 64×256 sums, 128 registers a thread, and takes them from the loading one, which needs next to none.
+// A consumer warpgroup holds 64×256 sums, 128 registers per thread. It takes them from the producer warpgroup, which
+// needs few (setmaxnreg).
 
 #include "matmul/hopper.cuh"
 
@@ -19,12 +21,12 @@ constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
 
 template <typename T, Major A, Major B>
 __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
-    matmul_warp_specialized_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
+    matmul_warp_specialized_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileRaster order) {
 #if KL_SM90A
     using namespace warp_specialized;
     const uint32_t tiles = aligned_shared(), full = tiles + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
     if (threadIdx.x == 0) {
-        Ring<STAGES>::init(full, empty, 1, CONSUMERS * WARPGROUP / WARP);
+        PipelineState<STAGES>::init(full, empty, 1, CONSUMERS * WARPGROUP / WARP);
         mbarrier_init_fence();
         from.prefetch();
     }
@@ -34,14 +36,14 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
     order.at(blockIdx.x, &batch, &tile_m, &tile_n);
     const int m0 = tile_m * BM, n0 = tile_n * BN, k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
     const int warp = warp_index(), group = warp / (WARPGROUP / WARP);
-    Ring<STAGES> at;
+    PipelineState<STAGES> at;
     if (group == 0) {
         registers_decrease<40>();
         if (warp == 0 && elect_one()) {
-            for (int i = 0; i < k_tiles; ++i, at.next()) {
+            for (int i = 0; i < k_tiles; ++i, at.advance()) {
                 const uint32_t stage = tiles + at.stage * STAGE_BYTES, barrier = full + at.stage * 8;
                 mbarrier_wait(empty + at.stage * 8, at.phase ^ 1);
-                mbarrier_arrive_expect(barrier, STAGE_BYTES);
+                mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
                 load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
                 load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
             }
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(warp_specialized::BLOCK_THREADS, 1)
         const int half = group - 1;  // of the tile's rows
         float sum[BN / 2];
         int before = 0;
-        for (int i = 0; i < k_tiles; ++i, at.next()) {
+        for (int i = 0; i < k_tiles; ++i, at.advance()) {
             const uint32_t stage = tiles + at.stage * STAGE_BYTES;
             mbarrier_wait(full + at.stage * 8, at.phase);
             multiply_stage<T, A, B, BN>(sum, stage + half * PANEL_BYTES, stage + A_BYTES, i > 0);
@@ -73,7 +75,7 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "warp_specialized", [&](const HopperCall& call, const Launch& on) {
         const Tiled& p = call.tiled;
-        const TileOrder order = tile_order(p, BM, BN);
+        const TileRaster order = tile_order(p, BM, BN);
         const int blocks = tile_count(order, p);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
@@ -85,13 +87,13 @@ Tensor matmul_warp_specialized(const Tensor& input, const Tensor& other, bool al
     });
 }
 
-void matmul_warp_specialized_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_warp_specialized_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace warp_specialized;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_warp_specialized_kernel<T, Major::K, B>>("matmul.warp_specialized",
-                                                                                     BLOCK_THREADS, SHARED));
+        attributes.push_back(kernel_attributes<matmul_warp_specialized_kernel<T, Major::K, B>>(
+            "matmul.warp_specialized", BLOCK_THREADS, SHARED));
     });
 }
 

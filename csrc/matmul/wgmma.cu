@@ -1,10 +1,13 @@
-// matmul, sixth step; the table of the climb stands in matmul.cuh.
+// matmul, rung 9 of 16: wgmma
+// Idea      TMA puts both operands in shared memory, and wgmma reads them there. One thread issues the loads: no warp
+//           computes addresses or swizzles, and operands never pass through registers.
+// Predicts  Four instructions per stage and warpgroup, each 64x128 outputs over 32 bytes of k, instead of the ldmatrix
+//           and mma.sync of every 16x8 square.
+// Limit now All warps wait for each other at every stage.
+// Next      `warp_specialized`: one warp loads, two warpgroups multiply.
 //
-//   wgmma             Hopper's tensor cores, fed by TMA from shared memory   all warps wait for all, at every stage
-//
-// A block makes 128×128 outputs by two warpgroups of 64×128. One thread asks TMA for tiles of both operands, three
-// stages ahead; wgmma reads them where they land, past the registers. Nothing is computed to load: no addresses, no swizzle.
-// Two blocks fit on an SM, so that one multiplies while the other waits.
+// A block computes 128×128 outputs with two warpgroups of 64×128, three stages ahead. Two blocks fit on an SM: one
+// multiplies while the other waits.
 
 #include "matmul/hopper.cuh"
 
@@ -19,7 +22,7 @@ constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ATOM + STAGES * 8;  // til
 
 template <typename T, Major A, Major B>
 __global__ void __launch_bounds__(wgmma::BLOCK_THREADS)
-    matmul_wgmma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileOrder order) {
+    matmul_wgmma_kernel(T* c, const __grid_constant__ TmaOperands from, Tiled p, TileRaster order) {
 #if KL_SM90A
     using namespace wgmma;
     const uint32_t tiles = aligned_shared(), barriers = tiles + STAGES * STAGE_BYTES;
@@ -35,7 +38,7 @@ __global__ void __launch_bounds__(wgmma::BLOCK_THREADS)
     const int m0 = tile_m * BM, n0 = tile_n * BN, k_tiles = static_cast<int>(ceil_div(p.K, BLOCK_K<T>));
     const auto load = [&](int i) {  // by one thread
         const uint32_t stage = tiles + i % STAGES * STAGE_BYTES, barrier = barriers + i % STAGES * 8;
-        mbarrier_arrive_expect(barrier, STAGE_BYTES);
+        mbarrier_arrive_expect_tx(barrier, STAGE_BYTES);
         load_tile<A, BM>(stage, from.a, barrier, m0, i * BLOCK_K<T>, batch * p.a_step);
         load_tile<B, BN>(stage + A_BYTES, from.b, barrier, n0, i * BLOCK_K<T>, batch * p.b_step);
     };
@@ -65,7 +68,7 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     const ScalarType dtype = input.scalar_type();
     return run_hopper(input, other, allow_tf32, "wgmma", [&](const HopperCall& call, const Launch& on) {
         const Tiled& p = call.tiled;
-        const TileOrder order = tile_order(p, BM, BN);
+        const TileRaster order = tile_order(p, BM, BN);
         const int blocks = tile_count(order, p);
         dispatch_hopper(call, dtype, [&](auto zero, auto a_major, auto b_major) {
             using T = decltype(zero);
@@ -77,12 +80,13 @@ Tensor matmul_wgmma(const Tensor& input, const Tensor& other, bool allow_tf32) {
     });
 }
 
-void matmul_wgmma_facts(std::vector<KernelFacts>& facts, ScalarType dtype) {
+void matmul_wgmma_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     using namespace wgmma;
     dispatch(dtype, "matmul", [&](auto zero) {
         using T = decltype(zero);
         constexpr Major B = sizeof(T) == 2 ? Major::MN : Major::K;
-        facts.push_back(kernel_facts<matmul_wgmma_kernel<T, Major::K, B>>("matmul.wgmma", BLOCK_THREADS, SHARED));
+        attributes.push_back(
+            kernel_attributes<matmul_wgmma_kernel<T, Major::K, B>>("matmul.wgmma", BLOCK_THREADS, SHARED));
     });
 }
 

@@ -1,6 +1,7 @@
-// The backward pass of 16-bit rows that would take all vectors a thread can share: by clusters that stay, a thread with one
-// vector of each of their rows. Of columns it has a quarter as many sums, so that an SM has 32 warps in place
-// of 16, and no warp waits for a row's sums before it has gone over the next one.
+// layer_norm, rms_norm: the shared backward pass (backward.cuh) for 16-bit rows that nearly fill a block.
+// Idea      Persistent clusters of two blocks, one vector of a row per thread: a quarter of the column sums per thread
+//           allows 32 warps per SM instead of 16. No warp waits for a row's sums before it has passed over the next
+//           row. backward.cuh costs 3 to 10 % more at rows of 12289 to 16384 elements.
 #pragma once
 
 #include "norm/backward.cuh"
@@ -8,84 +9,85 @@
 
 namespace kl {
 
-// How such a kernel works: a turn has ROWS rows, STAGES turns are on the chip, a block has THREADS.
+// An iteration has ROWS rows; STAGES iterations are staged at a time; a block has THREADS threads.
 template <int ROWS_, int STAGES_, int THREADS_>
-struct Stay {
+struct PersistentBackwardShape {
     static constexpr int ROWS = ROWS_, STAGES = STAGES_, THREADS = THREADS_, WARPS = THREADS / WARP;
-    static constexpr int SLOTS = 2 * ROWS * STAGES;  // vectors of a thread in shared memory
+    static constexpr int STAGE_VECTORS = 2 * ROWS * STAGES;  // per thread
 };
 
-// Where warps, and the blocks of a cluster, leave what they found in a turn's rows. In shared memory.
-//
-// A value of turn t + 4 is sent by a block that has received turn t + 2, for which every warp had to leave its own, and each
-// did that after it had received turn t: nothing is overwritten before it is read. Nor are the warps' values: one that
-// leaves its own of turn t + 2 has received turn t.
-template <typename V, typename STAY>
-struct StayMail {
-    static constexpr int TURNS = 4, ROWS = STAY::ROWS, WARPS = STAY::WARPS;
-    V of_blocks[TURNS][ROWS][MAX_CLUSTER], of_warps[2][ROWS][WARPS];
-    uint64_t arrived[TURNS], filled[2];  // mbarriers
+// Shared-memory scratch for the partials of the warps, and of the blocks of a cluster, of an iteration's rows. Nothing
+// is overwritten before it is read: a block sends iteration t + 4 once it has received t + 2, for which every warp
+// arrived after it had received t. A warp that arrives for iteration t + 2 has received iteration t.
+template <typename V, typename SHAPE>
+struct PersistentBackwardReduceSmem {
+    static constexpr int ITERATIONS = 4, ROWS = SHAPE::ROWS, WARPS = SHAPE::WARPS;
+    V of_blocks[ITERATIONS][ROWS][MAX_CLUSTER], of_warps[2][ROWS][WARPS];
+    uint64_t arrived[ITERATIONS], filled[2];  // mbarriers
 
 #if __CUDA_ARCH__ >= 900
-    // To be called before all else, and cluster::wait() before the first value is left. Best with loads under way.
+    // Must be called before anything else, and cluster::wait() before the first arrival, best with loads in flight.
     __device__ void open() {
         if (threadIdx.x == 0) {
             for (uint64_t& barrier : arrived) mbarrier_init(shared_address(&barrier), 1);
             for (uint64_t& barrier : filled) mbarrier_init(shared_address(&barrier), WARPS * ROWS);
             mbarrier_init_fence();
         }
-        cluster::arrive_relaxed();  // the fence has made the barriers known, and there is nothing else to see
+        cluster::arrive_relaxed();  // relaxed: the fence has published the mbarriers, all that others read
     }
 
-    // Leaves what this warp found, in the lanes that finish its rows. The first warps, one a row, make one value of all of the
-    // block's and send it.
+    // Stores this warp's partial, which the lanes that finish a row hold. The first warps, one per row, merge the
+    // block's partials and send the result.
     template <typename Op>
-    __device__ void leave(int turn, const V& value, Op op) {
+    __device__ void reduce_arrive(int iteration, const V& value, Op op) {
         constexpr int LANES = WARP / ROWS;
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, box = turn % TURNS;
-        const uint32_t full = shared_address(&filled[turn % 2]), arrives = shared_address(&arrived[box]);
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, box = iteration % ITERATIONS;
+        const uint32_t full = shared_address(&filled[iteration % 2]), arrives = shared_address(&arrived[box]);
         if (lane % LANES == 0) {
-            of_warps[turn % 2][lane / LANES][warp] = value;
+            of_warps[iteration % 2][lane / LANES][warp] = value;
             mbarrier_arrive(full);
         }
         if (warp >= ROWS) return;
         const int blocks = static_cast<int>(cluster::blocks());
-        if (threadIdx.x == 0) mbarrier_arrive_expect(arrives, ROWS * blocks * sizeof(V));
-        mbarrier_wait(full, turn / 2 % 2);
-        const V of_block = over_lanes(of_warps[turn % 2][warp][lane % WARPS], op, WARPS);
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrives, ROWS * blocks * sizeof(V));
+        mbarrier_wait(full, iteration / 2 % 2);
+        const V of_block = over_lanes(of_warps[iteration % 2][warp][lane % WARPS], op, WARPS);
         if (lane < blocks)
-            cluster::send(shared_address(&of_blocks[box][warp][cluster::rank()]), of_block, arrives, lane);
+            cluster::send(shared_address(&of_blocks[box][warp][cluster_rank()]), of_block, arrives, lane);
     }
 
-    // Waits for what the blocks sent.
-    __device__ void wait(int turn) { mbarrier_wait(shared_address(&arrived[turn % TURNS]), turn / TURNS % 2); }
+    // Waits for the partials of all blocks.
+    __device__ void reduce_wait(int iteration) {
+        mbarrier_wait(shared_address(&arrived[iteration % ITERATIONS]), iteration / ITERATIONS % 2);
+    }
 
-    // Its sum for a row, the same in all threads. Clusters are small: an exchange among lanes would cost more.
+    // Sums them for a row, with the same result in all threads. Clusters are small: a shuffle reduction would cost
+    // more.
     template <typename Op>
-    __device__ V sum(int turn, int row, Op op) const {
+    __device__ V sum(int iteration, int row, Op op) const {
         const int blocks = static_cast<int>(cluster::blocks());
-        V total = of_blocks[turn % TURNS][row][0];
+        V total = of_blocks[iteration % ITERATIONS][row][0];
 #pragma unroll 1
-        for (int block = 1; block < blocks; ++block) total = op(total, of_blocks[turn % TURNS][row][block]);
+        for (int block = 1; block < blocks; ++block) total = op(total, of_blocks[iteration % ITERATIONS][row][block]);
         return total;
     }
 #endif
 };
 
-// This thread's vectors of its cluster's rows, which come in turns: every `apart`-th from row `first` on.
-template <typename T, bool CENTRED, typename STAY>
-struct StayRows {
-    static constexpr int E = Vec<T>::size, ROWS = STAY::ROWS, THREADS = STAY::THREADS;
+// This thread's vectors of its cluster's rows: ROWS of them per iteration, every `apart`-th from row `first` on.
+template <typename T, bool IS_LAYERNORM, typename SHAPE>
+struct PersistentRows {
+    static constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, THREADS = SHAPE::THREADS;
 
     const NormBackward<T>& p;
     const int at, count, apart, first;
     const bool inside;  // of a row
-    uint4* const own;   // slots
+    uint4* const own;   // stages
     uint4 weight;
-    const T *input, *grad;  // of the next turn that is fetched
-    Worked<T, CENTRED> part;
+    const T *input, *grad;  // of the next iteration to copy
+    UnpackedVector<T, IS_LAYERNORM> part;
 
-    __device__ StayRows(const NormBackward<T>& p_in, int group, int rank, uint4* shared)
+    __device__ PersistentRows(const NormBackward<T>& p_in, int group, int rank, uint4* shared)
         : p(p_in),
           at(rank * THREADS + static_cast<int>(threadIdx.x)),
           count(static_cast<int>(p.count)),
@@ -97,54 +99,58 @@ struct StayRows {
           input(p.input + first * p.even_in.step + at * E),
           grad(p.grad + first * p.even_g.step + at * E) {}
 
-    __device__ uint4* slots(int stage) const { return own + stage * (2 * ROWS * THREADS); }
+    __device__ uint4* stage_of(int stage) const { return own + stage * (2 * ROWS * THREADS); }
 
-    // The rows from `row` on, to be called for every turn, in order.
+    // Copies the rows from `row` on. Must be called for every iteration, in order.
     __device__ void fetch(int row, int stage) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const bool wanted = inside && row + r < count;
-            cp_async16_if<true>(shared_address(slots(stage) + r * THREADS), input + r * p.even_in.step, wanted);
-            cp_async16_if<true>(shared_address(slots(stage) + (ROWS + r) * THREADS), grad + r * p.even_g.step, wanted);
+            cp_async16_if<true>(shared_address(stage_of(stage) + r * THREADS), input + r * p.even_in.step, wanted);
+            cp_async16_if<true>(shared_address(stage_of(stage) + (ROWS + r) * THREADS), grad + r * p.even_g.step,
+                                wanted);
         }
         cp_async_commit();
         input += p.even_in.apart;
         grad += p.even_g.apart;
     }
 
-    // Once rows are on their way: it waits for memory.
-    __device__ void hold_weight() { load_if<false>(weight, p.weight + at * E, p.weight != nullptr && inside); }
+    // To be called after the first copies are issued, since it waits for memory.
+    __device__ void load_weight() { load_if<false>(weight, p.weight + at * E, p.weight != nullptr && inside); }
 
     __device__ Stats stats(int row) const {
-        return row < count ? load_stats<CENTRED>(p.stats, row) : Stats{0.0f, 0.0f, 0.0f};
+        return row < count ? load_stats<IS_LAYERNORM>(p.stats, row) : Stats{0.0f, 0.0f, 0.0f};
     }
 
-    // This thread's part of the turn's r-th row.
-    __device__ void work_out(int stage, int r, const Stats& stats) {
-        const uint4 x = slots(stage)[r * THREADS], y = slots(stage)[(ROWS + r) * THREADS];
-        part.work_out(reinterpret_cast<const Vec<T>&>(x), reinterpret_cast<const Vec<T>&>(y), weight, stats);
+    // Unpacks this thread's vector of the iteration's r-th row.
+    __device__ void unpack_row(int stage, int r, const Stats& stats) {
+        const uint4 x = stage_of(stage)[r * THREADS], y = stage_of(stage)[(ROWS + r) * THREADS];
+        part.unpack_row(reinterpret_cast<const Vec<T>&>(x), reinterpret_cast<const Vec<T>&>(y), weight, stats);
     }
 };
 
-// What a turn's rows add to the sums of their columns and of themselves is worked out, and the latter sent; then those of the
-// turn before are received, and its gradients stored.
-template <typename T, bool CENTRED, typename STAY>
-__device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackward<T>& p) {
+/// Each iteration computes its rows' partial sums and column sums and publishes the former, then waits for those of the
+/// iteration before and stores its gradients.
+template <class Op, typename T, typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1)
+    norm_backward_registers_persistent_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {
 #if __CUDA_ARCH__ >= 900
-    using Value = std::conditional_t<CENTRED, Pair, float>;
-    constexpr int E = Vec<T>::size, ROWS = STAY::ROWS, STAGES = STAY::STAGES, SUMS = CENTRED ? 2 : 1;
-    constexpr bool REFILL_FIRST = ROWS == 1;  // of a turn's slots, which then are all read; else once it is stored
-    const std::conditional_t<CENTRED, PairSum, Sum> add;
-    extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
-    __shared__ StayMail<Value, STAY> mail;
-    launch_dependents();
-    mail.open();
-    wait_for_previous();
+    constexpr bool IS_LAYERNORM = Op::IS_LAYERNORM;
+    using Value = std::conditional_t<IS_LAYERNORM, Pair, float>;
+    constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, STAGES = SHAPE::STAGES, SUMS = IS_LAYERNORM ? 2 : 1;
+    constexpr bool REFILL_FIRST =
+        ROWS == 1;  // of the stage of one row: it has been read by then; otherwise after the store
+    const std::conditional_t<IS_LAYERNORM, PairSum, Sum> add;
+    extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
+    __shared__ PersistentBackwardReduceSmem<Value, SHAPE> smem;
+    griddepcontrol_launch_dependents();
+    smem.open();
+    griddepcontrol_wait();
     const int group = static_cast<int>(blockIdx.x) >> cluster::log2_blocks();
-    StayRows<T, CENTRED, STAY> rows(p, group, static_cast<int>(cluster::rank()), in_shared);
+    PersistentRows<T, IS_LAYERNORM, SHAPE> rows(p, group, static_cast<int>(cluster_rank()), in_shared);
 #pragma unroll 1
-    for (int turn = 0; turn < STAGES; ++turn) rows.fetch(rows.first + turn * rows.apart, turn);
-    rows.hold_weight();
+    for (int iteration = 0; iteration < STAGES; ++iteration) rows.fetch(rows.first + iteration * rows.apart, iteration);
+    rows.load_weight();
     T* to = p.grad_input + rows.first * p.even_gi.step + rows.at * E;
     Stats next[ROWS], stats[ROWS], before[ROWS];
 #pragma unroll
@@ -152,7 +158,7 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
     float of_columns[SUMS][E] = {};
     cluster::wait();
     int row = rows.first, stage = 0, stage_before = 0;
-    for (int turn = 0;; ++turn) {
+    for (int iteration = 0;; ++iteration) {
         const bool another = row < rows.count;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -164,38 +170,38 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
             Value sums[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                rows.work_out(stage, r, stats[r]);
-                Pair partial{-0.0f, -0.0f};  // to which a first value is added for nothing
+                rows.unpack_row(stage, r, stats[r]);
+                Pair partial{-0.0f, -0.0f};  // -0 + x is x: the compiler drops the first addition
 #pragma unroll
                 for (int e = 0; e < E; ++e) {
                     of_columns[0][e] = fmaf(rows.part.g[e], rows.part.x_hat[e], of_columns[0][e]);
-                    if constexpr (CENTRED) of_columns[1][e] += rows.part.g[e];
+                    if constexpr (IS_LAYERNORM) of_columns[1][e] += rows.part.g[e];
                     partial = {partial.first + rows.part.weighted[e],
                                fmaf(rows.part.weighted[e], rows.part.x_hat[e], partial.second)};
                 }
-                if constexpr (CENTRED) sums[r] = partial;
-                if constexpr (!CENTRED) sums[r] = partial.second;
+                if constexpr (IS_LAYERNORM) sums[r] = partial;
+                if constexpr (!IS_LAYERNORM) sums[r] = partial.second;
             }
-            mail.leave(turn, own_over_lanes(sums, add, WARP), add);
-            // Long before they are wanted: nothing else in a turn waits for memory.
+            smem.reduce_arrive(iteration, reduce_rows_over_lanes(sums, add, WARP), add);
+            // Loaded an iteration ahead: nothing else in an iteration waits for memory.
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) next[r] = rows.stats(row + rows.apart + r);
         }
-        if (turn > 0) {
-            mail.wait(turn - 1);
+        if (iteration > 0) {
+            smem.reduce_wait(iteration - 1);
             T* out = to;
 #pragma unroll
             for (int r = 0; r < ROWS; ++r, out += p.even_gi.step) {
-                const Pair means = means_of(mail.sum(turn - 1, r, add), p.per_element);
-                rows.work_out(stage_before, r, before[r]);
+                const Pair means = means_of(smem.sum(iteration - 1, r, add), p.per_element);
+                rows.unpack_row(stage_before, r, before[r]);
                 if (REFILL_FIRST) rows.fetch(row + (STAGES - 1) * rows.apart, stage_before);
                 float x[E];
 #pragma unroll
                 for (int e = 0; e < E; ++e) {
-                    x[e] = gradient<CENTRED>(rows.part.x_hat[e], rows.part.weighted[e], means, before[r].rstd);
+                    x[e] = gradient<IS_LAYERNORM>(rows.part.x_hat[e], rows.part.weighted[e], means, before[r].rstd);
                 }
                 if (rows.inside && row - rows.apart + r < rows.count && p.grad_input != nullptr) {
-                    store_streamed(out, pack<T>(x));
+                    store_evict_first(out, pack<T>(x));
                 }
             }
             to += p.even_gi.apart;
@@ -218,6 +224,38 @@ __device__ void norm_backward_staying(const NormWeights<T>& w, const NormBackwar
         }
     }
 #endif
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+/// Rows that lie evenly and keep nearly all threads of such clusters busy; shorter ones are faster on one block, with
+/// fewer vectors a thread. Returns whether it launched.
+template <class Op, typename T>
+bool launch_backward_persistent(NormWeights<T> w, NormBackward<T> p, bool vectorized, const Tensor& like,
+                                const Launch& launch) {
+    if constexpr (sizeof(T) == 2 && !Op::HAS_RESIDUAL) {
+        using SHAPE = typename Op::PersistentBackward;
+        const int64_t vectors = p.length / Vec<T>::size;
+        constexpr auto kernel = norm_backward_registers_persistent_kernel<Op, T, SHAPE>;
+        constexpr int bytes = stage_bytes(SHAPE::THREADS, SHAPE::STAGE_VECTORS);
+        constexpr int shared = bytes + static_cast<int>(sizeof(PersistentBackwardReduceSmem<Pair, SHAPE>));
+        if (!vectorized || vectors > MAX_BLOCK_CHUNKS || vectors <= MAX_BLOCK_CHUNKS / 4 * 3 ||
+            !has_hopper_code(kernel, launch.device) || shared > shared_limit(launch.device)) {
+            return false;
+        }
+        static DeviceSet asked;
+        static OccupancyCache resident;
+        allow_shared(kernel, bytes, launch.device, asked);
+        const unsigned cluster = cluster_blocks(vectors, SHAPE::THREADS);
+        const int64_t fit = resident.clusters(kernel, dim3(SHAPE::THREADS), cluster, bytes, launch);
+        const auto partials = distribute_rows<Op::IS_LAYERNORM>(w, p, SHAPE::ROWS, fit, like);
+        LaunchConfig(dim3(w.groups * cluster), dim3(SHAPE::THREADS), bytes, launch)
+            .clusters_of(cluster)
+            .run(kernel, w, p);
+        if (w.wanted()) launch_column_sum<Op>(w, p.length, launch);
+        return true;
+    }
+    return false;
 }
 
 }  // namespace kl

@@ -1,38 +1,47 @@
-// The forward pass of the longest 16-bit rows that are centred: by clusters that stay, whose weight and bias lie in shared
-// memory, since half of what other clusters read comes from the L2. Rows arrive there some ahead, each warp's stretch of a row
-// by a bulk copy of its own. No warp waits for another of its block: each gives notice of what it found in its stretch, a warp
-// that serves adds that up and tells the other blocks, and meanwhile the others make the first pass over the next row.
+// layer_norm, rung 6 of 6: persistent_cluster
+// Idea      Persistent clusters loop over rows and keep weight and bias in shared memory. Bulk copies (TMA) prefetch
+//           the next rows, one copy per warp for its segment of a row. One reduction warp merges the partials of the
+//           other warps and sends them to the cluster's blocks; meanwhile the row warps make the first pass over the
+//           next row.
+// Predicts  `cluster` reads weight and bias from the L2 again for every row: half of all its reads, which this rung
+//           saves.
+// Limit now Memory bandwidth. 16-bit rows of 65537 to 131072 elements, for which a block's part fits shared memory.
+// Backward  backward.cuh, shared with `registers`.
 #pragma once
 
 #include "norm/smem_pipeline.cuh"
 
 namespace kl {
 
-// BLOCKS of a cluster have THREADS each: those of the warp that serves, and others, which have VECTORS of a row each. STAGES
-// rows are on the chip: of the longest, more at once make memory slower. FULL: rows are as long as they can be.
+// A cluster has BLOCKS blocks of THREADS threads: one reduction warp, and row warps whose threads have VECTORS vectors
+// of a row. STAGES rows are staged at a time; more of the longest rows make memory slower. FULL: rows of the greatest
+// length, which need no bounds checks.
 template <int VECTORS_, int THREADS_, int BLOCKS_, int STAGES_, bool FULL_>
-struct StayingShape {
+struct PersistentShape {
     static constexpr int VECTORS = VECTORS_, THREADS = THREADS_ + WARP, BLOCKS = BLOCKS_, STAGES = STAGES_;
     static constexpr bool FULL = FULL_;
-    using SHAPE = SlotShape<1, VECTORS, THREADS_, 1>;
-    static constexpr int SLOTS = SHAPE::REACH, BYTES = (STAGES + 2) * SLOTS * static_cast<int>(sizeof(uint4));
+    using BLOCK_SHAPE = PipelineShape<1, VECTORS, THREADS_, 1>;
+    static constexpr int STAGE_VECTORS = BLOCK_SHAPE::REACH,
+                         BYTES = (STAGES + 2) * STAGE_VECTORS * static_cast<int>(sizeof(uint4));
     static constexpr bool takes(int64_t vectors) {
-        constexpr int64_t MOST = BLOCKS * SLOTS;
+        constexpr int64_t MOST = BLOCKS * STAGE_VECTORS;
         return FULL ? vectors == MOST : vectors < MOST && vectors > MOST / 2;
     }
 };
 
-// Sums, and sums of the squares of the deviations from their own mean, of warps and of blocks. A warp that gives notice of
-// turn t + 2 has received turn t, of which all warps had given notice. A block sends turn t + 4 when all of its warps have
-// received turn t + 2, which every block sent when all of its warps had read turn t.
-template <typename STAY>
-struct StayingMail {
-    static constexpr int NOTICES = 2, BOXES = 4;
-    Pair of_warps[NOTICES][STAY::SHAPE::WARPS], of_blocks[BOXES][STAY::BLOCKS];
-    uint64_t noticed[NOTICES], arrived[BOXES], full[STAY::STAGES][STAY::SHAPE::WARPS], parameters;  // mbarriers
+// Shared-memory scratch: partial statistics of the warps and of the blocks, and their mbarriers. Why nothing is
+// overwritten before it is read: a warp that arrives for row t + 2 has received row t, for which all warps had arrived.
+// A block sends row t + 4 once all its warps have received row t + 2, which every block sent once all of its warps had
+// read row t.
+template <typename SHAPE>
+struct PersistentReduceSmem {
+    static constexpr int WARP_STAGES = 2, BLOCK_STAGES = 4;
+    Pair of_warps[WARP_STAGES][SHAPE::BLOCK_SHAPE::WARPS], of_blocks[BLOCK_STAGES][SHAPE::BLOCKS];
+    uint64_t warps_arrived[WARP_STAGES], arrived[BLOCK_STAGES], full[SHAPE::STAGES][SHAPE::BLOCK_SHAPE::WARPS],
+        parameters;  // mbarriers
 
     __device__ void open() {
-        for (uint64_t& barrier : noticed) mbarrier_init(shared_address(&barrier), STAY::SHAPE::WARPS);
+        for (uint64_t& barrier : warps_arrived) mbarrier_init(shared_address(&barrier), SHAPE::BLOCK_SHAPE::WARPS);
         for (uint64_t& barrier : arrived) mbarrier_init(shared_address(&barrier), 1);
         mbarrier_init(shared_address(&parameters), 1);
         mbarrier_init_fence();
@@ -43,12 +52,12 @@ struct StayingMail {
     }
 };
 
-// A row's statistics from those of its blocks, each of which has as many elements but for the last. Divisions are made once
-// for all rows: every warp takes these steps between a row's last part and its first store.
-struct BlocksTogether {
+// Merges the partials of a row's blocks, all of which have `usual` elements but the last. The divisions are
+// precomputed: every warp runs this between a row's last partial and its first store.
+struct MergeBlocks {
     float usual, last, per_usual, per_last;
 
-    __device__ BlocksTogether(int of_block, int of_last)
+    __device__ MergeBlocks(int of_block, int of_last)
         : usual(static_cast<float>(of_block)),
           last(static_cast<float>(of_last)),
           per_usual(1.0f / usual),
@@ -72,82 +81,83 @@ struct BlocksTogether {
 
 #if __CUDA_ARCH__ >= 900
 
-// A block's part of its cluster's rows, of which there is one each turn.
-template <typename T, typename STAY>
-struct StayingPart {
-    static constexpr int E = Vec<T>::size, V = STAY::VECTORS;
-    using SHAPE = typename STAY::SHAPE;
-    using Mail = StayingMail<STAY>;
+/// A block's part of its cluster's rows, one row per iteration.
+template <typename T, typename SHAPE>
+struct PersistentPart {
+    static constexpr int E = Vec<T>::size, V = SHAPE::VECTORS;
+    using BLOCK_SHAPE = typename SHAPE::BLOCK_SHAPE;
+    using Scratch = PersistentReduceSmem<SHAPE>;
 
     const ShortNorm<T>& p;
-    Mail& mail;
+    Scratch& smem;
     uint4 *const weight, *const bias, *const rows;
-    const SlotShare<SHAPE, true> share;
-    const int mine, stretch, first, apart, turns;  // vectors of this block, and of a warp; rows
+    const PipelinePartition<BLOCK_SHAPE, true> share;
+    const int mine, segment, first, apart, iterations;  // vectors of this block, of a warp; rows
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
-    __device__ StayingPart(const ShortNorm<T>& p_in, Mail& mail_in, uint4* shared)
+    __device__ PersistentPart(const ShortNorm<T>& p_in, Scratch& smem_in, uint4* shared)
         : p(p_in),
-          mail(mail_in),
+          smem(smem_in),
           weight(shared),
-          bias(weight + STAY::SLOTS),
-          rows(bias + STAY::SLOTS),
+          bias(weight + SHAPE::STAGE_VECTORS),
+          rows(bias + SHAPE::STAGE_VECTORS),
           share(p.length / E),
           mine(share.end - share.begin),
-          stretch(STAY::FULL ? V * WARP : (mine + SHAPE::THREADS - 1) / SHAPE::THREADS * WARP),
+          segment(SHAPE::FULL ? V * WARP : (mine + BLOCK_SHAPE::THREADS - 1) / BLOCK_SHAPE::THREADS * WARP),
           first(share.group),
-          apart(static_cast<int>(gridDim.x) / STAY::BLOCKS),
-          turns((static_cast<int>(p.count) - first + apart - 1) / apart) {}
+          apart(static_cast<int>(gridDim.x) / SHAPE::BLOCKS),
+          iterations((static_cast<int>(p.count) - first + apart - 1) / apart) {}
 
-    __device__ bool serves() const { return warp == SHAPE::WARPS; }
-    // Of this block's vectors: how many a warp has; the v-th of this thread, whether there is one, and whether of its warp.
-    __device__ int of_warp(int one) const { return max(min(mine - one * stretch, stretch), 0); }
-    __device__ int own(int v) const { return warp * stretch + v * WARP + lane; }
-    __device__ bool has(int v) const { return STAY::FULL || v * WARP + lane < of_warp(warp); }
-    __device__ bool any_has(int v) const { return STAY::FULL || v * WARP < of_warp(warp); }
-    // Where this block's part begins, of what lies `step` apart from row to row.
+    __device__ bool is_reduction_warp() const { return warp == BLOCK_SHAPE::WARPS; }
+    // Of this block's vectors: number of those of a warp; index of this thread's vector v; whether the thread has it,
+    // and whether any thread of the warp has its vector v.
+    __device__ int of_warp(int one) const { return max(min(mine - one * segment, segment), 0); }
+    __device__ int own(int v) const { return warp * segment + v * WARP + lane; }
+    __device__ bool has(int v) const { return SHAPE::FULL || v * WARP + lane < of_warp(warp); }
+    __device__ bool any_has(int v) const { return SHAPE::FULL || v * WARP < of_warp(warp); }
+    // Address of this block's part of an operand whose rows lie `step` elements apart.
     template <typename P>
-    __device__ P* at(P* operand, int64_t step, int turn) const {
-        return operand + (first + int64_t{turn} * apart) * step + int64_t{share.begin} * E;
+    __device__ P* at(P* operand, int64_t step, int iteration) const {
+        return operand + (first + int64_t{iteration} * apart) * step + int64_t{share.begin} * E;
     }
 
-    // By a thread of the warp.
-    __device__ void fetch(int turn, int stage) const {
+    // Starts the bulk copy of this warp's segment of a row. Called by one thread of the warp.
+    __device__ void fetch(int iteration, int stage) const {
         const uint32_t bytes = of_warp(warp) * sizeof(uint4);
-        if (turn >= turns || bytes == 0) return;
-        uint64_t* const full = &mail.full[stage][warp];
-        mbarrier_arrive_expect(shared_address(full), bytes);
-        bulk_load<true>(rows + stage * STAY::SLOTS + warp * stretch, at(p.input, p.in_step, turn) + warp * stretch * E,
-                        bytes, full);
+        if (iteration >= iterations || bytes == 0) return;
+        uint64_t* const full = &smem.full[stage][warp];
+        mbarrier_arrive_expect_tx(shared_address(full), bytes);
+        bulk_load<true>(rows + stage * SHAPE::STAGE_VECTORS + warp * segment,
+                        at(p.input, p.in_step, iteration) + warp * segment * E, bytes, full);
     }
     __device__ void begin() const {
-        if (!serves()) {
-            mail.open(warp);
-            for (int stage = 0; stage < STAY::STAGES; ++stage) fetch(stage, stage);
+        if (!is_reduction_warp()) {
+            smem.open(warp);
+            for (int stage = 0; stage < SHAPE::STAGES; ++stage) fetch(stage, stage);
             return;
         }
-        mail.open();
+        smem.open();
         const uint32_t bytes = mine * sizeof(uint4), wanted = (p.weight != nullptr) + (p.bias != nullptr);
-        mbarrier_arrive_expect(shared_address(&mail.parameters), wanted * bytes);
-        if (p.weight != nullptr) bulk_load<false>(weight, at(p.weight, 0, 0), bytes, &mail.parameters);
-        if (p.bias != nullptr) bulk_load<false>(bias, at(p.bias, 0, 0), bytes, &mail.parameters);
+        mbarrier_arrive_expect_tx(shared_address(&smem.parameters), wanted * bytes);
+        if (p.weight != nullptr) bulk_load<false>(weight, at(p.weight, 0, 0), bytes, &smem.parameters);
+        if (p.bias != nullptr) bulk_load<false>(bias, at(p.bias, 0, 0), bytes, &smem.parameters);
     }
-    // What no copy writes: parameters that are absent, and zeros past the end.
+    // Writes what no copy writes: absent parameters, and zeros past the end.
     __device__ void fill() const {
-        for (int i = threadIdx.x; i < STAY::SLOTS; i += STAY::THREADS) {
+        for (int i = threadIdx.x; i < SHAPE::STAGE_VECTORS; i += SHAPE::THREADS) {
             if (p.weight == nullptr) weight[i] = filled<T>(1.0f);
             if (p.bias == nullptr) bias[i] = filled<T>(0.0f);
-            for (int stage = 0; i >= mine && stage < STAY::STAGES; ++stage) {
-                rows[stage * STAY::SLOTS + i] = filled<T>(0.0f);
+            for (int stage = 0; i >= mine && stage < SHAPE::STAGES; ++stage) {
+                rows[stage * SHAPE::STAGE_VECTORS + i] = filled<T>(0.0f);
             }
         }
     }
 
-    // Of a warp's vectors, in one pass about the first element. If that is far from the mean, so are the squares from nought:
-    // what is lost of them is below the number of the warp's elements times the spacing of float32.
-    __device__ Pair found_in(const Vec<T> (&tile)[V], float elements, float per_element) const {
+    // Partial statistics of a warp's vectors, in one pass about its first element. Where that is far from the mean the
+    // squares are large too: their loss is below the number of the warp's elements times the spacing of float32.
+    __device__ Pair partial_of(const Vec<T> (&tile)[V], float elements, float per_element) const {
         float x[E], centre = 0.0f;
-        Pair found{};
+        Pair partial_of_warp{};
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             if (v > 0 && !any_has(v)) break;
@@ -160,66 +170,67 @@ struct StayingPart {
                 const float deviation = x[e] - inside;
                 partial = {partial.first + deviation, fmaf(deviation, deviation, partial.second)};
             }
-            found = v == 0 ? partial : PairSum{}(found, partial);
+            partial_of_warp = v == 0 ? partial : PairSum{}(partial_of_warp, partial);
         }
-        found = over_lanes(found, PairSum{}, WARP);
-        return {fmaf(elements, centre, found.first), found.second - found.first * (found.first * per_element)};
+        partial_of_warp = over_lanes(partial_of_warp, PairSum{}, WARP);
+        return {fmaf(elements, centre, partial_of_warp.first),
+                partial_of_warp.second - partial_of_warp.first * (partial_of_warp.first * per_element)};
     }
 
-    // The warp that serves: of each row it tells all blocks what this one found.
-    __device__ void serve() const {
-        const int elements = of_warp(lane % SHAPE::WARPS) * E, rank = static_cast<int>(cluster::rank());
+    // The reduction warp: merges the partials of this block's warps and sends the result to all blocks of the cluster.
+    __device__ void run_reduction_warp() const {
+        const int elements = of_warp(lane % BLOCK_SHAPE::WARPS) * E, rank = static_cast<int>(cluster_rank());
         const float per_element = 1.0f / static_cast<float>(mine * E);
-        Ring<Mail::NOTICES> notice;
-        Ring<Mail::BOXES> box;
-        for (int turn = 0; turn < turns; ++turn, notice.next(), box.next()) {
-            mbarrier_wait(shared_address(&mail.noticed[notice.stage]), notice.phase);
-            const Pair of_warp = mail.of_warps[notice.stage][lane % SHAPE::WARPS];
-            uint64_t* const arrived = &mail.arrived[box.stage];
-            if (lane == 0) mbarrier_arrive_expect(shared_address(arrived), STAY::BLOCKS * sizeof(Pair));
-            const Pair of_block = found_together<true>(of_warp, elements, per_element, SHAPE::WARPS);
-            __syncwarp();  // all lanes have read what the warps found: once this has arrived, more comes in its place
-            if (lane < STAY::BLOCKS) cluster::send(&mail.of_blocks[box.stage][rank], of_block, arrived, lane);
+        PipelineState<Scratch::WARP_STAGES> warp_stage;
+        PipelineState<Scratch::BLOCK_STAGES> block_stage;
+        for (int iteration = 0; iteration < iterations; ++iteration, warp_stage.advance(), block_stage.advance()) {
+            mbarrier_wait(shared_address(&smem.warps_arrived[warp_stage.stage]), warp_stage.phase);
+            const Pair of_warp = smem.of_warps[warp_stage.stage][lane % BLOCK_SHAPE::WARPS];
+            uint64_t* const arrived = &smem.arrived[block_stage.stage];
+            if (lane == 0) mbarrier_arrive_expect_tx(shared_address(arrived), SHAPE::BLOCKS * sizeof(Pair));
+            const Pair of_block = merge_moments<true>(of_warp, elements, per_element, BLOCK_SHAPE::WARPS);
+            __syncwarp();  // all lanes have read the warps' partials, which the next rows overwrite
+            if (lane < SHAPE::BLOCKS) cluster::send(&smem.of_blocks[block_stage.stage][rank], of_block, arrived, lane);
         }
     }
 
-    // The other warps: the first pass over a row, then the second over the one before.
-    __device__ void work() const {
-        const BlocksTogether together(share.part * E, share.of_block(STAY::BLOCKS - 1) * E);
+    // The row warps: the first pass over a row, then the second pass over the row before.
+    __device__ void run_row_warps() const {
+        const MergeBlocks merge(share.part * E, share.of_block(SHAPE::BLOCKS - 1) * E);
         const auto elements = static_cast<float>(of_warp(warp) * E);
         const float per_element = 1.0f / fmaxf(elements, 1.0f);
-        Ring<STAY::STAGES> row;
-        Ring<Mail::NOTICES> notice;
-        Ring<Mail::BOXES> box;
+        PipelineState<SHAPE::STAGES> row;
+        PipelineState<Scratch::WARP_STAGES> warp_stage;
+        PipelineState<Scratch::BLOCK_STAGES> block_stage;
         Vec<T> tile[V], before[V];
         T* to = at(p.output, p.out_step, 0);
-        mbarrier_wait(shared_address(&mail.parameters), 0);
-        for (int turn = 0; turn <= turns; ++turn) {
-            if (turn < turns) {
-                if (any_has(0)) mbarrier_wait(shared_address(&mail.full[row.stage][warp]), row.phase);
+        mbarrier_wait(shared_address(&smem.parameters), 0);
+        for (int iteration = 0; iteration <= iterations; ++iteration) {
+            if (iteration < iterations) {
+                if (any_has(0)) mbarrier_wait(shared_address(&smem.full[row.stage][warp]), row.phase);
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
                     if (v > 0 && !any_has(v)) break;
-                    reinterpret_cast<uint4&>(tile[v]) = rows[row.stage * STAY::SLOTS + own(v)];
+                    reinterpret_cast<uint4&>(tile[v]) = rows[row.stage * SHAPE::STAGE_VECTORS + own(v)];
                 }
-                const Pair found = found_in(tile, elements, per_element);
-                __syncwarp();  // all lanes have read their vectors: others may come in their place
+                const Pair partial_of_warp = partial_of(tile, elements, per_element);
+                __syncwarp();  // all lanes have read their vectors: the stage may be refilled
                 if (lane == 0) {
-                    fetch(turn + STAY::STAGES, row.stage);
-                    mail.of_warps[notice.stage][warp] = found;
-                    mbarrier_arrive(shared_address(&mail.noticed[notice.stage]));
+                    fetch(iteration + SHAPE::STAGES, row.stage);
+                    smem.of_warps[warp_stage.stage][warp] = partial_of_warp;
+                    mbarrier_arrive(shared_address(&smem.warps_arrived[warp_stage.stage]));
                 }
-                row.next();
-                notice.next();
+                row.advance();
+                warp_stage.advance();
             }
-            if (turn > 0) {
-                mbarrier_wait(shared_address(&mail.arrived[box.stage]), box.phase);
-                const Stats stats = together.stats(mail.of_blocks[box.stage], p.per_element, p.eps);
+            if (iteration > 0) {
+                mbarrier_wait(shared_address(&smem.arrived[block_stage.stage]), block_stage.phase);
+                const Stats stats = merge.stats(smem.of_blocks[block_stage.stage], p.per_element, p.eps);
                 if (share.begin == 0 && own(0) == 0)
-                    store_stats<true>(p.stats, first + int64_t{turn - 1} * apart, stats);
+                    store_stats<true>(p.stats, first + int64_t{iteration - 1} * apart, stats);
                 store(to, before, stats);
                 to += apart * p.out_step;
-                box.next();
+                block_stage.advance();
             }
 #pragma unroll
             for (int v = 0; v < V; ++v) before[v] = tile[v];
@@ -236,7 +247,7 @@ struct StayingPart {
             unpack(reinterpret_cast<const Vec<T>&>(bias[i]), offset);
 #pragma unroll
             for (int e = 0; e < E; ++e) x[e] = fmaf(normalized<true, SHIFTED<T>>(x[e], stats), scale[e], offset[e]);
-            if (has(v)) store_streamed(to + i * E, pack<T>(x));
+            if (has(v)) store_evict_first(to + i * E, pack<T>(x));
             keep_order();
         }
     }
@@ -244,24 +255,51 @@ struct StayingPart {
 
 #endif
 
-template <typename T, typename STAY>
-__device__ void norm_staying(const ShortNorm<T>& p) {
+template <class Op, typename T, typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1)
+    norm_persistent_cluster_kernel(__grid_constant__ const ShortNorm<T> p) {
 #if __CUDA_ARCH__ >= 900
-    extern __shared__ __align__(SLOT_ALIGNMENT) uint4 in_shared[];
-    __shared__ StayingMail<STAY> mail;
-    const StayingPart<T, STAY> part(p, mail, in_shared);
+    extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
+    __shared__ PersistentReduceSmem<SHAPE> smem;
+    const PersistentPart<T, SHAPE> part(p, smem, in_shared);
     if (part.lane == 0) part.begin();
-    cluster::arrive_relaxed();  // the fence has made the barriers known
+    cluster::arrive_relaxed();  // relaxed: the fence has published the mbarriers
     part.fill();
     cluster::wait();
     __syncthreads();
-    // A block that has received the last turn may leave: all that was sent to it has arrived.
-    if (part.serves()) {
-        part.serve();
+    // A block may exit once it has received the last row: everything sent to it has arrived by then.
+    if (part.is_reduction_warp()) {
+        part.run_reduction_warp();
     } else {
-        part.work();
+        part.run_row_warps();
     }
 #endif
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+/// Rows of 16-bit elements that consist of whole vectors and lie evenly, of a length that one of Op::Persistent takes.
+template <class Op, typename T>
+void launch_persistent_cluster(const NormForward<T>& p, bool vectorized, const Launch& launch) {
+    check_takes(sizeof(T) == 2 && are_even(vectorized, p.in, p.res, p.out), Op::NAME, p.length);
+    if constexpr (sizeof(T) == 2) {
+        const auto run = [&](auto shape) {
+            using SHAPE = decltype(shape);
+            if (!SHAPE::takes(p.length / Vec<T>::size)) return false;
+            constexpr auto kernel = norm_persistent_cluster_kernel<Op, T, SHAPE>;
+            static DeviceSet asked;
+            static OccupancyCache resident;
+            KL_CHECK(has_hopper_code(kernel, launch.device), NO_CLUSTERS);
+            allow_shared(kernel, SHAPE::BYTES, launch.device, asked);
+            const int64_t most = resident.clusters(kernel, dim3(SHAPE::THREADS), SHAPE::BLOCKS, SHAPE::BYTES, launch);
+            LaunchConfig(dim3(std::min(p.count, most) * SHAPE::BLOCKS), dim3(SHAPE::THREADS), SHAPE::BYTES, launch)
+                .clusters_of(SHAPE::BLOCKS)
+                .run(kernel, short_norm(p));
+            return true;
+        };
+        const bool ran = std::apply([&](auto... shape) { return (run(shape) || ...); }, typename Op::Persistent{});
+        check_takes(ran, Op::NAME, p.length);
+    }
 }
 
 }  // namespace kl

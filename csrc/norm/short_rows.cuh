@@ -1,4 +1,6 @@
-// Short normalised rows. All rows of a thread have the same parameters.
+// layer_norm, rms_norm, add_rms_norm: the kernels of rung `registers` for rows that lie evenly apart and consist of
+// whole vectors. Short rows: a warp or a part of it per row, several rows per thread. Longer 16-bit rows: all threads
+// of a block share a few rows (BY_BLOCK), so that a thread loads its parameters once for all of them.
 #pragma once
 
 #include "norm/norm.cuh"
@@ -6,18 +8,19 @@
 
 namespace kl {
 
-// Whether a thread has registers for its parameters beside its rows: they then come with the first loads.
-template <typename T, bool CENTRED, int ROWS>
-constexpr bool SHORT_EARLY = SHORT_VALUES * sizeof(T) / 4 + SHORT_VECTORS<T, ROWS> * (CENTRED ? 8 : 4) <= 48;
+// Whether registers suffice to load the parameters together with the rows.
+template <typename T, bool IS_LAYERNORM, int ROWS>
+constexpr bool SHORT_PRELOAD_PARAMS =
+    SHORT_VALUES * sizeof(T) / 4 + SHORT_VECTORS<T, ROWS> * (IS_LAYERNORM ? 8 : 4) <= 48;
 
-// As SHORT_BLOCKS: the most that leave registers enough for no spill.
-template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
-constexpr int SHORT_NORM_BLOCKS = sizeof(T) == 4 && (CENTRED || RESIDUAL) ? 10
-                                  : CENTRED                               ? (ROWS == SHORT_ROWS ? 14 : 12)
-                                                                          : SHORT_BLOCKS;
+// Blocks per SM, as SHORT_BLOCKS: the most for which ptxas spills nothing.
+template <typename T, bool IS_LAYERNORM, bool HAS_RESIDUAL, int ROWS>
+constexpr int SHORT_NORM_BLOCKS = sizeof(T) == 4 && (IS_LAYERNORM || HAS_RESIDUAL) ? 10
+                                  : IS_LAYERNORM                                   ? (ROWS == SHORT_ROWS ? 14 : 12)
+                                                                                   : SHORT_BLOCKS;
 
-// No more than is looked at, all in one place: a launch waits for each line of its arguments. Steps are elements from row
-// to row, of output and sum alike.
+// Only the arguments that kernels of evenly spaced rows read, in one place: a launch waits for each line of its
+// arguments. Steps are elements from row to row; `sum` has the step of `output`.
 template <typename T>
 struct ShortNorm {
     T *output, *sum;
@@ -35,12 +38,12 @@ ShortNorm<T> short_norm(const NormForward<T>& p) {
             p.eps,    p.per_element};
 }
 
-// In two passes over registers, the second about each row's mean.
-template <typename T, int ROWS, bool TEAM, int V>
-__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS, TEAM>& share,
-                              const ShortNorm<T>& p) {
-    __shared__ TeamSlots<TEAM ? ROWS : 0, float> of_sums, of_squares;
-    __shared__ TeamSlots<TEAM && SHIFTED<T> ? ROWS : 0, Pair> of_deviations;
+// Two passes over registers, the second about each row's mean.
+template <typename T, int ROWS, bool BY_BLOCK, int V>
+__device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
+                              const MultiRowPartition<ROWS, BY_BLOCK>& share, const ShortNorm<T>& p) {
+    __shared__ BlockReduceSmem<BY_BLOCK ? ROWS : 0, float> of_sums, of_squares;
+    __shared__ BlockReduceSmem<BY_BLOCK && SHIFTED<T> ? ROWS : 0, Pair> of_deviations;
     float sums[ROWS];
     Pair deviations[ROWS];
 #pragma unroll
@@ -61,10 +64,10 @@ __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V
     }
 }
 
-template <typename T, int ROWS, bool TEAM, int V>
-__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V], const ShortShare<ROWS, TEAM>& share,
-                            const ShortNorm<T>& p) {
-    __shared__ TeamSlots<TEAM ? ROWS : 0, float> of_squares;
+template <typename T, int ROWS, bool BY_BLOCK, int V>
+__device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
+                            const MultiRowPartition<ROWS, BY_BLOCK>& share, const ShortNorm<T>& p) {
+    __shared__ BlockReduceSmem<BY_BLOCK ? ROWS : 0, float> of_squares;
     float squares[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) squares[r] = sum_over(tile[r], [](float sum, float x) { return fmaf(x, x, sum); });
@@ -73,48 +76,49 @@ __device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
     for (int r = 0; r < ROWS; ++r) stats[r] = stats_of_squares(squares[r] * p.per_element, p.eps);
 }
 
-// `gather(tile, meanwhile)` makes the thread's rows, zeros past their end, and calls `meanwhile()` when it has asked for all
-// it needs: parameters that are to come EARLY are asked for there.
-template <typename T, bool CENTRED, int ROWS, bool TEAM, int V, bool EARLY, typename Gather>
-__device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS, TEAM>& share, Gather&& gather) {
+/// Normalises this thread's rows. `gather(tile, meanwhile)` fills them, zeros past their end, and calls `meanwhile()`
+/// once all its loads are issued; with PRELOAD_PARAMS the loads of the parameters follow there.
+template <typename T, bool IS_LAYERNORM, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS, typename Gather>
+__device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROWS, BY_BLOCK>& share, Gather&& gather) {
     constexpr int E = Vec<T>::size;
     Vec<T> tile[ROWS][V], weight[V], bias[V];
     const auto fetch_parameters = [&](int v) {
         weight[v] = share.parameter(p.weight, v, 1.0f);
-        if constexpr (CENTRED) bias[v] = share.parameter(p.bias, v, 0.0f);
+        if constexpr (IS_LAYERNORM) bias[v] = share.parameter(p.bias, v, 0.0f);
     };
     gather(tile, [&] {
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            if constexpr (EARLY) fetch_parameters(v);
+            if constexpr (PRELOAD_PARAMS) fetch_parameters(v);
         }
     });
     Stats stats[ROWS];
-    if constexpr (CENTRED) centred_stats(stats, tile, share, p);
-    if constexpr (!CENTRED) plain_stats(stats, tile, share, p);
+    if constexpr (IS_LAYERNORM) centred_stats(stats, tile, share, p);
+    if constexpr (!IS_LAYERNORM) plain_stats(stats, tile, share, p);
     if (share.lane == 0) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            if (share.live(r)) store_stats<CENTRED>(p.stats, share.row + r * share.apart, stats[r]);
+            if (share.live(r)) store_stats<IS_LAYERNORM>(p.stats, share.row + r * share.apart, stats[r]);
         }
     }
-    if constexpr (!EARLY) fetch_parameters(0);
+    if constexpr (!PRELOAD_PARAMS) fetch_parameters(0);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         float x[E], scale[E], offset[E];
         unpack(weight[v], scale);
-        if constexpr (CENTRED) unpack(bias[v], offset);
-        if (!EARLY && v + 1 < V) fetch_parameters(v + 1);  // before the stores, over which no load is moved
+        if constexpr (IS_LAYERNORM) unpack(bias[v], offset);
+        if (!PRELOAD_PARAMS && v + 1 < V)
+            fetch_parameters(v + 1);  // before the stores: ptxas moves no load across them
         T* to = share.begin(p.output, p.out_step, v);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r, to += share.next(p.out_step)) {
             unpack(tile[r][v], x);
             Stats here = stats[r];
-            if constexpr (CENTRED) here.mean = share.template has<T>(v, share.length) ? here.mean : 0.0f;
+            if constexpr (IS_LAYERNORM) here.mean = share.template has<T>(v, share.length) ? here.mean : 0.0f;
 #pragma unroll
             for (int e = 0; e < E; ++e) {
-                x[e] = normalized<CENTRED, SHIFTED<T>>(x[e], here);
-                x[e] = CENTRED ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
+                x[e] = normalized<IS_LAYERNORM, SHIFTED<T>>(x[e], here);
+                x[e] = IS_LAYERNORM ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
             }
             share.store(to, r, v, pack<T>(x));
             keep_order();
@@ -122,17 +126,17 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const ShortShare<ROWS, TEAM
     }
 }
 
-// Rows as they are, or with a RESIDUAL the sum of two, which is stored.
-template <typename T, bool CENTRED, bool RESIDUAL, int ROWS, bool TEAM, int V, bool EARLY>
-__device__ void norm_short_or_team(const ShortNorm<T>& p) {
-    begin_early();
-    const ShortShare<ROWS, TEAM> share(p.count, p.length);
+// Rows of one operand or, with HAS_RESIDUAL, the sum of two, which is stored.
+template <typename T, bool IS_LAYERNORM, bool HAS_RESIDUAL, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS>
+__device__ void norm_short(const ShortNorm<T>& p) {
+    pdl_begin();
+    const MultiRowPartition<ROWS, BY_BLOCK> share(p.count, p.length);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
         share.load(tile, p.input, p.in_step, 0.0f);
-        [[maybe_unused]] Vec<T> residual[RESIDUAL ? ROWS : 1][V];
-        if constexpr (RESIDUAL) share.load(residual, p.residual, p.res_step, 0.0f);
+        [[maybe_unused]] Vec<T> residual[HAS_RESIDUAL ? ROWS : 1][V];
+        if constexpr (HAS_RESIDUAL) share.load(residual, p.residual, p.res_step, 0.0f);
         meanwhile();
-        if constexpr (RESIDUAL) {
+        if constexpr (HAS_RESIDUAL) {
             T* to = share.begin(p.sum, p.out_step);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r, to += share.next(p.out_step)) {
@@ -144,18 +148,37 @@ __device__ void norm_short_or_team(const ShortNorm<T>& p) {
             }
         }
     };
-    norm_short_of<T, CENTRED, ROWS, TEAM, V, EARLY>(p, share, gather);
+    norm_short_of<T, IS_LAYERNORM, ROWS, BY_BLOCK, V, PRELOAD_PARAMS>(p, share, gather);
 }
 
-template <typename T, bool CENTRED, bool RESIDUAL, int ROWS>
-__device__ void norm_short(const ShortNorm<T>& p) {
-    norm_short_or_team<T, CENTRED, RESIDUAL, ROWS, false, SHORT_VECTORS<T, ROWS>, SHORT_EARLY<T, CENTRED, ROWS>>(p);
+template <class Op, typename T, int ROWS>
+__global__ void __launch_bounds__(MIN_BLOCK, SHORT_NORM_BLOCKS<T, Op::IS_LAYERNORM, Op::HAS_RESIDUAL, ROWS>)
+    norm_registers_short_kernel(__grid_constant__ const ShortNorm<T> p) {
+    constexpr bool PRELOAD_PARAMS = SHORT_PRELOAD_PARAMS<T, Op::IS_LAYERNORM, ROWS>;
+    norm_short<T, Op::IS_LAYERNORM, Op::HAS_RESIDUAL, ROWS, false, SHORT_VECTORS<T, ROWS>, PRELOAD_PARAMS>(p);
 }
 
-template <typename T, bool CENTRED, bool RESIDUAL, typename TEAM>
-__device__ void norm_team(const ShortNorm<T>& p) {
-    constexpr bool EARLY = TEAM::VECTORS * (CENTRED ? 8 : 4) <= 16;
-    norm_short_or_team<T, CENTRED, RESIDUAL, TEAM::ROWS, true, TEAM::VECTORS, EARLY>(p);
+template <class Op, typename T, typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, THREADS_AN_SM / SHAPE::THREADS)
+    norm_registers_block_rows_kernel(__grid_constant__ const ShortNorm<T> p) {
+    constexpr bool PRELOAD_PARAMS = SHAPE::VECTORS * (Op::IS_LAYERNORM ? 8 : 4) <= 16;
+    norm_short<T, Op::IS_LAYERNORM, Op::HAS_RESIDUAL, SHAPE::ROWS, true, SHAPE::VECTORS, PRELOAD_PARAMS>(p);
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+/// Launches a kernel of this file if one takes rows of this length, which must lie evenly. Returns whether one did.
+template <class Op, typename T>
+bool launch_short_rows(const NormForward<T>& p, const Launch& launch) {
+    const ShortNorm<T> args = short_norm(p);
+    return with_even_rows<T>(
+        typename Op::BlockRows{}, p.count, p.length,
+        [&](auto shape, unsigned grid, dim3 block) {
+            launch_pdl(norm_registers_block_rows_kernel<Op, T, decltype(shape)>, grid, block, launch, args);
+        },
+        [&](auto rows, unsigned grid, dim3 block) {
+            launch_pdl(norm_registers_short_kernel<Op, T, rows()>, grid, block, launch, args);
+        });
 }
 
 }  // namespace kl

@@ -1,18 +1,18 @@
-// Sums over rows, one a column: the gradient of what is broadcast over rows. In two stages, each in a fixed order, so that
-// the result is the same in every run: blocks add up a share of the rows each, then a second kernel adds up the shares.
+// Column sums: the gradient of an operand that is broadcast over rows. Two stages of fixed order make the result the
+// same in every run: each block sums a part of the rows (a share), then a second kernel sums these partials.
 #pragma once
 
 #include "core/pdl.cuh"
 
 namespace kl {
 
-constexpr int SUM_LANES = 32;  // columns of a block, of the second stage, and threads that share one at most
+constexpr int SUM_LANES = 32;  // stage two: columns of a block, and most threads that share a column
 constexpr int SUM_THREADS = SUM_LANES * SUM_LANES;
-constexpr int SUM_AT_ONCE = 4;         // loads of a thread: more would be more instructions, for which 32 warps queue
-constexpr int64_t SUM_WAVE = 1 << 17;  // threads that surely run at once
+constexpr int SUM_AT_ONCE = 4;         // loads in flight per thread: with 32 warps, more only adds instructions
+constexpr int64_t SUM_WAVE = 1 << 17;  // threads that any GPU runs at once
 
-// output[c] = Σ partials[s, c] over shares s, by a grid of blocks_of_columns(columns) blocks of sum_block(columns). Each
-// operation has a kernel of its own that does this, so that a profile tells them apart.
+/// output[c] = Σ partials[s, c] over shares s, on a grid of blocks_of_columns(columns) blocks of sum_block(columns).
+/// Each operation has its own kernel around this function, so that a profile tells them apart.
 template <typename T>
 __device__ void sum_shares(T* output, const float* partials, int64_t shares, int64_t columns) {
     __shared__ float sums[SUM_LANES][SUM_LANES + 1];
@@ -21,7 +21,7 @@ __device__ void sum_shares(T* output, const float* partials, int64_t shares, int
     if (column < columns) {
         const int lanes = static_cast<int>(blockDim.y);
         const int64_t step = lanes * columns;
-        int left = static_cast<int>(shares) - static_cast<int>(threadIdx.y);  // from this one on
+        int left = static_cast<int>(shares) - static_cast<int>(threadIdx.y);  // shares from here on
         const float* share = partials + threadIdx.y * columns + column;
         for (; left > (SUM_AT_ONCE - 1) * lanes; left -= SUM_AT_ONCE * lanes) {
             float some[SUM_AT_ONCE];
@@ -42,8 +42,8 @@ __device__ void sum_shares(T* output, const float* partials, int64_t shares, int
     }
 }
 
-// Stage one's end: what a block's threads have summed of their E columns each, over its stripes (threadIdx.y), goes to the
-// share's row of the partials. `sums` holds a float for each thread and column.
+/// End of stage one: sums the E columns of each thread over threadIdx.y and stores them as the share's row of the
+/// partials. `sums` is shared memory for one float per thread and column.
 template <int E>
 __device__ void store_share(float* partials, const float (&sum)[E], float* sums, int64_t columns) {
     const int width = static_cast<int>(blockDim.x) * E, threads = static_cast<int>(blockDim.x * blockDim.y);
@@ -58,15 +58,16 @@ __device__ void store_share(float* partials, const float (&sum)[E], float* sums,
         partials[column] = total;
     }
 }
-// Its blocks: as many threads along the columns as there is work for, up to rows' runs of 4 KiB, which is what memory
-// likes; the others go down the rows.
+
+// Blocks of stage one: threads along the columns first, up to 256 of them, whose loads cover 4 KiB of a row; the others
+// take further rows.
 inline dim3 column_block(int64_t chunks, unsigned threads) {
     unsigned lanes = WARP;
     while (lanes < threads && lanes < 256 && lanes < chunks) lanes *= 2;
     return dim3(lanes, threads / lanes);
 }
 
-// Of many columns each has fewer threads, so that they all run at once.
+// Blocks of stage two: many columns get fewer threads each, so that all of them run at once.
 inline dim3 sum_block(int64_t columns) {
     unsigned lanes = SUM_LANES;
     while (lanes > 4 && columns * lanes > SUM_WAVE) lanes /= 2;
@@ -74,8 +75,8 @@ inline dim3 sum_block(int64_t columns) {
 }
 inline unsigned blocks_of_columns(int64_t columns) { return grid_size(ceil_div(columns, SUM_LANES)); }
 
-// How many shares of the rows keep every multiprocessor busy, at `blocks_per_sm` blocks and `column_blocks` blocks side by
-// side: twice what runs at once, so that the last ones do not run alone for long; and no share under `least` rows.
+// Number of shares that keeps every SM busy with `column_blocks` blocks per share: two waves of blocks, so that the
+// tail is short, and at least `least` rows per share.
 inline int64_t row_shares(int64_t rows, int64_t column_blocks, int blocks_per_sm, int64_t least, int32_t device) {
     const int64_t wanted = int64_t{2} * multiprocessors(device) * blocks_per_sm / column_blocks;
     return std::max<int64_t>(1, std::min(wanted, ceil_div(rows, least)));

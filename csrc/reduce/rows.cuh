@@ -1,5 +1,5 @@
-// Rows: one dimension of a tensor, taken as a whole by threads that share it. Where rows lie, how a thread reads its part
-// of one, and how those that share a row agree on a sum or a maximum: within a warp, a block, or a cluster of blocks.
+// Rows of a tensor along one dimension: their layout, their partition over threads (RowPartition), loads and stores of
+// a thread's vectors, and the reduction over the threads of a row: within a warp, a block, or a cluster.
 #pragma once
 
 #include <numeric>
@@ -11,26 +11,26 @@
 
 namespace kl {
 
-// The rows of one operand: where each starts, and how far apart its elements lie.
+// The rows of one operand: the start of each, and the stride of its elements.
 struct Rows {
     Strided walk;
     int64_t stride;
-    bool whole;  // rows are dense and start on 16 bytes: vectors can be loaded and stored whole
+    bool whole;  // rows are dense and start on 16 bytes, so that 16-byte loads and stores are allowed
 
     __device__ int64_t start(int64_t row) const { return walk.offset(row); }
 
-    // Whether they lie evenly apart, and how far.
+    // Whether one stride leads from each row to the next, and that stride in elements.
     bool even() const { return walk.dims <= 1; }
     __host__ __device__ int64_t step() const { return walk.dims > 0 ? walk.strides[0] : 0; }
 
-    // Whether rows of this length consist of such vectors alone.
+    // Whether rows of this length consist of whole 16-byte vectors.
     template <typename T>
     bool vectors(int64_t length) const {
         return whole && length % Vec<T>::size == 0;
     }
 };
 
-// 16 bytes of a row from element `first` on; `fill` stands past its end.
+// Loads 16 bytes of a row from element `first` on. Elements past the row's end are `fill`.
 template <typename T>
 __device__ Vec<T> load_chunk(const T* row, const Rows& rows, int64_t first, int64_t length, float fill) {
     if (rows.whole && first + Vec<T>::size <= length) return load_vec(row + first);
@@ -53,19 +53,18 @@ __device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t f
 
 // ---- a row in registers --------------------------------------------------------------------------------------------
 
-constexpr int MAX_CLUSTER = 16;   // that Hopper runs, when asked to
-constexpr int ROW_THREADS = 512;  // of a block at most: an SM holds two, of which one loads while the other stores
-constexpr int ROW_VECTORS = 4;    // in flight a thread: 64 bytes, times the threads of an SM, cover memory's latency
+constexpr int MAX_CLUSTER = 16;   // blocks of the largest cluster on Hopper, which is not portable
+constexpr int ROW_THREADS = 512;  // largest block: an SM holds two, so that one loads while the other stores
+constexpr int ROW_VECTORS = 4;    // in flight per thread: 64 bytes times the threads of an SM cover memory latency
 constexpr int WIDE_VECTORS = 8;   // the same of long rows, for which what a thread does once a row then weighs half as
                                   // much, and clusters are the smaller, and the sooner meet
 
-// How many of the largest blocks an SM is to have room for: 1024 threads of 64 registers, or half as many where rows come
-// element by element, which takes more.
-template <bool WHOLE>
-constexpr int BLOCKS_AN_SM = WHOLE ? 2 : 1;
+// Largest blocks per SM: 1024 threads of 64 registers, or half as many where rows are loaded element by element.
+template <bool VECTORIZED>
+constexpr int BLOCKS_AN_SM = VECTORIZED ? 2 : 1;
 
-// Whether the architecture that is compiled for has clusters, where they are asked for. A kernel that asks without is
-// never launched, and need not be compiled.
+// Whether the architecture being compiled has what the kernel needs. A cluster kernel of an older one is never
+// launched, so its body is left out.
 template <bool CLUSTER>
 __device__ constexpr bool exists_here() {
 #if __CUDA_ARCH__ >= 900
@@ -77,30 +76,34 @@ __device__ constexpr bool exists_here() {
 
 constexpr int LINE_VECTORS = 8;  // vectors of a line of 128 bytes
 
-// Which row this thread works on, and which of its vectors: `first`, and from there every `step()`-th up to `end`.
-// Without clusters blockDim.x threads share a row and blockDim.y rows a block; blockDim.x may be a part of a warp.
-// With clusters a row is shared by all the blocks of one, in equal parts of whole lines. Their blocks are all of
-// ROW_THREADS, so that addresses follow from one another by constants: long rows are bound by instructions.
-// ALONE: so are they without a cluster, where a row has a block to itself.
-template <bool CLUSTER, bool ALONE = CLUSTER>
-struct RowShare {
-    static constexpr bool LONE = ALONE;
+#if __CUDA_ARCH__ >= 900
+/// Vectors of a row of `vectors` that each block of a cluster has: equal parts of whole lines.
+__device__ inline int cluster_part(int vectors) {
+    return (((vectors - 1) >> cluster::log2_blocks()) / LINE_VECTORS + 1) * LINE_VECTORS;
+}
+#endif
+
+/// The row of this thread, and its vectors of that row: `first`, then every `step()`-th up to `end`. Without a cluster,
+/// blockDim.x threads share a row and a block has blockDim.y rows; blockDim.x may be part of a warp. In a cluster, all
+/// blocks share one row in equal parts of whole 128-byte lines. Their blocks have ROW_THREADS threads, so that
+/// addresses differ by constants: long rows are bound by instructions. ONE_ROW: the same for one block per row.
+template <bool CLUSTER, bool ONE_ROW = CLUSTER>
+struct RowPartition {
+    static constexpr bool ONE_ROW_PER_CTA = ONE_ROW;
     int64_t row;
     int first, end;
 
-    __device__ static int step() { return ALONE ? ROW_THREADS : static_cast<int>(blockDim.x); }
+    __device__ static int step() { return ONE_ROW_PER_CTA ? ROW_THREADS : static_cast<int>(blockDim.x); }
 
     // Of a row of so many vectors.
-    __device__ explicit RowShare(int vectors) {
+    __device__ explicit RowPartition(int vectors) {
         row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
         first = threadIdx.x;
         end = vectors;
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
-            const int log2 = cluster::log2_blocks();
-            const int part = (((vectors - 1) >> log2) / LINE_VECTORS + 1) * LINE_VECTORS;
-            const int begin = static_cast<int>(cluster::rank()) * part;
-            row = blockIdx.x >> log2;
+            const int part = cluster_part(vectors), begin = static_cast<int>(cluster_rank()) * part;
+            row = blockIdx.x >> cluster::log2_blocks();
             first += begin;
             end = min(begin + part, vectors);
         }
@@ -110,30 +113,30 @@ struct RowShare {
     // This thread's v-th vector.
     __device__ int at(int v) const { return first + v * step(); }
 
-    // Whether there is a row for this thread, of so many. Every cluster has one.
-    __device__ bool live(int64_t count) const { return ALONE || row < count; }
+    // Whether this thread has a row, of `count`. Every cluster has one.
+    __device__ bool live(int64_t count) const { return ONE_ROW_PER_CTA || row < count; }
 
-    // Whether it lies in the row, of so many elements, and in this block's part of it.
+    // Whether vector v lies in the row, of `length` elements, and in this block's part of it.
     template <typename T>
     __device__ bool has(int v, int64_t length) const {
         return CLUSTER ? v * step() < end - first : at(v) * Vec<T>::size < static_cast<int>(length);
     }
 
-    // To be called once, before all else: makes the mailboxes that will serve ready for what other blocks send.
-    template <typename... Mailboxes>
-    __device__ void open(Mailboxes&... mailboxes) const {
+    // Initialises the mbarriers of `scratch`. Must be called once, before anything else.
+    template <typename... Scratch>
+    __device__ void open(Scratch&... scratch) const {
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {
             if (threadIdx.x == 0) {
-                (mbarrier_init(shared_address(&mailboxes.arrived), 1), ...);
+                (mbarrier_init(shared_address(&scratch.arrived), 1), ...);
                 mbarrier_init_fence();
             }
-            cluster::arrive_relaxed();  // the fence has made the mailboxes known, and there is nothing else to see
+            cluster::arrive_relaxed();  // relaxed: the fence has published the mbarriers, all that others read
         }
 #endif
     }
-    // To be called once, before the first reduction: no mailbox is open before its block has started. Best with loads
-    // under way.
+    // Waits until every block of the cluster has opened its scratch. Must be called once before the first reduction,
+    // best with loads in flight.
     __device__ void meet() const {
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) cluster::wait();
@@ -141,7 +144,7 @@ struct RowShare {
     }
 };
 
-// Vectors of 16 bytes that hold so many elements. A row in registers is not long.
+// Number of 16-byte vectors that hold `length` elements. Rows in registers are short enough for an int.
 template <typename T>
 __device__ int vectors_of(int64_t length) {
     return (static_cast<int>(length) - 1) / Vec<T>::size + 1;
@@ -155,20 +158,20 @@ __device__ uint4 filled(float value) {
     return reinterpret_cast<const uint4&>(v);
 }
 
-// This thread's vectors of a row, all of them under way at once. `fill` stands past the row's end, and everywhere for a
-// thread without a row. WHOLE: rows consist of whole vectors, each on 16 bytes.
-template <bool WHOLE, typename T, int VECTORS, typename Share>
+// Loads this thread's vectors of a row, all in flight at once. `fill` stands past the row's end, and everywhere for a
+// thread without a row. VECTORIZED: rows consist of whole vectors on 16 bytes.
+template <bool VECTORIZED, typename T, int VECTORS, typename Share>
 __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows, const Share& share, bool live,
                          int64_t length, float fill) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int first = share.at(v) * Vec<T>::size;
         const bool inside = live && share.template has<T>(v, length);
-        if constexpr (WHOLE) {
-            // As one word of 16 bytes, whose loads ptxas issues one after the other: of a vector's elements it makes
-            // choices one by one, and waits for each load in between.
+        if constexpr (VECTORIZED) {
+            // As one 16-byte word: ptxas issues such loads back to back. Of single elements it would select one by
+            // one and wait for each load in between.
             uint4 word = filled<T>(fill);
-            if (inside) word = *once(reinterpret_cast<const uint4*>(row + first));
+            if (inside) word = *evict_last(reinterpret_cast<const uint4*>(row + first));
             reinterpret_cast<uint4&>(tile[v]) = word;
         } else {
             tile[v] = load_chunk(row, rows, first, inside ? length : 0, fill);
@@ -182,9 +185,9 @@ __device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows
                  : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w)           \
                  : "l"(from), "r"(static_cast<uint32_t>(inside)))
 
-// 16 bytes, where `inside`. Without a branch, over which no load that follows would be moved; volatile, lest it be moved
-// over a barrier, to wait in registers. CONSTANT is what nothing writes to while the kernel runs, nor while it waits to
-// begin, if it is launched early: ptxas may move such loads over stores, and others not.
+// Loads 16 bytes where `inside`. Predicated: ptxas moves no later load across a branch. Volatile: else ptxas may move
+// it across a barrier and hold registers meanwhile. CONSTANT (ld.global.nc): nothing writes this memory while the
+// kernel runs, nor while a PDL launch waits. ptxas may then move the load across stores.
 template <bool CONSTANT>
 __device__ void load_if(uint4& word, const void* from, bool inside) {
     if constexpr (CONSTANT) {
@@ -195,7 +198,7 @@ __device__ void load_if(uint4& word, const void* from, bool inside) {
 }
 #undef KL_LOAD_IF
 
-// Keeps a compiler that has unpacked a tile from holding on to the floats: unpacking anew is cheaper than registers.
+// Makes the compiler forget the unpacked floats of a tile: unpacking again costs less than holding registers.
 template <typename T, int VECTORS>
 __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
 #pragma unroll
@@ -205,14 +208,14 @@ __device__ void stay_packed(Vec<T> (&tile)[VECTORS]) {
     }
 }
 
-// ptxas moves no load or store over this. Left alone it puts off stores, one vector after another, until it runs out of
-// registers. All threads of a warp come here.
+// ptxas moves no load or store across this. Otherwise it delays the stores of vector after vector until registers run
+// out. All threads of a warp must call it.
 __device__ inline void keep_order() { __syncwarp(); }
 
-// A sum over what this thread has of a row, vector by vector: f(sum so far, element) takes an element in.
+// Sums over this thread's vectors of a row. f(sum, element) returns the sum with the element added.
 template <typename T, int VECTORS, typename F>
 __device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
-    float x[Vec<T>::size], sum = -0.0f;  // to which a first value is added for nothing
+    float x[Vec<T>::size], sum = -0.0f;  // -0 + x is x, so that the compiler drops the first addition
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         unpack(tile[v], x);
@@ -224,31 +227,31 @@ __device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
     return sum;
 }
 
-// One of this thread's vectors, the v-th. STREAMED: by store_streamed, if whole.
-template <bool WHOLE, bool STREAMED = false, typename T, typename Share>
+// Stores vector v of this thread. STREAMED: through store_evict_first, where VECTORIZED.
+template <bool VECTORIZED, bool STREAMED = false, typename T, typename Share>
 __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
                            int64_t length) {
     if (!live || !share.template has<T>(v, length)) return;
     const int first = share.at(v) * Vec<T>::size;
-    if constexpr (WHOLE && STREAMED) {
-        store_streamed(row + first, part);
-    } else if constexpr (WHOLE) {
+    if constexpr (VECTORIZED && STREAMED) {
+        store_evict_first(row + first, part);
+    } else if constexpr (VECTORIZED) {
         store_vec(row + first, part);
     } else {
         store_chunk(row, rows, part, first, length);
     }
 }
 
-template <bool WHOLE, typename T, int VECTORS, typename Share>
+template <bool VECTORIZED, typename T, int VECTORS, typename Share>
 __device__ void store_row(T* row, const Rows& rows, const Vec<T> (&tile)[VECTORS], const Share& share, bool live,
                           int64_t length) {
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) store_part<WHOLE>(row, rows, tile[v], v, share, live, length);
+    for (int v = 0; v < VECTORS; ++v) store_part<VECTORIZED>(row, rows, tile[v], v, share, live, length);
 }
 
 __device__ inline float shuffle_xor(float x, int lane) { return __shfl_xor_sync(FULL_MASK, x, lane); }
 
-// Two sums that travel together.
+// Two sums that one reduction carries.
 struct Pair {
     float first, second;
 };
@@ -263,18 +266,18 @@ __device__ inline Pair shuffle_from(Pair x, int lane) {
     return {shuffle_from(x.first, lane), shuffle_from(x.second, lane)};
 }
 
-// Where the warps that share a row leave their values for each other. In shared memory.
+// Shared-memory scratch of one reduction over a row: one partial per warp of the block, or of the whole cluster.
 template <bool CLUSTER, typename V>
-struct Mailbox {
-    V slots[ROW_THREADS / WARP];
+struct ReduceSmem {
+    V partials[ROW_THREADS / WARP];
 };
 template <typename V>
-struct Mailbox<true, V> {
-    V slots[MAX_CLUSTER * ROW_THREADS / WARP];
-    uint64_t arrived;  // an mbarrier, which counts what has come
+struct ReduceSmem<true, V> {
+    V partials[MAX_CLUSTER * ROW_THREADS / WARP];
+    uint64_t arrived;  // mbarrier that counts the bytes received
 };
 
-// The result of `op` over so many neighbouring lanes, a power of two.
+// Reduces `value` over groups of `lanes` neighbouring lanes, a power of two; every lane gets the result.
 template <typename V, typename Op>
 __device__ V over_lanes(V value, Op op, int lanes) {
 #pragma unroll
@@ -288,44 +291,45 @@ struct Nothing {
     __device__ void operator()() const {}
 };
 
-// Leaves the `value` of each warp for all threads that share a row, where several warps do, and returns how many there
-// then are, a power of two, at `slots`. All threads of the block call it, once a mailbox. Of rows that several warps
-// share a block has few, whose threads may as well wait for each other. In a cluster, where they wait for longer, each
-// calls `meanwhile()` first: for loads that would else come later.
+/// Publishes each warp's `value` to all threads that share its row, where several warps do. Returns their number, a
+/// power of two, and points `partials` at them. All threads of the block must call it, once per `reduce_smem`. In a
+/// cluster, whose exchange takes longer, each thread calls `meanwhile()` before it waits: for loads that would
+/// otherwise come later.
 template <bool CLUSTER, typename V, typename F = Nothing>
-__device__ int leave_for_row(const V& value, Mailbox<CLUSTER, V>& mailbox, const V*& slots, F&& meanwhile = F{}) {
+__device__ int exchange_over_row(const V& value, ReduceSmem<CLUSTER, V>& reduce_smem, const V*& partials,
+                                 F&& meanwhile = F{}) {
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER) {  // every warp writes to every block
-        const uint32_t arrived = shared_address(&mailbox.arrived);
+        const uint32_t arrived = shared_address(&reduce_smem.arrived);
         const int blocks = static_cast<int>(cluster::blocks()), count = blocks * warps;
-        if (threadIdx.x == 0) mbarrier_arrive_expect(arrived, count * sizeof(V));
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrived, count * sizeof(V));
         if (lane < blocks) {
-            cluster::send(&mailbox.slots[cluster::rank() * warps + warp], value, &mailbox.arrived, lane);
+            cluster::send(&reduce_smem.partials[cluster_rank() * warps + warp], value, &reduce_smem.arrived, lane);
         }
         meanwhile();
         mbarrier_wait(arrived, 0);
-        slots = mailbox.slots;
+        partials = reduce_smem.partials;
         return count;
     }
 #endif
-    slots = mailbox.slots + threadIdx.y * warps;
-    if (lane == 0) mailbox.slots[threadIdx.y * warps + warp] = value;
+    partials = reduce_smem.partials + threadIdx.y * warps;
+    if (lane == 0) reduce_smem.partials[threadIdx.y * warps + warp] = value;
     __syncthreads();
     return warps;
 }
 
-// The result of `op`, associative and commutative, over the values of all threads that share a row; each of them gets
-// it. All threads of the block call it, once a mailbox. V is a float or a Pair.
+/// Reduces `value` by `op`, associative and commutative, over the threads that share a row and returns the result to
+/// all of them. All threads of the block must call it, once per `reduce_smem`. V is a float or a Pair.
 template <bool CLUSTER, typename V, typename Op, typename F = Nothing>
-__device__ V reduce_over_row(V value, Op op, Mailbox<CLUSTER, V>& mailbox, F&& meanwhile = F{}) {
+__device__ V reduce_over_row(V value, Op op, ReduceSmem<CLUSTER, V>& reduce_smem, F&& meanwhile = F{}) {
     value = over_lanes(value, op, min(static_cast<int>(blockDim.x), WARP));
     if (!CLUSTER && blockDim.x <= WARP) return value;
-    const V* slots;
-    const int count = leave_for_row(value, mailbox, slots, meanwhile), lane = threadIdx.x % WARP;
-    value = slots[lane & (count - 1)];
+    const V* partials;
+    const int count = exchange_over_row(value, reduce_smem, partials, meanwhile), lane = threadIdx.x % WARP;
+    value = partials[lane & (count - 1)];
 #pragma unroll 1  // two or three times at most
-    for (int slot = WARP + lane; slot < count; slot += WARP) value = op(value, slots[slot]);
+    for (int i = WARP + lane; i < count; i += WARP) value = op(value, partials[i]);
     return over_lanes(value, op, min(count, WARP));
 }
 
@@ -336,8 +340,8 @@ T* pointer(const Tensor& tensor) {
     return static_cast<T*>(tensor.data_ptr());
 }
 
-// One layout of rows for every operand: all dimensions but `dim`, in the memory order of the output, or `row_major`,
-// where the number of a row matters.
+// The layout of rows, common to all operands: every dimension but `dim`, in the memory order of the output, or in
+// `row_major` order where the number of a row matters.
 struct RowLayout {
     DenseLike dense;
     int64_t dim, length = 1, count = 1;
@@ -373,8 +377,8 @@ struct RowLayout {
     }
 };
 
-// How a row of `chunks` vectors is shared: threads of a block, rows of a block, blocks of a cluster, vectors of a thread.
-// Blocks of a cluster are a power of two: more of those fit in the 16 or 18 SMs that one must lie in.
+// Launch shape for rows of `chunks` vectors: threads per row of a block, rows per block, blocks per cluster, vectors
+// per thread. Cluster sizes are powers of two: more of those fit in the 16 or 18 SMs of a GPC.
 struct RowLaunch {
     unsigned threads, rows, cluster;
     int vectors = ROW_VECTORS;
@@ -383,27 +387,27 @@ struct RowLaunch {
     unsigned grid(int64_t count) const { return grid_size(ceil_div(count, rows) * cluster); }
 };
 
-constexpr int MIN_BLOCK = 64;  // the smaller, the sooner what one leaves is taken again
+constexpr int MIN_BLOCK = 64;  // smallest block: small blocks free their resources sooner
 
-// Vectors of the longest row that one block, or one cluster, can hold.
+// Vectors of the longest row that one block, or one cluster, holds at ROW_VECTORS per thread.
 constexpr int64_t MAX_BLOCK_CHUNKS = int64_t{ROW_THREADS} * ROW_VECTORS;
 constexpr int64_t MAX_CLUSTER_CHUNKS = MAX_BLOCK_CHUNKS * MAX_CLUSTER;
 
-// Threads that share such a row, `most` at most: a power of two, so that a part of a warp can reduce by shuffles.
+// Threads that share a row of `chunks` vectors, at most `most`: a power of two, so that part of a warp can shuffle.
 inline unsigned row_threads(int64_t chunks, int vectors, int64_t most) {
     unsigned threads = 4;
     while (threads < most && int64_t{threads} * vectors < chunks) threads *= 2;
     return threads;
 }
 
-// Blocks that share such a row, of which each can hold so many of its vectors.
+// Blocks that share a row of `chunks` vectors where each holds `of_block` of them.
 inline unsigned cluster_blocks(int64_t chunks, int64_t of_block) {
     unsigned blocks = 1;
     while (int64_t{blocks} * of_block < chunks) blocks *= 2;
     return blocks;
 }
 
-// Of rows of more vectors than `narrow` a thread takes `wide`, of others ROW_VECTORS.
+// Rows of more than `narrow` vectors take `wide` vectors per thread, others ROW_VECTORS.
 inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTORS, int64_t narrow = 512) {
     const int64_t limit = clusters ? MAX_CLUSTER_CHUNKS : MAX_BLOCK_CHUNKS;
     KL_CHECK(chunks <= limit, "a row of ", chunks, " vectors of 16 bytes is longer than fits: ", limit);
@@ -415,8 +419,8 @@ inline RowLaunch row_launch(int64_t chunks, bool clusters, int wide = ROW_VECTOR
     return {ROW_THREADS, 1, cluster_blocks(chunks, int64_t{ROW_THREADS} * wide), wide};
 }
 
-// Launches `kernel(arguments…)`, one of those that share rows as `shape` says, on `grid` blocks. Early (core/pdl.cuh),
-// unless a row takes a cluster: in what that takes a microsecond does not show, and its parameters may then be CONSTANT.
+// Launches `kernel(arguments…)` of a launch shape on `grid` blocks. With PDL (core/pdl.cuh) unless a row takes a
+// cluster: there a microsecond does not show, and without PDL the parameters may be read as CONSTANT.
 template <typename... Parameters, typename... Arguments>
 void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned grid, int shared_bytes,
                  const Launch& launch, Arguments... arguments) {
@@ -424,12 +428,12 @@ void launch_rows(void (*kernel)(Parameters...), const RowLaunch& shape, unsigned
     KL_CHECK(shape.cluster == 1 || has_hopper_code(kernel, launch.device), NO_CLUSTERS);
     LaunchConfig(dim3(grid), shape.block(), shared_bytes, launch)
         .clusters_of(shape.cluster)
-        .early(shape.cluster == 1 && has_hopper_code(kernel, launch.device))
+        .pdl(shape.cluster == 1 && has_hopper_code(kernel, launch.device))
         .run(kernel, arguments...);
 }
 
-// Calls f(vectors, whole, cluster), all three as types of constants, which is what a kernel of rows is compiled for: whole
-// vectors FEW a thread or the next of MORE that is enough, in clusters the last. Rows element by element take ROW_VECTORS.
+// Calls f(vectors per thread, vectorized, cluster), each an integral_constant, with the instance that suits `shape`:
+// FEW vectors per thread or the first of MORE that is enough, the last in clusters. Rows by elements take ROW_VECTORS.
 template <int FEW, int... MORE, typename F>
 void with_row_shape(const RowLaunch& shape, bool whole, F&& f) {
     using Few = std::integral_constant<int, FEW>;

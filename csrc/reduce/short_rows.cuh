@@ -1,6 +1,6 @@
-// Short rows: a warp holds several, or the whole of one; or a block is a team, whose threads share a few. Instructions
-// bound them, so a row's place follows from the one before by an addition: rows lie evenly apart and consist of whole
-// vectors.
+// Several rows per thread: a warp holds short rows whole, or all threads of a block share a few rows. Such kernels are
+// instruction-bound, so rows must lie evenly apart and consist of whole vectors: one addition leads to the next
+// address.
 #pragma once
 
 #include <tuple>
@@ -10,27 +10,27 @@
 
 namespace kl {
 
-constexpr int SHORT_VALUES = 32;                   // a thread holds
-constexpr int SHORT_LENGTH = SHORT_VALUES * WARP;  // of the longest row that a warp can hold, in elements
-constexpr int SHORT_ROWS = 4;                      // of a thread at most, and where a row may not need a whole warp
-constexpr int THREADS_AN_SM = 1024;                // that it is to have room for, of 64 registers
+constexpr int SHORT_VALUES = 32;                   // elements per thread
+constexpr int SHORT_LENGTH = SHORT_VALUES * WARP;  // elements of the longest row that a warp holds
+constexpr int SHORT_ROWS = 4;                      // most rows per thread; such rows may need only part of a warp
+constexpr int THREADS_AN_SM = 1024;                // resident threads of 64 registers each
 constexpr int SHORT_BLOCKS = THREADS_AN_SM / MIN_BLOCK;
 
-// Vectors that a thread holds of each of so many rows.
+// Vectors per thread of each of ROWS rows.
 template <typename T, int ROWS>
 constexpr int SHORT_VECTORS = SHORT_VALUES / Vec<T>::size / ROWS;
 
-// A block that shares rows of more than LONGER_THAN elements and of at most UP_TO, of 16 bits each: a thread holds VECTORS_
-// of each of ROWS_, and so reads what they have in common once for all.
+// A block whose threads share ROWS rows of 16-bit elements, longer than LONGER_THAN and at most UP_TO. Each thread
+// holds VECTORS vectors of every row, and so reads the parameters once for all rows.
 template <int ROWS_, int VECTORS_, int LONGER_THAN, int UP_TO>
-struct Team {
+struct BlockRowsShape {
     static constexpr int ROWS = ROWS_, VECTORS = VECTORS_, THREADS = UP_TO / (VECTORS_ * 8);
-    static_assert(LONGER_THAN >= VECTORS * 8 * WARP / 2, "a team is of whole warps");
+    static_assert(LONGER_THAN >= VECTORS * 8 * WARP / 2, "a block consists of whole warps");
     static constexpr bool takes(int64_t length) { return LONGER_THAN < length && length <= UP_TO; }
 };
 
-// 16 bytes, where `inside`. Made whether they are stored or not, for which no branch is needed; and stored by one instruction,
-// where the compiler takes apart into four what it may leave out.
+// Stores 16 bytes where `inside`, as one instruction: the compiler would split a conditional store into four. The value
+// is computed in any case, which needs no branch.
 template <typename T>
 __device__ void store_if(T* to, const Vec<T>& part, bool inside) {
     uint4 word = reinterpret_cast<const uint4&>(part);
@@ -42,34 +42,36 @@ __device__ void store_if(T* to, const Vec<T>& part, bool inside) {
     }
 }
 
-// Which rows and vectors are this thread's. blockDim.x threads share a row, a whole warp unless a thread has SHORT_ROWS,
-// and take every blockDim.y-th row of the block's. In a TEAM all threads share all rows.
-template <int ROWS, bool TEAM = false>
-struct ShortShare {
-    int lane = threadIdx.x, lanes = ROWS < SHORT_ROWS && !TEAM ? WARP : blockDim.x, apart = TEAM ? 1 : blockDim.y;
-    int64_t row = int64_t{blockIdx.x} * (ROWS * apart) + (TEAM ? 0 : threadIdx.y);
+/// The rows and vectors of this thread. blockDim.x threads share a row, a whole warp unless a thread has SHORT_ROWS,
+/// and take every blockDim.y-th row of the block. BY_BLOCK: all threads of the block share all its rows.
+template <int ROWS, bool BY_BLOCK = false>
+struct MultiRowPartition {
+    int lane = threadIdx.x, lanes = ROWS < SHORT_ROWS && !BY_BLOCK ? WARP : blockDim.x,
+        apart = BY_BLOCK ? 1 : blockDim.y;
+    int64_t row = int64_t{blockIdx.x} * (ROWS * apart) + (BY_BLOCK ? 0 : threadIdx.y);
     int length, left;
 
-    __device__ ShortShare(int64_t count, int length_in)
+    __device__ MultiRowPartition(int64_t count, int length_in)
         : length(length_in), left(static_cast<int>(min(count - row, int64_t{ROWS} * apart))) {}
     __device__ bool live(int r) const { return r * apart < left; }
 
-    // As a RowShare says it: this thread's v-th vector of a row, and whether it lies in it.
+    // As in RowPartition: index of this thread's vector v, and whether it lies in the row.
     __device__ int at(int v) const { return lane + v * lanes; }
     template <typename T>
     __device__ bool has(int v, int64_t of) const {
         return at(v) * Vec<T>::size < static_cast<int>(of);
     }
 
-    // Where this thread's v-th vector of its first row lies, of rows `step` elements apart; and how far on that of the next.
+    // Address of this thread's vector v of its first row, for rows `step` elements apart; and the distance to its next
+    // row.
     template <typename T>
     __device__ T* begin(T* rows, int64_t step, int v = 0) const {
         return rows + row * step + at(v) * Vec<std::remove_const_t<T>>::size;
     }
     __device__ int64_t next(int64_t step) const { return apart * step; }
 
-    // This thread's vectors of its rows, `step` elements from row to row. `fill` stands past a row's end, and for a row
-    // that is not there.
+    // Loads this thread's vectors of its rows, `step` elements apart. `fill` stands past a row's end and for missing
+    // rows.
     template <typename T, int V>
     __device__ void load(Vec<T> (&tile)[ROWS][V], const T* rows, int64_t step, float fill) const {
         const T* from = begin(rows, step);
@@ -78,47 +80,48 @@ struct ShortShare {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 uint4 word = filled<T>(fill);
-                // Without a branch (&&), on the other side of which ptxas uses what was loaded before it loads the rest.
+                // & instead of &&: after a branch ptxas would use the values loaded so far before it loads the rest.
                 if (live(r) & has<T>(v, length)) {
-                    word = *once(reinterpret_cast<const uint4*>(from + v * lanes * Vec<T>::size));
+                    word = *evict_last(reinterpret_cast<const uint4*>(from + v * lanes * Vec<T>::size));
                 }
                 reinterpret_cast<uint4&>(tile[r][v]) = word;
             }
         }
     }
-    // The same on their way into shared memory, vector v of row r to slot r · V + v, with zeros past the end.
-    template <int V, typename T, int THREADS, bool ONCE>
-    __device__ void fetch(const Slots<T, THREADS, ONCE>& slots, const T* rows, int64_t step) const {
+    // The same with cp.async into shared memory: vector v of row r goes to stage r · V + v, zeros past the end.
+    template <int V, typename T, int THREADS, bool SINGLE_USE>
+    __device__ void fetch(const SmemStages<T, THREADS, SINGLE_USE>& stages, const T* rows, int64_t step) const {
         rows += row * step;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r, rows += apart * step) {
-            slots.template fetch<true, V>(r * V, rows, Rows{}, *this, live(r), length);
+            stages.template fetch<true, V>(r * V, rows, Rows{}, *this, live(r), length);
         }
     }
-    // The v-th vector of what all rows have in common, `absent` where there is none.
+    // Vector v of a parameter, which all rows share; `absent` where the parameter is null.
     template <typename T>
     __device__ Vec<T> parameter(const T* from, int v, float absent) const {
         uint4 word = filled<T>(absent);
         load_if<false>(word, from + at(v) * Vec<T>::size, from != nullptr && has<T>(v, length));
         return reinterpret_cast<const Vec<T>&>(word);
     }
-    // The v-th vector of the r-th row, which lies at `to`.
+    // Stores vector v of row r at `to`.
     template <typename T>
     __device__ void store(T* to, int r, int v, const Vec<T>& part) const {
         store_if(to, part, live(r) && has<T>(v, length));
     }
 };
 
-// By selects: a compiler that is left the choice of two of an array's elements chooses between their places.
+// Selects between values; of two array elements the compiler would select between addresses, in local memory.
 __device__ inline float chosen(bool first, float a, float b) { return first ? a : b; }
 __device__ inline Pair chosen(bool first, const Pair& a, const Pair& b) {
     return {first ? a.first : b.first, first ? a.second : b.second};
 }
 
-// Of several rows' values that which is this lane's to finish: of so many neighbouring lanes each ROWS-th part takes a row,
-// in order. What is exchanged halves each time, so that four rows cost three exchanges where they would cost eight.
+// Reduces one value per row over `lanes` neighbouring lanes; each ROWS-th part of the lanes ends with the result of one
+// row, in order. Exchanged data halves at each step: four rows take three exchanges where separate reductions take
+// eight.
 template <int ROWS, typename V, typename Op>
-__device__ V own_over_lanes(const V (&values)[ROWS], Op op, int lanes) {
+__device__ V reduce_rows_over_lanes(const V (&values)[ROWS], Op op, int lanes) {
     V value;
     if constexpr (ROWS == 1) {
         value = values[0];
@@ -131,7 +134,7 @@ __device__ V own_over_lanes(const V (&values)[ROWS], Op op, int lanes) {
             const V low = values[r], high = values[HALF + r];
             kept[r] = op(chosen(upper, high, low), shuffle_xor(chosen(upper, low, high), lanes / 2));
         }
-        if constexpr (HALF > 1) return own_over_lanes(kept, op, lanes / 2);
+        if constexpr (HALF > 1) return reduce_rows_over_lanes(kept, op, lanes / 2);
         value = kept[0];
         lanes /= 2;
     }
@@ -142,10 +145,11 @@ __device__ V own_over_lanes(const V (&values)[ROWS], Op op, int lanes) {
     return value;
 }
 
-// The result of `op` over so many neighbouring lanes, a power of two not under ROWS, for each of several rows.
+// Reduces each row's value over `lanes` neighbouring lanes, a power of two and at least ROWS; every lane gets all
+// results.
 template <int ROWS, typename V, typename Op>
 __device__ void each_over_lanes(V (&values)[ROWS], Op op, int lanes) {
-    const V own = own_over_lanes(values, op, lanes);
+    const V own = reduce_rows_over_lanes(values, op, lanes);
     uint32_t lane;
     asm("mov.u32 %0, %%laneid;" : "=r"(lane));
     const int first = static_cast<int>(lane) & -lanes;
@@ -153,21 +157,21 @@ __device__ void each_over_lanes(V (&values)[ROWS], Op op, int lanes) {
     for (int r = 0; r < ROWS; ++r) values[r] = ROWS == 1 ? own : shuffle_from(own, first + r * (lanes / ROWS));
 }
 
-// The same over all threads of a team. Every reduction has slots of its own in shared memory.
+// The same over all threads of a block. Every reduction needs its own scratch.
 template <int ROWS, typename V>
-struct TeamSlots {
-    V slots[ROWS * WARP];  // of as many warps as a block can have
+struct BlockReduceSmem {
+    V partials[ROWS * WARP];  // for the warps of the largest block
 };
 template <typename V>
-struct TeamSlots<0, V> {};
+struct BlockReduceSmem<0, V> {};
 template <int ROWS, typename V, typename Op>
-__device__ void each_over_team(V (&values)[ROWS], Op op, V* slots) {
+__device__ void each_over_block(V (&values)[ROWS], Op op, V* partials) {
     const int lane = threadIdx.x % WARP, count = ROWS * static_cast<int>(blockDim.x / WARP);
-    const V own = own_over_lanes(values, op, WARP);
-    if (lane % (WARP / ROWS) == 0) slots[threadIdx.x / (WARP / ROWS)] = own;
+    const V own = reduce_rows_over_lanes(values, op, WARP);
+    if (lane % (WARP / ROWS) == 0) partials[threadIdx.x / (WARP / ROWS)] = own;
     __syncthreads();
-    V total = slots[lane & (count - 1)];
-    if (count > WARP) total = op(total, slots[lane + WARP]);
+    V total = partials[lane & (count - 1)];
+    if (count > WARP) total = op(total, partials[lane + WARP]);
 #pragma unroll
     for (int l = WARP / 2; l >= ROWS; l /= 2) {
         if (l < count) total = op(total, shuffle_xor(total, l));
@@ -176,38 +180,39 @@ __device__ void each_over_team(V (&values)[ROWS], Op op, V* slots) {
     for (int r = 0; r < ROWS; ++r) values[r] = ROWS == 1 ? total : shuffle_from(total, r);
 }
 
-template <int ROWS, bool TEAM, typename V, typename Op, typename S>
-__device__ void each_over_rows(V (&values)[ROWS], Op op, const ShortShare<ROWS, TEAM>& share, S& slots) {
-    if constexpr (TEAM) each_over_team(values, op, slots.slots);
-    if constexpr (!TEAM) each_over_lanes(values, op, share.lanes);
+template <int ROWS, bool BY_BLOCK, typename V, typename Op, typename S>
+__device__ void each_over_rows(V (&values)[ROWS], Op op, const MultiRowPartition<ROWS, BY_BLOCK>& share, S& smem) {
+    if constexpr (BY_BLOCK) each_over_block(values, op, smem.partials);
+    if constexpr (!BY_BLOCK) each_over_lanes(values, op, share.lanes);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-// Whether rows lie as they must, of these operands. `whole`: of whole vectors, on 16 bytes.
+// Whether rows of all operands lie evenly apart and, as `whole` tells, consist of whole vectors.
 template <typename... R>
 bool are_even(bool whole, const R&... operands) {
     return whole && (operands.even() && ...);
 }
 
-// Calls f(team, grid, block) for `count` rows of elements of type T with the first of the TEAMS that takes their length.
-// Returns whether there was one.
-template <typename T, typename... TEAMS, typename F>
-bool with_team(std::tuple<TEAMS...> teams, int64_t count, int64_t length, F&& f) {
-    const auto run = [&](auto team) {
+/// Calls f(shape, grid, block) for `count` rows with the first of the SHAPES that takes their length. Returns whether
+/// one did.
+template <typename T, typename... SHAPES, typename F>
+bool with_block_rows(std::tuple<SHAPES...> shapes, int64_t count, int64_t length, F&& f) {
+    const auto run = [&](auto shape) {
         if constexpr (sizeof(T) == 2) {
-            if (!team.takes(length)) return false;
-            f(team, grid_size(ceil_div(count, team.ROWS)),
-              dim3(row_threads(length / Vec<T>::size, team.VECTORS, team.THREADS)));
+            if (!shape.takes(length)) return false;
+            f(shape, grid_size(ceil_div(count, shape.ROWS)),
+              dim3(row_threads(length / Vec<T>::size, shape.VECTORS, shape.THREADS)));
             return true;
         }
         return false;
     };
-    return std::apply([&](auto... each) { return (run(each) || ...); }, teams);
+    return std::apply([&](auto... each) { return (run(each) || ...); }, shapes);
 }
 
-// Calls f(rows of a thread as a constant, grid, block) for `count` short rows.
-template <typename T, typename F>
+/// Calls f(rows of a thread as a constant, grid, block) for `count` short rows. The caller promises that no row is so
+/// long that a thread would hold fewer than LEAST_ROWS.
+template <typename T, int LEAST_ROWS = 1, typename F>
 void with_short_rows(int64_t count, int64_t length, F&& f) {
     const auto run = [&](auto rows) {
         const unsigned lanes = row_threads(length / Vec<T>::size, SHORT_VECTORS<T, rows()>, WARP);
@@ -215,17 +220,19 @@ void with_short_rows(int64_t count, int64_t length, F&& f) {
         f(rows, grid_size(ceil_div(count, int64_t{rows()} * apart)), dim3(lanes, apart));
     };
     if (length <= SHORT_LENGTH / SHORT_ROWS) return run(std::integral_constant<int, SHORT_ROWS>{});
-    if (length <= SHORT_LENGTH / 2) return run(std::integral_constant<int, 2>{});
-    run(std::integral_constant<int, 1>{});
+    if (LEAST_ROWS == 2 || length <= SHORT_LENGTH / 2) return run(std::integral_constant<int, 2>{});
+    if constexpr (LEAST_ROWS == 1) run(std::integral_constant<int, 1>{});
 }
 
-// Of rows that lie evenly: calls `by_team` as with_team does, or for short ones that no team takes `by_rows` as
-// with_short_rows does. Returns whether either has been called.
-template <typename T, typename TEAMS, typename F, typename G>
-bool with_even_rows(TEAMS teams, int64_t count, int64_t length, F&& by_team, G&& by_rows) {
-    if (with_team<T>(teams, count, length, by_team)) return true;
+/// Calls `by_block` as with_block_rows does, or for short rows that no shape takes `by_rows` as with_short_rows does.
+/// Returns whether either has been called. Rows must lie evenly apart.
+template <typename T, typename... SHAPES, typename F, typename G>
+bool with_even_rows(std::tuple<SHAPES...> shapes, int64_t count, int64_t length, F&& by_block, G&& by_rows) {
+    constexpr int HALF = SHORT_LENGTH / 2;
+    constexpr bool NO_LONGER = sizeof(T) == 2 && ((SHAPES::takes(HALF + 1) && SHAPES::takes(SHORT_LENGTH)) || ...);
+    if (with_block_rows<T>(shapes, count, length, by_block)) return true;
     if (length > SHORT_LENGTH) return false;
-    with_short_rows<T>(count, length, by_rows);
+    with_short_rows<T, NO_LONGER ? 2 : 1>(count, length, by_rows);
     return true;
 }
 

@@ -1,4 +1,6 @@
-// Thread-block clusters, as PTX has them (Hopper and later): who is in one, its barrier, and each other's shared memory.
+// Thread-block clusters (Hopper and later): size, rank, barrier and stores to distributed shared memory (DSMEM).
+// Unlike cluster_arrive_relaxed and cluster_wait of sm90.cuh, the barrier instructions here lack `.aligned`: the threads of
+// a warp may call them apart.
 #pragma once
 
 #include "sm90/sm90.cuh"
@@ -13,22 +15,16 @@ __device__ inline uint32_t blocks() {
     return count;
 }
 
-// Of their number, which is a power of two.
+/// log2 of the number of blocks, which is a power of two.
 __device__ inline int log2_blocks() { return __popc(blocks() - 1); }
 
-__device__ inline uint32_t rank() {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // anew each time, in place of a register
-    return rank;
-}
-
-// Orders nothing but what fences do.
+/// Orders only what fences order.
 __device__ inline void arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Four, eight or sixteen bytes into the shared memory of the cluster's block of this rank, counted there at the barrier
-// that stands where `barrier` does here. Nothing waits for it but who waits at that barrier: the cluster's own barrier
-// would have every thread wait until what it stored to global memory has arrived as well.
+/// Sends 4, 8 or 16 bytes to the shared memory of block `rank` of the cluster, at the address of `shared` here. The mbarrier
+/// at the address of `barrier` in that block counts them. Only threads that wait at that mbarrier wait for the data; the
+/// cluster barrier would also wait for each thread's stores to global memory.
 template <typename V>
 __device__ void send(uint32_t shared, const V& value, uint32_t barrier, uint32_t rank) {
     static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

@@ -1,9 +1,9 @@
 // The instructions of Hopper's asynchronous path, each wrapped once: mbarrier, TMA, wgmma, clusters, setmaxnreg.
 // PTX ISA, "mbarrier", "Asynchronous copy", "Tensor copy", "Asynchronous Warpgroup Level Matrix Instructions".
 //
-// Addresses of shared memory are 32-bit numbers (shared_address). A kernel that uses this stands between
-// `#if KL_SM90A` and `#endif`: other architectures compile its body to nothing, and check_hopper (tensor_map.h) keeps
-// it from being launched there.
+// Shared-memory addresses are 32-bit numbers (shared_address). A kernel that uses this file has its body between
+// `#if KL_SM90A` and `#endif`: other architectures compile an empty body, and check_hopper (tensor_map.h) refuses to launch
+// it there.
 #pragma once
 
 #include <cuda.h>
@@ -12,7 +12,7 @@
 
 #include "core/mma.cuh"
 
-// wgmma and setmaxnreg belong to sm_90a alone: neither to plain 9.0 nor to what came after.
+// wgmma and setmaxnreg exist on sm_90a only: neither on plain sm_90 nor on later architectures.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define KL_SM90A 1
 #else
@@ -25,9 +25,9 @@ constexpr int WARPGROUP = 128;  // threads
 
 // ---- matrices in shared memory -------------------------------------------------------------------------------------
 //
-// A tile stands in shared memory as panels: rows of 128 bytes, each panel beginning at a multiple of 1024 bytes. Its 16
-// byte chunks trade places within their row, chunk c of row r standing at c ^ (r % 8), which is what TMA writes and
-// wgmma reads as "128-byte swizzle" and what keeps eight rows of one chunk column in different banks.
+// A tile is stored as panels: rows of 128 bytes, each panel aligned to 1024 bytes. Chunk c (16 bytes) of row r is stored at
+// chunk c ^ (r % 8) of its row. TMA writes and wgmma reads this "128-byte swizzle", which places eight rows of one chunk
+// column in different banks.
 //
 //   Major::K    a row is one m (or n) and runs along k: 64 elements of 16 bits, 32 of tf32. Panels of a longer k follow
 //               one another; the m (n) of one panel are as many as its rows.
@@ -37,14 +37,14 @@ enum class Major { K, MN };
 constexpr int SWIZZLE_ROW = 128;    // bytes
 constexpr int SWIZZLE_ATOM = 1024;  // bytes: eight rows, after which the pattern repeats
 
-// Where chunk `chunk` (of 16 bytes) of row `row` stands in its panel.
+/// Offset of chunk `chunk` (16 bytes) of row `row` in its panel.
 __host__ __device__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) {
     return row * SWIZZLE_ROW + ((chunk ^ (row % 8)) * 16);
 }
 
-// The descriptor by which wgmma finds an operand. All in units of 16 bytes:
+/// Shared-memory matrix descriptor of a wgmma operand, in units of 16 bytes:
 //
-//   bits  0–13  where it begins
+//   bits  0–13  start address
 //   bits 16–29  "leading dimension byte offset". Major::K: not used with a swizzle, since the 32 bytes of k that one
 //               instruction takes lie inside a row. Major::MN: from one panel of 64 m (n) to the next.
 //   bits 32–45  "stride dimension byte offset", from eight rows to the next eight. Major::K: rows are m (n). Major::MN:
@@ -59,28 +59,28 @@ __host__ __device__ constexpr uint64_t matrix_descriptor(uint32_t shared, uint32
     return uint64_t{(shared & 0x3ffff) / 16} | leading << 16 | uint64_t{SWIZZLE_ATOM / 16} << 32 | uint64_t{1} << 62;
 }
 
-// How much the descriptor grows from one instruction's k to the next's: 32 bytes along the row (the swizzle works on
-// address bits, so that a beginning inside the first row is right for all eight), or sixteen rows.
+/// Descriptor increment from one instruction's k to the next: 32 bytes along the row, or sixteen rows. The swizzle works on
+/// address bits, so a start inside the first row is valid for all eight.
 template <Major MAJOR>
 constexpr uint64_t DESCRIPTOR_STEP = MAJOR == Major::K ? 32 / 16 : 16 * SWIZZLE_ROW / 16;
 
 // ---- mbarrier ------------------------------------------------------------------------------------------------------
 //
-// A barrier in shared memory completes a phase when `count` arrivals have come and all bytes that were announced have
-// been written. Waiting for parity p returns once the phase of that parity is complete: a fresh barrier is in phase 0,
-// so that waiting for parity 1 returns at once ("the phase before the first"), and waiting for parity 0 does not.
+// An mbarrier in shared memory completes a phase after `count` arrivals and all expected bytes. Waiting for parity p returns
+// once the phase of that parity is complete. A new barrier is in phase 0, so that waiting for parity 1 returns at once
+// ("the phase before the first"), and waiting for parity 0 does not.
 
 __device__ inline void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-// Makes initialised barriers known to the copy engine and to the cluster; then every thread must still be synchronised.
+/// Makes initialised barriers visible to TMA and to the cluster. The threads must still be synchronised afterwards.
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ inline void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives at the barrier of the same address in block `rank` of the cluster. It orders what the copy engine and wgmma
-// do; ordinary writes would need a release at the scope of the cluster, whose price is a fence of the whole GPU.
+/// Arrives at the barrier of the same address in block `rank` of the cluster. It orders accesses of TMA and wgmma only;
+/// ordinary writes would need a release at cluster scope, which costs a GPU-wide fence.
 __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -88,12 +88,12 @@ __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
         "r"(rank)
         : "memory");
 }
-// Arrives, and announces that TMA will write `bytes` in this phase.
-__device__ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+/// Arrives, and expects `bytes` from TMA in this phase.
+__device__ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits some milliseconds at most. Without a limit the hardware's own is short, and what asks again takes issue slots.
+/// Waits up to 10 ms. The hardware default is short, and each retry takes issue slots.
 __device__ inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     constexpr uint32_t NANOSECONDS = 10'000'000;
     uint32_t done;
@@ -110,21 +110,21 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     }
 }
 
-// Where one stands in a ring of stages, each with barriers, and the parity of the phase that it completes there in this turn.
+/// Pipeline state: the current stage and the phase parity of its barriers.
 template <int STAGES>
-struct Ring {
+struct PipelineState {
     int stage = 0;
     uint32_t phase = 0;
 
-    // Initialises the barriers of the stages, by one thread: a stage is full once `fills` have arrived and their bytes are
-    // there, and empty once `frees` have. A fence must follow.
+    /// Initialises the barriers of all stages; one thread calls it, and a fence must follow. A stage is full after `fills`
+    /// arrivals and their bytes, and empty after `frees` arrivals.
     __device__ static void init(uint32_t full, uint32_t empty, uint32_t fills, uint32_t frees) {
         for (int s = 0; s < STAGES; ++s) {
             mbarrier_init(full + s * 8, fills);
             mbarrier_init(empty + s * 8, frees);
         }
     }
-    __device__ void next() {
+    __device__ void advance() {
         if (++stage == STAGES) {
             stage = 0;
             phase ^= 1;
@@ -132,13 +132,13 @@ struct Ring {
     }
 };
 
-// Shared memory written by ordinary stores becomes visible to wgmma and TMA: in each writing thread, before a barrier.
+/// Makes shared memory written by ordinary stores visible to wgmma and TMA. Each writing thread calls it before a barrier.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- TMA -----------------------------------------------------------------------------------------------------------
 //
-// One thread asks for a box of a tensor (CUtensorMap, a __grid_constant__ kernel parameter); the engine writes it, with
-// zeros outside of the tensor, and counts its bytes at a barrier. Coordinates: innermost dimension first, in elements.
+// One thread requests a box of a tensor (CUtensorMap, a __grid_constant__ kernel parameter). TMA writes the box, with zeros
+// outside the tensor, and counts its bytes at an mbarrier. Coordinates: innermost dimension first, in elements.
 
 __device__ inline void tma_prefetch(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -152,7 +152,7 @@ __device__ inline void tma_prefetch(const CUtensorMap& map) {
                      "l"(&map), "r"(barrier), __VA_ARGS__                                                       \
                      : "memory");                                                                               \
     }                                                                                                           \
-    /* Into the blocks of the cluster whose bits are set: the same address and barrier in each. */              \
+    /* Multicast to the blocks of the cluster whose bits are set: the same address and barrier in each. */      \
     __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, uint32_t barrier,        \
                                               uint16_t blocks, PARAMETERS) {                                    \
         asm volatile(                                                                                           \
@@ -170,7 +170,7 @@ KL_TMA("5", "%3, %4, %5, %6, %7", "%8", KL_INTS(int c0, int c1, int c2, int c3, 
        "r"(c3), "r"(c4))
 #undef KL_TMA
 
-// Shared memory → a box of a tensor; what lies outside is not written. The thread that stores also commits and waits.
+// Shared memory → a box of a tensor; elements outside the tensor are not written. The storing thread commits and waits.
 #define KL_TMA_STORE(DIMS, COORDINATES, PARAMETERS, ...)                                               \
     __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, PARAMETERS) {            \
         asm volatile("cp.async.bulk.tensor." DIMS "d.global.shared::cta.bulk_group [%0, {" COORDINATES \
@@ -187,22 +187,22 @@ KL_TMA_STORE("5", "%2, %3, %4, %5, %6", KL_INTS(int c0, int c1, int c2, int c3, 
 #undef KL_INTS
 
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but `PENDING` of this thread's groups have read their shared memory, which may then be overwritten.
+/// Waits until all but `PENDING` of this thread's groups have read their shared memory, which may then be overwritten.
 template <int PENDING>
 __device__ inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-// Until they are in global memory.
+/// Waits until all but `PENDING` of this thread's groups have been written to global memory.
 template <int PENDING>
 __device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// A run of memory → shared memory, in multiples of 16 bytes, by one thread; counted at `barrier`. ONCE: of what is read but
-// once, as once() has it.
-template <bool ONCE>
+/// Bulk copy of contiguous global memory to shared memory, a multiple of 16 bytes; one thread calls it, and `barrier` counts
+/// the bytes. EVICT_LAST: with the L2 eviction policy of evict_last(), for data that is read once.
+template <bool EVICT_LAST>
 __device__ inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-    if constexpr (ONCE) {
+    if constexpr (EVICT_LAST) {
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
             "%4;" ::"r"(shared_address(shared)),
@@ -240,7 +240,7 @@ __device__ inline void registers_increase() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// A barrier of `threads` of the block's threads. Number 0 is __syncthreads.
+/// Named barrier for `threads` of the block's threads. Number 0 is __syncthreads.
 __device__ inline void named_barrier_sync(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -253,10 +253,10 @@ __device__ inline uint32_t cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// All threads of all blocks of the cluster. What they wrote before arriving is seen after waiting.
+/// Cluster barrier for all threads of all blocks: writes before the arrival are visible after the wait.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Where only the blocks' being there matters: others may still read their shared memory at a kernel's end, or write where
-// they have read.
+/// Arrival without release, for barriers that only order the lifetime of shared memory: other blocks may still read it at
+/// the kernel's end, or overwrite what has been read.
 __device__ inline void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -270,7 +270,7 @@ __device__ inline void cluster_leave() {
     cluster_wait();
 }
 
-// A flag in global memory: what was written before it was stored is seen after it was loaded.
+/// Flag in global memory: writes before store_release are visible after load_acquire has read the flag.
 __device__ inline void store_release(uint32_t* flag, uint32_t value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
@@ -284,7 +284,7 @@ __device__ inline void store_shared8(uint32_t shared, uint32_t v0, uint32_t v1) 
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(v0), "r"(v1) : "memory");
 }
 
-// Four 8×8 matrices of 16-bit elements from registers to shared memory: what ldmatrix reads, the other way.
+/// Stores four 8×8 matrices of 16-bit elements to shared memory, with the register layout of ldmatrix.
 __device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)
@@ -294,11 +294,11 @@ __device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint3
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 //
 // d[64×N] += A[64×k] · B[k×N] by one warpgroup, 32 bytes of k: 16 elements of bfloat16 and half, 8 of tf32. It runs
-// beside the warps, reads shared memory by descriptors, and takes turns:
+// asynchronously and reads shared memory through descriptors. The sequence of calls:
 //
 //     wgmma_fence();  Wgmma<N>::multiply<T, …>(d, a, b, accumulate); …  wgmma_commit();  …  wgmma_wait<0>();
 //
-// Between the first and the wait nothing may touch d, nor overwrite what is read. Warp w of the warpgroup holds rows
+// Between the fence and the wait nothing may access d or overwrite the operands. Warp w of the warpgroup holds rows
 // 16w … 16w + 15; lane 4g + t holds, of columns 8j … 8j + 7, d[4j] = (g, 2t), d[4j + 1] = (g, 2t + 1), d[4j + 2] and
 // d[4j + 3] the same of row g + 8. A from registers: as mma's A (mma.cuh), 16 rows a warp.
 //
@@ -310,7 +310,7 @@ template <int PENDING>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Ties registers to this place, so that the compiler moves no access to them across it.
+/// Compiler barrier for registers: no access to them moves across it.
 template <typename R, int COUNT>
 __device__ inline void wgmma_pin(R (&registers)[COUNT]) {
 #pragma unroll
@@ -326,7 +326,7 @@ __device__ inline void wgmma_pin(R (&registers)[COUNT]) {
 template <int N>
 struct Wgmma;
 
-// The text of N / 2 placeholders, by tens, and the operands that stand for them, by eights.
+// N / 2 asm placeholders, by tens, and their operands, by eights.
 #define KL_P10(tens)                                                                                       \
     ", %" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens "6, %" #tens \
     "7, %" #tens "8, %" #tens "9"

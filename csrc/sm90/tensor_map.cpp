@@ -11,7 +11,7 @@
 namespace kl {
 namespace {
 
-// The one function of the driver that is needed, asked for at run time: nothing of libcuda is linked.
+/// Looks up the driver function at run time, so that libcuda is not linked.
 PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
     static const PFN_cuTensorMapEncodeTiled_v12000 function = [] {
         void* found = nullptr;
@@ -38,7 +38,7 @@ CUtensorMapDataType data_type(const TmaTensor& t) {
 
 int64_t item_size(ScalarType dtype) { return dtype == ScalarType::Float ? 4 : 2; }
 
-// All that a description holds, as bytes that can be compared.
+/// Cache key: the content of a tensor map, compared by bytes.
 struct Key {
     uint64_t address;
     uint64_t sizes[TMA_DIMS];
@@ -65,7 +65,7 @@ Key key_of(const TmaTensor& t) {
     for (int d = 0; d < t.dims; ++d) {
         key.sizes[d] = static_cast<uint64_t>(t.sizes[d]);
         key.box[d] = static_cast<uint32_t>(t.box[d]);
-        // A dimension of one element is never stepped along; its stride must be one that TMA accepts all the same.
+        // The stride of a dimension of one element is unused, but TMA must accept it.
         key.stride_bytes[d] = t.sizes[d] == 1 ? 16 : static_cast<uint64_t>(t.strides[d] * item_size(t.dtype));
     }
     return key;
@@ -85,8 +85,8 @@ CUtensorMap encode(const TmaTensor& t, const Key& key) {
     };
     CUresult status = make();
     if (status == CUDA_ERROR_INVALID_CONTEXT) {
-        // A thread's first call of CUDA, as in autograd's: the runtime would make its context current, the driver does
-        // not. Setting the device that is set does, and is allowed while a stream is captured.
+        // The first CUDA call of a thread, as in autograd: the driver does not make the context current as the runtime
+        // does. cudaSetDevice of the current device does, and is allowed during stream capture.
         int device = 0;
         check_status(cudaGetDevice(&device));
         check_status(cudaSetDevice(device));
@@ -110,24 +110,24 @@ bool tma_can_address(const TmaTensor& t) {
 }
 
 CUtensorMap tensor_map(const TmaTensor& tensor) {
-    struct Kept {
+    struct Cached {
         Key key;
         CUtensorMap map;
     };
-    constexpr int PLACES = 128;
-    thread_local Kept kept[PLACES]{};  // no tensor has address 0, so that an empty place is no tensor's
+    constexpr int ENTRIES = 128;
+    thread_local Cached cache[ENTRIES]{};  // no tensor has address 0, so an empty entry matches none
     const Key key = key_of(tensor);
-    Kept& place = kept[key.hash() % PLACES];
-    if (!(place.key == key)) {
-        place.map = encode(tensor, key);
-        place.key = key;
+    Cached& entry = cache[key.hash() % ENTRIES];
+    if (!(entry.key == key)) {
+        entry.map = encode(tensor, key);
+        entry.key = key;
     }
-    return place.map;
+    return entry.map;
 }
 
 bool is_hopper(int32_t device) {
     static std::atomic<uint64_t> known{0},
-        hopper{0};  // a bit for each of the first 64 devices; the others are asked anew
+        hopper{0};  // a bit for each of the first 64 devices; others are queried each time
     const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
     if ((known.load(std::memory_order_acquire) & bit) != 0) return (hopper.load(std::memory_order_relaxed) & bit) != 0;
     int major = 0;
@@ -140,7 +140,7 @@ bool is_hopper(int32_t device) {
 bool compiled_for_hopper(const void* kernel) {
     cudaFuncAttributes attributes{};
     check_status(cudaFuncGetAttributes(&attributes, kernel));
-    return attributes.numRegs >= 32;  // what is left of another keeps no accumulators
+    return attributes.numRegs >= 32;  // an empty body has no accumulators
 }
 
 void check_hopper(const void* kernel, int32_t device, const char* name) {

@@ -1,6 +1,6 @@
-"""What a GPU can do at most, measured in seconds for ``doctor --measure`` and remembered on disk.
+"""A GPU's ceilings: copy bandwidth and matrix rates. ``doctor --measure`` measures them in seconds and stores them.
 
-The benchmark measures its ceilings itself, beside what it compares with them; these are for a first look.
+They give a first impression. The benchmark measures ceilings of its own, in the run that it compares with them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kernel_ladder.cli import device
 from kernel_ladder.errors import UnavailableError
 from kernel_ladder.semantics.precision import tf32_allowed
 
-#: Bytes that a copy moves, half read and half written: far more than an L2 holds.
+#: Bytes that a copy moves, half read and half written. Far larger than an L2 cache.
 COPY_BYTES = 2**31
-SIZE = 8192  # of the square matrices
-SETTLE_S = 0.3  # of the same work before the first measurement, in which clocks rise
+SIZE = 8192  # rows and columns of the square matrices
+SETTLE_S = 0.3  # seconds of the same work before the first measurement, so that clocks settle
 ROUNDS = 10
 
-#: Products by the name of their arithmetic: tf32 is float32 in memory.
+#: Matrix products by the name of their arithmetic. tf32 is float32 in memory.
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -39,7 +39,7 @@ DTYPES = {
 
 
 def measure_all() -> None:
-    """Measure every visible GPU and remember what was found.
+    """Measure every visible GPU and store the rates.
 
     Raises:
         UnavailableError: there is none.
@@ -51,10 +51,10 @@ def measure_all() -> None:
 
 
 def measure(index: int) -> dict[str, float]:
-    """Rates of a GPU: ``copy`` in GB/s, read and written together; the others, matrix products, in TFLOP/s."""
+    """Rates of a GPU: ``copy`` in GB/s, reads plus writes; matrix products in TFLOP/s."""
     gpu = torch.device("cuda", index)
     with torch.cuda.device(gpu):
-        # A smaller GPU takes what a quarter of its free memory allows.
+        # A smaller GPU copies within a quarter of its free memory.
         count = min(COPY_BYTES // 2, torch.cuda.mem_get_info(gpu)[0] // 8) // 4
         found = {"copy": 2 * 4 * count / _copy_seconds(count) / 1e9}
         before = tf32_allowed()
@@ -76,12 +76,12 @@ def _copy_seconds(count: int) -> float:
 
 def _allow_tf32(allowed: bool) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is the older of two switches; it keeps the newer one in step
+        warnings.simplefilter("ignore")  # PyTorch warns that this is the older switch; it sets the newer one too
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The median time of a call on the current GPU, once its clocks have settled."""
+    """The median time of a call on the current GPU, after its clocks have settled."""
     end = time.perf_counter() + SETTLE_S
     while time.perf_counter() < end:
         call()
@@ -98,7 +98,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def in_words(found: dict[str, float] | None) -> str:
-    """One line of a GPU's ceilings."""
+    """A GPU's ceilings in one line."""
     if found is None:
         return "nothing yet: `python -m kernel_ladder doctor --measure` takes some seconds a GPU"
     rates = [f"{name} {rate:.3g} TFLOP/s" for name, rate in found.items() if name != "copy"]
@@ -113,7 +113,7 @@ def _folder() -> Path:
 
 
 def _key(index: int) -> dict[str, str | None]:
-    """All that a remembered ceiling depends on: the GPU, the software, and the source that measures."""
+    """All that a stored ceiling depends on: the GPU, the software, and this file."""
     return {
         "gpu": torch.cuda.get_device_name(index),
         "driver": device.driver(),
@@ -128,9 +128,9 @@ def _file(key: dict[str, str | None]) -> Path:
 
 
 def known(index: int) -> dict[str, float] | None:
-    """What was measured before on such a GPU with this software, or None.
+    """The stored rates of such a GPU with this software, or None.
 
-    A file that is broken or not ours is passed over with a warning.
+    A broken or foreign file is ignored with a warning.
     """
     return _read(_key(index))
 
@@ -142,7 +142,7 @@ def _read(key: dict[str, str | None]) -> dict[str, float] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
+        warnings.warn(f"{path} is ignored: {error}", stacklevel=2)
         return None
     try:
         content = json.loads(text)
@@ -151,7 +151,7 @@ def _read(key: dict[str, str | None]) -> dict[str, float] | None:
     except (ValueError, TypeError, KeyError):
         ours = False
     if not ours:
-        warnings.warn(f"{path} is passed over: it does not hold ceilings of this GPU and software", stacklevel=2)
+        warnings.warn(f"{path} is ignored: it does not hold ceilings of this GPU and software", stacklevel=2)
         return None
     return found
 
@@ -161,7 +161,7 @@ def _remember(index: int, found: dict[str, float]) -> None:
 
 
 def _write(key: dict[str, str | None], found: dict[str, float]) -> None:
-    """Write the file whole or not at all; where it cannot be written, say so and go on."""
+    """Write the file atomically. If that fails, warn and continue."""
     path = _file(key)
     content: dict[str, Any] = {"key": key, "ceilings": found}
     try:
@@ -175,4 +175,4 @@ def _write(key: dict[str, str | None], found: dict[str, float]) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        warnings.warn(f"ceilings could not be remembered in {path}: {error}", stacklevel=2)
+        warnings.warn(f"ceilings could not be stored in {path}: {error}", stacklevel=2)

@@ -1,6 +1,6 @@
-"""Tables that fit their console: the columns that matter least are left out, and long reasons stand below as footnotes.
+"""Tables that fit their console: the least important columns are left out, and long reasons become footnotes.
 
-Rich would cut every column short instead, and the times and reasons with them.
+Rich alone would truncate every column, times and reasons included.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-#: Characters that a column whose text folds needs at least.
+#: Minimum width of a column whose text folds, in characters.
 LEAST_FOLDED = 24
-#: Characters to which a column of names is narrowed at most where nothing is left to leave out.
+#: Minimum width of a column of names, in characters, where no further column can be left out.
 LEAST_NAME = 6
 
 
@@ -29,8 +29,8 @@ class Column:
     Attributes:
         heading: its title.
         right: aligned to the right, as numbers are.
-        spare: 0 for a column that is always shown; the larger, the sooner it is left out.
-        folds: holds prose, which may go on in further lines; no other column does while all fit.
+        spare: 0 for a column that is always shown. Columns with larger values are left out first.
+        folds: holds prose, which may continue on further lines.
     """
 
     heading: str
@@ -41,7 +41,7 @@ class Column:
 
 @dataclass
 class Line:
-    """A row of a table, a cell a column."""
+    """A row of a table, one cell per column."""
 
     cells: Sequence[str | Text]
     style: str = ""
@@ -50,12 +50,12 @@ class Line:
 
 @dataclass
 class Footnotes:
-    """Sentences that many cells share, each said once, under the number that stands in the cells."""
+    """Sentences that many cells share, each printed once, under the number in the cells."""
 
     texts: list[str] = field(default_factory=list)
 
     def mark(self, text: str) -> str:
-        """``(n)``, the mark of a sentence."""
+        """The mark of a sentence, ``(n)``."""
         if text not in self.texts:
             self.texts.append(text)
         return f"({self.texts.index(text) + 1})"
@@ -67,25 +67,25 @@ class Footnotes:
 
 @dataclass
 class LeftOut:
-    """Headings of the columns that did not fit, over several tables."""
+    """Headings of the columns that did not fit, collected over several tables."""
 
     headings: list[str] = field(default_factory=list)
 
     def show(self, console: Console, elsewhere: str = "") -> None:
-        """Say what is missing, and where it is to be had."""
+        """Print which columns are missing, and where to find them."""
         if self.headings:
             names = ", ".join(dict.fromkeys(self.headings))
             say(console, f"Left out at a width of {console.width}: {names}. A wider terminal shows them{elsewhere}.")
 
 
 def console_for(width: int) -> Console:
-    """A console on standard output: as wide as the terminal or as ``COLUMNS`` says, `width` where it is piped."""
+    """A console on standard output, as wide as the terminal or ``COLUMNS``; in a pipe, `width` wide."""
     own = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Console(highlight=False, width=None if own else width)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """A sentence: broken between words in a terminal, whole in a pipe."""
+    """Print a sentence: wrapped between words in a terminal, on one line in a pipe."""
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
@@ -95,10 +95,10 @@ def _width(cell: str | Text) -> int:
 
 
 def kept(widths: Sequence[int], columns: Sequence[Column], room: int, between: int, around: int) -> list[int]:
-    """The places of the columns that fit.
+    """The indices of the columns that fit.
 
-    `widths` are those of the columns' widest cells; `between` and `around` are the characters between two columns and
-    around all of them.
+    `widths` are the widths of the columns' widest cells. `between` and `around` count the characters between two
+    columns and around all of them.
     """
     needed = [min(w, LEAST_FOLDED) if c.folds else w for w, c in zip(widths, columns, strict=True)]
     places = list(range(len(columns)))
@@ -120,9 +120,9 @@ def fit(
     box: Box | None = None,
     heads: bool = True,
 ) -> Table:
-    """A table of the columns that fit; those that do not are added to `left_out`, empty ones are not missed.
+    """A table of the columns that fit. The others are added to `left_out`, except empty ones.
 
-    Where even those that are always shown do not fit, names are folded, numbers never.
+    If even the columns that are always shown do not fit, names are folded, but never numbers.
     """
     lines = list(lines)
     filled = [any(_width(line.cells[i]) for line in lines) for i in range(len(columns))]

@@ -1,4 +1,4 @@
-"""The processor, and the versions that this machine runs, for ``python -m kernel_ladder doctor``."""
+"""The processor and the software versions of this machine, for ``python -m kernel_ladder doctor``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def _query(*command: str) -> str | None:
-    """What a command prints, or None where it is missing or fails."""
+    """A command's output, or None if the command is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -43,7 +43,7 @@ def driver() -> str | None:
 
 
 def nvcc() -> str | None:
-    """The release of the nvcc that a build would take first: of CUDA_HOME, else of the PATH."""
+    """The release of the nvcc that a build uses first: from CUDA_HOME, else from the PATH."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     text = _query(str(Path(home, "bin", "nvcc")) if home else "nvcc", "--version")
     if text is None:
@@ -52,7 +52,7 @@ def nvcc() -> str | None:
 
 
 def ptxas() -> str | None:
-    """The release of the assembler that Triton brings along."""
+    """The release of the ptxas that Triton ships."""
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
         return None
@@ -69,7 +69,7 @@ def version_of(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what decides how fast and how right kernels are. ``cuda``: what torch was built with."""
+    """Versions of the software that affects kernels' speed and results. ``cuda`` is the one torch was built with."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""``python -m kernel_ladder doctor``: the machine, versions, what is available and why the rest is not."""
+"""``python -m kernel_ladder doctor``: the machine, versions, the available levels, and why the others are not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENVIRONMENT = (
 
 
 def kernels() -> list[dict[str, Any]]:
-    """What the compiler made of each CUDA kernel, as the extension tells; empty where it was not built."""
+    """Registers and memory of each CUDA kernel, as the extension reports them; empty if it was not built."""
     if importlib.util.find_spec("kernel_ladder._C") is None:
         return []
     from kernel_ladder import _C  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
 
     levels = section("levels")
     for level in table.LEVELS:
-        # Most often a reason holds for every operation: say it once.
+        # A reason usually holds for every operation, so print it once.
         reasons: dict[str | None, list[str]] = {}
         for op, by_level in found["levels"].items():
             reasons.setdefault(by_level[level], []).append(op)
@@ -95,7 +95,7 @@ def print_facts(console: Console, found: dict[str, Any]) -> None:
     _print_summary(console, found)
 
 
-#: Heading, field and how soon a column makes way where there is no room.
+#: Heading, field, and priority for being left out where there is no room.
 KERNEL_COLUMNS = (
     ("registers", "registers", 1),
     ("static shared", "static_shared", 6),
@@ -107,7 +107,7 @@ KERNEL_COLUMNS = (
 
 
 def _print_kernels(console: Console, found: dict[str, Any]) -> None:
-    """What the driver says of each CUDA kernel. It alone knows: without a GPU there is nothing to list."""
+    """The driver's facts about each CUDA kernel. Without a GPU's driver there is nothing to list."""
     kernels = found["kernels"]
     if not kernels:
         return
@@ -131,7 +131,7 @@ def _print_kernels(console: Console, found: dict[str, Any]) -> None:
 
 
 def _print_summary(console: Console, found: dict[str, Any]) -> None:
-    """Which levels run here, in one line."""
+    """The levels that run here, in one line."""
     runs = {level: sum(by_level[level] is None for by_level in found["levels"].values()) for level in table.LEVELS}
     count = len(found["levels"])
     usable = [level if n == count else f"{level} ({n} of {count} operations)" for level, n in runs.items() if n]

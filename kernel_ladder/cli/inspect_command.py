@@ -1,4 +1,4 @@
-"""``python -m kernel_ladder inspect``: ask, print, write to a folder."""
+"""``python -m kernel_ladder inspect``: inspect a rung, print what was found, or write it to a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-#: What Pygments calls these languages, and the endings of their files.
+#: Pygments' names of these languages, and their file suffixes.
 LEXERS = {"sass": "gas", "ptx": "gas", "ttgir": "llvm", "cuda": "cuda", "cpp": "cpp", "python": "python"}
 SUFFIXES = {"sass": "sass", "ptx": "ptx", "ttgir": "ttgir", "cuda": "cu", "cpp": "cpp", "python": "py"}
 
@@ -72,10 +72,10 @@ def _known(kind: str, given: str, known: list[str]) -> str:
 
 
 def request_of(chosen: argparse.Namespace) -> Request:
-    """What the command line asks for.
+    """The request that the command line describes.
 
     Raises:
-        InspectError, BackendError: it names what is not there.
+        InspectError, BackendError: it names something that does not exist.
     """
     named = table.named(chosen.op, chosen.backend)
     if not named:
@@ -85,14 +85,14 @@ def request_of(chosen: argparse.Namespace) -> Request:
     dtype = DTYPES[_known("dtype", chosen.dtype, list(DTYPES))]
     case = None if chosen.shape is None else case_named(table.spec(chosen.op), chosen.shape)
     if case is not None:
-        tensors(empty_inputs, case, dtype, torch.device("meta"))  # none of them takes memory
+        tensors(empty_inputs, case, dtype, torch.device("meta"))  # takes no memory
     code = frozenset(kind for kind in CODE if getattr(chosen, kind))
     pass_ = _known("pass", chosen.pass_, list(PASSES))
     return select(named, Request(named[0], case, dtype, pass_, chosen.arch, code, chosen.kernel))
 
 
 def run(chosen: argparse.Namespace, console: Console) -> int:
-    """Returns the exit code: 0, or 2 where what was asked for is not there."""
+    """Returns the exit code: 0, or 2 if the request cannot be met."""
     try:
         request = request_of(chosen)
         folder = chosen.output
@@ -116,7 +116,7 @@ def run(chosen: argparse.Namespace, console: Console) -> int:
 
 
 def write(folder: Path, found: Inspection) -> list[Path]:
-    """Each code in a file of its own, numbered in the order of the report, and all that was found as JSON."""
+    """Write each code to its own file, numbered in the order of the report, and the whole inspection as JSON."""
     files = {}
     for number, code in enumerate(found.code, 1):
         name = re.sub(r"\W+", "-", code.title).strip("-")[:80]
@@ -165,7 +165,7 @@ def _grid(header: str) -> Table:
     return Table(box=None, pad_edge=False, header_style="dim", show_header=bool(header), padding=(0, 2, 0, 0))
 
 
-#: Column, how a kernel's value in it is written, and how soon the column makes way where there is no room.
+#: Column, how a kernel's value is formatted, and the column's priority for being left out.
 COLUMNS: dict[str, tuple[Any, int]] = {
     "registers": (lambda k: k.registers, 1),
     "local": (lambda k: k.local, 3),
@@ -180,7 +180,7 @@ COLUMNS: dict[str, tuple[Any, int]] = {
 
 
 def _show_kernels(console: Console, kernels: list[Kernel]) -> None:
-    """A row a kernel, without the columns of which nothing is known; below, where they stand and what else there is."""
+    """One row per kernel, without columns that hold no value; then each kernel's source line and notes."""
     columns = {name: each for name, each in COLUMNS.items() if any(each[0](k) is not None for k in kernels)}
     if columns:
         apart = any(k.static_shared is not None for k in kernels)
@@ -217,7 +217,7 @@ def _show_choice(console: Console, choice: Any) -> None:
 
 
 def show_code(console: Console, code: Code) -> None:
-    """Highlighted in a terminal, as it is in a pipe."""
+    """Print code: highlighted in a terminal, unchanged in a pipe."""
     console.print(f"\n[bold]{escape(code.title)}[/] ({code.language})", soft_wrap=True)
     if console.is_terminal:
         console.print(Syntax(code.text, LEXERS[code.language], background_color="default", word_wrap=True))

@@ -1,4 +1,4 @@
-"""``python -m kernel_ladder list``: every operation and variant, with its status and the reason."""
+"""``python -m kernel_ladder list``: every operation and rung, with its status and the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernel_ladder.level_packages import load as load_package
 
 
 def note(level: str) -> str | None:
-    """What a level's package says of itself here though it is available, or None."""
+    """A remark of an available level's package about this machine, or None."""
     try:
         package = load_package(table.LEVELS[level])
     except ImportError:
@@ -24,20 +24,20 @@ def note(level: str) -> str | None:
 
 
 def status(level: str, reason: str | None) -> str:
-    """A level's state, marked up: available or not, and what there is to say about it."""
+    """A level's state, with markup: available or not, with the reason or remark."""
     if reason is not None:
         return f"[yellow]unavailable:[/] {escape(reason)}"
     return "[green]available[/]" + (f", {escape(more)}" if (more := note(level)) else "")
 
 
 def summary(variant: table.Variant) -> str:
-    """The first line of what a variant's function says of itself, or nothing."""
+    """The first line of a rung's docstring, or nothing."""
     text = inspect.getdoc(variant.forward) or ""
     return text.partition("\n")[0]
 
 
 def rows_of_list(ops: list[str]) -> list[dict[str, Any]]:
-    """One row per operation and variant, and one for a level that has none to show."""
+    """One row per operation and rung, and one for a level that has no rung to show."""
     rows = []
     for op in ops:
         reasons = table.backends(op)
@@ -45,13 +45,13 @@ def rows_of_list(ops: list[str]) -> list[dict[str, Any]]:
             for variant in table.variants(op, level):
                 reason = reasons[variant.name]
                 rows.append({"op": op, "variant": variant.name, "reason": reason, "summary": summary(variant)})
-            if level in reasons:  # which has none to show
+            if level in reasons:  # the level has no rung to show
                 rows.append({"op": op, "variant": level, "reason": reasons[level] or "no variant yet", "summary": ""})
     return rows
 
 
 def print_list(console: Console, rows: list[dict[str, Any]]) -> None:
-    """A line a variant under its operation; reasons and what holds for a whole level once, below."""
+    """One line per rung under its operation; reasons and remarks are printed once, below."""
     lines, reasons, left_out = [], Footnotes(), LeftOut()
     for op in dict.fromkeys(row["op"] for row in rows):
         lines.append(Line([Text(op, style="bold"), "", ""]))

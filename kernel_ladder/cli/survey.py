@@ -1,6 +1,6 @@
-"""What each visible GPU is made of, as PyTorch and the driver's management library tell it.
+"""The hardware facts of each visible GPU, from PyTorch and the driver's management library (NVML).
 
-The library is that of the package nvidia-ml-py; without it, clocks are those that PyTorch knows, or unknown.
+NVML comes with the package nvidia-ml-py. Without it, clocks are those that PyTorch reports, or unknown.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from kernel_ladder.inspection import architecture
 
-#: What is asked of PyTorch's properties, by our own name. Not every release has all; what it lacks is None.
+#: PyTorch's device properties, by our own names. A property that a release lacks is None.
 _PROPERTIES = {
     "multiprocessors": "multi_processor_count",
     "memory": "total_memory",
@@ -25,7 +25,7 @@ _PROPERTIES = {
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Every visible GPU. Memory in bytes, the greatest clocks in MHz, the memory bus in bits; None: not known."""
+    """Every visible GPU. Memory in bytes, maximum clocks in MHz, memory bus in bits; None if unknown."""
     if not torch.cuda.is_available():
         return []
     return [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -49,7 +49,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _managed(uuid: str) -> dict[str, int | None]:
-    """What the management library knows of a GPU, nothing where it cannot be asked."""
+    """NVML's facts about a GPU; empty if NVML is not available."""
     try:
         import pynvml
     except ImportError:
@@ -66,12 +66,12 @@ def _managed(uuid: str) -> dict[str, int | None]:
     }
     found: dict[str, int | None] = {}
     try:
-        # CUDA_VISIBLE_DEVICES changes indices, not this.
+        # The UUID does not depend on CUDA_VISIBLE_DEVICES, as the index does.
         gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
         for name, ask in questions.items():
             try:
                 found[name] = ask(gpu)
-            except (pynvml.NVMLError, AttributeError):  # a GPU that does not tell, a library that cannot ask
+            except (pynvml.NVMLError, AttributeError):  # the GPU or the library does not support the query
                 found[name] = None
     except pynvml.NVMLError:
         return {}
@@ -81,7 +81,7 @@ def _managed(uuid: str) -> dict[str, int | None]:
 
 
 def in_words(gpu: dict[str, Any]) -> list[tuple[str, str]]:
-    """A GPU's facts as (title, text), what is not known left away."""
+    """A GPU's facts as (title, text), without unknown ones."""
 
     def joined(*parts: tuple[str, Any]) -> str:
         return ", ".join(text.format(value) for text, value in parts if value)

@@ -1,7 +1,7 @@
-"""What an SM of each NVIDIA architecture holds, and so how many blocks of a kernel run on it at once.
+"""The limits of one SM of each NVIDIA architecture, and the occupancy of a kernel that follows from them.
 
-Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the granularities of allocation
-are those of ``cuda_occupancy.h`` in the CUDA toolkit.
+Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; allocation granularities from
+``cuda_occupancy.h`` in the CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from kernel_ladder.errors import InspectError
 
 WARP = 32
-#: Registers of an SM, the same since compute capability 3.5, and how many a warp is given at a time.
+#: Registers per SM, the same since compute capability 3.5, and the granularity of a warp's allocation.
 REGISTERS, REGISTERS_STEP = 65536, 256
 #: An SM has four schedulers, each with a quarter of the registers.
 SCHEDULERS = 4
-#: Shared memory that the driver keeps of each block, and how much is given at a time, in bytes.
+#: Shared memory that the driver reserves per block, and the allocation granularity, in bytes.
 SHARED_RESERVED, SHARED_STEP = 1024, 128
 
 
@@ -36,7 +36,7 @@ class Architecture:
 
     @property
     def shared_per_block(self) -> int:
-        """Shared memory that one block may ask for."""
+        """Maximum shared memory of one block."""
         return self.shared - SHARED_RESERVED
 
 
@@ -56,7 +56,7 @@ ARCHITECTURES = {
     )
 }
 
-#: What came with which compute capability; what is not in every later one has its last.
+#: Features with the first compute capability that has them, and the last one if later ones lack them.
 FEATURES = (
     ("mma.sync in bf16 and tf32", 80, None),
     ("cp.async", 80, None),
@@ -71,7 +71,7 @@ FEATURES = (
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How much of an SM a kernel fills: blocks at once, the share of its warps, and what allows no more."""
+    """How much of an SM a kernel fills: resident blocks, the share of warps, and the limiting resources."""
 
     blocks: int
     share: float
@@ -91,15 +91,15 @@ def named(text: str) -> Architecture:
 
 
 def features(number: int) -> list[str]:
-    """What a compute capability (90 for 9.0) lets a kernel use, beyond 7.5."""
+    """The features of a compute capability (90 for 9.0), beyond those of 7.5."""
     return [name for name, first, last in FEATURES if first <= number <= (last or number)]
 
 
 def occupancy(arch: Architecture, threads: int, registers: int, shared: int) -> Occupancy:
-    """Occupancy of a kernel of `threads` a block, `registers` a thread and `shared` bytes a block in all.
+    """Occupancy of a kernel with `threads` per block, `registers` per thread and `shared` bytes per block in all.
 
-    Zero blocks where one needs more than there is. Barriers are not counted, of which there are two for each block that
-    an SM can hold: a limit only for small blocks that use several, and no tool lists how many a kernel has.
+    Zero blocks if one block exceeds a limit. Barriers are not counted. An SM has two for each block that it can
+    hold, which limits only small blocks that use several. No tool lists a kernel's count.
     """
     warps = -(-threads // WARP)
     per_warp = -(-registers * WARP // REGISTERS_STEP) * REGISTERS_STEP

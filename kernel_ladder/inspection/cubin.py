@@ -1,4 +1,4 @@
-"""Read compiled CUDA code with ``cuobjdump``: registers and memory of each kernel, its SASS and its PTX.
+"""Read compiled CUDA code with ``cuobjdump``: each kernel's registers and memory, its SASS and its PTX.
 
 No GPU is needed.
 """
@@ -22,7 +22,7 @@ from kernel_ladder.inspection.architecture import SHARED_RESERVED
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler gave one kernel. Memory in bytes; ``local`` is a thread's: spills, and arrays in memory."""
+    """The resources that ptxas gave one kernel. Memory in bytes; ``local`` is per thread: spills and local arrays."""
 
     symbol: str
     arch: str  # "sm_90a"
@@ -32,7 +32,7 @@ class Resources:
 
 
 def _places() -> Iterator[Path]:
-    """Where a cuobjdump may be: of the PATH, of the toolkit, and the one that Triton brings along."""
+    """Possible paths of cuobjdump: the PATH's, the toolkit's, and the one that Triton ships."""
     if (on_path := shutil.which("cuobjdump")) is not None:
         yield Path(on_path)
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
@@ -45,7 +45,7 @@ def _places() -> Iterator[Path]:
 
 @functools.cache
 def cuobjdump() -> Path | None:
-    """The first cuobjdump that can be run, or None."""
+    """The first cuobjdump that is executable, or None."""
     return next((path for path in _places() if os.access(path, os.X_OK) and path.is_file()), None)
 
 
@@ -64,7 +64,7 @@ def _dump(path: Path, *options: str) -> str:
 
 @functools.cache
 def resources(path: Path, arch: str = "") -> tuple[Resources, ...]:
-    """Every kernel in a cubin, which does not tell its `arch`, or in each cubin inside a library, which does."""
+    """Every kernel in a cubin, which does not name its `arch`, or in each cubin of a library, which does."""
     symbol, found = "", []
     for line in _dump(path, "--dump-resource-usage").splitlines():
         words = line.split()
@@ -102,7 +102,7 @@ def ptx(path: Path, symbol: str, arch: str | None = None) -> str | None:
 
 
 def demangle(symbol: str) -> str:
-    """The C++ name behind a linker's, as the C++ runtime tells it; the symbol itself where that knows better."""
+    """The C++ name of a mangled symbol, from the C++ runtime; the symbol itself if it cannot be demangled."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
     except OSError:

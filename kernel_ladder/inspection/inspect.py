@@ -1,8 +1,8 @@
-"""Look into a variant: what the compiler made of its kernels, how many run at once, and the code itself.
+"""Inspect a rung: its kernels' registers, memory and occupancy, and the code itself.
 
-What is common to all levels stands here. Each level's package has a module ``inspect`` with a function of that name,
-which knows how its kernels come about: ``inspect(request) -> Inspection``. Beside it, ``CODE`` are the kinds of code
-that the level can show, and ``AHEAD_OF_TIME`` says whether it can tell of other GPUs than this machine's.
+This module holds what all levels share. Each level's package has a module ``inspect`` with the function
+``inspect(request) -> Inspection``. There, ``CODE`` lists the kinds of code that the level can show, and
+``AHEAD_OF_TIME`` says whether it can inspect for other GPUs than this machine's.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, 
 from kernel_ladder.testing.samples import make_inputs
 
 PASSES = ("forward", "backward")
-#: Kinds of code that can be asked for. ``source`` is what a person, or torch.compile, has written.
+#: Kinds of code. ``source`` is the code that a person, or torch.compile, wrote.
 CODE = ("source", "ttgir", "ptx", "sass")
 
-#: What is said of a pass that leaves nothing to show.
+#: The note for a pass without kernels.
 NO_KERNEL = "this pass has no kernel of its own: its gradients are views, made by other operations, or not given"
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,13 +34,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Request:
-    """What to look into.
+    """What to inspect.
 
     Attributes:
-        case: one of the operation's, or None for the first that the variant supports.
-        arch: "sm_90a" and the like, or None for this machine's GPU, else the newest that the kernels were built for.
-        code: which of :data:`CODE` to return the text of.
-        kernel: part of the names of the kernels to return, or None for all.
+        case: one of the operation's cases, or None for the first that the rung supports.
+        arch: such as "sm_90a". None means this machine's GPU, else the newest that the kernels were built for.
+        code: the kinds of :data:`CODE` whose text to return.
+        kernel: part of the names of the kernels to return, or None for all kernels.
     """
 
     variant: table.Variant
@@ -67,9 +67,10 @@ class Code:
 
 @dataclass
 class Kernel:
-    """One compiled kernel. Memory in bytes, ``local`` and ``registers`` a thread, the rest a block; None: not known.
+    """One compiled kernel; unknown values are None.
 
-    Where ``static_shared`` is not known apart, ``dynamic_shared`` is all of the shared memory.
+    Memory is in bytes. ``local`` and ``registers`` are per thread, the others per block. If ``static_shared`` is None,
+    ``dynamic_shared`` is all of the shared memory.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Kernel:
     note: str | None = None
 
     def fill_occupancy(self, arch: Architecture) -> None:
-        """Compute occupancy on an architecture, where all that it follows from is known."""
+        """Compute the occupancy on an architecture, if the needed values are known."""
         if self.threads is None or self.registers is None or self.dynamic_shared is None:
             return
         found = occupancy(arch, self.threads, self.registers, (self.static_shared or 0) + self.dynamic_shared)
@@ -95,7 +96,7 @@ class Kernel:
 
 @dataclass
 class Timed:
-    """A configuration that an autotuner has timed, in microseconds; None where it did not fit."""
+    """A configuration that an autotuner timed, in microseconds; None if it did not fit."""
 
     config: str
     us: float | None
@@ -103,7 +104,7 @@ class Timed:
 
 @dataclass
 class Choice:
-    """What an autotuner chose for a kernel, and every configuration that it timed, fastest first."""
+    """The configuration that an autotuner chose for a kernel, and all that it timed, fastest first."""
 
     kernel: str
     config: str
@@ -112,7 +113,7 @@ class Choice:
 
 @dataclass
 class Inspection:
-    """What was found."""
+    """The result of an inspection."""
 
     op: str
     backend: str
@@ -128,7 +129,7 @@ class Inspection:
     operators: list[str] = field(default_factory=list)  # PyTorch operators, in the order of their calls
     launches: list[Kernel] = field(default_factory=list)  # what one call launched on this machine's GPU
     kernel_count: int | None = None  # generated kernels that one call launches
-    library_count: int | None = None  # and those that come from a library
+    library_count: int | None = None  # kernels of a library that one call launches
     compile_s: float | None = None
     code: list[Code] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -139,7 +140,7 @@ class Inspection:
 
 
 def begin(request: Request, case: Case | None = None) -> Inspection:
-    """An empty answer to a request, for a case where there is one."""
+    """An empty inspection for a request, with the case if there is one."""
     variant = request.variant
     found = Inspection(variant.op, variant.name, request.pass_, request.dtype_name)
     if case is not None:
@@ -148,10 +149,10 @@ def begin(request: Request, case: Case | None = None) -> Inspection:
 
 
 def inspect(request: Request) -> Inspection:
-    """Look into a variant.
+    """Inspect a rung.
 
     Raises:
-        InspectError: the request names what is not there, or what cannot be looked into on this machine.
+        InspectError: the request names something that does not exist, or that this machine cannot inspect.
     """
     name = request.variant.level
     level = importlib.import_module(f"{table.LEVELS[name]}.inspect")
@@ -160,19 +161,19 @@ def inspect(request: Request) -> Inspection:
     if request.arch is not None and not level.AHEAD_OF_TIME:
         raise InspectError(f"the {name} level compiles for this machine alone; `arch` is for cuda and triton")
     found: Inspection = level.inspect(request)
-    unknown = name == "torch" and found.notes  # why its operators could not be shown
+    unknown = name == "torch" and found.notes  # the note says why its operators could not be shown
     if not (found.kernels or found.operators or found.launches or found.kernel_count or unknown):
         found.notes.append(NO_KERNEL)
     return found
 
 
 def select(candidates: Sequence[table.Variant], request: Request) -> Request:
-    """The request, of the variant that a call of its case would run among those that a level's name stands for.
+    """The request with the rung that a call of its case would run, among those that a level's name stands for.
 
-    `candidates` come most optimised first. Where no case was asked for, the first of them is taken.
+    `candidates` come most optimised first. Without a case, the first of them is taken.
 
     Raises:
-        InspectError: none of them takes the case, or nothing here can tell.
+        InspectError: no candidate takes the case, or this machine cannot tell.
     """
     if request.case is None or len(candidates) == 1:
         return dataclasses.replace(request, variant=candidates[0])
@@ -190,7 +191,7 @@ def select(candidates: Sequence[table.Variant], request: Request) -> Request:
 
 
 def refusal_here(request: Request) -> Callable[[table.Variant], str | None]:
-    """What says why a variant does not take a request's case on this machine, or None where it does."""
+    """A function that says why a rung does not take a request's case on this machine, or returns None."""
     case = request.case
     assert case is not None, "a case was asked for"
     inputs = tensors(make_inputs, case, request.dtype, run_device())
@@ -200,7 +201,7 @@ def refusal_here(request: Request) -> Callable[[table.Variant], str | None]:
 
 
 def keep_named(request: Request, kernels: list[Kernel]) -> list[Kernel]:
-    """The kernels whose names have the part that was asked for."""
+    """The kernels whose names contain ``request.kernel``."""
     if request.kernel is None:
         return kernels
     kept = [k for k in kernels if request.kernel in k.name]
@@ -211,7 +212,7 @@ def keep_named(request: Request, kernels: list[Kernel]) -> list[Kernel]:
 
 
 def located(path: str | Path, line: int) -> str:
-    """``file:line``, the file as seen from the project's root where it lies there."""
+    """``file:line``, with a path relative to the project's root for a file inside it."""
     path = Path(path).resolve()
     return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
 
@@ -225,15 +226,15 @@ def this_gpu() -> int | None:
 
 
 def run_device() -> torch.device:
-    """Where variants that need no GPU are run to be looked into: the GPU where there is one."""
+    """The device on which rungs that need no GPU are inspected: the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def tensors(make: Callable[..., Inputs], case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """What `make` makes of a case.
+    """The tensors that `make` creates for a case.
 
     Raises:
-        InspectError: it is larger than a tensor can be, or than memory.
+        InspectError: they exceed the largest tensor, or memory.
     """
     try:
         return make(case, dtype, device)
@@ -243,17 +244,18 @@ def tensors(make: Callable[..., Inputs], case: Case, dtype: torch.dtype, device:
 
 
 def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
-    """The case to run on a device and its tensors, which ask for gradients in the backward pass.
+    """The case to run on a device, and its tensors, which require gradients in the backward pass.
 
-    Where no case was asked for: on a GPU the first of the sweep, its quick cases first, that the variant supports;
-    on the CPU, which takes minutes for those, the largest small sample.
+    Without a case in the request: on a GPU, the first case of the sweep that the rung supports, quick cases first. On
+    the CPU, where those take minutes, the largest small sample.
     """
     variant, spec = request.variant, table.spec(request.variant.op)
     candidates = [request.case] if request.case is not None else default_cases(spec, device)
     reasons = []
     for case in candidates:
         inputs = tensors(make_inputs, case, request.dtype, device)
-        reason = variant.unsupported(*inputs, **case.options)
+        differentiated = request.pass_ == "backward" and variant.backward is not None
+        reason = variant.unsupported(*(as_leaves(inputs) if differentiated else inputs), **case.options)
         if reason is None:
             return case, as_leaves(inputs) if request.pass_ == "backward" else inputs
         reasons.append(reason)
@@ -261,7 +263,7 @@ def real_inputs(request: Request, device: torch.device) -> tuple[Case, Inputs]:
 
 
 def default_cases(spec: Any, device: torch.device) -> list[Case]:
-    """Cases to choose from where none is named, in order of preference."""
+    """Candidate cases if none is named, in order of preference."""
     if device.type == "cuda":
         return sorted(spec.sweep, key=lambda case: not case.quick)
     plain = [case for case in spec.samples if case.values == "normal" and case.layout == "contiguous"]
@@ -274,7 +276,7 @@ def _elements(case: Case) -> list[int]:
 
 
 def one_pass(request: Request, inputs: Inputs, case: Case) -> Callable[[], object]:
-    """The pass that was asked for, ready to be run once: before a backward pass, the forward has run already."""
+    """The requested pass, ready to run once. For a backward pass, the forward has already run."""
 
     def forward() -> Output:
         return autograd.run(request.variant, inputs, case.options)

@@ -1,4 +1,4 @@
-"""The kernels that a call launches on the GPU, as PyTorch's profiler saw them."""
+"""The kernels that a call launches on the GPU, as PyTorch's profiler records them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kernel_ladder.inspection.inspect import Kernel, this_gpu
 
 
 def launched(call: Callable[[], object]) -> list[Kernel]:
-    """Run `call` once and return what it launched, in order, each with its launch's sizes and occupancy.
+    """Run `call` once and return its kernels in launch order, each with its launch sizes and occupancy.
 
-    Call it once before, so that what is compiled or tuned at first is not among it.
+    Run `call` once before, so that compilation and tuning are not recorded.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -44,7 +44,7 @@ def launched(call: Callable[[], object]) -> list[Kernel]:
 def _kernel(event: dict[str, Any]) -> Kernel:
     args = event.get("args", {})
     block = args.get("block")
-    # Static and dynamic shared memory, which the profiler does not tell apart.
+    # The profiler reports static and dynamic shared memory as one number.
     return Kernel(
         name=event["name"],
         registers=args.get("registers per thread"),

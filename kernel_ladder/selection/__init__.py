@@ -1,9 +1,9 @@
 """Selection: which rung ``backend="cuda"``, ``"triton"`` or ``"auto"`` stands for, for these inputs on this GPU.
 
-A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first, ``"auto"``
-the rungs that :mod:`kernel_ladder.selection.orders` lists: the first that supports the call is taken. Where another order
-is faster, a rule of :mod:`kernel_ladder.selection.rules` names the rungs to try before those. Host code of kernels
-chooses nothing. :func:`explain` tells why a rung was taken.
+A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first;
+``"auto"`` means the rungs that :mod:`kernel_ladder.selection.orders` lists. The first that supports the call is taken.
+Where another order is faster, a rule of :mod:`kernel_ladder.selection.rules` names the rungs to try before those. Host
+code of kernels chooses nothing. :func:`explain` tells why a rung was taken.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def resolve(op: str, backend: str | None, inputs: Inputs, options: Options) -> V
         op: an operation's name.
         backend: a rung's name, a level's name or ``"auto"``; None is what :func:`kernel_ladder.use` chose, else the
             environment's ``KERNEL_LADDER_BACKEND``, else ``"auto"``.
-        inputs, options: those of the call.
+        inputs: the call's tensors, None for one that is absent.
+        options: the call's keyword arguments.
 
     Raises:
         BackendError: no such backend. UnavailableError: not on this machine. UnsupportedError: not for these inputs.

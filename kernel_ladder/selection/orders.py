@@ -7,7 +7,16 @@ from __future__ import annotations
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "gelu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
-    "softmax": ("cuda.cluster", "cuda.registers", "cuda.shared", "triton.cluster", "triton.fused", "torch.builtin"),
+    "softmax": (
+        "cuda.cluster_two_pass",
+        "cuda.cluster",
+        "cuda.multirow",
+        "cuda.registers",
+        "cuda.shared",
+        "triton.cluster",
+        "triton.fused",
+        "torch.builtin",
+    ),
     "matmul": ("torch.builtin",),
     "attention": (
         "torch.builtin",
@@ -26,7 +35,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "dropout": ("cuda.vectorized", "triton.fused", "torch.naive"),
-    "bias_gelu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
+    "bias_gelu": ("cuda.multirow", "triton.fused", "torch.builtin"),
     "swiglu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
     "add_rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "bias_dropout_add_layer_norm": (

@@ -1,1 +1,1 @@
-"""What operations mean at every level: masks, scales, shapes, strides, dropout's random words."""
+"""The meaning of operations that all levels share: masks, scales, shapes, strides, dropout's random words."""

@@ -1,4 +1,4 @@
-"""What the levels share of a linear layer: its activations, and its shapes."""
+"""A linear layer's activations and shapes, shared by all levels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-#: The activations of linear, each with the form of GELU that it stands for.
+#: The activations of linear, each with the ``approximate`` of the GELU that it names.
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
@@ -16,5 +16,5 @@ def output_shape(input: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``(..., K)`` as ``(M, K)``: a view, unless the strides keep the rows from folding; a vector is one row."""
+    """``(..., K)`` as ``(M, K)``: a view if the strides let the rows fold, else a copy. A vector is one row."""
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

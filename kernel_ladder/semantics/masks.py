@@ -1,4 +1,4 @@
-"""Which keys a query of attention sees by its place alone: causal masks and sliding windows, as one band of scores."""
+"""Attention's positional masks: causal masks and sliding windows, expressed as one band of scores."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 #: ``window_size`` that hides nothing.
 NO_WINDOW = (-1, -1)
 
-#: The longest reach to hand over to an operator, past every length: it takes integers of 64 bits, and a window any.
+#: The largest window size passed to an operator, beyond every length. Operators take 64-bit integers, windows any.
 LONGEST = 2**31 - 1
 
-#: What ``is_causal`` can say beside False and True, which is the upper left.
+#: The value of ``is_causal`` that aligns to the lower right corner; True aligns to the upper left one.
 LOWER_RIGHT = "lower_right"
 
 
 def band(is_causal: bool | str, window_size: Sequence[int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """(first, last): query i sees the keys j with ``i + first <= j <= i + last``.
 
-    ``is_causal=True`` aligns the diagonal to the upper left corner of the scores, ``"lower_right"`` to the lower right,
-    as a window always is. A side that hides nothing is ``-seqlen_q`` or ``seqlen_k``, whatever it was made of.
+    ``is_causal=True`` aligns the diagonal to the upper left corner of the scores, ``"lower_right"`` to the lower right
+    one. A window is always aligned to the lower right. A side that hides nothing is ``-seqlen_q`` or ``seqlen_k``.
     """
-    if not is_causal and window_size == NO_WINDOW:  # as it mostly is
+    if not is_causal and window_size == NO_WINDOW:  # the common case
         return -seqlen_q, seqlen_k
     corner = seqlen_k - seqlen_q
     left, right = window_size
@@ -32,7 +32,7 @@ def band(is_causal: bool | str, window_size: Sequence[int], seqlen_q: int, seqle
     last = seqlen_k if right < 0 else corner + right
     if is_causal:
         last = min(last, corner if is_causal == LOWER_RIGHT else 0)
-    # Query 0 misses no key on the right, the last query none on the left: so does no other.
+    # If query 0 sees all keys on the right, every query does. Likewise the last query on the left.
     if last >= seqlen_k - 1:
         last = seqlen_k
     if first <= 1 - seqlen_q:
@@ -51,7 +51,7 @@ def seen(first: int, last: int, seqlen_q: int, seqlen_k: int, device: torch.devi
 
 
 def pairs(first: int, last: int, seqlen_q: int, seqlen_k: int) -> int:
-    """How many scores lie in the band."""
+    """The number of scores in the band."""
     rows = torch.arange(seqlen_q)
     return int(((rows + last + 1).clamp(max=seqlen_k) - (rows + first).clamp(min=0)).clamp(min=0).sum())
 
@@ -59,17 +59,17 @@ def pairs(first: int, last: int, seqlen_q: int, seqlen_k: int) -> int:
 def is_causal_bias(mask: Any) -> bool:
     """Whether a mask is one of PyTorch's causal bias objects.
 
-    Their module imports the compiler, which takes seconds. Where it has not been imported there is no such object.
+    Their module imports the compiler, which takes seconds. If it was not imported, no such object exists.
     """
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(mask, module.CausalBias)
 
 
 def causal_of(op: str, bias: Any, is_causal: Any, query: Any, key: Any) -> bool | str:
-    """What a causal bias object says, as ``is_causal``.
+    """The ``is_causal`` that a causal bias object stands for.
 
     Raises:
-        ValueError: beside another causal mask, or made for other lengths than those of `query` and `key`.
+        ValueError: `is_causal` is set as well, or the bias is for other lengths than those of `query` and `key`.
     """
     if is_causal is not False:
         raise ValueError(f"{op}: argument `is_causal` must be False where `attn_mask` is a causal bias")

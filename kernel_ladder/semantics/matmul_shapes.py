@@ -1,4 +1,4 @@
-"""Fold the shapes of torch.matmul into plain and batched products of matrices, as views, and gradients back again."""
+"""Fold the shapes of torch.matmul into plain and batched matrix products, as views, and unfold their gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kernel_ladder.semantics.strides import collapse
 def as_matrices(input: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views ``(…, M, K)`` and ``(…, K, N)`` of the arguments of matmul.
 
-    A vector becomes a row (`input`) or a column (`other`). Where `other` is one matrix for the whole batch and the rows
-    of `input` have one stride, they become the rows of one matrix.
+    A vector becomes a row (`input`) or a column (`other`). If `other` is one matrix for the whole batch and the rows of
+    `input` have one stride, they become the rows of one matrix.
     """
     if input.dim() == 1:
         input = input.unsqueeze(0)
@@ -43,5 +43,5 @@ def batch_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
 
 
 def sum_to(grad: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Sum over the batch dimensions that were broadcast, in the dtype of `grad`; then round once, to `dtype`."""
+    """Sum over the broadcast batch dimensions in the dtype of `grad`, then round once to `dtype`."""
     return grad.sum_to_size(shape).to(dtype)

@@ -1,4 +1,4 @@
-"""What the normalisations share: their arguments, the precision they are computed in, and rows as views."""
+"""Shared by the normalisations: argument checks, the dtype of computation, and rows as views."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernel_ladder.spec import DTYPES, check_tensors
 
 
 def _all_ints(shape: tuple[object, ...]) -> bool:
-    for n in shape:  # noqa: SIM110 - every call comes by here, and a generator takes twice as long
+    for n in shape:  # noqa: SIM110 - every call runs this, and a generator takes twice as long
         if type(n) is not int:
             return False
     return True
@@ -27,7 +27,7 @@ def check_normalized(
     eps_optional: bool = True,
     **parameters: torch.Tensor | None,
 ) -> None:
-    """Raise unless `normalized_shape` is the end of the input's shape, and of that shape each parameter given."""
+    """Raise unless `normalized_shape` ends the input's shape and is the shape of each given parameter."""
     given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
     check_tensors(op, optional=("weight", "bias"), input=input, **given)
     shape = normalized_shape
@@ -45,7 +45,7 @@ def check_normalized(
 
 
 def check_eps(op: str, eps: float | None, optional: bool = True) -> None:
-    """Raise unless `eps` is a finite number, of either sign as in PyTorch, or None where it is `optional`."""
+    """Raise unless `eps` is a finite number (of either sign, as in PyTorch), or None if it is `optional`."""
     if (eps is None and optional) or (type(eps) is float and -math.inf < eps < math.inf):
         return
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
@@ -55,7 +55,7 @@ def check_eps(op: str, eps: float | None, optional: bool = True) -> None:
         raise ValueError(f"{op}: argument `eps` must be finite, got {eps}")
 
 
-#: Looked up, since torch.promote_types is an operator, which would stand among those of a formula.
+#: A table, because torch.promote_types is an operator and would be recorded among those of a formula.
 _COMPUTATION = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -65,7 +65,7 @@ _COMPUTATION = {
 
 
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which rows of `dtype` are normalised: float32 for the 16-bit ones, else their own."""
+    """The dtype in which `dtype` is computed: float32 for the 16-bit dtypes, else `dtype` itself."""
     return _COMPUTATION.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
@@ -73,19 +73,19 @@ _EPS = {dtype: torch.finfo(computation_dtype(dtype)).eps for dtype in DTYPES}
 
 
 def eps_or_default(eps: float | None, dtype: torch.dtype) -> float:
-    """`eps`, or where it is None what PyTorch's rms_norm adds: the machine epsilon of the dtype of the computation."""
+    """`eps`, or for None what PyTorch's rms_norm adds: the machine epsilon of the computation's dtype."""
     return _EPS[dtype] if eps is None else float(eps)
 
 
 def as_rows(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """`x` with its last `dims` dimensions as one: a view where their strides allow one, else a copy."""
+    """`x` with its last `dims` dimensions merged: a view if the strides allow one, else a copy."""
     return x if dims == 1 else x.flatten(-dims)
 
 
 def forwards(normalise: Callable[..., tuple[Any, tuple]]) -> dict[str, Callable[..., Any]]:
-    """A variant's `forward` and `inference`, both by ``normalise(keep, *inputs, **options)``.
+    """A rung's `forward` and `inference`, both made from ``normalise(keep, *inputs, **options)``.
 
-    It returns what `forward` does; where `keep` is False, what only a backward needs may be left unwritten.
+    `normalise` returns what `forward` returns. If `keep` is False, it need not write what only a backward reads.
     """
 
     def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Any, tuple]:

@@ -1,4 +1,4 @@
-"""How precisely PyTorch lets float32 matrices be multiplied."""
+"""The precision in which PyTorch's switches let float32 matrices be multiplied."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def tf32_allowed() -> bool:
 
     Reading ``allow_tf32`` raises once the newer switch has been set; ``fp32_precision`` follows both.
     """
-    # The attribute, without first looking for it where it is not: this is asked on every call in float32.
+    # Call __getattr__ directly: every float32 call reads this, and a normal lookup fails first.
     return _SWITCHES.__getattr__("fp32_precision") == "tf32"
 
 
-# What torch.compiler.assume_constant_result sets (calling that would import the compiler): Dynamo cannot trace the
-# switches, reads them once, and guards on them by itself.
+# The attribute that torch.compiler.assume_constant_result sets; calling that function would import the compiler.
+# Dynamo cannot trace the switches, so it reads them once. It guards on them by itself.
 tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which dimensions a sum is over, what shape it leaves, and how a gradient goes back through it."""
+"""The dimensions of a sum, the shape of its result, and its gradient."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-#: As users give it: one dimension, several, or None (and no dimension at all, as in PyTorch) for all.
+#: The user's `dim`: one dimension, several, or all of them, given by None or an empty tuple as in PyTorch.
 Dim = int | tuple[int, ...] | None
 
 
 def reduced_dims(dim: Dim, dims: int) -> tuple[int, ...]:
-    """The dimensions that `dim` names in a tensor of `dims` of them, counted from the first, in order."""
+    """The dimensions that `dim` names in a tensor of `dims` dimensions, non-negative and sorted."""
     if dim is None or dim == ():
         return tuple(range(dims))
     if dims == 0:
@@ -27,12 +27,12 @@ def sum_shape(shape: tuple[int, ...], dims: tuple[int, ...], keepdim: bool) -> t
 
 
 def spread(grad: torch.Tensor, shape: tuple[int, ...], dims: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """The gradient of what was summed over `dims`: a view of the sum's gradient, of `shape`."""
+    """The gradient of a tensor that was summed over `dims`: a view of the sum's gradient, of `shape`."""
     return (grad if keepdim else grad.reshape(sum_shape(shape, dims, True))).expand(shape)
 
 
 def broadcast_dims(shape: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions of `to` along which a tensor of `shape` is repeated when it is broadcast."""
+    """The dimensions of `to` along which broadcasting repeats a tensor of `shape`."""
     missing = len(to) - len(shape)
     return tuple(d for d, size in enumerate(to) if d < missing or (shape[d - missing] == 1 and size != 1))
 
@@ -43,9 +43,9 @@ def gradients_of_broadcast(
     needs: tuple[bool, ...],
     summed: Callable[[torch.Tensor, tuple[int, ...], bool], torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of each operand of a sum of tensors that were broadcast from `shapes`.
+    """The gradient of each operand of an addition that broadcast operands of `shapes`.
 
-    That is `grad` itself, not a copy, where an operand has its shape, else ``summed(grad, dims, keepdim)``.
+    It is `grad` itself, not a copy, for an operand of the same shape, else ``summed(grad, dims, keepdim)``.
     """
     found: list[torch.Tensor | None] = []
     for shape, needed in zip(shapes, needs, strict=True):

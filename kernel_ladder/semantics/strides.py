@@ -1,4 +1,4 @@
-"""Describe strided tensors by as few dimensions as their memory allows."""
+"""Describe strided tensors by as few dimensions as their strides allow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kernel_ladder.spec import Inputs, Output, as_tuple, each
 
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Merge neighbouring dimensions that every operand walks as one; drop those of size one.
+    """Merge neighbouring dimensions that have one stride in every operand, and drop those of size one.
 
-    Returns sizes and, per operand, strides, in the order of the given dimensions (at least one dimension).
+    Returns the sizes and each operand's strides, in the given order. At least one dimension remains.
 
     >>> collapse((4, 5, 6), (30, 6, 1), (60, 12, 2))
     ([120], [[1], [2]])
@@ -35,26 +35,26 @@ def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], 
 
 
 def has_rows_at(x: torch.Tensor, multiple: int) -> bool:
-    """Whether rows are dense, and lie from one another at positive multiples of so many elements."""
+    """Whether rows are dense and all their strides are positive multiples of `multiple` elements."""
     sizes = x.shape
-    if sizes[-1] % multiple == 0 and x.is_contiguous():  # what most are, and quick to ask
+    if sizes[-1] % multiple == 0 and x.is_contiguous():  # the common case, and a quick check
         return True
     strides = x.stride()
     if strides[-1] != 1 and sizes[-1] > 1:
         return False
-    for dim in range(len(strides) - 1):  # not all(): every call of some steps comes by here, and a generator is slow
+    for dim in range(len(strides) - 1):  # not all(): every call of some rungs runs this, and a generator is slow
         if sizes[dim] > 1 and (strides[dim] <= 0 or strides[dim] % multiple):
             return False
     return True
 
 
 def last_offset(x: torch.Tensor) -> int:
-    """How far the last element lies from the first, in elements."""
+    """The distance from the first to the last element, in elements."""
     return sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def near_gradients(output: Output) -> Output:
-    """`output`, whose gradients reach its backward pass with their sign in memory and offsets that 32 bits hold."""
+    """Return `output` with a hook on its gradients: resolves lazy signs, and copies strides beyond 32-bit offsets."""
     for y in as_tuple(output):
         if y.grad_fn is not None:
             y.grad_fn.register_prehook(_all_near)
@@ -67,6 +67,6 @@ def _all_near(grads: Inputs) -> Inputs:
 
 def _near(grad: torch.Tensor) -> torch.Tensor:
     grad = torch.resolve_neg(grad)
-    if grad.is_contiguous():  # what most are, and quick to ask
+    if grad.is_contiguous():  # the common case, and a quick check
         return grad
     return grad.contiguous() if last_offset(grad) >= 2**31 > grad.numel() else grad

@@ -1,1 +1,1 @@
-"""Samples of each operation, and the agreement of a variant with float64."""
+"""Samples of each operation, and the check of a rung's agreement with float64."""

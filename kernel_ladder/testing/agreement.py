@@ -1,12 +1,12 @@
-"""Measure a variant's error against float64, and hold it to the bound that the naive formula sets.
+"""Measure a rung's error against float64, and check it against the bound that the naive formula sets.
 
-A variant agrees when, for the output and for every gradient, both in the largest deviation and in the norm::
+A rung agrees if, for the output and every gradient, in the largest deviation and in the norm::
 
-    error(variant) <= 2 * error(naive formula in the same dtype) + 2 ulp
+    error(rung) <= 2 * error(naive formula in the same dtype) + 2 ulp
 
-and NaN and infinity stand exactly where the oracle has them. There is no tolerance to type by hand.
-Where the naive formula can't set the bound, the spec's ``yardstick`` stands in for it: a formula as plain, that fits in
-memory at any size and sums in no cleverer order than a kernel may (matmul's long sums, which PyTorch adds pairwise).
+and NaN and infinity are exactly where the oracle has them. No tolerance is typed by hand.
+If the naive formula cannot set the bound, the spec's ``yardstick`` does. It is as plain, fits in memory at any size,
+and sums in no better order than a kernel may. (PyTorch adds matmul's long sums pairwise.)
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from kernel_ladder.spec import Inputs, Options, Output, Spec, as_leaves, as_tuple, converted, has_gradient
 from kernel_ladder.testing.deviation import Deviation, Standard
 
-#: An implementation under test: inputs to output, differentiable where gradients are to be checked.
+#: An implementation under test: inputs to output, differentiable if gradients are checked.
 Implementation = Callable[..., Output]
-#: Outputs and gradients, by name: ``{"output": …, "grad 0": …}``; of several outputs the others are ``"output 1"``, ….
+#: Outputs and gradients by name: ``{"output": …, "grad 0": …}``. Further outputs are ``"output 1"``, ….
 Results = dict[str, torch.Tensor]
-#: What each of them is held to.
+#: The standard of each output and gradient.
 Standards = dict[str, Standard]
 
 
@@ -39,7 +39,7 @@ class Agreement:
 
     @property
     def worst(self) -> Deviation:
-        """The deviation that uses most of its bound."""
+        """The deviation with the largest share of its bound."""
         return max(
             self.deviations,
             key=lambda d: (not d.agrees, max(d.error / (d.bound or 1), d.norm_error / (d.norm_bound or 1))),
@@ -50,7 +50,7 @@ class Agreement:
 
 
 def evaluate(run: Implementation, inputs: Inputs, options: Options, grad: Output | None) -> Results:
-    """Output of `run`, and the gradient of every input where `grad`, the gradient of the output, is given."""
+    """The output of `run`, and every input's gradient if `grad`, the gradient of the output, is given."""
     if grad is None:
         with torch.no_grad():
             return named(as_tuple(run(*inputs, **options)))
@@ -74,7 +74,7 @@ def oracle(spec: Spec, inputs: Inputs, options: Options, grad: Output | None) ->
 def _by_parts(
     spec: Spec, run: Implementation, inputs: Inputs, options: Options, grad: Output | None, dtype: torch.dtype
 ) -> Results:
-    """:func:`evaluate` in `dtype`, one independent part at a time where the spec can split the case."""
+    """:func:`evaluate` in `dtype`, one independent part at a time if the spec can split the case."""
     whole: Results = {}
     shapes = dict(enumerate(spec.output_shapes(inputs, options)))
     for input_index, output_index in [] if spec.parts is None else spec.parts(inputs):
@@ -87,7 +87,7 @@ def _by_parts(
             if name not in whole:
                 shape = shapes[place] if of == "output" else inputs[place].shape
                 whole[name] = torch.zeros(shape, dtype=value.dtype, device=inputs[0].device)
-            whole[name][index] += value  # parts may share an input: its gradient is their sum
+            whole[name][index] += value  # parts may share an input, whose gradient is their sum
     if whole:
         return whole
     return evaluate(run, converted(inputs, dtype), options, _to(grad, dtype))
@@ -100,9 +100,9 @@ def _to(grad: Output | None, dtype: torch.dtype) -> Output | None:
 
 
 def _rounded(spec: Spec, inputs: Inputs, options: Options, grad: Output | None) -> Results:
-    """The yardstick's results in the inputs' own dtype: as one call, as users make it, where memory allows.
+    """The yardstick's results in the inputs' own dtype: in one call, as users make it, if memory allows.
 
-    By parts the same formula takes other kernels of PyTorch's, which can err half as much.
+    In parts, the same formula uses other kernels of PyTorch, whose error can be half as large.
     """
     formula = spec.yardstick or spec.reference
     try:
@@ -114,10 +114,10 @@ def _rounded(spec: Spec, inputs: Inputs, options: Options, grad: Output | None) 
 
 
 def baseline(spec: Spec, inputs: Inputs, options: Options, grad: Output | None, exact: Results) -> Results:
-    """The results of the naive formula (or the spec's yardstick) in the inputs' own dtype, whose error sets the bound.
+    """The naive formula's (or yardstick's) results in the inputs' own dtype, whose error sets the bound.
 
-    In float64 the oracle is the naive formula, and so would set no bound: there, the error that the formula makes in
-    float32, scaled by the ratio of the two units in the last place, stands in.
+    In float64 the oracle is the naive formula itself, and its error would be zero. There, the formula's float32 error
+    is used, scaled by the ratio of the two units in the last place.
     """
     if inputs[0].dtype != torch.float64:
         return _rounded(spec, inputs, options, grad)
@@ -129,7 +129,7 @@ def baseline(spec: Spec, inputs: Inputs, options: Options, grad: Output | None, 
 
 
 def standards(spec: Spec, inputs: Inputs, options: Options, grad: Output | None) -> Standards:
-    """What every output is held to, and where `grad` is given every gradient: made once for all variants."""
+    """The standards of every output, and of every gradient if `grad` is given. All rungs share them."""
     exact = oracle(spec, inputs, options, grad)
     naive = baseline(spec, inputs, options, grad, exact)
     return {
@@ -152,9 +152,9 @@ def agreement(
     *,
     to: Standards | None = None,
 ) -> Agreement:
-    """The agreement of an implementation with the oracle on these inputs, with gradients where `grad` is given.
+    """The agreement of an implementation with the oracle on these inputs, with gradients if `grad` is given.
 
-    Those of :func:`standards` can be passed in, to be shared by variants.
+    The result of :func:`standards` can be passed as `to`, so that rungs share it.
     """
     to = standards(spec, inputs, options, grad) if to is None else to
     return held(evaluate(run, inputs, options, grad), to)

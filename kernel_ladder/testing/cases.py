@@ -1,4 +1,4 @@
-"""Find or make the case of an operation that a short text names."""
+"""Find or make the case of an operation that a short text names, such as ``"4096x4096x14336"``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def _form(text: str) -> str:
 
 
 def case_named(spec: Spec, text: str) -> Case:
-    """A case of the sweep or of the samples by its id, or one like a case of the sweep with other sizes.
+    """A case of the sweep or the samples by its id, or a case of the sweep with other sizes.
 
-    ``"4096x4096x14336"`` is a case of matmul's sweep; ``"1000x2000x3000"`` is made from the first case of the sweep
-    that has the same form and all its sizes different, so that each is known by its number. What is left away at the
-    end of an id is that of the first such case.
+    ``"4096x4096x14336"`` is a case of matmul's sweep. ``"1000x2000x3000"`` is made from the first case of the sweep
+    with the same form and no two equal sizes: each size is then identified by its number. If the text omits the end of
+    an id, the case keeps that of the sweep's case.
     """
     text = text.strip()
     cases = [*spec.sweep, *spec.samples]

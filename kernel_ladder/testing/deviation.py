@@ -1,4 +1,4 @@
-"""The deviation of one tensor from the oracle's, and the bounds that the naive formula's deviation sets around it."""
+"""The deviation of one tensor from the oracle's, and the bounds that the naive formula's deviation sets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kernel_ladder.spec import Output, as_tuple
 
 @dataclass(frozen=True)
 class Deviation:
-    """The error of one tensor: largest deviation and norm, each with its bound."""
+    """The error of one tensor, as largest deviation and as norm, each with its bound."""
 
     name: str
     error: float
     bound: float
     norm_error: float
     norm_bound: float
-    reason: str | None = None  # what is wrong beside the numbers: shape, dtype, misplaced NaN
+    reason: str | None = None  # a fault other than size: shape, dtype, misplaced NaN
 
     @property
     def agrees(self) -> bool:
@@ -34,14 +34,14 @@ class Deviation:
 
 
 class Standard:
-    """What a tensor of one dtype is held to: the oracle's, and the bounds, found once for any number of variants.
+    """The oracle's tensor with its bounds, against which any number of rungs' tensors are checked.
 
     Args:
         exact: the oracle's result, in float64.
-        naive: the naive formula's in `dtype`, whose error sets the bounds; None leaves two ulp of the largest.
-        dtype: of the tensors that will be compared.
-        grad: of a gradient, the gradient of the output that it was made from. A formula that subtracts values of that
-            size (softmax's does) leaves their rounding behind even where the difference vanishes, so two ulp of the
+        naive: the naive formula's result in `dtype`, whose error sets the bounds. None allows two ulp of the largest.
+        dtype: the dtype of the tensors that will be compared.
+        grad: for a gradient, the gradient of the output that it was computed from. A formula that subtracts values of
+            that size (softmax's does) keeps their rounding error even where the difference vanishes. So two ulp of the
             largest are allowed, in the precision of the arithmetic: float32, or float64 for float64.
     """
 
@@ -51,7 +51,7 @@ class Standard:
         size, norm = _errors(exact)
         self.all_finite = size <= _largest(dtype)
         if not self.all_finite:
-            # What the dtype cannot hold becomes infinity there, in any implementation.
+            # Values beyond the dtype's range become infinity in any implementation.
             exact = torch.where(exact.abs() > _largest(dtype), exact.sign() * torch.inf, exact)
         self.dtype, self.exact = dtype, exact
         self.bound = self.norm_bound = 0.0
@@ -59,7 +59,7 @@ class Standard:
         if not finite.numel():
             return
         ulp = torch.finfo(dtype).eps
-        factor = 3 if dtype == torch.float64 else 2  # there the oracle errs as much as the naive formula does
+        factor = 3 if dtype == torch.float64 else 2  # in float64 the oracle errs as much as the naive formula
         if not self.all_finite:
             size, norm = _errors(finite)
         # One denormal step, for results that round to the smallest numbers of the dtype.
@@ -73,16 +73,16 @@ class Standard:
         if naive is not None:
             deviation = self._finite(naive.double()) - finite
             naive_error, naive_norm = _errors(deviation)
-            if not naive_error < torch.inf:  # where the naive formula overflows, it sets no bound
+            if not naive_error < torch.inf:  # elements at which the naive formula overflows set no bound
                 naive_error, naive_norm = _errors(deviation[deviation.isfinite()])
             self.bound, self.norm_bound = self.bound + factor * naive_error, self.norm_bound + factor * naive_norm
 
     def _finite(self, x: torch.Tensor) -> torch.Tensor:
-        """The elements of `x` in whose place the oracle has finite numbers."""
+        """The elements of `x` at which the oracle is finite."""
         return x if self.all_finite else x[self.exact.isfinite()]
 
     def deviation(self, name: str, actual: torch.Tensor) -> Deviation:
-        """Hold `actual` to the bounds; NaN and infinity must stand exactly where the oracle has them."""
+        """Check `actual` against the bounds. NaN and infinity must be exactly where the oracle has them."""
 
         def wrong(reason: str) -> Deviation:
             return Deviation(name, torch.inf, 0.0, torch.inf, 0.0, reason)
@@ -113,12 +113,12 @@ def compare(
     naive: torch.Tensor | None,
     grad: Output | None = None,
 ) -> Deviation:
-    """Hold `actual` to the bounds that `naive`, the naive formula's result in the same dtype, sets around `exact`."""
+    """Check `actual` against `exact`, within the bounds that `naive`, the naive formula's result, sets."""
     return Standard(exact, naive, actual.dtype if naive is None else naive.dtype, grad).deviation(name, actual)
 
 
 def _largest(dtype: torch.dtype) -> float:
-    """The largest float64 that rounds to a finite number of `dtype`: half a step past its maximum."""
+    """The largest float64 that rounds to a finite number of `dtype`: half a step beyond its maximum."""
     info = torch.finfo(dtype)
     return info.max * (1 + info.eps / 4)
 
@@ -129,7 +129,7 @@ def _largest_finite(x: torch.Tensor) -> float:
 
 
 def _errors(deviation: torch.Tensor) -> tuple[float, float]:
-    """The largest, and the norm; NaN where one is."""
+    """The largest absolute value and the norm; NaN if an element is NaN."""
     if deviation.numel() == 0:
         return 0.0, 0.0
     return torch.linalg.vector_norm(deviation, torch.inf).item(), torch.linalg.vector_norm(deviation).item()

@@ -1,4 +1,4 @@
-"""Make the tensors that a :class:`~kernel_ladder.spec.Case` describes, for tests and benchmark alike."""
+"""Make the tensors that a :class:`~kernel_ladder.spec.Case` describes, for the tests and the benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
         raise ValueError(f"unknown layout {layout!r}; known are {', '.join(LAYOUTS)}")
     if layout == "contiguous" or not shape:
         return make(shape)
-    if layout == "transposed":  # the last two dimensions swapped in memory; of a vector, its order reversed in nothing
+    if layout == "transposed":  # the last two dimensions swapped in memory; a vector has stride 2
         if len(shape) < 2:
             return make((*shape, 2))[..., 0]
         return make((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
@@ -28,7 +28,7 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
         return make((*shape[:-1], 2 * shape[-1]))[..., ::2]
     if layout == "sliced":  # rows cut out of wider ones, at an offset that breaks 16-byte alignment
         return make((*shape[:-1], shape[-1] + 3))[..., 1 : 1 + shape[-1]]
-    if layout == "halves":  # the second half of rows twice as wide: strided rows, each one run of memory
+    if layout == "halves":  # the second half of rows twice as wide: strided rows, each contiguous
         return make((*shape[:-1], 2 * shape[-1]))[..., shape[-1] :]
     if layout == "bshd":  # (..., S, H, D) in memory, seen as (..., H, S, D)
         return make((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-2, -3)
@@ -36,7 +36,7 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
 
 
 def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> Inputs:
-    """Tensors as `case` describes them, without its values: all that is left of them on the device "meta"."""
+    """The tensors of `case` without its values, for example on the device "meta"."""
 
     def make(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -51,21 +51,21 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Inputs:
-    """The tensors of `case`: one per entry of ``case.shapes``, the same for the same `seed` on the same device type.
+    """The tensors of `case`, one per entry of ``case.shapes``. One seed gives the same values on one device type.
 
     Values are drawn in float32 from a standard normal distribution, then rounded to `dtype`:
 
     - ``normal``: as drawn; ``large``: times 100; ``constant``: one value, so that sums cancel exactly
-    - ``offset``: plus 1000, a mean that squares of it would drown the variance in
+    - ``offset``: plus 1000, a mean whose square hides the variance
     - ``neg_inf_rows``: some −inf, and (of two or more rows) the first row all −inf; ``lowest_rows``: the same with the
-      lowest number of `dtype`, by which masks too are written
+      lowest number of `dtype`, which users also write into masks
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
 
-    What ``case.kinds`` names is made apart, in contiguous memory:
+    The arguments that ``case.kinds`` names are contiguous:
 
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
-    - ``offsets@1``: int32, from 0 up to the first dimension of the argument in place 1, as :func:`offsets` has them;
-      ``offsets:0,3,7`` those that are written there
+    - ``offsets@1``: int32, from 0 up to the first dimension of argument 1, as :func:`offsets` gives them;
+      ``offsets:0,3,7``: exactly these
     """
     if case.values not in VALUES:
         raise ValueError(f"unknown values {case.values!r}; known are {', '.join(VALUES)}")
@@ -104,7 +104,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
 
 
 def offsets(rows: int, count: int) -> list[int]:
-    """`count` offsets from 0 to `rows`, in steps that grow."""
+    """`count` offsets from 0 to `rows`, with growing differences."""
     return [rows * i * i // (count - 1) ** 2 for i in range(count)]
 
 
@@ -124,7 +124,7 @@ def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Ge
 
 
 def make_grad(spec: Spec, inputs: Inputs, options: Options, seed: int = 1) -> Output:
-    """Random gradients for what an operation returns of these inputs: a tensor, or a tuple where it returns several."""
+    """Random gradients for an operation's outputs: a tensor, or a tuple if there are several outputs."""
     outputs = spec.outputs(inputs, options)
     grads = make_inputs(Case("grad", tuple(x.shape for x in outputs)), inputs[0].dtype, inputs[0].device, seed)
     grads = tuple(grad.to(x.dtype) for grad, x in zip(grads, outputs, strict=True))

@@ -35,12 +35,19 @@ needs_extension = pytest.mark.skipif(cuda_impl.extension() is None, reason="the 
 needs_cuobjdump = pytest.mark.skipif(cubin.cuobjdump() is None, reason="no cuobjdump was found")
 
 
+#: Rungs that take no other dtype.
+FLOAT32_ALONE = {
+    ("linear", "cuda.registers"),
+    *(("matmul", f"cuda.{name}") for name in ("thread_tile", "vectorized", "double_buffered", "registers_tma")),
+}
+
+
 @functools.cache
 def looked_into(
     op: str, backend: str, pass_: str = "forward", *code: str, arch: str | None = None, shape: str | None = None
 ) -> Inspection:
     (variant,) = (v for v in table.variants(op) if v.name == backend)
-    dtype = torch.float32 if (op, backend) == ("linear", "cuda.registers") else torch.bfloat16
+    dtype = torch.float32 if (op, backend) in FLOAT32_ALONE else torch.bfloat16
     case = None if shape is None else case_named(kernel_ladder.spec(op), shape)
     return inspect(Request(variant, case, dtype, pass_, arch, frozenset(code)))
 
@@ -61,7 +68,9 @@ def without_kernels(found: Inspection) -> bool:
         return False
     assert not found.kernels
     assert found.pass_ == "backward"
-    assert found.op in ("add", "sum", "linear") or (found.op, found.backend) == ("attention_varlen", "cuda.pingpong")
+    given_elsewhere = found.backend == "triton.persistent_cluster"
+    given_elsewhere |= (found.op, found.backend) == ("attention_varlen", "cuda.pingpong")
+    assert found.op in ("add", "sum", "linear") or given_elsewhere
     return True
 
 
@@ -174,19 +183,25 @@ def test_kernels_begin_early_where_the_architecture_lets_them(arch):
     assert ("griddepcontrol" in ptx) == (arch == "sm_90")
 
 
-#: Calls whose kernels stay on the GPU as many as it holds, and which they are; on an Ampere, which has no clusters.
-STAYING = [
-    ("layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_norm_staying_kernel"),
+#: Calls of persistent kernels, and the kernel that each launches first.
+PERSISTENT = [
+    ("layer_norm", "triton.persistent_cluster", "4096x65536", "forward", "sm_90", "_norm_persistent_cluster_kernel"),
+    ("layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_norm_cluster_kernel"),
     ("layer_norm", "triton.cluster", "4096x65536", "backward", "sm_90", "_norm_cluster_backward_kernel"),
-    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_90", "_norm_short_backward_kernel"),
-    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_80", "_norm_backward_kernel"),
-    ("bias_dropout_add_layer_norm", "triton.cluster", "4096x65536", "forward", "sm_90", "_chain_staying_kernel"),
+    ("rms_norm", "triton.cluster", "8192x16384", "backward", "sm_90", "_norm_cluster_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_90", "_norm_fused_backward_kernel"),
+    ("rms_norm", "triton.fused", "16384x1024", "backward", "sm_80", "_norm_fused_backward_kernel"),
+    ("rms_norm", "triton.online", "16384x1024", "backward", "sm_90", "_norm_online_row_means_kernel"),
+    (
+        *("bias_dropout_add_layer_norm", "triton.persistent_cluster", "4096x65536", "forward", "sm_90"),
+        "_chain_persistent_cluster_kernel",
+    ),
 ]
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize(("op", "backend", "shape", "pass_", "arch", "kernel"), STAYING)
-def test_kernels_that_stay_are_looked_into(op, backend, shape, pass_, arch, kernel):
+@pytest.mark.parametrize(("op", "backend", "shape", "pass_", "arch", "kernel"), PERSISTENT)
+def test_a_rung_launches_its_own_kernels(op, backend, shape, pass_, arch, kernel):
     found = looked_into(op, backend, pass_, arch=arch, shape=shape)
     assert found.kernels[0].name == kernel
     assert [k.name for k in found.kernels].count(kernel) == 1
@@ -230,9 +245,12 @@ def test_cuda_reads_the_extension(variant, pass_):
         return
     assert found.kernels
     launched = {k.name for k in found.launches}  # on a GPU: with those of other operations
+    norms = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "AddRmsNorm"}
+    own = "norm_" if variant.op in norms else f"{variant.op}_"
+    assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
     for kernel in found.kernels:
         assert exists(kernel.source)
-        assert kernel.name.startswith(f"{variant.op}_") or kernel.name in launched
+        assert kernel.name.startswith(own) or kernel.name in launched
         assert kernel.registers is not None
         assert 0 < kernel.registers <= 255
         assert kernel.local is not None
@@ -253,7 +271,11 @@ INSTRUCTIONS = [
     ("sum", "cuda.block", r"SHFL\.BFLY"),
     ("sum", "cuda.two_stage", r"LDG\.E\.128"),
     ("matmul", "cuda.tiled", r"\bLDS\b"),
+    ("matmul", "cuda.thread_tile", r"\bFFMA\b"),
+    ("matmul", "cuda.vectorized", r"LDG\.E\.128"),
+    ("matmul", "cuda.double_buffered", r"LDG\.E\.128"),
     ("matmul", "cuda.registers", r"\bFFMA\b"),
+    ("matmul", "cuda.registers_tma", r"UTMALDG\.3D"),
     ("matmul", "cuda.mma", r"HMMA\.16816\.F32\.BF16"),
     ("matmul", "cuda.wgmma", r"HGMMA\.64x128x16\.F32\.BF16"),
     ("matmul", "cuda.wgmma", r"UTMALDG\.3D"),

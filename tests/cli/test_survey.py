@@ -48,7 +48,7 @@ def test_a_broken_or_foreign_file_is_passed_over_with_one_warning(folder, text):
     ceilings._write(KEY, RATES)
     (path,) = folder.iterdir()
     path.write_text(text)
-    with pytest.warns(UserWarning, match="is passed over") as warned:
+    with pytest.warns(UserWarning, match="is ignored") as warned:
         assert ceilings._read(KEY) is None
     assert len(warned) == 1
     ceilings._write(KEY, RATES)  # measuring anew mends it
@@ -58,7 +58,7 @@ def test_a_broken_or_foreign_file_is_passed_over_with_one_warning(folder, text):
 def test_a_folder_that_cannot_be_written_loses_nothing_else(folder):
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="could not be remembered"):
+    with pytest.warns(UserWarning, match="could not be stored"):
         ceilings._write(KEY, RATES)
     assert folder.read_text() == "a file where the folder should be"
 

@@ -116,7 +116,7 @@ def test_many_tiles(name, band, d, d_v, dtype):
     """More tiles than a GPU has room for at once, of lengths that no tile divides, in both orders of memory."""
     spec, variant = kernel_ladder.spec("attention"), step(name)
     lengths = [(700, 1100, "bshd"), (1300, 600, "contiguous"), (1, 4097, "contiguous")]
-    if d == 64:  # of fewer keys `persistent` is `wgmma`
+    if d == 64:  # three consumer warpgroups a tile, more tiles than SMs
         lengths += [(1500, 3300, "bshd"), (500, 3300, "contiguous")]
     for seqlen_q, seqlen_k, layout in lengths:
         options = {"scale": None, "enable_gqa": True, "return_lse": True, **BANDS[band]}

@@ -64,7 +64,7 @@ def test_what_tma_cannot_read_is_said(tensor, reason):
 
 def test_the_last_steps_take_any_operand():
     """The level's name means its last step that supports a call: on Hopper these, elsewhere `skinny` for few rows."""
-    names = [v.name for v in table.variants("matmul", "cuda")]
+    names = [v.name for v in table.variants("matmul", "cuda") if v.name != "cuda.registers_tma"]
     if not names:
         pytest.skip("the extension was not built")
     *earlier, last = STEPS
@@ -150,7 +150,13 @@ def test_float32_on_cuda_cores(layout):
     for m, n, k in sizes + more:
         a = operand((m, k), torch.float32, transposed=layout[0], pad=-(m if layout[0] else k) % 4)
         b = operand((k, n), torch.float32, transposed=layout[1], pad=-(k if layout[1] else n) % 4 + 4)
-        check("registers", a, b, rounded=False)
+        check_on_cuda_cores(a, b)
+
+
+def check_on_cuda_cores(a: torch.Tensor, b: torch.Tensor) -> None:
+    check("registers", a, b, rounded=False)
+    if step("registers_tma").unsupported(a, b) is None:
+        check("registers_tma", a, b, rounded=False)
 
 
 @needs_gpu
@@ -159,20 +165,38 @@ def test_float32_batches_on_cuda_cores(layout):
     for a_batch, b_batch in [((5,), (5,)), ((5,), ()), ((), (5,)), ((2, 3), (3,))]:
         a = operand((*a_batch, 130, 72), torch.float32, transposed=layout[0], pad=2 if layout[0] else 0)
         b = operand((*b_batch, 72, 264), torch.float32, transposed=layout[1])
-        check("registers", a, b, rounded=False)
+        check_on_cuda_cores(a, b)
     for a_batch, b_batch in [((5,), (5,)), ((9,), ()), ((), (9,))]:  # large enough for copies
         a = operand((*a_batch, 520, 1000), torch.float32, transposed=layout[0])
-        check("registers", a, operand((*b_batch, 1000, 530), torch.float32, transposed=layout[1], pad=2), rounded=False)
+        check_on_cuda_cores(a, operand((*b_batch, 1000, 530), torch.float32, transposed=layout[1], pad=2))
 
 
 @needs_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
-def test_float32_on_cuda_cores_gives_the_same_bits(layout):
+@pytest.mark.parametrize("name", ["registers", "registers_tma"])
+def test_float32_on_cuda_cores_gives_the_same_bits(name, layout):
     a = operand((2048, 1024), torch.float32, transposed=layout[0])
     b = operand((1024, 2048), torch.float32, transposed=layout[1])
-    first = kernel_ladder.matmul(a, b, backend="cuda.registers")
+    skip_unless_it_runs(step(name), (a, b), {})
+    first = kernel_ladder.matmul(a, b, backend=f"cuda.{name}")
     for _ in range(20):
-        assert torch.equal(first, kernel_ladder.matmul(a, b, backend="cuda.registers"))
+        assert torch.equal(first, kernel_ladder.matmul(a, b, backend=f"cuda.{name}"))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["thread_tile", "vectorized", "double_buffered"])
+def test_teaching_rungs_take_the_plain_case(name):
+    for m, n, k in [(128, 128, 8), (256, 384, 16), (1024, 640, 1000)]:
+        check(name, operand((m, k), torch.float32), operand((k, n), torch.float32), rounded=False)
+    reasons = [
+        step(name).unsupported(*operands)
+        for operands in [
+            (operand((130, 64), torch.float32), operand((64, 128), torch.float32)),
+            (operand((128, 64), torch.float32), operand((64, 128), torch.float32, transposed=True)),
+            (operand((128, 64), torch.bfloat16), operand((64, 128), torch.bfloat16)),
+        ]
+    ]
+    assert None not in reasons
 
 
 @needs_gpu

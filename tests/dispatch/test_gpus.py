@@ -175,7 +175,10 @@ def test_an_extension_without_code_for_the_gpu_is_unavailable(name, monkeypatch)
     assert "TORCH_CUDA_ARCH_LIST={}.{}".format(*found.capability) in reason
 
 
-ROWS = Case("", ((64, 4096), (4096,), (4096,)), {"normalized_shape": (4096,), "eps": 1e-5})
+ROWS, LONG_ROWS = (
+    Case("", ((64, n), (n,), (n,)), {"normalized_shape": (n,), "eps": 1e-5})  # of one block, of a cluster
+    for n in (4096, 65536)
+)
 PRODUCT = Case("", ((512, 512), (512, 512)))
 
 
@@ -192,12 +195,13 @@ PRODUCT = Case("", ((512, 512), (512, 512)))
 def test_steps_are_refused_whose_code_was_left_out(codes, lacking, monkeypatch):
     pretend_built_for(monkeypatch, codes)
     with gpu.pretend("H100"):
-        rows, of_rows = chosen("layer_norm", ROWS, torch.bfloat16, gradient=False)
+        rows, _ = chosen("layer_norm", ROWS, torch.bfloat16, gradient=False)
+        long_rows, of_rows = chosen("layer_norm", LONG_ROWS, torch.bfloat16, gradient=False)
         _, of_products = chosen("matmul", PRODUCT, torch.bfloat16, gradient=False)
         attention = Case("", ((1, 4, 512, 128),) * 3, ATTENTION)
         _, of_attention = chosen("attention", attention, torch.bfloat16, gradient=False)
-    assert rows == ("cuda.registers" if lacking["cluster"] else "cuda.cluster")
-    assert "cuda.registers" not in of_rows
+    assert rows == "cuda.registers"
+    assert (long_rows == "cuda.cluster") == (lacking["cluster"] is None)
     for refused, name, why in (
         (of_rows, "cuda.cluster", lacking["cluster"]),
         *((of_products, f"cuda.{step}", lacking["wgmma"]) for step in ("wgmma", "persistent", "stream_k", "split_k")),

@@ -15,7 +15,7 @@ from kernel_ladder.semantics.norms import check_eps
 from kernel_ladder.spec import as_tuple
 from kernel_ladder.testing.samples import make_inputs
 from kernel_ladder.tracing import address, inferring_shapes, shapes_only
-from triton_impl.norm.rows import Kind
+from triton_impl.norm.common import Kind
 
 from ..conftest import DEVICE, elements, every_variant, plain_cases, skip_unless_it_runs, variant_id
 from ..conftest import public as public_function

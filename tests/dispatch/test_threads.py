@@ -66,7 +66,7 @@ def test_operations_from_several_threads():
 
 @pytest.mark.skipif(not triton_impl.interpreted(), reason="the kernels are compiled here")
 def test_a_kernel_launched_directly_from_several_threads():
-    """Without :mod:`triton_impl.runtime.launch_cache`: ``kernel[grid](...)``, as torch.compile and the strided kernels launch."""
+    """``kernel[grid](...)``, as torch.compile and the strided kernels launch: without the launch cache."""
     from triton_impl.gelu import BLOCK, _gelu_kernel
 
     x = torch.randn(5 * BLOCK)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
 from kernel_ladder import autograd
-from kernel_ladder.spec import Case, as_tuple
+from kernel_ladder.spec import Case, as_leaves, as_tuple
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs
 from triton_impl.bias_dropout_add_layer_norm import cluster
@@ -21,6 +21,15 @@ from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, va
 OPS = ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
 NORMS = [v for v in every_variant() if v.op in OPS]
 OWN_BACKWARD = [v for v in NORMS if v.backward is not None]
+PERSISTENT = [v for v in NORMS if v.name == "triton.persistent_cluster"]
+
+
+def grad_if_taken(variant, inputs, options):
+    """The output's gradient, or None where the rung takes these inputs only without one. Skips where neither."""
+    skip_unless_it_runs(variant, inputs, options)
+    if variant.unsupported(*as_leaves(inputs), **options) is not None:
+        return None
+    return make_grad(kernel_ladder.spec(variant.op), inputs, options)
 
 
 def case_of(op: str, *shape: int, eps: float = 1e-5) -> Case:
@@ -67,7 +76,7 @@ def test_only_what_is_wanted_is_made_and_it_is_the_same(variant, length, dtype):
     rows = 21 if DEVICE.type == "cuda" or variant.level != "triton" else 5  # an interpreter takes minutes for 21
     case = case_of(variant.op, rows, length)
     inputs = make_inputs(case, dtype, DEVICE)
-    skip_unless_it_runs(variant, inputs, case.options)
+    skip_unless_it_runs(variant, as_leaves(inputs), case.options)
     with torch.no_grad():
         output, saved = variant.forward(*inputs, **case.options)
         grad = tuple(map(torch.randn_like, output)) if isinstance(output, tuple) else torch.randn_like(output)
@@ -147,12 +156,11 @@ MANY_ROWS = [
 @needs_gpu
 @pytest.mark.parametrize("shape", MANY_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if "naive" not in v.name], ids=variant_id)
+@pytest.mark.parametrize("variant", [v for v in OWN_BACKWARD if "naive" not in v.name] + PERSISTENT, ids=variant_id)
 def test_many_rows(variant, dtype, shape):
     spec, case = kernel_ladder.spec(variant.op), case_of(variant.op, *shape)
     inputs = make_inputs(case, dtype, DEVICE)
-    skip_unless_it_runs(variant, inputs, case.options)
-    grad = make_grad(spec, inputs, case.options)
+    grad = grad_if_taken(variant, inputs, case.options)
     result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
     assert result.agrees, str(result)
 
@@ -175,12 +183,12 @@ CLUSTERED_CHAINS = [
 @pytest.mark.parametrize(("shape", "strides", "reason"), CLUSTERED_CHAINS, ids=str)
 def test_what_the_chain_on_clusters_takes(monkeypatch, shape, strides, reason):
     """Rows that are copied in whole vectors; of one row, and of dimensions of one, no stride matters."""
-    monkeypatch.setattr(cluster, "unsupported", lambda x: None)  # there need be no GPU
+    monkeypatch.setattr(cluster, "unsupported_by_triton", lambda x: None)  # there need be no GPU
     monkeypatch.setattr(cluster, "unsupported_by_gluon", lambda x: None)
     with FakeTensorMode():
         x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="cuda")
         dense, row = torch.empty(shape, dtype=x.dtype, device="cuda"), x.new_empty(shape[-1])
-        found = cluster.refused(x, row, dense, row, None)
+        found = cluster.unsupported(x, row, dense, row, None)
     assert found is None if reason is None else reason in found
 
 
@@ -190,7 +198,7 @@ def test_what_the_chain_on_clusters_takes(monkeypatch, shape, strides, reason):
 def test_the_same_bits_every_time(variant, shape):
     spec, case = kernel_ladder.spec(variant.op), case_of(variant.op, *shape)
     inputs = make_inputs(case, torch.bfloat16, DEVICE)
-    skip_unless_it_runs(variant, inputs, case.options)
+    skip_unless_it_runs(variant, as_leaves(inputs), case.options)
     grad = make_grad(spec, inputs, case.options)
     with torch.no_grad():
         _, saved = variant.forward(*inputs, **case.options)
@@ -205,7 +213,7 @@ def test_the_same_bits_every_time(variant, shape):
 @needs_gpu
 @pytest.mark.parametrize("length", [4096, 16384, 65536, 131072, 262144])
 @pytest.mark.parametrize(
-    "variant", [v for v in OWN_BACKWARD if v.level == "cuda" or v.name == "triton.cluster"], ids=variant_id
+    "variant", [v for v in OWN_BACKWARD if v.level == "cuda" or v.name == "triton.cluster"] + PERSISTENT, ids=variant_id
 )
 def test_values_that_a_thread_sees_first_lie_far_from_the_others(variant, length):
     """Statistics may be taken about a mean of those; what then cancels must not show."""
@@ -213,8 +221,7 @@ def test_values_that_a_thread_sees_first_lie_far_from_the_others(variant, length
     inputs = list(make_inputs(case, torch.bfloat16, DEVICE))
     for at, far in ((0, 300.0), (256, -5000.0), (4096 - 8, 1e4)):
         inputs[0][:, at : at + 256] += far
-    skip_unless_it_runs(variant, inputs, case.options)
-    grad = make_grad(spec, inputs, case.options)
+    grad = grad_if_taken(variant, inputs, case.options)
     result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
     assert result.agrees, str(result)
 

@@ -1,4 +1,4 @@
-"""The code in README.md runs, and the page is complete."""
+"""The code in README.md and docs runs, and the pages are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ..conftest import DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
+PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "extending")))
+PYTHON = re.findall(r"^```python\n(.*?)^```", "\n".join(PAGES), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("index", range(len(PYTHON)))
@@ -47,7 +49,7 @@ def test_the_readmes_variant_agrees(scratch_table):
 
 def test_every_operation_has_its_tables():
     for op in kernel_ladder.OPS:
-        for page, block in (("README.md", op), ("KERNEL_LOG.md", f"climb {op}")):
+        for page, block in (("RESULTS.md", op), (f"docs/climb/{op}.md", f"climb {op}")):
             text = (ROOT / page).read_text()
             assert f"<!-- results:begin {block} -->" in text
             assert f"<!-- results:end {block} -->" in text
@@ -58,17 +60,17 @@ def test_every_table_is_as_the_rows_make_it(capsys):
     if status is None or status:
         pytest.skip("bench/results holds rows that are not committed, or there is no git to ask")
     assert readme.main(["--check"]) == 0, capsys.readouterr().err
+    assert readme.main(["--check", "--folders"]) == 0, capsys.readouterr().err
 
 
 def test_every_step_has_an_entry_in_the_log():
-    log = (ROOT / "KERNEL_LOG.md").read_text()
     for op in kernel_ladder.OPS:
-        entry = re.search(rf"^## {op}\n(.*?)(?=^## )", log, re.MULTILINE | re.DOTALL)[1]
-        headings = " ".join(re.findall(r"^### (.*)$", entry, re.MULTILINE))
+        page = (ROOT / "docs" / "climb" / f"{op}.md").read_text()
+        headings = " ".join(re.findall(r"^## (.*)$", page, re.MULTILINE))
         steps = [variant.name for variant in table.variants(op) if variant.level != "torch"]
         assert steps
         for step in steps:
-            assert step in headings, f"KERNEL_LOG.md has no entry for {op} {step}"
+            assert step in headings, f"docs/climb/{op}.md has no entry for {step}"
 
 
 def test_every_environment_variable_is_explained():
@@ -78,16 +80,16 @@ def test_every_environment_variable_is_explained():
             read |= set(re.findall(r"\bKERNEL_LADDER_[A-Z]+\b", path.read_text()))
     assert read
     for name in read:
-        assert f"`{name}`" in README, f"README.md does not explain {name}"
+        assert f"`{name}`" in ENVIRONMENT, f"docs/environment.md does not explain {name}"
 
 
 def test_every_file_of_tests_is_in_the_table():
     table_ = (ROOT / "CONTRIBUTING.md").read_text()
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         assert f"`{path.name}`" in table_, f"CONTRIBUTING.md does not say what {path.name} holds"
 
 
 def test_links_to_files_stand():
-    for page in ("README.md", "CONTRIBUTING.md"):
+    for page in ("README.md", "CONTRIBUTING.md", "docs/extending.md", "docs/measuring.md"):
         for name in re.findall(r"`((?:kernel_ladder|torch_ref|tests|_build)/[\w/]+\.py)`", (ROOT / page).read_text()):
             assert (ROOT / name).exists(), f"{page} names {name}"

@@ -21,8 +21,9 @@ if (reason := table.unavailable("matmul", "triton")) is not None:
 
 import triton
 
-from triton_impl import attention, interpreted, matmul
-from triton_impl.matmul import tiles, tma
+from triton_impl import interpreted
+from triton_impl.attention import flash
+from triton_impl.matmul import descriptors, persistent, product, tiled, tiles
 from triton_impl.runtime import autotuner, launch_cache
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 
@@ -102,7 +103,7 @@ def _attention(offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return kernel_ladder.attention(q, k, v, backend="triton"), expected
 
 
-@pytest.mark.parametrize(("module", "call"), [(matmul, _matmul), (attention, _attention)])
+@pytest.mark.parametrize(("module", "call"), [(product, _matmul), (flash, _attention)])
 def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
     monkeypatch.setattr(module, "_launches", launch_cache.LaunchCache())
     calls = []
@@ -115,16 +116,16 @@ def test_operands_met_before_are_chosen_for_once(monkeypatch, module, call):
 
 
 def test_choices_can_be_recorded(monkeypatch):
-    monkeypatch.setattr(matmul, "_launches", launch_cache.LaunchCache())
+    monkeypatch.setattr(product, "_launches", launch_cache.LaunchCache())
     _matmul()
-    monkeypatch.setattr(matmul, "_launches", launch_cache.LaunchCache())
+    monkeypatch.setattr(product, "_launches", launch_cache.LaunchCache())
     with launch_cache.recorded() as choices:
         _matmul()
         _matmul()
     if launch_cache.TUNING or interpreted():
         (choice,) = choices
-        assert choice.kernel is matmul._matmul_kernel
-        assert choice.config in matmul._matmul["ieee"]._configs
+        assert choice.kernel is tiled._matmul_kernel
+        assert choice.config in tiled._matmul["ieee"]._configs
         assert not choice.timings or choice.timings[choice.config] == min(choice.timings.values())
     else:
         assert choices == []
@@ -134,11 +135,11 @@ def test_choices_can_be_recorded(monkeypatch):
 
 
 def test_switching_tf32_is_seen(monkeypatch):
-    monkeypatch.setattr(matmul, "_launches", launch_cache.LaunchCache())
+    monkeypatch.setattr(product, "_launches", launch_cache.LaunchCache())
     for allowed in (False, True):
-        monkeypatch.setattr(matmul, "tf32_allowed", lambda allowed=allowed: allowed)
+        monkeypatch.setattr(product, "tf32_allowed", lambda allowed=allowed: allowed)
         _matmul()
-    assert len(matmul._launches) == 2
+    assert len(product._launches) == 2
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
@@ -151,7 +152,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
 
 
 def _chooser() -> autotuner.Autotuner:
-    return autotuner.Autotuner(matmul._matmul_kernel)
+    return autotuner.Autotuner(tiled._matmul_kernel)
 
 
 def test_a_choice_is_made_once_for_a_key(monkeypatch):
@@ -188,7 +189,7 @@ def test_a_choice_on_disk_that_cannot_be_read_is_made_anew(tmp_path):
 @pytest.mark.parametrize("shape", [(8192, 8192, 8192), (512, 512, 512), (64, 8192, 8192), (2048, 2048, 65536)], ids=str)
 def test_the_cost_model_leaves_few_configurations(shape):
     m, n, k = shape
-    configs = tma.CONFIGS
+    configs = descriptors.CONFIGS
     found = tiles.likeliest(configs, 8, m, n, k, 1, 2, torch.device("cpu"))
     assert len(found) <= 9
     assert len(set(map(str, found))) == len(found)
@@ -204,8 +205,8 @@ def test_the_cost_model_leaves_few_configurations(shape):
 @pytest.mark.skipif(interpreted(), reason="the interpreter has nothing to tune")
 def test_every_configuration_compiles_side_by_side_and_is_timed():
     a = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
-    run, configs, done = None, tma.CONFIGS[:4], []
-    step = tma.LaunchPlan(tma.persistent.kernel, persistent=True)
+    run, configs, done = None, descriptors.CONFIGS[:4], []
+    step = descriptors.DescriptorProduct(persistent.run.kernel, persistent=True)
 
     class First(autotuner.Autotuner):
         def __call__(self, key, candidates, given):
@@ -219,8 +220,8 @@ def test_every_configuration_compiles_side_by_side_and_is_timed():
     compiled = autotuner.compile_side_by_side(configs, lambda *args: done.append(args) or run(*args))
     assert compiled == dict.fromkeys(configs, True)
     assert all(only for _, only in done)
-    timings = autotuner.time_in_rounds({**compiled, tma.CONFIGS[4]: False}, run)
-    assert timings.pop(tma.CONFIGS[4]) == float("inf")
+    timings = autotuner.time_in_rounds({**compiled, descriptors.CONFIGS[4]: False}, run)
+    assert timings.pop(descriptors.CONFIGS[4]) == float("inf")
     assert all(0 < ms < 10 for ms in timings.values())
 
 
@@ -258,18 +259,18 @@ for name in FIRST:
     for value in list(vars(importlib.import_module("triton_impl." + name)).values()):
         if isinstance(value, triton.JITFunction):
             value.cache_key
-for module, name in (kernel.split(".") for kernel in KERNELS):
+for module, name in (kernel.rsplit(".", 1) for kernel in KERNELS):
     print(getattr(importlib.import_module("triton_impl." + module), name).cache_key)
 """
 
 
 def test_a_kernels_key_does_not_depend_on_what_was_run_before():
-    kernels = "linear._linear_kernel", "softmax._fused_kernel", "bias_dropout_add_layer_norm._fused_kernel"
+    kernels = "linear._linear_kernel", "softmax.fused._fused_kernel", "bias_dropout_add_layer_norm.fused._fused_kernel"
     found = set()
     for first in (
         ["dropout", "gelu", "runtime.row_configs", "common.elementwise", "matmul.tma"],
         ["softmax"],
-        ["linear", "norm.rows"],
+        ["linear", "norm.online"],
     ):
         result = run(f"FIRST, KERNELS = {first}, {kernels}\n{KEYS}", TRITON_INTERPRET="0")
         assert result.returncode == 0, result.stderr

@@ -1,12 +1,19 @@
-"""Specialisations of the attention kernels to compile ahead of time."""
+"""Specialisations of the attention kernels that tests compile ahead of time."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 
-from triton_impl.attention.tiles import BOOLEAN
+from triton_impl.attention import warp_specialized
+from triton_impl.attention.backward import _key_value_kernel, _query_kernel
+from triton_impl.attention.flash import _forward_kernel
+from triton_impl.attention.naive import _naive_kernel
+from triton_impl.attention.split_kv import _split_kernel
+from triton_impl.attention.tiles import ADDITIVE, BELOW_DIAGONAL, BETWEEN_DIAGONALS, BOOLEAN
+from triton_impl.attention.tma import _tma_kernel
 from triton_impl.runtime.aot import Entry, entry
 
 
@@ -22,17 +29,12 @@ def ahead_of_time(
     dtype: str = "bf16",
     **more: Any,
 ) -> Entry:
+    """An entry of a kernel with tiles of `m` queries and `n` keys, for operands with dense rows."""
     precision = "ieee" if dtype == "fp32" else "tf32"
     constants = {"BAND": band, "MASK": mask, "PRECISION": precision, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
-    constants |= {
-        "EVEN_D": True,
-        "EVEN_DV": True,
-        "INT64_OFFSETS": False,
-        "EVEN_Q": True,
-        "VARLEN": False,
-        "LSE_GRAD": False,
-    }
-    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")} | more  # dense rows, as in most calls
+    constants |= {"EVEN_D": True, "EVEN_DV": True, "INT64_OFFSETS": False, "EVEN_Q": True, "VARLEN": False}
+    constants |= {"LSE_GRAD": False, "HEAD_DIM": head_dim}
+    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")} | more
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     config = triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=num_warps, num_stages=num_stages)
     types = dict.fromkeys(("lse_ptr", "delta_ptr", "grad_lse_ptr"), "*fp32") | dict.fromkeys(
@@ -41,3 +43,74 @@ def ahead_of_time(
     types |= {"scale": "fp32", "scale_log2": "fp32"} | ({"mask_ptr": "*u8"} if mask == BOOLEAN else {})
     made = entry(kernel, dtype, constants, config)
     return made._replace(signature={name: types.get(name, type) for name, type in made.signature.items()})
+
+
+def _tma(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:
+    made = ahead_of_time(_tma_kernel, head_dim, m, n, num_warps, num_stages, band)
+    rows = {"q_desc": m, "k_desc": n, "v_desc": n}
+    described = {name: f"tensordesc<bf16[1,1,{count},{head_dim}]>" for name, count in rows.items()}
+    return made._replace(signature=made.signature | described)
+
+
+def _warp_specialized(head_dim: int, choice: int, band: int = 0) -> Entry:
+    config = warp_specialized.configs(head_dim)[choice]
+    constants = {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
+    made = entry(warp_specialized._specialized_kernel, "bf16", constants, config)
+    keys = config.kwargs["BLOCK_N"]
+    rows = {"q_desc": warp_specialized.BLOCK_M.value, "k_desc": keys, "v_desc": keys}
+    described = {
+        name: f"tensordesc<bf16[1, 1, {n}, {head_dim}],{warp_specialized._layout(n, head_dim, torch.bfloat16)!r}>"
+        for name, n in rows.items()
+    }
+    return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | described)
+
+
+AOT = [
+    ahead_of_time(_naive_kernel, 64, 64, 64, 4, 3, IS_CAUSAL=True),
+    ahead_of_time(_naive_kernel, 128, 64, 64, 4, 3, IS_CAUSAL=False),
+    ahead_of_time(_naive_kernel, 64, 32, 32, 4, 3, dtype="fp32", IS_CAUSAL=True),
+    ahead_of_time(_forward_kernel, 64, 128, 64, 4, 3),
+    ahead_of_time(_forward_kernel, 64, 128, 64, 4, 3, BELOW_DIAGONAL),
+    ahead_of_time(_forward_kernel, 128, 128, 128, 8, 2),
+    ahead_of_time(_forward_kernel, 128, 128, 64, 8, 3, BELOW_DIAGONAL),
+    ahead_of_time(_forward_kernel, 256, 64, 32, 8, 2, BELOW_DIAGONAL),
+    ahead_of_time(_forward_kernel, 128, 128, 64, 8, 3, BETWEEN_DIAGONALS),
+    ahead_of_time(_forward_kernel, 128, 64, 32, 4, 2, mask=BOOLEAN),
+    ahead_of_time(_forward_kernel, 64, 64, 64, 4, 3, mask=ADDITIVE),
+    ahead_of_time(_key_value_kernel, 64, 64, 128, 8, 2, BELOW_DIAGONAL),
+    ahead_of_time(_key_value_kernel, 128, 32, 64, 4, 2),
+    ahead_of_time(_key_value_kernel, 256, 32, 32, 8, 2, BELOW_DIAGONAL),
+    ahead_of_time(_key_value_kernel, 64, 64, 128, 8, 2, BETWEEN_DIAGONALS),
+    ahead_of_time(_key_value_kernel, 64, 32, 64, 4, 2, mask=BOOLEAN),
+    ahead_of_time(_query_kernel, 64, 128, 64, 8, 2, BELOW_DIAGONAL),
+    ahead_of_time(_query_kernel, 128, 128, 64, 8, 2),
+    ahead_of_time(_query_kernel, 256, 64, 32, 8, 2, BELOW_DIAGONAL),
+    ahead_of_time(_query_kernel, 128, 128, 64, 8, 2, BETWEEN_DIAGONALS),
+    ahead_of_time(_query_kernel, 128, 64, 32, 4, 2, mask=BOOLEAN),
+    ahead_of_time(_forward_kernel, 128, 32, 32, 8, 1, dtype="fp32"),
+    ahead_of_time(_forward_kernel, 256, 16, 32, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
+    ahead_of_time(_key_value_kernel, 128, 32, 16, 8, 1, dtype="fp32"),
+    ahead_of_time(_key_value_kernel, 256, 16, 16, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
+    _tma(64, 128, 128, 8, 3),
+    _tma(128, 128, 128, 8, 2),
+    _tma(128, 128, 64, 8, 3, BELOW_DIAGONAL),
+    _tma(128, 128, 128, 8, 2, BETWEEN_DIAGONALS),
+    _tma(256, 128, 64, 8, 2, BELOW_DIAGONAL),
+    _warp_specialized(64, 0),
+    _warp_specialized(64, 1),
+    _warp_specialized(128, 0, BELOW_DIAGONAL),
+    _warp_specialized(128, 1),
+    _warp_specialized(256, 0, BETWEEN_DIAGONALS),
+    ahead_of_time(_split_kernel, 128, 16, 64, 4, 3),
+    ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
+    ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),
+    ahead_of_time(_split_kernel, 64, 32, 64, 4, 4, mask=BOOLEAN),
+]
+
+#: Of packed sequences: `attention_varlen`, which runs the same kernels.
+AOT_VARLEN = [
+    ahead_of_time(_forward_kernel, 128, 128, 64, 8, 3, BELOW_DIAGONAL, VARLEN=True),
+    ahead_of_time(_forward_kernel, 64, 64, 64, 4, 3, BETWEEN_DIAGONALS, VARLEN=True),
+    ahead_of_time(_key_value_kernel, 128, 32, 128, 8, 2, BELOW_DIAGONAL, VARLEN=True, EVEN_Q=False),
+    ahead_of_time(_query_kernel, 128, 64, 64, 4, 2, BELOW_DIAGONAL, VARLEN=True),
+]

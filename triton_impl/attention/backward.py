@@ -1,11 +1,14 @@
-"""Backward of attention in Triton: scores and weights are made again, tile by tile, from the saved log-sum-exp.
+"""Gradients of attention, shared by the rungs `flash`, `tma`, `warp_specialized` and `split_kv`.
 
-With weights P, output gradient dO and delta = Σ_d dO · O per row (FlashAttention-2, arXiv:2307.08691, algorithm 2):
+Idea      FlashAttention-2's backward (Dao, arXiv:2307.08691, algorithm 2). Scores and weights are recomputed tile by
+          tile from the saved log-sum-exp. With weights P, output gradient dO and delta = Σ_d dO · O per row:
 
-dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − delta)      dQ = scale · dS K      dK = scale · dSᵀ Q
+              dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − delta)      dQ = scale · dS K      dK = scale · dSᵀ Q
 
-One kernel takes a tile of keys and walks over the queries (of every head that shares these keys) for dK and dV;
-another takes a tile of queries and walks over the keys for dQ. Nothing is added atomically, so results repeat exactly.
+Kernels   `_delta_kernel` computes delta. `_key_value_kernel` takes a tile of keys and loops over the queries of every
+          head that shares them, for dK and dV. `_query_kernel` takes a tile of queries and loops over the keys, for dQ.
+Limit now Seven products where five suffice: each of the two kernels recomputes S and dP.
+          In return nothing is added atomically, and results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -20,32 +23,32 @@ from triton_impl.attention.call import Call
 from triton_impl.attention.tiles import (
     BELOW_DIAGONAL,
     TUNING_KEY,
-    Choices,
+    TileTable,
+    apply_mask,
     block,
     choose,
     configs,
-    hide,
     key_range,
     load_lse,
     load_tile,
-    mask_tile,
+    mask_pointers,
+    needs_int64,
     program_tile,
+    recompute_weights,
     section,
     seqlen_class,
     sequence,
     store_tile,
-    weights_again,
-    wide,
 )
 from triton_impl.common.dot import dot
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
-#: Every BLOCK_M divides this, so that queries of a multiple of it have no ragged end.
+#: A multiple of every BLOCK_M: a number of queries that it divides leaves no partial tile.
 MAX_BLOCK_M = 64
 
 
-KEY_VALUE_CHOICES: Choices = {
+KEY_VALUE_TILES: TileTable = {
     -64: ((32, 64, 4, 1), (32, 32, 4, 1)),
     -128: ((32, 32, 8, 1), (32, 16, 8, 1)),
     -256: ((32, 16, 8, 1), (16, 16, 8, 1)),
@@ -53,7 +56,7 @@ KEY_VALUE_CHOICES: Choices = {
     128: ((32, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 2)),
     256: ((32, 64, 8, 2), (64, 64, 8, 1), (32, 32, 8, 2)),
 }
-QUERY_CHOICES: Choices = {
+QUERY_TILES: TileTable = {
     -64: ((64, 32, 4, 1), (32, 32, 4, 1)),
     -128: ((32, 32, 8, 1), (16, 32, 8, 1)),
     -256: ((16, 16, 8, 1),),
@@ -68,36 +71,22 @@ def _delta_kernel(
     delta_ptr, out_ptr, grad_ptr, grad_lse_ptr, o_b, o_h, o_s, o_d, g_b, g_h, g_s, g_d, heads, seqlen_q, head_dim_v,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr, LSE_GRAD: tl.constexpr,
 ):  # fmt: skip
+    """``delta = Σ_d dO · O`` per row, minus the gradient of the log-sum-exp.
+
+    Grid: (⌈S_q / BLOCK_M⌉ · B · H,). Layout: O and dO (B, H, S, D) by strides, delta (B, H, S) contiguous.
+    """
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     o = load_tile(
-        out_ptr + b * o_b + h * o_h,
-        start_m,
-        o_s,
-        o_d,
-        seqlen_q,
-        head_dim_v,
-        BLOCK_M,
-        BLOCK_DV,
-        False,
-        False,
+        out_ptr + b * o_b + h * o_h, start_m, o_s, o_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False,
         INT64_OFFSETS,
-    )
+    )  # fmt: skip
     g = load_tile(
-        grad_ptr + b * g_b + h * g_h,
-        start_m,
-        g_s,
-        g_d,
-        seqlen_q,
-        head_dim_v,
-        BLOCK_M,
-        BLOCK_DV,
-        False,
-        False,
+        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, False,
         INT64_OFFSETS,
-    )
+    )  # fmt: skip
     rows = start_m + tl.arange(0, BLOCK_M)
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     row_offset = head.to(tl.int64) * seqlen_q
@@ -114,7 +103,10 @@ def _gather_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Add what queries ``start … end`` give to the gradients of BLOCK_N keys and values. Scores are transposed."""
+    """Add the contributions of queries ``start … end`` to the gradients of BLOCK_N keys and values.
+
+    Scores are transposed: keys are rows.
+    """
     for start_m in range(start, end, BLOCK_M):
         start_m = tl.multiple_of(start_m, BLOCK_M)
         rows = start_m + tl.arange(0, BLOCK_M)
@@ -129,11 +121,11 @@ def _gather_queries(
             delta = tl.where(inside, delta, 0.0)
             inner_rows = tl.arange(0, BLOCK_M)[None, :]
             cols = tl.arange(0, BLOCK_N)[:, None]
-            mask = mask_tile(mask_base, start_m, start_n, inner_rows, cols, m_q, m_k, INT64_OFFSETS)
-            scores = hide(
+            mask = mask_pointers(mask_base, start_m, start_n, inner_rows, cols, m_q, m_k, INT64_OFFSETS)
+            scores = apply_mask(
                 scores, scale_log2, mask, rows[None, :], start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
-        weights = weights_again(scores, scale_log2, row_max[None, :], lse[None, :], MASK)
+        weights = recompute_weights(scores, scale_log2, row_max[None, :], lse[None, :], MASK)
         g = load_tile(
             g_base, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
         )
@@ -153,10 +145,14 @@ def _key_value_kernel(
     num_heads_kv, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
-    EVEN_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The first keys are seen by most queries, so the order of tiles puts the longest first.
+    """``dK = scale · dSᵀ Q`` and ``dV = Pᵀ dO`` of a tile of keys.
+
+    Grid: (⌈S_k / BLOCK_N⌉ · B · H_kv,), see :func:`program_tile`. Layout: operands (B, H, S, D) by strides, or packed.
+    """
+    # Most queries see the first keys: the order of tiles puts the longest first.
     tile, head = program_tile(tl.cdiv(seqlen_k, BLOCK_N), num_heads_kv, section)
     b, h_kv = (head // heads_kv).to(tl.int64), (head % heads_kv).to(tl.int64)
     start_n = tile * BLOCK_N
@@ -167,7 +163,7 @@ def _key_value_kernel(
         k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
         first += seqlen_k - seqlen_q
         last += seqlen_k - seqlen_q
-        seqlen_q = tl.where(start_n < seqlen_k, seqlen_q, 0)  # past the last key there is nothing to do
+        seqlen_q = tl.where(start_n < seqlen_k, seqlen_q, 0)  # a program past the last key has no queries
         q_ptr += q_start * q_s
         grad_ptr += q_start * g_s
         row_offset += q_start
@@ -176,37 +172,19 @@ def _key_value_kernel(
         grad_k_ptr += k_start * dk_s
         grad_v_ptr += k_start * dv_s
     k = load_tile(
-        k_ptr + b * k_b + h_kv * k_h,
-        start_n,
-        k_s,
-        k_d,
-        seqlen_k,
-        head_dim,
-        BLOCK_N,
-        BLOCK_D,
-        False,
-        EVEN_D,
+        k_ptr + b * k_b + h_kv * k_h, start_n, k_s, k_d, seqlen_k, head_dim, BLOCK_N, BLOCK_D, False, EVEN_D,
         INT64_OFFSETS,
-    )
+    )  # fmt: skip
     v = load_tile(
-        v_ptr + b * v_b + h_kv * v_h,
-        start_n,
-        v_s,
-        v_d,
-        seqlen_k,
-        head_dim_v,
-        BLOCK_N,
-        BLOCK_DV,
-        False,
-        EVEN_DV,
+        v_ptr + b * v_b + h_kv * v_h, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, False, EVEN_DV,
         INT64_OFFSETS,
-    )
+    )  # fmt: skip
     grad_k = tl.full([BLOCK_N, BLOCK_D], 0.0, dtype=tl.float32)
     grad_v = tl.full([BLOCK_N, BLOCK_DV], 0.0, dtype=tl.float32)
 
-    # Queries in three runs: those on the diagonal, those that see every key of the tile, and the ragged end. Where all
-    # scores must be asked about, one; and of packed sequences, whose places leave no registers for three.
-    ASK_ALL: tl.constexpr = BAND == 2 or MASK != 0 or VARLEN
+    # Three loops over queries: on the diagonal, those that see every key of the tile, and the partial last tile. One
+    # loop where every score must be tested, and for packed sequences, whose offsets leave no registers for three.
+    TEST_ALL: tl.constexpr = BAND == 2 or MASK != 0 or VARLEN
     whole = seqlen_q // BLOCK_M * BLOCK_M
     begin, diagonal, end = 0, 0, seqlen_q
     if BAND != 0:
@@ -214,7 +192,7 @@ def _key_value_kernel(
         diagonal = tl.minimum(tl.cdiv(tl.maximum(start_n + BLOCK_N - 1 - last, 0), BLOCK_M) * BLOCK_M, seqlen_q)
     if BAND == 2:
         end = tl.minimum(seqlen_q, tl.maximum(start_n + BLOCK_N - first, 0))
-    if ASK_ALL:
+    if TEST_ALL:
         diagonal = end
     for i in range(group):
         h = h_kv * group + i
@@ -223,21 +201,21 @@ def _key_value_kernel(
         mask_base = mask_ptr + b * m_b + h * m_h
         lse_base = lse_ptr + row_offset + h * lse_h
         delta_base = delta_ptr + row_offset + h * lse_h
-        if BAND != 0 or ASK_ALL:
+        if BAND != 0 or TEST_ALL:
             grad_k, grad_v = _gather_queries(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 begin, diagonal, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
                 True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
-        if not ASK_ALL:
+        if not TEST_ALL:
             grad_k, grad_v = _gather_queries(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 diagonal, whole, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
                 False, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
-        if not ASK_ALL and not EVEN_Q:
+        if not TEST_ALL and not EVEN_Q:
             grad_k, grad_v = _gather_queries(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 tl.maximum(diagonal, whole), seqlen_q, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
@@ -250,17 +228,9 @@ def _key_value_kernel(
         BLOCK_N, BLOCK_D, INT64_OFFSETS,
     )  # fmt: skip
     store_tile(
-        grad_v_ptr + b * dv_b + h_kv * dv_h,
-        start_n,
-        dv_s,
-        dv_d,
-        seqlen_k,
-        head_dim_v,
-        grad_v,
-        BLOCK_N,
-        BLOCK_DV,
+        grad_v_ptr + b * dv_b + h_kv * dv_h, start_n, dv_s, dv_d, seqlen_k, head_dim_v, grad_v, BLOCK_N, BLOCK_DV,
         INT64_OFFSETS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -271,7 +241,7 @@ def _gather_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Add what keys ``start … end`` give to the gradient of BLOCK_M queries."""
+    """Add the contributions of keys ``start … end`` to the gradient of BLOCK_M queries."""
     for start_n in range(start, end, BLOCK_N):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         k = load_tile(
@@ -281,11 +251,11 @@ def _gather_keys(
         if MASKED:
             rows = tl.arange(0, BLOCK_M)[:, None]
             cols = tl.arange(0, BLOCK_N)[None, :]
-            mask = mask_tile(mask_base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS)
-            scores = hide(
+            mask = mask_pointers(mask_base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS)
+            scores = apply_mask(
                 scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
-        weights = weights_again(scores, scale_log2, row_max[:, None], lse[:, None], MASK)
+        weights = recompute_weights(scores, scale_log2, row_max[:, None], lse[:, None], MASK)
         v = load_tile(
             v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
         )
@@ -303,9 +273,13 @@ def _query_kernel(
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
     BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """``dQ = scale · dS K`` of a tile of queries.
+
+    Grid: (⌈S_q / BLOCK_M⌉ · B · H,), see :func:`program_tile`. Layout: operands (B, H, S, D) by strides, or packed.
+    """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, head = program_tile(num_tiles, num_heads, section)
     if BAND == 1:
@@ -321,7 +295,7 @@ def _query_kernel(
         k_start, seqlen_k = sequence(cu_k_ptr, b, total_k)
         first += seqlen_k - seqlen_q
         last += seqlen_k - seqlen_q
-        seqlen_k = tl.where(start_m < seqlen_q, seqlen_k, 0)  # past the last query there is nothing to do
+        seqlen_k = tl.where(start_m < seqlen_q, seqlen_k, 0)  # a program past the last query has no keys
         q_ptr += q_start * q_s
         grad_ptr += q_start * g_s
         grad_q_ptr += q_start * dq_s
@@ -332,18 +306,9 @@ def _query_kernel(
         q_ptr + b * q_b + h * q_h, start_m, q_s, q_d, seqlen_q, head_dim, BLOCK_M, BLOCK_D, False, EVEN_D, INT64_OFFSETS
     )
     g = load_tile(
-        grad_ptr + b * g_b + h * g_h,
-        start_m,
-        g_s,
-        g_d,
-        seqlen_q,
-        head_dim_v,
-        BLOCK_M,
-        BLOCK_DV,
-        False,
-        EVEN_DV,
+        grad_ptr + b * g_b + h * g_h, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, False, EVEN_DV,
         INT64_OFFSETS,
-    )
+    )  # fmt: skip
     num_rows = tl.cast(num_heads, tl.int64) * lse_h
     row_max, lse = load_lse(lse_ptr + row_offset + rows, num_rows, rows < seqlen_q, MASK)
     delta = tl.load(delta_ptr + row_offset + rows, mask=rows < seqlen_q, other=0.0)
@@ -372,17 +337,17 @@ def _query_kernel(
 
 
 def _suitable_for_keys(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    return choose(KEY_VALUE_CHOICES, configs, kwargs)
+    return choose(KEY_VALUE_TILES, configs, kwargs)
 
 
 def _suitable_for_queries(configs: list[triton.Config], named_args: dict, **kwargs) -> list[triton.Config]:
-    return choose(QUERY_CHOICES, configs, kwargs)
+    return choose(QUERY_TILES, configs, kwargs)
 
 
-_key_value = AutotunedKernel(_key_value_kernel, configs(KEY_VALUE_CHOICES), TUNING_KEY, _suitable_for_keys)
-_query = AutotunedKernel(_query_kernel, configs(QUERY_CHOICES), TUNING_KEY, _suitable_for_queries)
+_key_value = AutotunedKernel(_key_value_kernel, configs(KEY_VALUE_TILES), TUNING_KEY, _suitable_for_keys)
+_query = AutotunedKernel(_query_kernel, configs(QUERY_TILES), TUNING_KEY, _suitable_for_queries)
 
-#: By all that decides a backward pass: its launches.
+#: Launches by all that decides a backward pass.
 _launches: LaunchCache = LaunchCache()
 
 
@@ -405,7 +370,7 @@ def gradients(
     grad = call.spread(grad) if call.packed else grad.reshape(output.shape)
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_q = call.new_like(q) if needs[0] else None
-    # Where only one of the two is wanted, the other is thrown away: they share a kernel.
+    # One kernel computes both: where only one is wanted, the other is dropped.
     grad_k, grad_v = (call.new_like(k), call.new_like(v)) if needs[1] or needs[2] else (None, None)
     if shapes_only():
         pass
@@ -415,11 +380,11 @@ def gradients(
                 each.zero_()
     else:
         delta = torch.empty_like(lse[0] if call.additive else lse)
-        others = call.others
+        others = call.mask_and_offsets
         of_delta = (delta, output, grad, delta if grad_lse is None else grad_lse)
         of_keys = (grad_k, grad_v, grad, lse, delta, q, k, v, *others)
         of_queries = (grad_q, grad, lse, delta, q, k, v, *others)
-        what = (call.what, output.stride(), grad.stride(), grad_q is None, grad_k is None, grad_lse is None)
+        what = (call.launch_key, output.stride(), grad.stride(), grad_q is None, grad_k is None, grad_lse is None)
         known = _launches.get(what)
         if known is None:
             _launches.remember(what, _first_launches(call, of_delta, of_keys, of_queries))
@@ -433,7 +398,7 @@ def gradients(
 def _first_launches(
     call: Call, of_delta: tuple, of_keys: tuple, of_queries: tuple
 ) -> tuple[Launch, Launch | None, Launch | None]:
-    """Run the kernels on their tensors; the launches that repeat it, None for what is not wanted."""
+    """Run the kernels on their tensors. Returns the launches that repeat it, None for a gradient that is not wanted."""
     delta, output, grad, grad_lse = of_delta
     grad_k, grad_v, *_ = of_keys
     grad_q, q, k, v, scale = of_queries[0], call.q, call.k, call.v, call.scale
@@ -443,11 +408,11 @@ def _first_launches(
     seqlen_q, seqlen_k = call.lengths
     constants = call.constants
 
-    # Packed sequences lie in one row of queries, and what each row needs depends on it alone.
+    # delta is per row: packed sequences are one long sequence to it.
     rows = 32
     grid = (triton.cdiv(total_q, rows) * (heads if call.packed else num_heads),)
     arguments = (*output.stride(), *grad.stride(), heads, total_q, head_dim_v)
-    arguments += (rows, block(head_dim_v), wide(output.stride(), grad.stride()), grad_lse is not delta)
+    arguments += (rows, block(head_dim_v), needs_int64(output.stride(), grad.stride()), grad_lse is not delta)
     _delta_kernel[grid](*of_delta, *arguments)
     for_delta = Launch(_delta_kernel, grid, arguments, {})
 
@@ -470,7 +435,7 @@ def _first_launches(
             ),
             {
                 **constants,
-                "INT64_OFFSETS": wide(outputs, inputs, call.mask_strides),
+                "INT64_OFFSETS": needs_int64(outputs, inputs, call.mask_strides),
                 "EVEN_Q": not call.packed and seqlen_q % MAX_BLOCK_M == 0,
             },
         )  # fmt: skip
@@ -481,8 +446,8 @@ def _first_launches(
             of_queries,
             (
                 call.score_scale, scale, *outputs, *inputs, *others,
-                num_heads, heads, group, *lengths, call.together, seqlen_class(seqlen_q), *call.totals,
+                num_heads, heads, group, *lengths, call.heads_per_section, seqlen_class(seqlen_q), *call.totals,
             ),
-            {**constants, "INT64_OFFSETS": wide(outputs, inputs, call.mask_strides)},
+            {**constants, "INT64_OFFSETS": needs_int64(outputs, inputs, call.mask_strides)},
         )  # fmt: skip
     return for_delta, for_keys, for_queries

@@ -1,4 +1,4 @@
-"""One call of attention as its kernels see it: four dimensions, a band, a mask, and sequences that may be packed."""
+"""One call of attention as its kernels see it: four dimensions, a band, a mask, and packed sequences."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ UNLIMITED = 2**29
 
 
 class Call(NamedTuple):
-    """Operands of four dimensions (B, H, S, D), and what else decides a call.
+    """Operands (B, H, S, D), and what else decides a call.
 
-    Of packed sequences, S is the length of all together, and every batch entry is a view of the same memory; offsets
-    tell the sequences apart.
+    Of packed sequences S is the total length, and every batch entry is a view of the same memory; the offsets `cu_q`
+    and `cu_k` tell the sequences apart.
     """
 
     q: torch.Tensor
@@ -82,7 +82,7 @@ class Call(NamedTuple):
         scale: float | None,
         window_size: tuple[int, int],
     ) -> Call:
-        """A call on (total, H, D). Where the longest lengths are not known, there is no more than all together."""
+        """A call on packed (total, H, D). An unknown longest length is the total."""
         sequences = cu_seqlens_q.shape[0] - 1
         q, k, v = (x.transpose(0, 1).expand(sequences, -1, -1, -1) for x in (query, key, value))
         lengths = (
@@ -92,7 +92,7 @@ class Call(NamedTuple):
         left, right = window_size
         if is_causal:
             right = 0
-        # The kernels add a length to these, in 32 bits: what would not fit reaches past every key.
+        # The kernels add a length to these in 32 bits: a limit that would not fit reaches past every key.
         first = -left if 0 <= left < UNLIMITED else -UNLIMITED
         last = right if 0 <= right < UNLIMITED else UNLIMITED
         kind = BETWEEN_DIAGONALS if first > -UNLIMITED else BELOW_DIAGONAL if last < UNLIMITED else EVERYTHING
@@ -106,11 +106,11 @@ class Call(NamedTuple):
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Rows of queries and of keys in memory: of packed sequences, those of all together."""
+        """Rows of queries and of keys in memory."""
         return self.q.shape[2], self.k.shape[2]
 
     @property
-    def what(self) -> tuple:
+    def launch_key(self) -> tuple:
         """All that decides a launch."""
         q, k, v, mask, _, _, lengths, limits, kind, scale = self
         return (
@@ -119,8 +119,8 @@ class Call(NamedTuple):
         )  # fmt: skip
 
     @property
-    def others(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mask and offsets for a kernel, to which what is absent is any address."""
+    def mask_and_offsets(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mask and offsets for a kernel; any address stands for what is absent."""
         mask = self.q if self.mask is None else self.mask
         return (mask, self.cu_q, self.cu_k) if self.packed else (mask, self.q, self.q)  # type: ignore[return-value]
 
@@ -131,12 +131,12 @@ class Call(NamedTuple):
 
     @property
     def score_scale(self) -> float:
-        """What the kernels multiply scores by: they are powers of two then, or of e where a mask is added to them."""
+        """The factor of the scores, which makes them exponents of two, or of e where a mask is added to them."""
         return self.scale if self.additive else self.scale * LOG2_E
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The kernels' constants but tile sizes, WIDE and what one of them has alone."""
+        """The constants that all kernels have, without tile sizes and INT64_OFFSETS."""
         head_dim, head_dim_v = self.q.shape[3], self.v.shape[3]
         block_d, block_dv = blocks(head_dim, head_dim_v)
         return {
@@ -151,8 +151,8 @@ class Call(NamedTuple):
         }
 
     @property
-    def together(self) -> int:
-        """How many query heads to go through together: see :func:`triton_impl.attention.tiles.program_tile`."""
+    def heads_per_section(self) -> int:
+        """How many query heads form a section (:func:`triton_impl.attention.tiles.program_tile`)."""
         batch, heads, _, head_dim = self.q.shape
         _, heads_kv, _, head_dim_v = self.v.shape
         bytes_per_head = self.lengths[1] * (head_dim + head_dim_v) * self.q.element_size()
@@ -164,32 +164,32 @@ class Call(NamedTuple):
 
     @property
     def lse_strides(self) -> tuple[int, int]:
-        """Of batch entry and head in the log-sum-exp, (B, H, S) or packed (H, S)."""
+        """Strides of batch entry and head in the log-sum-exp, (B, H, S) or packed (H, S)."""
         _, heads, rows, _ = self.q.shape
         return (0 if self.packed else heads * rows), rows
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Packed (total, H, D) as (B, H, total, D), every batch entry the same memory: to be read alone.
+        """Packed (total, H, D) as (B, H, total, D), every batch entry the same memory. For reading only.
 
-        Of a view that an operation returns, autograd forbids modification.
+        Autograd forbids modification of a view that an operation returns.
         """
         return x.transpose(0, 1).expand(self.q.shape[0], -1, -1, -1)
 
     def strides(self, result: torch.Tensor) -> tuple[int, ...]:
-        """Of a result in four dimensions, as the kernels write it."""
+        """Strides of a result in four dimensions, as the kernels write it."""
         return (self.spread(result) if self.packed else result).stride()
 
     def new_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Room for the gradient of an operand: in its shape, or packed (total, H, D)."""
+        """Memory for the gradient of an operand: in its shape, or packed (total, H, D)."""
         if not self.packed:
             return torch.empty_like(x)
         _, heads, total, dim = x.shape
         return x.new_empty((total, heads, dim))
 
     def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the output, in the memory order of the query where that leaves rows dense, and the log-sum-exp.
+        """Memory for the output, in the query's memory order where that keeps rows dense, and for the log-sum-exp.
 
-        The latter has two parts where a mask is added to the scores: see attention_tiles.store_lse.
+        The log-sum-exp has two parts where a mask is added to the scores: see attention.tiles.store_lse.
         """
         (batch, heads, rows, head_dim), dim = self.q.shape, self.v.shape[3]
         output = torch.empty_like(self.q)
@@ -201,8 +201,8 @@ class Call(NamedTuple):
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
-def see_nothing(output: torch.Tensor, lse: torch.Tensor) -> None:
-    """The results where there is no key."""
+def fill_without_keys(output: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write the results of a call without keys: zeros, and log-sum-exps of −inf."""
     output.zero_()
     lse.fill_(-math.inf)
 
@@ -224,8 +224,8 @@ def _batched_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> tor
 def finished(
     query: torch.Tensor, call: Call, output: torch.Tensor, lse: torch.Tensor, return_lse: bool
 ) -> tuple[Output, tuple]:
-    """What a forward returns, and what the backward needs, from the results of four dimensions."""
-    if query.dim() != 4:  # not a view, which autograd would forbid to be modified
+    """What a forward returns and what the backward needs, from results of four dimensions."""
+    if query.dim() != 4:  # a view could not be modified under autograd
         output = torch.ops.aten._unsafe_view(output, (*query.shape[:-1], output.shape[-1]))
     saved = (output, lse, tuple(query.shape[:-3]), *call)
     if not return_lse:
@@ -235,7 +235,7 @@ def finished(
 
 
 def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
-    """A variant's `forward`, of which ``run(call)`` makes output and log-sum-exp, of four dimensions."""
+    """A rung's `forward`; ``run(call)`` computes output and log-sum-exp of four dimensions."""
 
     def forward(
         query: torch.Tensor,
@@ -256,10 +256,10 @@ def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Call
     return forward
 
 
-def launched_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[..., None]]) -> Callable[..., Any]:
-    """A variant's `forward`, without masks, of which ``first(call, output, lse)`` launches the first call of its kind.
+def forward_by_launch(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[..., None]]) -> Callable[..., Any]:
+    """A rung's `forward`, without masks in memory. ``first(call, output, lse)`` launches the first call of its kind.
 
-    What that returns takes (output, lse, q, k, v), and launches every later one.
+    It returns a launch that takes (output, lse, q, k, v) and serves every later call of the kind.
     """
     launches = LaunchCache()
 
@@ -268,9 +268,9 @@ def launched_by(first: Callable[[Call, torch.Tensor, torch.Tensor], Callable[...
         if shapes_only():
             pass
         elif call.k.shape[2] == 0 or output.numel() == 0:
-            see_nothing(output, lse)
-        elif (known := launches.get(call.what)) is None:
-            launches.remember(call.what, first(call, output, lse))
+            fill_without_keys(output, lse)
+        elif (known := launches.get(call.launch_key)) is None:
+            launches.remember(call.launch_key, first(call, output, lse))
         else:
             known(output, lse, call.q, call.k, call.v)
         return output, lse
@@ -285,7 +285,7 @@ def mask_grad_unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    """What the backward asks of a call: it has no gradient of the mask."""
+    """Why the backward does not take a call, or None: it has no gradient of the mask."""
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         return "the gradient of an additive mask is given at the torch and compile levels only"
     return unsupported(query)

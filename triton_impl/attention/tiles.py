@@ -1,4 +1,4 @@
-"""What the attention kernels share: which tile a program takes, and how a tile is read."""
+"""Device functions that the attention kernels share: tile order, loads and stores, masks, the online softmax state."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from triton_impl import interpreted
 from triton_impl.common.fast_math import exp2
 from triton_impl.runtime.launch_cache import to_time
 
-# Softmax runs in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
+# Softmax in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
 LN_2 = 0.6931471805599453
 
-#: What BAND says of the band of scores that queries see: all of them, all up to the diagonal, or between two diagonals.
+#: Values of BAND, the scores that queries see by place: all, all up to a diagonal, or those between two diagonals.
 EVERYTHING, BELOW_DIAGONAL, BETWEEN_DIAGONALS = range(3)
-#: What MASK says of the mask: none, one byte a score, or a number to add.
+#: Values of MASK, the mask in memory: none, one byte per score, or a number to add to each score.
 NO_MASK, BOOLEAN, ADDITIVE = range(3)
 
-# A section of heads whose keys and values take no more than this stays in L2, of which Hopper has 50 MB or more.
-L2_SHARE = 24 * 2**20
+#: Bytes of keys and values of one section of heads, at most: they stay in the L2, of which Hopper has 50 MB or more.
+L2_BYTES = 24 * 2**20
 
 
 @triton.jit
 def program_tile(num_tiles, num_heads, section):
-    """(tile, head) of this program. Programs go through `section` heads tile by tile, then through the next section.
+    """(tile, head) of this program. Programs take `section` heads tile by tile, then the next section.
 
-    The keys and values of one section stay in L2, and inside it the tiles come in one order for all heads,
-    so that the caller can put the longest ones first.
+    The keys and values of one section stay in the L2. Inside a section the tiles come in one order for all heads, so
+    that the caller can put the longest ones first.
     """
     pid = tl.program_id(0)
     first = pid // (section * num_tiles) * section
@@ -42,8 +42,8 @@ def program_tile(num_tiles, num_heads, section):
 
 @triton.jit
 def _pointers(base, start, rows, cols, stride_row, stride_col, INT64_OFFSETS: tl.constexpr):
-    """Where `rows` × `cols` of the tile lie that begins at row `start`."""
-    # The start of a tile is 64 bits wide; inside a tile 32 bits hold every offset, unless the strides are WIDE.
+    """Pointers to `rows` × `cols` of the tile that begins at row `start`."""
+    # The offset of a tile's start has 64 bits; offsets inside a tile have 32, unless INT64_OFFSETS.
     base += tl.cast(start, tl.int64) * stride_row
     if INT64_OFFSETS:
         rows, cols = rows.to(tl.int64), cols.to(tl.int64)
@@ -74,7 +74,7 @@ def store_tile(
     base, start, stride_row, stride_col, num_rows, num_cols, tile,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Write what of `tile` lies inside a (num_rows, num_cols) matrix."""
+    """Store the part of `tile` that lies inside a (num_rows, num_cols) matrix."""
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     pointers = _pointers(base, start, rows, cols, stride_row, stride_col, INT64_OFFSETS)
@@ -83,13 +83,14 @@ def store_tile(
 
 
 @triton.jit
-def hide(scores, scale, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND: tl.constexpr, MASK: tl.constexpr):
-    """Scores, −inf where a query does not see a key; with an additive mask times `scale`, plus what it holds.
+def apply_mask(
+    scores, scale, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND: tl.constexpr, MASK: tl.constexpr
+):
+    """Scores with −inf where a query does not see a key; with an additive mask ``scores · scale + mask``.
 
-    Such scores are powers of e: times log2 e, the lowest number of float32 would be −inf, and hide the key.
-
-    `rows` and `cols` are the places of queries and keys, in the shapes that make a matrix of them, and `mask` points to
-    each score's own.
+    With an additive mask scores are exponents of e: times log2 e, the lowest float32 number would become −inf and hide
+    its key. `rows` and `cols` are the indices of queries and keys, in shapes that broadcast to the scores; `mask` holds
+    a pointer per score.
     """
     seen = cols < seqlen_k
     if BAND != 0:
@@ -107,8 +108,8 @@ def hide(scores, scale, mask, rows, cols, seqlen_q, seqlen_k, first, last, BAND:
 
 
 @triton.jit
-def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS: tl.constexpr):
-    """Where the mask lies of the scores that begin at (start_m, start_n); `rows` and `cols` count from there."""
+def mask_pointers(base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS: tl.constexpr):
+    """Pointers to the mask of a tile of scores that begins at (start_m, start_n), where `rows` and `cols` are 0."""
     base += tl.cast(start_m, tl.int64) * m_q + tl.cast(start_n, tl.int64) * m_k
     if INT64_OFFSETS:
         rows, cols = rows.to(tl.int64), cols.to(tl.int64)
@@ -116,17 +117,17 @@ def mask_tile(base, start_m, start_n, rows, cols, m_q, m_k, INT64_OFFSETS: tl.co
 
 
 @triton.jit
-def soften(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0):
-    """The weights of scores, and what their row has summed up, rescaled, with their sum and maximum taken in.
+def online_softmax(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0):
+    """One step of online softmax: the weights of a tile of scores, and the state (acc, row_sum, row_max) rescaled.
 
-    `factor` makes scores powers of two. With an additive mask scores and maxima are powers of e, and only their
-    difference is multiplied: it is exact next to any number that a mask holds.
+    ``scores · factor`` are exponents of two. With an additive mask scores and maxima are exponents of e, and only their
+    difference is multiplied by log2 e: it is exact next to any number that a mask holds.
     """
     largest = tl.max(scores, 1)
     if MASK != 2:
         largest *= factor
     new_max = tl.maximum(row_max, largest)
-    # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
+    # A row of −inf alone subtracts 0: its exponentials are 0, not NaN.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     if MASK == 2:
         weights = exp2((scores - shift[:, None]) * _LOG2_E)
@@ -139,7 +140,7 @@ def soften(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0):
 
 @triton.jit
 def key_range(start_m, seqlen_k, first, last, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(begin, whole, end): BLOCK_M queries see no key outside begin … end, and of a causal mask all before `whole`."""
+    """(begin, whole, end): BLOCK_M queries see no key outside begin … end; causal, they see all below `whole`."""
     begin = 0
     whole = seqlen_k // BLOCK_N * BLOCK_N
     end = seqlen_k
@@ -153,8 +154,10 @@ def key_range(start_m, seqlen_k, first, last, BAND: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def store_lse(pointer, num_rows, row_max, row_sum, mask, MASK: tl.constexpr):
-    """Write log-sum-exps in base two; with an additive mask, in whose numbers a sum's logarithm could vanish, apart:
-    maxima, powers of e, and `num_rows` further on the sums' logarithms in base two.
+    """Store log-sum-exps in base two.
+
+    With an additive mask the maximum (an exponent of e) and, `num_rows` further on, the log2 of the sum are stored
+    apart: the logarithm could vanish beside a large number of the mask.
     """
     if MASK == 2:
         tl.store(pointer, row_max, mask=mask)
@@ -165,9 +168,9 @@ def store_lse(pointer, num_rows, row_max, row_sum, mask, MASK: tl.constexpr):
 
 @triton.jit
 def load_lse(pointer, num_rows, mask, MASK: tl.constexpr):
-    """(maxima, log-sum-exps in base two) as :func:`store_lse` wrote them; the first of an additive mask alone.
+    """(row_max, lse) as :func:`store_lse` stored them; row_max matters with an additive mask alone.
 
-    The latter are +inf for rows outside and for those that see nothing, whose weights are then 0.
+    lse is +inf for rows outside and for rows that see nothing: their weights become 0.
     """
     lse = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=float("inf"))
     row_max = lse
@@ -179,49 +182,48 @@ def load_lse(pointer, num_rows, mask, MASK: tl.constexpr):
 
 
 @triton.jit
-def weights_again(scores, factor, row_max, lse, MASK: tl.constexpr):
-    """The weights of scores from what :func:`load_lse` gives of their rows, in shapes that broadcast to the scores."""
+def recompute_weights(scores, factor, row_max, lse, MASK: tl.constexpr):
+    """The weights of scores from their rows' (row_max, lse), in shapes that broadcast to the scores."""
     if MASK == 2:
         below = scores - row_max
-        # Scores made anew may round to the other side of their maximum. NaN stays.
+        # Recomputed scores may round to above their maximum. NaN stays.
         return exp2(tl.where(below > 0.0, 0.0, below) * _LOG2_E - lse)
     return exp2(scores * factor - lse)
 
 
 @triton.jit
 def sequence(cu_seqlens_ptr, b, total):
-    """Where a packed sequence begins, and its length: whatever the offsets say, inside of the `total` rows."""
+    """(first row, length) of packed sequence `b`, clamped to the `total` rows whatever the offsets hold."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), start), total)
     return start.to(tl.int64), end - start
 
 
-#: Choices to time, as (BLOCK_M, BLOCK_N, num_warps, num_stages), by the wider of the two head dimensions, negative for
-#: float32, which is multiplied on CUDA cores: there a thread has whole rows of a tile in registers, and larger tiles of
-#: wide heads spill kilobytes and compile for a minute. See :func:`triton_impl.runtime.launch_cache.to_time` on the first and last of
-#: a row.
-Choices = dict[int, tuple[tuple[int, int, int, int], ...]]
+#: (BLOCK_M, BLOCK_N, num_warps, num_stages) to time, by the wider head dimension. Negative keys are float32,
+#: whose products run on CUDA cores: a thread holds whole rows of a tile, and larger tiles of wide heads spill kilobytes
+#: and compile for a minute. :func:`triton_impl.runtime.launch_cache.to_time` says what the first and the last must be.
+TileTable = dict[int, tuple[tuple[int, int, int, int], ...]]
 
 
-def configs(choices: Choices) -> list[triton.Config]:
-    """Every choice as an autotuning configuration. The interpreter, to which all are the same, gets one."""
-    return configs_of(dict.fromkeys(choice for row in choices.values() for choice in row))
+def configs(choices: TileTable) -> list[triton.Config]:
+    """Every row of a table as autotuning configurations, without duplicates."""
+    return configs_of_rows(dict.fromkeys(choice for row in choices.values() for choice in row))
 
 
-def configs_of(choices: Iterable[tuple[int, int, int, int]]) -> list[triton.Config]:
-    """Choices as autotuning configurations; for the interpreter a single small one."""
+def configs_of_rows(choices: Iterable[tuple[int, int, int, int]]) -> list[triton.Config]:
+    """Tiles as autotuning configurations; for the interpreter a single small one."""
     if interpreted():
         choices = ((64, 64, 4, 1),)
     return [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=w, num_stages=s) for m, n, w, s in choices]
 
 
-def choose(choices: Choices, configs: list[triton.Config], constants: dict) -> list[triton.Config]:
-    """The configurations of the row that a call's constants point to, in its order."""
+def choose(choices: TileTable, configs: list[triton.Config], constants: dict) -> list[triton.Config]:
+    """The configurations of the table's row for a call's constants, in its order."""
     if len(configs) == 1:
         return configs
     width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
     row = choices[-width if constants["PRECISION"] == "ieee" else width]
-    if constants["MASK"]:  # what is read of a mask takes registers that larger tiles do not have
+    if constants["MASK"]:  # the mask's values take registers that larger tiles do not have
         row = row[-1:]
     return to_time([c for choice in row for c in configs if _is(c, choice)])
 
@@ -230,17 +232,17 @@ def _is(config: triton.Config, choice: tuple[int, int, int, int]) -> bool:
     return (config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.num_warps, config.num_stages) == choice
 
 
-#: What decides the choice.
+#: Arguments whose values share a tuned configuration.
 TUNING_KEY = ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "seqlen_class")
 
 
 def block(head_dim: int) -> int:
-    """The tile that holds a head dimension; tl.dot takes no fewer than 16."""
+    """The padded size of a head dimension; tl.dot takes no fewer than 16."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def blocks(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The tiles that hold a query's head dimension, and a value's.
+    """The padded sizes of the head dimensions of queries and of values.
 
     Where neither fills its tile, and the value's is the narrower, Hopper's product of weights and values reads past its
     shared memory (Triton 3.6; head dimensions 24 and 8, or 40 and 8): then the value's is as wide as the other.
@@ -249,33 +251,33 @@ def blocks(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return block_d, max(block_d, block_dv) if head_dim < block_d and head_dim_v < block_dv else block_dv
 
 
-def wide(*strides: tuple[int, ...]) -> bool:
+def needs_int64(*strides: tuple[int, ...]) -> bool:
     """Whether offsets inside a tile of 256 by 256 may pass 32 bits."""
     return max(map(max, strides)) >= 2**22
 
 
 def mask_kind(mask: torch.Tensor | None) -> int:
-    """What MASK is for a mask, of which booleans are seen as bytes."""
+    """The value of MASK for a mask; booleans come as bytes."""
     if mask is None:
         return NO_MASK
     return BOOLEAN if mask.dtype == torch.uint8 else ADDITIVE
 
 
 def band_kind(first: int, last: int, seqlen_q: int, seqlen_k: int) -> int:
-    """What BAND is for a band of scores, as :func:`kernel_ladder.semantics.masks.band` has it."""
+    """The value of BAND for a band of scores (:func:`kernel_ladder.semantics.masks.band`)."""
     if first != -seqlen_q:
         return BETWEEN_DIAGONALS
     return EVERYTHING if last == seqlen_k else BELOW_DIAGONAL
 
 
 def section(is_causal: bool, group: int, bytes_per_head: int) -> int:
-    """How many query heads to go through together: see :func:`program_tile`.
+    """How many query heads form a section (:func:`program_tile`).
 
-    Without a mask all tiles take as long, and one head of keys and values at a time is read best.
+    Without a causal mask all tiles take equally long, and one head of keys and values at a time uses the L2 best.
     """
-    return group * max(1, L2_SHARE // bytes_per_head) if is_causal else group
+    return group * max(1, L2_BYTES // bytes_per_head) if is_causal else group
 
 
 def seqlen_class(seqlen: int) -> int:
-    """Lengths that share a tuned choice."""
+    """Lengths that share a tuned configuration."""
     return 0 if seqlen <= 256 else 1 if seqlen <= 1024 else 2

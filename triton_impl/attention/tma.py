@@ -1,8 +1,12 @@
-"""Attention whose tiles the copy engine fetches: tensor descriptors (TMA) for queries, keys and values.
+"""attention, rung 3 of 5: tma
 
-The walk is that of attention.py. A descriptor knows where its tensor ends and gives zeros beyond, so that no tile is
-read with a mask; and one thread asks for a tile whose addresses every thread had to work out, in registers that the
-scores can have instead.
+Idea      The copy engine (TMA) fetches the tiles of Q, K and V by tensor descriptors. A descriptor fills what lies
+          beyond its tensor with zeros, so that no load has a mask.
+Predicts  The bytes and products of `flash`; the registers of its addresses go to the scores.
+Limit now All warps wait together: softmax and tensor cores take turns.
+Next      `warp_specialized`: a producer warp fetches, and softmax overlaps the products.
+
+The loop over keys is that of `flash`. Shared openly with `warp_specialized`: what may be described, and the arguments.
 """
 
 from __future__ import annotations
@@ -16,30 +20,26 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.semantics.strides import has_rows_at
-from triton_impl.attention.aot_kernels import ahead_of_time
-from triton_impl.attention.call import Call, launched_by, mask_grad_unsupported
+from triton_impl.attention.call import Call, forward_by_launch, mask_grad_unsupported
 from triton_impl.attention.tiles import (
-    BELOW_DIAGONAL,
-    BETWEEN_DIAGONALS,
     LOG2_E,
-    Choices,
-    configs_of,
-    hide,
+    TileTable,
+    apply_mask,
+    configs_of_rows,
     key_range,
+    needs_int64,
+    online_softmax,
     program_tile,
     seqlen_class,
-    soften,
     store_tile,
-    wide,
 )
 from triton_impl.common.dot import dot
-from triton_impl.matmul.tma import DescriptorLaunch, without_descriptors
-from triton_impl.runtime.aot import Entry
 from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.descriptor_launch import DescriptorLaunch, without_descriptors
 
 IEEE = tl.constexpr("ieee")
 
-CHOICES: Choices = {
+TILES: TileTable = {
     64: ((128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 3)),
     128: ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
     256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2)),
@@ -52,15 +52,15 @@ def _attend(
     MASKED: tl.constexpr, BAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Take keys ``start … end`` into the running softmax of BLOCK_M queries."""
+    """Add keys ``start … end`` to the online softmax state (acc, row_sum, row_max) of BLOCK_M queries."""
     for start_n in range(start, end, BLOCK_N):
         k = k_desc.load([b, h_kv, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
         scores = dot(q, tl.trans(k), None, IEEE)
         if MASKED:
             rows = start_m + tl.arange(0, BLOCK_M)[:, None]
             cols = start_n + tl.arange(0, BLOCK_N)[None, :]
-            scores = hide(scores, scale_log2, None, rows, cols, seqlen_q, seqlen_k, first, last, BAND, 0)
-        weights, acc, row_sum, row_max = soften(scores, scale_log2, acc, row_sum, row_max)
+            scores = apply_mask(scores, scale_log2, None, rows, cols, seqlen_q, seqlen_k, first, last, BAND, 0)
+        weights, acc, row_sum, row_max = online_softmax(scores, scale_log2, acc, row_sum, row_max)
         v = v_desc.load([b, h_kv, start_n, 0]).reshape(BLOCK_N, BLOCK_DV)
         acc = dot(weights.to(v.dtype), v, acc, IEEE)
     return acc, row_sum, row_max
@@ -73,6 +73,11 @@ def _tma_kernel(
     BAND: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """``out = softmax(scale · Q Kᵀ) V`` and the log-sum-exp of every row.
+
+    Grid: (⌈S_q / BLOCK_M⌉ · B · H,), see :func:`program_tile`. Layout: Q, K and V (B, H, S, D) by descriptors, `out` by
+    its strides with dense rows, `lse` (B, H, S) contiguous.
+    """
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, head = program_tile(num_tiles, num_heads, section)
     if BAND == 1:
@@ -129,8 +134,8 @@ def unsupported(
 
 
 def tiles_of(x: torch.Tensor, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
-    """Shape, strides and tiles of one head, by which a descriptor fetches (B, H, S, D)."""
-    dense = 8 * triton.cdiv(x.shape[3], 8)  # the stride of what there is one of: any that the copy engine takes
+    """Shape, strides and tile by which a descriptor fetches (B, H, S, D), one head at a time."""
+    dense = 8 * triton.cdiv(x.shape[3], 8)  # a dimension of size 1 may have any stride that the copy engine takes
     strides = [dense if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return list(x.shape), [*strides, 1], [1, 1, rows, columns]
 
@@ -139,65 +144,49 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, *tiles_of(x, rows, columns))
 
 
-# ---- what each kernel with descriptors takes; also that of warp_specialized.py ---------------------------------
+# ---- host, shared with warp_specialized.py --------------------------------------------------------------------------
 
 
 def descriptors(call: Call, describe: Callable[..., Any], queries: int, keys: int) -> tuple[Any, ...]:
-    """Of output and log-sum-exp, which have none, and of the operands, by tiles of so many queries and keys."""
+    """None for output and log-sum-exp, and the operands' descriptors, with tiles of so many queries and keys."""
     d, d_v = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
     return None, None, describe(call.q, queries, d), describe(call.k, keys, d), describe(call.v, keys, d_v)
 
 
 def arguments(call: Call, output: torch.Tensor) -> tuple[Any, ...]:
-    """What a kernel takes after its tensors, before what its schedule asks for."""
+    """A kernel's arguments after its tensors, before those of its schedule."""
     batch, heads, seqlen_q, _ = call.q.shape
     _, heads_kv, seqlen_k, head_dim_v = call.v.shape
     return (
         call.scale * LOG2_E, *output.stride()[:3], batch * heads, heads, heads // heads_kv,
-        seqlen_q, seqlen_k, head_dim_v, *call.limits, call.together,
+        seqlen_q, seqlen_k, head_dim_v, *call.limits, call.heads_per_section,
     )  # fmt: skip
 
 
 def tuning_key(call: Call) -> tuple[Any, ...]:
-    """Calls that share a tuned choice have it in common."""
+    """Equal for calls that share a tuned configuration."""
     constants = call.constants
     return str(call.q.dtype), constants["BLOCK_D"], constants["BLOCK_DV"], call.kind, seqlen_class(call.q.shape[2])
 
 
-_choose = Autotuner(_tma_kernel)
+_autotuner = Autotuner(_tma_kernel)
 
 
 def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
-    """Choose a configuration and run it; what is returned does it again."""
+    """Choose a configuration and run it; the returned launch repeats it."""
     batch, heads, seqlen_q, _ = call.q.shape
     block_d, block_dv = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
 
     def launch(config: triton.Config) -> DescriptorLaunch:
         block_m, block_n = config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
         describe = descriptors(call, _described, block_m, block_n)
-        constants = (call.kind, block_d, block_dv, wide(output.stride()), block_m, block_n)
+        constants = (call.kind, block_d, block_dv, needs_int64(output.stride()), block_m, block_n)
         programs = triton.cdiv(seqlen_q, block_m) * batch * heads
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return DescriptorLaunch(_tma_kernel, programs, describe, (*arguments(call, output), *constants), options)
 
-    candidates = configs_of(CHOICES[max(64, block_d, block_dv)])
-    return _choose.launch(tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
+    candidates = configs_of_rows(TILES[max(64, block_d, block_dv)])
+    return _autotuner.launch(tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
 
 
-attention = launched_by(_first)
-
-
-def _ahead_of_time(head_dim: int, m: int, n: int, num_warps: int, num_stages: int, band: int = 0) -> Entry:
-    made = ahead_of_time(_tma_kernel, head_dim, m, n, num_warps, num_stages, band)
-    rows = {"q_desc": m, "k_desc": n, "v_desc": n}
-    described = {name: f"tensordesc<bf16[1,1,{count},{head_dim}]>" for name, count in rows.items()}
-    return made._replace(signature=made.signature | described)
-
-
-AOT = [
-    _ahead_of_time(64, 128, 128, 8, 3),
-    _ahead_of_time(128, 128, 128, 8, 2),
-    _ahead_of_time(128, 128, 64, 8, 3, BELOW_DIAGONAL),
-    _ahead_of_time(128, 128, 128, 8, 2, BETWEEN_DIAGONALS),
-    _ahead_of_time(256, 128, 64, 8, 2, BELOW_DIAGONAL),
-]
+attention = forward_by_launch(_first)

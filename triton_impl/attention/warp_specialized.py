@@ -1,9 +1,14 @@
-"""Attention whose warps have different work, in Gluon, Triton's language below Triton.
+"""attention, rung 4 of 5: warp_specialized
 
-One warp has the copy engine fetch keys and values into a ring of tiles in shared memory. Warpgroups of four warps each
-have 64 queries; in each, the scores of the next tile and the product of the last tile's weights with its values are
-under way while weights are made (Shah et al., FlashAttention-3, arXiv:2407.08608). That takes what Triton does not say:
-which warps do what, and which of two products to wait for.
+Idea      In Gluon, the language below Triton. A producer warp has the copy engine fetch K and V into stages of shared
+          memory. Consumer warpgroups of 64 queries each overlap softmax with wgmma: the scores of the next tile and the
+          product of the last weights with V are in flight meanwhile (Shah et al., FlashAttention-3, arXiv:2407.08608).
+Predicts  max(softmax, products) per tile instead of their sum.
+Limit now Registers: a consumer holds scores, weights and accumulator.
+Next      `split_kv` for few queries; cuda `pingpong` and `persistent` for many.
+
+Triton cannot say which warps do what, nor which of two products to wait for; Gluon can. Shared openly with `tma`: what
+may be described, and the arguments.
 """
 
 # ruff: noqa: RUF005 — inside a kernel tuples are joined by + alone
@@ -27,31 +32,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_impl import multiprocessors
 from triton_impl.attention import tma as attention_tma
-from triton_impl.attention.call import Call, launched_by
-from triton_impl.attention.tiles import BELOW_DIAGONAL, BETWEEN_DIAGONALS
+from triton_impl.attention.call import Call, forward_by_launch
+from triton_impl.attention.tiles import BELOW_DIAGONAL
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
-from triton_impl.matmul.tma import DescriptorLaunch
-from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
+from triton_impl.runtime.descriptor_launch import DescriptorLaunch
 
-#: Queries of a warpgroup.
+#: Queries of a consumer warpgroup.
 BLOCK_M = gl.constexpr(64)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-#: Choices to time, as (keys of a tile, tiles of each in shared memory, warpgroups, whether those start products in
-#: turns), by the wider head dimension.
-CHOICES = {
+#: (BLOCK_N, STAGES, CONSUMERS, PINGPONG) to time, by the wider head dimension. PINGPONG: consumers issue their products
+#: in turn.
+TILES = {
     64: ((128, 2, 2, True), (128, 2, 3, True)),
     128: ((128, 2, 2, False), (128, 2, 2, True)),
     256: ((64, 2, 2, False),),
 }
 
-# As it is called in later versions.
+# The name in later versions, then that in Triton 3.6.
 _fetch_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
-class _Extent(NamedTuple):
-    """Of the operands, and which keys a query sees: see attention_tiles.hide."""
+class _Problem(NamedTuple):
+    """Sizes, the band of keys that a query sees (attention.tiles.apply_mask), and the schedule."""
 
     num_heads: Any  # of all batches
     heads: Any
@@ -64,10 +68,10 @@ class _Extent(NamedTuple):
     fold: Any
 
 
-class _Memory(NamedTuple):
-    """Tiles in shared memory, and barriers: what is full has been fetched, what is empty may be fetched anew."""
+class _Smem(NamedTuple):
+    """Stages in shared memory, and their barriers: full, loaded by the producer; empty, released by the consumers."""
 
-    q: Any  # one a warpgroup
+    q: Any  # one tile per consumer
     k: Any
     v: Any
     q_full: Any
@@ -76,20 +80,20 @@ class _Memory(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    order: Any  # whose turn it is, a warpgroup each; one where there are no turns
+    pingpong: Any  # barrier j lets consumer j issue its products; a single unused one without PINGPONG
 
 
-# What is handed to warps forgets its names on the way.
-
-
-@gluon.jit
-def _extent_of(x):
-    return _Extent(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8])
+# gl.warp_specialize passes named tuples on as plain ones.
 
 
 @gluon.jit
-def _memory_of(x):
-    return _Memory(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9])
+def _problem_of(x):
+    return _Problem(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8])
+
+
+@gluon.jit
+def _smem_of(x):
+    return _Smem(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9])
 
 
 @gluon.jit
@@ -98,31 +102,34 @@ def _exp2(x):
 
 
 @gluon.jit
-def _tiles(extent, ROWS: gl.constexpr):
-    """Tiles of queries of a head."""
-    return (extent.seqlen_q + ROWS - 1) // ROWS
+def _tiles(problem, ROWS: gl.constexpr):
+    """Number of query tiles per head."""
+    return (problem.seqlen_q + ROWS - 1) // ROWS
 
 
 @gluon.jit
-def _turns(extent, ROWS: gl.constexpr):
-    """How many tiles this program takes."""
-    share = _tiles(extent, ROWS) * extent.num_heads // extent.fold - gl.program_id(0)
-    return extent.fold * ((share + gl.num_programs(0) - 1) // gl.num_programs(0))
+def _work_tiles(problem, ROWS: gl.constexpr):
+    """Number of work tiles of this program."""
+    share = _tiles(problem, ROWS) * problem.num_heads // problem.fold - gl.program_id(0)
+    return problem.fold * ((share + gl.num_programs(0) - 1) // gl.num_programs(0))
 
 
 @gluon.jit
-def _place(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr):
-    """(tile, head) at a turn. Sections of heads come one after another, as in attention_tiles.program_tile, and in a
-    section tile by tile, the longest causal tiles first. With a `fold` of two a program takes them in pairs, of a place
-    and of that as far from the section's end: under a causal mask all pairs are of one length."""
-    fold, section = extent.fold, extent.section
-    tiles = _tiles(extent, ROWS)
+def _schedule(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr):
+    """Tile scheduler: (tile, head) of an iteration.
+
+    Sections of heads follow each other (attention.tiles.program_tile); inside one, the longest causal tiles come first.
+    With a `fold` of 2 a program takes tiles in pairs, one from each end of the section: under a causal mask all pairs
+    are equally long.
+    """
+    fold, section = problem.fold, problem.section
+    tiles = _tiles(problem, ROWS)
     share = section * tiles // fold
-    unit = gl.program_id(0) + turn // fold * gl.num_programs(0)
+    unit = gl.program_id(0) + iteration // fold * gl.num_programs(0)
     before = unit // share * section
-    width = gl.minimum(section, extent.num_heads - before)
+    width = gl.minimum(section, problem.num_heads - before)
     place = unit % share
-    if turn % fold == 1:
+    if iteration % fold == 1:
         place = width * tiles - 1 - place
     tile = place // width
     if BAND == 1:
@@ -131,80 +138,80 @@ def _place(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _key_range(start_m, rows, extent, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The first key that one of `rows` queries sees, and how many tiles from there on all see whole, and one sees."""
+def _key_range(start_m, rows, problem, BAND: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(first key, unmasked tiles, all tiles) of `rows` queries."""
     begin = 0
-    seqlen_k = extent.seqlen_k
+    seqlen_k = problem.seqlen_k
     whole = seqlen_k // BLOCK_N
     end = seqlen_k
     if BAND != 0:
-        end = gl.maximum(gl.minimum(seqlen_k, start_m + rows + extent.last), 0)
-        whole = gl.maximum(gl.minimum(seqlen_k, start_m + 1 + extent.last), 0) // BLOCK_N
+        end = gl.maximum(gl.minimum(seqlen_k, start_m + rows + problem.last), 0)
+        whole = gl.maximum(gl.minimum(seqlen_k, start_m + 1 + problem.last), 0) // BLOCK_N
     if BAND == 2:
-        begin = gl.maximum(start_m + extent.first, 0) // BLOCK_N * BLOCK_N
+        begin = gl.maximum(start_m + problem.first, 0) // BLOCK_N * BLOCK_N
         whole = 0
-    # At least one, hidden if need be, so that every row comes to a result.
+    # At least one tile, masked if need be, so that every row has a result.
     return begin, whole, gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @gluon.jit
-def _work(turn, extent, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Head and first query of the tile at a turn, and as _key_range the keys it sees."""
-    tile, head = _place(turn, extent, BAND, ROWS)
-    begin, whole, tiles = _key_range(tile * ROWS, ROWS, extent, BAND, BLOCK_N)
+def _work_tile(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(head, first query) of the work tile of an iteration, and its :func:`_key_range`."""
+    tile, head = _schedule(iteration, problem, BAND, ROWS)
+    begin, whole, tiles = _key_range(tile * ROWS, ROWS, problem, BAND, BLOCK_N)
     return head, tile * ROWS, begin, whole, tiles
 
 
 @gluon.jit
-def _produce(BAND: gl.constexpr, q_desc, k_desc, v_desc, memory, extent, turns):
-    memory, extent = _memory_of(memory), _extent_of(extent)
-    CONSUMERS: gl.constexpr = memory.q.shape[0]
-    STAGES: gl.constexpr = memory.k.shape[0]
-    BLOCK_N: gl.constexpr = memory.k.shape[3]
-    BLOCK_D: gl.constexpr = memory.k.shape[4]
-    BLOCK_DV: gl.constexpr = memory.v.shape[4]
-    fetched = 0
-    for turn in range(turns):
-        head, start_m, begin, _, tiles = _work(turn, extent, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
-        b, h = head // extent.heads, head % extent.heads
-        h_kv = h // extent.group
+def _producer(BAND: gl.constexpr, q_desc, k_desc, v_desc, smem, problem, work_tiles):
+    smem, problem = _smem_of(smem), _problem_of(problem)
+    CONSUMERS: gl.constexpr = smem.q.shape[0]
+    STAGES: gl.constexpr = smem.k.shape[0]
+    BLOCK_N: gl.constexpr = smem.k.shape[3]
+    BLOCK_D: gl.constexpr = smem.k.shape[4]
+    BLOCK_DV: gl.constexpr = smem.v.shape[4]
+    loaded = 0
+    for iteration in range(work_tiles):
+        head, start_m, begin, _, tiles = _work_tile(iteration, problem, BAND, CONSUMERS * BLOCK_M, BLOCK_N)
+        b, h = head // problem.heads, head % problem.heads
+        h_kv = h // problem.group
         for i in range(tiles):
-            stage = fetched % STAGES
-            free = ((fetched // STAGES) & 1) ^ 1
-            mbarrier.wait(memory.k_empty.index(stage), free)
-            mbarrier.expect(memory.k_full.index(stage), BLOCK_N * BLOCK_D * 2)
-            _fetch_tile(k_desc, [b, h_kv, begin + i * BLOCK_N, 0], memory.k_full.index(stage), memory.k.index(stage))
+            stage = loaded % STAGES
+            free = ((loaded // STAGES) & 1) ^ 1
+            mbarrier.wait(smem.k_empty.index(stage), free)
+            mbarrier.expect(smem.k_full.index(stage), BLOCK_N * BLOCK_D * 2)
+            _fetch_tile(k_desc, [b, h_kv, begin + i * BLOCK_N, 0], smem.k_full.index(stage), smem.k.index(stage))
             if i == 0:
                 for j in gl.static_range(CONSUMERS):
-                    mbarrier.wait(memory.q_empty.index(j), (turn & 1) ^ 1)
-                    mbarrier.expect(memory.q_full.index(j), BLOCK_M * BLOCK_D * 2)
-                    _fetch_tile(q_desc, [b, h, start_m + j * BLOCK_M, 0], memory.q_full.index(j), memory.q.index(j))
-            mbarrier.wait(memory.v_empty.index(stage), free)
-            mbarrier.expect(memory.v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
-            _fetch_tile(v_desc, [b, h_kv, begin + i * BLOCK_N, 0], memory.v_full.index(stage), memory.v.index(stage))
-            fetched += 1
+                    mbarrier.wait(smem.q_empty.index(j), (iteration & 1) ^ 1)
+                    mbarrier.expect(smem.q_full.index(j), BLOCK_M * BLOCK_D * 2)
+                    _fetch_tile(q_desc, [b, h, start_m + j * BLOCK_M, 0], smem.q_full.index(j), smem.q.index(j))
+            mbarrier.wait(smem.v_empty.index(stage), free)
+            mbarrier.expect(smem.v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
+            _fetch_tile(v_desc, [b, h_kv, begin + i * BLOCK_N, 0], smem.v_full.index(stage), smem.v.index(stage))
+            loaded += 1
 
 
 @gluon.jit
-def _hide(scores, start_m, start_n, extent, BAND: gl.constexpr):
-    """Scores, −inf where a query does not see a key."""
+def _apply_mask(scores, start_m, start_n, problem, BAND: gl.constexpr):
+    """Scores with −inf where a query does not see a key."""
     layout: gl.constexpr = scores.type.layout
     BLOCK_N: gl.constexpr = scores.shape[1]
     rows = (start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout)))[:, None]
     cols = (start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-    seen = cols < extent.seqlen_k
+    seen = cols < problem.seqlen_k
     if BAND != 0:
-        seen = seen & (cols <= rows + extent.last)
+        seen = seen & (cols <= rows + problem.last)
     if BAND == 2:
-        seen = seen & (cols >= rows + extent.first)
+        seen = seen & (cols >= rows + problem.first)
     return gl.where(seen, scores, -float("inf"))
 
 
 @gluon.jit
-def _weigh(scores, factor, row_max, row_sum):
-    """Weights of a tile, what those before it are to be multiplied by, and the running sum and maximum."""
+def _online_softmax(scores, factor, row_max, row_sum):
+    """One step of online softmax: (weights, correction of the state, row_max, row_sum)."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
-    # While a row has met nothing but −inf, nothing is subtracted: its exponentials are 0, not NaN.
+    # A row of −inf alone subtracts 0: its exponentials are 0, not NaN.
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     weights = _exp2(scores * factor - shift[:, None])
     correction = _exp2(row_max - shift)
@@ -213,13 +220,13 @@ def _weigh(scores, factor, row_max, row_sum):
 
 @gluon.jit
 def _tile(smem, i):
-    """The i-th of several tiles (1, 1, rows, columns), as a matrix."""
+    """Stage i, a tile (1, 1, rows, columns), as a matrix."""
     return smem.index(i).reshape([smem.shape[3], smem.shape[4]])
 
 
 @gluon.jit
-def _scores(q, k_smem, stage):
-    """The product of queries and a tile of keys, under way."""
+def _gemm_qk(q, k_smem, stage):
+    """Issue ``Q Kᵀ`` of one tile of keys; the result is in flight."""
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     nothing = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, layout)
@@ -227,109 +234,113 @@ def _scores(q, k_smem, stage):
 
 
 @gluon.jit
-def _await_turn(j: gl.constexpr, step, order):
-    if order.shape[0] > 1:
-        mbarrier.wait(order.index(j), (step & 1) ^ (j == 0))
+def _pingpong_wait(j: gl.constexpr, step, pingpong):
+    if pingpong.shape[0] > 1:
+        mbarrier.wait(pingpong.index(j), (step & 1) ^ (j == 0))
 
 
 @gluon.jit
-def _pass_turn(j: gl.constexpr, order):
-    if order.shape[0] > 1:
-        mbarrier.arrive(order.index((j + 1) % order.shape[0]), count=1)
+def _pingpong_arrive(j: gl.constexpr, pingpong):
+    if pingpong.shape[0] > 1:
+        mbarrier.arrive(pingpong.index((j + 1) % pingpong.shape[0]), count=1)
 
 
 @gluon.jit
-def _step(
-    j: gl.constexpr, i, acc, weights, row_max, row_sum, q, memory, start_m, start_n, factor, extent, MASKED, BAND
+def _mainloop_step(
+    j: gl.constexpr, i, acc, weights, row_max, row_sum, q, smem, start_m, start_n, factor, problem, MASKED, BAND
 ):  # fmt: skip
-    """Weights of the i-th tile of keys, while those of the tile before are multiplied with its values."""
-    STAGES: gl.constexpr = memory.k.shape[0]
+    """Weights of tile i, while the product of the previous weights with their values is in flight."""
+    STAGES: gl.constexpr = smem.k.shape[0]
     stage, before = i % STAGES, (i - 1) % STAGES
-    mbarrier.wait(memory.k_full.index(stage), (i // STAGES) & 1)
-    _await_turn(j, i, memory.order)
-    scores = _scores(q, memory.k, stage)
-    mbarrier.wait(memory.v_full.index(before), ((i - 1) // STAGES) & 1)
-    product = warpgroup_mma(weights, _tile(memory.v, before), acc, is_async=True)
-    _pass_turn(j, memory.order)
+    mbarrier.wait(smem.k_full.index(stage), (i // STAGES) & 1)
+    _pingpong_wait(j, i, smem.pingpong)
+    scores = _gemm_qk(q, smem.k, stage)
+    mbarrier.wait(smem.v_full.index(before), ((i - 1) // STAGES) & 1)
+    product = warpgroup_mma(weights, _tile(smem.v, before), acc, is_async=True)
+    _pingpong_arrive(j, smem.pingpong)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(memory.k_empty.index(stage), count=1)
+    mbarrier.arrive(smem.k_empty.index(stage), count=1)
     if MASKED:
-        scores = _hide(scores, start_m, start_n, extent, BAND)
-    made, correction, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
-    acc, _ = warpgroup_mma_wait(0, deps=[product, weights])  # which the product reads from registers until now
-    mbarrier.arrive(memory.v_empty.index(before), count=1)
+        scores = _apply_mask(scores, start_m, start_n, problem, BAND)
+    new_weights, correction, row_max, row_sum = _online_softmax(scores, factor, row_max, row_sum)
+    acc, _ = warpgroup_mma_wait(0, deps=[product, weights])  # the product has read the weights from registers
+    mbarrier.arrive(smem.v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, gl.convert_layout(made.to(memory.k.dtype), weights.type.layout), row_max, row_sum
+    return acc, gl.convert_layout(new_weights.to(smem.k.dtype), weights.type.layout), row_max, row_sum
 
 
 @gluon.jit
-def _attend(j: gl.constexpr, BAND: gl.constexpr, q, memory, taken, start_m, begin, whole, tiles, factor, extent):
-    """The result of a tile of queries, not yet divided by the sums of its weights, those sums and the maxima."""
-    STAGES: gl.constexpr = memory.k.shape[0]
-    BLOCK_N: gl.constexpr = memory.k.shape[3]
-    BLOCK_DV: gl.constexpr = memory.v.shape[4]
+def _mainloop(
+    j: gl.constexpr, BAND: gl.constexpr, q, smem, consumed_tiles, start_m, begin, whole, tiles, factor, problem
+):
+    """Mainloop of one tile of queries: (acc, row_max, row_sum), with acc not yet divided by row_sum."""
+    STAGES: gl.constexpr = smem.k.shape[0]
+    BLOCK_N: gl.constexpr = smem.k.shape[3]
+    BLOCK_DV: gl.constexpr = smem.v.shape[4]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    mbarrier.wait(memory.k_full.index(taken % STAGES), (taken // STAGES) & 1)
-    _await_turn(j, taken, memory.order)
-    scores = _scores(q, memory.k, taken % STAGES)
-    _pass_turn(j, memory.order)
+    mbarrier.wait(smem.k_full.index(consumed_tiles % STAGES), (consumed_tiles // STAGES) & 1)
+    _pingpong_wait(j, consumed_tiles, smem.pingpong)
+    scores = _gemm_qk(q, smem.k, consumed_tiles % STAGES)
+    _pingpong_arrive(j, smem.pingpong)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(memory.k_empty.index(taken % STAGES), count=1)
-    scores = _hide(scores, start_m, begin, extent, BAND)
+    mbarrier.arrive(smem.k_empty.index(consumed_tiles % STAGES), count=1)
+    scores = _apply_mask(scores, start_m, begin, problem, BAND)
     of_rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     row_max = gl.full([BLOCK_M], -float("inf"), gl.float32, of_rows)
     row_sum = gl.full([BLOCK_M], 0.0, gl.float32, of_rows)
-    made, _, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
-    weights = gl.convert_layout(made.to(memory.k.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    new_weights, _, row_max, row_sum = _online_softmax(scores, factor, row_max, row_sum)
+    weights = gl.convert_layout(new_weights.to(smem.k.dtype), gl.DotOperandLayout(0, acc_layout, 2))
     acc = gl.full([BLOCK_M, BLOCK_DV], 0.0, gl.float32, acc_layout)
     for i in range(1, whole):
-        acc, weights, row_max, row_sum = _step(
-            j, taken + i, acc, weights, row_max, row_sum, q, memory, start_m, begin + i * BLOCK_N, factor,
-            extent, False, BAND,
+        acc, weights, row_max, row_sum = _mainloop_step(
+            j, consumed_tiles + i, acc, weights, row_max, row_sum, q, smem, start_m, begin + i * BLOCK_N, factor,
+            problem, False, BAND,
         )  # fmt: skip
     for i in range(gl.maximum(whole, 1), tiles):
-        acc, weights, row_max, row_sum = _step(
-            j, taken + i, acc, weights, row_max, row_sum, q, memory, start_m, begin + i * BLOCK_N, factor,
-            extent, True, BAND,
+        acc, weights, row_max, row_sum = _mainloop_step(
+            j, consumed_tiles + i, acc, weights, row_max, row_sum, q, smem, start_m, begin + i * BLOCK_N, factor,
+            problem, True, BAND,
         )  # fmt: skip
-    mbarrier.arrive(memory.q_empty.index(j), count=1)
-    final = taken + tiles - 1
-    mbarrier.wait(memory.v_full.index(final % STAGES), (final // STAGES) & 1)
-    acc = warpgroup_mma(weights, _tile(memory.v, final % STAGES), acc)
-    mbarrier.arrive(memory.v_empty.index(final % STAGES), count=1)
+    mbarrier.arrive(smem.q_empty.index(j), count=1)
+    final = consumed_tiles + tiles - 1
+    mbarrier.wait(smem.v_full.index(final % STAGES), (final // STAGES) & 1)
+    acc = warpgroup_mma(weights, _tile(smem.v, final % STAGES), acc)
+    mbarrier.arrive(smem.v_empty.index(final % STAGES), count=1)
     return acc, row_max, row_sum
 
 
 @gluon.jit
-def _consume(
-    j: gl.constexpr, BAND: gl.constexpr, out_ptr, lse_ptr, memory, extent, turns, factor, o_b, o_h, o_s, head_dim_v
+def _consumer(
+    j: gl.constexpr, BAND: gl.constexpr, out_ptr, lse_ptr, smem, problem, work_tiles, factor, o_b, o_h, o_s, head_dim_v
 ):  # fmt: skip
-    memory, extent = _memory_of(memory), _extent_of(extent)
-    ROWS: gl.constexpr = memory.q.shape[0] * BLOCK_M
-    q = _tile(memory.q, j)
-    taken = 0
-    for turn in range(turns):
-        head, start_m, begin, whole, tiles = _work(turn, extent, BAND, ROWS, memory.k.shape[3])
+    smem, problem = _smem_of(smem), _problem_of(problem)
+    ROWS: gl.constexpr = smem.q.shape[0] * BLOCK_M
+    q = _tile(smem.q, j)
+    consumed_tiles = 0
+    for iteration in range(work_tiles):
+        head, start_m, begin, whole, tiles = _work_tile(iteration, problem, BAND, ROWS, smem.k.shape[3])
         start_m += j * BLOCK_M
-        mbarrier.wait(memory.q_full.index(j), turn & 1)
-        acc, row_max, row_sum = _attend(j, BAND, q, memory, taken, start_m, begin, whole, tiles, factor, extent)
-        taken += tiles
+        mbarrier.wait(smem.q_full.index(j), iteration & 1)
+        acc, row_max, row_sum = _mainloop(
+            j, BAND, q, smem, consumed_tiles, start_m, begin, whole, tiles, factor, problem
+        )
+        consumed_tiles += tiles
 
         rows = start_m + gl.arange(0, BLOCK_M, layout=row_max.type.layout)
         gl.store(
-            lse_ptr + head.to(gl.int64) * extent.seqlen_q + rows,
+            lse_ptr + head.to(gl.int64) * problem.seqlen_q + rows,
             row_max + gl.log2(row_sum),
-            mask=rows < extent.seqlen_q,
+            mask=rows < problem.seqlen_q,
         )
         total = gl.where(row_sum == 0.0, 1.0, row_sum)  # zeros for a row that sees nothing
         layout: gl.constexpr = acc.type.layout
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, layout))[:, None]
         rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
         cols = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-        at = (head // extent.heads).to(gl.int64) * o_b + (head % extent.heads).to(gl.int64) * o_h
+        at = (head // problem.heads).to(gl.int64) * o_b + (head % problem.heads).to(gl.int64) * o_h
         at += rows.to(gl.int64)[:, None] * o_s + cols[None, :]
-        inside = (rows < extent.seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
-        gl.store(out_ptr + at, acc.to(memory.k.dtype), mask=inside)
+        inside = (rows < problem.seqlen_q)[:, None] & (cols < head_dim_v)[None, :]
+        gl.store(out_ptr + at, acc.to(smem.k.dtype), mask=inside)
 
 
 @gluon.jit
@@ -345,33 +356,38 @@ def _specialized_kernel(
     out_ptr, lse_ptr, q_desc, k_desc, v_desc, factor, o_b, o_h, o_s,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim_v, first, last, section, fold,
     BAND: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ORDERED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    extent = _Extent(num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
-    turns = _turns(extent, CONSUMERS * BLOCK_M)
+    """``out = softmax(scale · Q Kᵀ) V`` and the log-sum-exp of every row.
+
+    Grid: persistent programs, or one per tile (:func:`_programs`). Warps: CONSUMERS warpgroups and a producer warp.
+    Layout: Q, K and V (B, H, S, D) by descriptors, `out` by its strides with dense rows, `lse` (B, H, S) contiguous.
+    """
+    problem = _Problem(num_heads, heads, group, seqlen_q, seqlen_k, first, last, section, fold)
+    work_tiles = _work_tiles(problem, CONSUMERS * BLOCK_M)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     q_full, k_full, v_full = _barriers(CONSUMERS, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
     q_empty, k_empty, v_empty = _barriers(CONSUMERS, 1), _barriers(STAGES, CONSUMERS), _barriers(STAGES, CONSUMERS)
-    order = _barriers(CONSUMERS if ORDERED else 1, 1)
+    pingpong = _barriers(CONSUMERS if PINGPONG else 1, 1)
     fence_async_shared()
-    memory = _Memory(q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, order)
-    consumed = (out_ptr, lse_ptr, memory, extent, turns, factor, o_b, o_h, o_s, head_dim_v)
-    produced = (BAND, q_desc, k_desc, v_desc, memory, extent, turns)
+    smem = _Smem(q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, pingpong)
+    consumed = (out_ptr, lse_ptr, smem, problem, work_tiles, factor, o_b, o_h, o_s, head_dim_v)
+    produced = (BAND, q_desc, k_desc, v_desc, smem, problem, work_tiles)
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consume, (0, BAND) + consumed), (_consume, (1, BAND) + consumed), (_produce, produced)],
+            [(_consumer, (0, BAND) + consumed), (_consumer, (1, BAND) + consumed), (_producer, produced)],
             [4, 1],
             [240, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, BAND) + consumed),
-                (_consume, (1, BAND) + consumed),
-                (_consume, (2, BAND) + consumed),
-                (_produce, produced),
+                (_consumer, (0, BAND) + consumed),
+                (_consumer, (1, BAND) + consumed),
+                (_consumer, (2, BAND) + consumed),
+                (_producer, produced),
             ],
             [4, 4, 1],
             [160, 160, PRODUCER_REGISTERS],
@@ -388,7 +404,7 @@ def unsupported(
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    """As of `triton.tma`; and what Gluon asks for."""
+    """Why Gluon or descriptors do not take a call, or None."""
     reason = unsupported_by_gluon(query)
     return reason or attention_tma.unsupported(query, key, value, attn_mask, **options)
 
@@ -399,25 +415,27 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """(B, H, S, D), fetched by tiles of one head."""
+    """The descriptor of (B, H, S, D), with tiles of one head."""
     return TensorDescriptor(x, *attention_tma.tiles_of(x, rows, columns), _layout(rows, columns, x.dtype))
 
 
 def configs(width: int) -> list[triton.Config]:
     return [
         triton.Config(
-            {"BLOCK_N": n, "STAGES": stages, "CONSUMERS": consumers, "ORDERED": ordered}, num_warps=4, num_stages=1
+            {"BLOCK_N": n, "STAGES": stages, "CONSUMERS": consumers, "PINGPONG": pingpong}, num_warps=4, num_stages=1
         )
-        for n, stages, consumers, ordered in CHOICES[width]
+        for n, stages, consumers, pingpong in TILES[width]
     ]
 
 
-_choose = Autotuner(_specialized_kernel)
+_autotuner = Autotuner(_specialized_kernel)
 
 
 def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_once: int) -> tuple[int, int]:
-    """How many programs, and the `fold` of _place: as many as run at once where their shares of work are equal, or else
-    one for every tile, which start as others end."""
+    """(programs, `fold` of :func:`_schedule`).
+
+    Persistent, as many as run at once, where their work is equal; else one program per tile, started as others end.
+    """
     total = tiles * num_heads
     if not is_causal:
         return min(total, at_once), 1
@@ -426,43 +444,25 @@ def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_onc
 
 
 def _first(call: Call, output: torch.Tensor, lse: torch.Tensor) -> DescriptorLaunch:
-    """Choose a configuration and run it; what is returned does it again."""
+    """Choose a configuration and run it; the returned launch repeats it."""
     batch, heads, seqlen_q, _ = call.q.shape
     block_d, block_dv = call.constants["BLOCK_D"], call.constants["BLOCK_DV"]
     at_once = multiprocessors(call.q.device, 1)
 
     def launch(config: triton.Config) -> DescriptorLaunch:
-        block_n, stages, consumers, ordered = config.kwargs.values()
+        block_n, stages, consumers, pingpong = config.kwargs.values()
         rows = consumers * BLOCK_M.value
         is_causal = call.kind == BELOW_DIAGONAL
-        programs, fold = _programs(triton.cdiv(seqlen_q, rows), batch * heads, call.together, is_causal, at_once)
+        programs, fold = _programs(
+            triton.cdiv(seqlen_q, rows), batch * heads, call.heads_per_section, is_causal, at_once
+        )
         describe = attention_tma.descriptors(call, _described, BLOCK_M.value, block_n)
-        constants = (fold, call.kind, block_d, block_dv, block_n, stages, consumers, ordered)
+        constants = (fold, call.kind, block_d, block_dv, block_n, stages, consumers, pingpong)
         arguments = (*attention_tma.arguments(call, output), *constants)
         return DescriptorLaunch(_specialized_kernel, programs, describe, arguments, {"num_warps": config.num_warps})
 
     candidates = configs(max(64, block_d, block_dv))
-    return _choose.launch(attention_tma.tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
+    return _autotuner.launch(attention_tma.tuning_key(call), candidates, launch, output, lse, call.q, call.k, call.v)
 
 
-attention = launched_by(_first)
-
-
-def _ahead_of_time(head_dim: int, choice: int, band: int = 0) -> Entry:
-    config = configs(head_dim)[choice]
-    made = entry(_specialized_kernel, "bf16", {"BAND": band, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}, config)
-    rows = {"q_desc": BLOCK_M.value, "k_desc": config.kwargs["BLOCK_N"], "v_desc": config.kwargs["BLOCK_N"]}
-    described = {
-        name: f"tensordesc<bf16[1, 1, {count}, {head_dim}],{_layout(count, head_dim, torch.bfloat16)!r}>"
-        for name, count in rows.items()
-    }
-    return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | described)
-
-
-AOT = [
-    _ahead_of_time(64, 0),
-    _ahead_of_time(64, 1),
-    _ahead_of_time(128, 0, BELOW_DIAGONAL),
-    _ahead_of_time(128, 1),
-    _ahead_of_time(256, 0, BETWEEN_DIAGONALS),
-]
+attention = forward_by_launch(_first)

@@ -1,7 +1,12 @@
-"""Bias, dropout, residual sum and LayerNorm of rows of 16-bit elements, in Gluon: a row stays in the registers of a
-block, or, if it outgrows one, of a cluster (cluster.py). The longest rows are in persistent_cluster.py.
+"""bias_dropout_add_layer_norm, rung 3 of 4: cluster
 
-The sum is made a vector a thread at a time, with one call of Philox each, and kept as what it is in memory.
+Idea      One thread-block cluster per row. Each thread makes the sum one vector at a time, with one call of Philox per
+          vector, and keeps it as 16-bit values in registers; the blocks exchange their moments through distributed
+          shared memory. Backward: the kernel of :mod:`triton_impl.norm.cluster_backward`, then the dropout gradient's
+          (common.py). In Gluon, for Hopper and 16-bit elements.
+Predicts  3·N·sizeof(T) bytes per row, 4·N·sizeof(T) with the sum saved, at lengths where `fused` runs out of registers.
+Limit now Each cluster reads the three parameters from L2.
+Next      `persistent_cluster`: keep them in shared memory while clusters loop over rows.
 """
 
 from __future__ import annotations
@@ -12,48 +17,53 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernel_ladder.tracing import address
-from triton_impl import unsupported
-from triton_impl.bias_dropout_add_layer_norm import persistent_cluster
+from triton_impl import unsupported as unsupported_by_triton
+from triton_impl.bias_dropout_add_layer_norm.common import Mask, forward_by
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import (
-    MULTIPLE,
-    begin,
-    columns,
+    ALIGNMENT,
+    column_index,
+    exchange,
+    init_exchange,
     load,
-    meet,
     narrow,
+    rewiden,
     store,
+    store_once,
     widen,
-    widen_again,
-    write_once,
 )
 from triton_impl.common.gluon.philox import factors
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
 from triton_impl.common.philox import ARGUMENTS
-from triton_impl.norm.cluster import part_statistics, row_statistics, with_next
-from triton_impl.norm.rows import rstd_of
+from triton_impl.norm import cluster_backward
+from triton_impl.norm.cluster import block_moments, prefetch, row_moments
+from triton_impl.norm.common import rstd_of, wants_gradient
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import Launch, LaunchCache, to_time
-from triton_impl.runtime.persistent_launch import PersistentLaunch
 
-#: Elements of a vector, of which one call of Philox serves all.
+#: Elements of a vector, and of a call of Philox.
 EIGHT = gl.constexpr(8)
 
 
 @gluon.jit(do_not_specialize=ARGUMENTS)
 def _chain_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
-    key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, eps,
+    key_low, key_high, threshold, scale, in_stride, residual_stride, n_rows, n_cols, eps,
     SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
     DIVISIBILITY: gl.constexpr, BLOCK: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    begin(3)
-    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    """y = layer_norm(residual + dropout(input + bias)).
+
+    Grid: one cluster per row. Layout: each block of the cluster holds BLOCK columns of the row in registers.
+    AHEAD: vectors of both operands that a thread loads ahead. SAVE_STATS: sum and statistics are stored.
+    """
+    init_exchange(3)
+    n_cols, in_stride = assume_divisible(n_cols, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
     residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = gl.program_id(0).to(gl.int64)
-    i = columns(BLOCK, EIGHT)
+    i = column_index(BLOCK, EIGHT)
     STEP: gl.constexpr = i.shape[1]
     V: gl.constexpr = BLOCK // STEP
     LAYOUT: gl.constexpr = i.type.layout
@@ -62,69 +72,69 @@ def _chain_cluster_kernel(
     inputs = ()
     residuals = ()
     for _ in gl.static_range(AHEAD):
-        inputs = with_next(inputs, input_ptr, i, length, True, EVEN)
-        residuals = with_next(residuals, residual_ptr, i, length, True, EVEN)
-    # The first of each eight.
+        inputs = prefetch(inputs, input_ptr, i, n_cols, True, EVEN)
+        residuals = prefetch(residuals, residual_ptr, i, n_cols, True, EVEN)
+    # The first column of each eight, which share a call of Philox.
     eight = gl.min(i.reshape([i.shape[0], STEP // EIGHT, EIGHT]), 2)
     x = ()
     for v in gl.static_range(V):
-        bias = widen(load(bias_ptr, i + v * STEP, length, 0.0, EVEN))
-        call = (row * length + (eight + v * STEP)) // EIGHT
+        bias = widen(load(bias_ptr, i + v * STEP, n_cols, 0.0, EVEN))
+        call = (row * n_cols + (eight + v * STEP)) // EIGHT
         kept = factors(call, key_low, key_high, threshold, scale, LAYOUT)
         total = narrow(widen(residuals[v]) + (widen(inputs[v]) + bias) * kept, input_ptr.dtype.element_ty)
-        inputs = with_next(inputs, input_ptr, i, length, v + AHEAD < V, EVEN)
-        residuals = with_next(residuals, residual_ptr, i, length, v + AHEAD < V, EVEN)
+        inputs = prefetch(inputs, input_ptr, i, n_cols, v + AHEAD < V, EVEN)
+        residuals = prefetch(residuals, residual_ptr, i, n_cols, v + AHEAD < V, EVEN)
         if SAVE_STATS:
-            store(sum_ptr + row * length, i + v * STEP, length, total, EVEN)
+            store(sum_ptr + row * n_cols, i + v * STEP, n_cols, total, EVEN)
         x += (total,)
-    parts = part_statistics(x, i, length, BLOCK, True, EVEN)
-    weight = with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
-    mean, lost, variance = row_statistics(meet(parts), length, BLOCK, True)
+    parts = block_moments(x, i, n_cols, BLOCK, True, EVEN)
+    weight = prefetch((), weight_ptr, i, n_cols, HAS_WEIGHT, EVEN)
+    mean, deviation, variance = row_moments(exchange(parts), n_cols, BLOCK, True)
     rstd = rstd_of(variance, eps)
-    shift = (-lost - mean) * rstd
-    offset = with_next((), norm_bias_ptr, i, length, HAS_BIAS, EVEN)
+    shift = (-deviation - mean) * rstd
+    offset = prefetch((), norm_bias_ptr, i, n_cols, HAS_BIAS, EVEN)
     if SAVE_STATS:
-        write_once(stats_ptr + row, rstd, True)
-        write_once(stats_ptr + count + row, mean, True)
-        write_once(stats_ptr + 2 * count + row, -lost * rstd, True)
+        store_once(stats_ptr + row, rstd, True)
+        store_once(stats_ptr + n_rows + row, mean, True)
+        store_once(stats_ptr + 2 * n_rows + row, -deviation * rstd, True)
     for v in gl.static_range(V):
-        weight = with_next(weight, weight_ptr, i, length, HAS_WEIGHT and v + 1 < V, EVEN)
-        offset = with_next(offset, norm_bias_ptr, i, length, HAS_BIAS and v + 1 < V, EVEN)
-        y = widen_again(x[v]) * rstd[:, None] + shift[:, None]
+        weight = prefetch(weight, weight_ptr, i, n_cols, HAS_WEIGHT and v + 1 < V, EVEN)
+        offset = prefetch(offset, norm_bias_ptr, i, n_cols, HAS_BIAS and v + 1 < V, EVEN)
+        y = rewiden(x[v]) * rstd[:, None] + shift[:, None]
         if HAS_WEIGHT:
             y *= widen(weight[v])
         if HAS_BIAS:
             y += widen(offset[v])
-        store(out_ptr + row * length, i + v * STEP, length, y, EVEN)
+        store(out_ptr + row * n_cols, i + v * STEP, n_cols, y, EVEN)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-#: Warps of a block, and vectors of a row that a thread has, the best guess first.
+#: Warps of a block and vectors of a row per thread, the best guess first; registers per thread.
 SHAPES, REGISTERS = ((16, 4), (8, 4), (8, 2), (16, 2), (4, 4), (32, 4)), 64
-#: Vectors of both operands that a thread has under way at a time.
+#: Vectors of both operands that a thread loads ahead.
 AHEAD = (4, 2)
 
 
 def _block(warps: int, vectors: int) -> int:
-    """Elements of a row that a block of such a shape has."""
+    """Elements of a row that a block of such a shape holds."""
     return warps * 32 * vectors * 8
 
 
-#: The rows that are taken, in elements: up to those of the best guess, though the widest shape could have longer ones.
-SHORTEST, LONGEST = 2049, cluster.MOST_BLOCKS * _block(*SHAPES[0])
+#: Rows, in elements, of which the longest is that of the best guess, though the widest shape could hold longer ones.
+MIN_COLS, MAX_COLS = 2049, cluster.MAX_CLUSTER * _block(*SHAPES[0])
 
 
-def configs(length: int) -> list[triton.Config]:
+def configs(n_cols: int) -> list[triton.Config]:
     """Configurations for rows of a length, best first."""
     found = []
     for warps, vectors in SHAPES:
         block = _block(warps, vectors)
-        blocks = triton.next_power_of_2(triton.cdiv(length, block))
-        if blocks <= cluster.MOST_BLOCKS and length > block // 2:
+        blocks = triton.next_power_of_2(triton.cdiv(n_cols, block))
+        if blocks <= cluster.MAX_CLUSTER and n_cols > block // 2:
             for ahead in AHEAD:
                 if ahead <= vectors:
-                    constants = {"BLOCK": block, "AHEAD": ahead, "EVEN": length == blocks * block}
+                    constants = {"BLOCK": block, "AHEAD": ahead, "EVEN": n_cols == blocks * block}
                     found.append(
                         triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS)
                     )
@@ -135,70 +145,83 @@ _choose = Autotuner(_chain_cluster_kernel)
 _launches = LaunchCache()
 
 
-def run(
+def _launch(
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
-    absent: tuple[bool, bool],
+    present: tuple[bool, bool],
     eps: float,
-    keep: bool,
-    mask: tuple[int, int, int, float],
+    save_stats: bool,
+    mask: Mask,
 ) -> None:
-    """Launch on what the kernel takes. `absent` are weight and bias of the norm."""
     x = tensors[3]
-    count, length = x.shape
-    if count == 1:
-        strides = (length, length)  # the only row's is any number
-    constants = (keep, *(not of for of in absent))
-    stays = persistent_cluster.takes(tensors, strides)
+    n_rows, n_cols = x.shape
+    if n_rows == 1:
+        strides = (n_cols, n_cols)  # a single row has any stride
+    constants = (save_stats, *present)
 
-    def make() -> Launch | PersistentLaunch:
-        key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
-        if stays:
-            of = persistent_cluster.launch_of(x, strides, eps, constants)
-            return persistent_cluster.choose.launch(key, persistent_cluster.configs(length), of, *tensors, values=mask)
+    def make() -> Launch:
+        fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
 
         def launch(config: triton.Config) -> Launch:
-            arguments = (
-                *strides,
-                count,
-                length,
-                eps,
-                *constants,
-                divisibility_of(length, *strides),
-                *config.kwargs.values(),
-            )
-            return Launch(_chain_cluster_kernel, (count,), arguments, cluster.options(config))
+            arguments = (*fixed, *config.kwargs.values())
+            return Launch(_chain_cluster_kernel, (n_rows,), arguments, cluster.options(config))
 
-        return _choose.launch(key, configs(length), launch, *tensors, values=mask)
+        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+        return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
 
-    _launches.run((stays, count, length, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
+    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
 
 
-def refused(input: torch.Tensor, *others: torch.Tensor | None) -> str | None:
-    """Why a call with these tensors, input, bias, residual, weight and bias of the norm, cannot be taken, or None."""
-    if (reason := unsupported(input) or unsupported_by_gluon(input)) is not None:
+forward = forward_by(_launch)
+
+
+def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
+    """Why a call with input, bias, residual, weight and norm_bias cannot be taken, or None."""
+    if (reason := unsupported_rows(input, MIN_COLS, MAX_COLS)) is not None:
+        return reason
+    if 2 * combined(input, *others) % ALIGNMENT or any_address(input, *others) % ALIGNMENT:
+        return f"takes rows whose length, strides and addresses are multiples of {ALIGNMENT} bytes"
+    if wants_gradient(input, *others):
+        return cluster_backward.unsupported_rows(input.shape[-1], input.dtype)
+    return None
+
+
+def unsupported_rows(input: torch.Tensor, shortest: int, longest: int) -> str | None:
+    """Why rows cannot be taken for their device, dtype or length, or None."""
+    if (reason := unsupported_by_triton(input) or unsupported_by_gluon(input)) is not None:
         return reason
     if input.dtype.itemsize != 2:
-        return f"takes elements of 16 bits alone, got {str(input.dtype).removeprefix('torch.')}"
-    length = input.shape[-1]
-    if not SHORTEST <= length <= LONGEST:
-        return f"takes rows of {SHORTEST} to {LONGEST} elements, got {length}"
-    places = 2 * length
-    for tensor in (input, *others):
-        if tensor is not None:
-            places |= address(tensor)
-            for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-                places |= 2 * stride if size > 1 else 0
-    if places % MULTIPLE != 0:
-        return f"takes rows whose length, strides and addresses are multiples of {MULTIPLE} bytes"
+        return f"takes 16-bit elements, got {str(input.dtype).removeprefix('torch.')}"
+    if not shortest <= input.shape[-1] <= longest:
+        return f"takes rows of {shortest} to {longest} elements, got {input.shape[-1]}"
     return None
+
+
+def combined(*tensors: torch.Tensor | None) -> int:
+    """The bits of row length and strides, in elements: a power of two divides this if it divides them all."""
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.shape[-1]
+            for size, stride in zip(x.shape[:-1], x.stride(), strict=False):
+                bits |= stride if size > 1 else 0
+    return bits
+
+
+def any_address(*tensors: torch.Tensor | None) -> int:
+    """The bits of all addresses: a power of two divides this if it divides them all."""
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= address(x)
+    return bits
+
+
+# ---- ahead of time -------------------------------------------------------------------------------------------------
 
 
 def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
-    constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
-    return [
-        entry(_chain_cluster_kernel, "bf16", {**constants, "DIVISIBILITY": 16}, configs(4096)[0], types),
-        *persistent_cluster.ahead_of_time(),
-    ]
+    constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True, "DIVISIBILITY": 16}
+    return [entry(_chain_cluster_kernel, "bf16", constants, configs(4096)[0], types)]

@@ -1,73 +1,81 @@
-"""Bias, dropout, residual sum and LayerNorm of the longest rows of 16-bit elements, in Gluon: by clusters that stay and
-go through many rows, as LayerNorm's alone (persistent_cluster.py), whose second pass is this one's.
+"""bias_dropout_add_layer_norm, rung 4 of 4: persistent_cluster
 
-All three parameters lie in shared memory. Where every row has a cluster of its own they are read anew for each, from
-the L2, which is then the limit: 10 bytes a value where memory gives 4.
+Idea      As many clusters as the GPU holds, each of which loops over rows, as persistent_cluster.py of the norms,
+          whose second pass this kernel shares. All three parameters stay in shared memory.
+          In Gluon, for Hopper and 16-bit elements. No backward pass.
+Predicts  4 bytes per value from memory where `cluster` reads 10 from L2.
+Limit now One row in flight per cluster: two make memory slower.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernel_ladder.tracing import address
 from triton_impl import multiprocessors
+from triton_impl.bias_dropout_add_layer_norm.cluster import any_address, combined, unsupported_rows
+from triton_impl.bias_dropout_add_layer_norm.common import Mask, forward_by
 from triton_impl.common.gluon import cluster
-from triton_impl.common.gluon.cluster import by_warp, row_layout
-from triton_impl.common.gluon.cluster_reduce import init_cluster_reduce, row_of, send, wait_for_cluster_reduce
+from triton_impl.common.gluon.cluster import row_layout, split_by_warp
+from triton_impl.common.gluon.cluster_reduce import init_cluster_reduce, reduce_arrive, row_of, wait_for_cluster_reduce
 from triton_impl.common.gluon.philox import factors
-from triton_impl.common.gluon.smem_stages import fetch, hold, init_stages, slots, vector, wait
+from triton_impl.common.gluon.smem_stages import (
+    allocate_stages,
+    bulk_copy,
+    init_stages,
+    keep_stages,
+    load_vector,
+    wait_stage,
+)
 from triton_impl.common.philox import ARGUMENTS
+from triton_impl.norm.common import add_pairs, wants_gradient
 from triton_impl.norm.persistent_cluster import (
     OF_WARP,
     PILOT,
     VECTOR,
     add_deviations,
-    columns,
+    column_index,
     halves,
     head,
     second_pass,
     word_of,
 )
-from triton_impl.norm.rows import add_both
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import to_time
+from triton_impl.runtime.launch_cache import LaunchCache, to_time
 from triton_impl.runtime.persistent_launch import PersistentLaunch
 
-#: Slots of a row's operands and of the parameters, weight and norm bias behind the bias; and the barriers where they
-#: come. There is one row under way: two make memory slower.
+#: Stages of a row's operands, and of the parameters, weight and norm_bias behind the bias; and the barriers on which
+#: their copies complete. One row is in flight: two make memory slower.
 _INPUT, _RESIDUAL, _BIAS, _IN_ALL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(5)
 _OF_ROWS, _OF_PARAMETERS = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
-def _fetch(turn, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK: gl.constexpr):
-    """Ask for a turn's row of both operands, if there is one."""
-    row = row_of(turn)
-    end = gl.where(row < count, length, 0)
-    fetch(_OF_ROWS, _INPUT, (input_ptr + row * in_stride, residual_ptr + row * residual_stride), end, BLOCK, True)
+def _fetch(iteration, input_ptr, residual_ptr, in_stride, residual_stride, n_rows, n_cols, BLOCK: gl.constexpr):
+    """Start the copies of an iteration's row of both operands, if there is one."""
+    row = row_of(iteration)
+    end = gl.where(row < n_rows, n_cols, 0)
+    bulk_copy(_OF_ROWS, _INPUT, (input_ptr + row * in_stride, residual_ptr + row * residual_stride), end, BLOCK, True)
 
 
 @gluon.jit
-def _heads(turn, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT: gl.constexpr):
-    """The first words of a turn's row of both operands, and of the bias, which all rows have."""
+def _heads(iteration, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, n_rows, LAYOUT: gl.constexpr):
+    """The first words of an iteration's row of both operands, and of the bias, which all rows share."""
     return (
-        head(turn, input_ptr, in_stride, count, LAYOUT),
-        head(turn, bias_ptr, 0, count, LAYOUT),
-        head(turn, residual_ptr, residual_stride, count, LAYOUT),
+        head(iteration, input_ptr, in_stride, n_rows, LAYOUT),
+        head(iteration, bias_ptr, 0, n_rows, LAYOUT),
+        head(iteration, residual_ptr, residual_stride, n_rows, LAYOUT),
     )
 
 
 @gluon.jit
 def _centre(heads, DTYPE: gl.constexpr):
-    """About what deviations are taken: the mean of a row's first sums, were nothing dropped.
+    """The pilot mean, from which deviations are taken: the mean of a row's first sums, were nothing dropped.
 
-    Dropping leaves the mean of a row, and does not let it vary less: so this lies as near as LayerNorm's own.
+    Dropout keeps the mean of a row and does not reduce its variance. So this pilot is as near as LayerNorm's own.
     """
     total = gl.full(heads[0].shape, 0.0, gl.float32, heads[0].type.layout)
     for k in gl.static_range(3):
@@ -78,7 +86,7 @@ def _centre(heads, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _even_and_odd(x):
-    """Every second value of (blocks, elements), from the first and from the second on."""
+    """The even and the odd values of (blocks, elements)."""
     return gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
 
 
@@ -89,15 +97,15 @@ def _evens(x):
 
 @gluon.jit
 def _first_pass(
-    sum_ptr, turn, centre, i, key_low, key_high, threshold, scale, count, length,
+    sum_ptr, iteration, centre, i, key_low, key_high, threshold, scale, n_rows, n_cols,
     SAVE_STATS: gl.constexpr, DTYPE: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Make a turn's sums, two in a word, and send their deviations and the squares of these."""
+    """Compute an iteration's row of s, and contribute Σ (s − centre) and Σ (s − centre)² to the cluster's."""
     LAYOUT: gl.constexpr = i.type.layout
-    row = row_of(turn)
-    wait(_OF_ROWS, turn & 1)
-    # The number of the call of Philox for each four words, of which a row's length is a multiple.
-    call = row * (length // 4) + _evens(_evens(i)) // 4
+    row = row_of(iteration)
+    wait_stage(_OF_ROWS, iteration & 1)
+    # The number of the Philox call of each four words. A row's length is a multiple of four words.
+    call = row * (n_cols // 4) + _evens(_evens(i)) // 4
     sums = gl.full(i.shape, 0.0, gl.float32, LAYOUT)
     squares = sums
     made = ()
@@ -105,30 +113,35 @@ def _first_pass(
         j = i + v * OF_WARP
         drawn = factors(call + v * (OF_WARP // 4), key_low, key_high, threshold, scale, WIDE)
         kept_low, kept_high = _even_and_odd(drawn)
-        in_low, in_high = halves(vector(_INPUT, j, BLOCK), DTYPE)
-        bias_low, bias_high = halves(vector(_BIAS, j, BLOCK), DTYPE)
-        low, high = halves(vector(_RESIDUAL, j, BLOCK), DTYPE)
+        in_low, in_high = halves(load_vector(_INPUT, j, BLOCK), DTYPE)
+        bias_low, bias_high = halves(load_vector(_BIAS, j, BLOCK), DTYPE)
+        low, high = halves(load_vector(_RESIDUAL, j, BLOCK), DTYPE)
         low += (in_low + bias_low) * gl.convert_layout(kept_low, LAYOUT, assert_trivial=True)
         high += (in_high + bias_high) * gl.convert_layout(kept_high, LAYOUT, assert_trivial=True)
         word = word_of(low, high, DTYPE)
         made += (word,)
         if SAVE_STATS:
             if EVEN:
-                gl.store(sum_ptr + row * length + j, word)
+                gl.store(sum_ptr + row * n_cols + j, word)
             else:
-                gl.store(sum_ptr + row * length + j, word, mask=j < length)
-        sums, squares = add_deviations(sums, squares, word, centre, j, length, DTYPE, EVEN)
-    send(turn, gl.reduce((by_warp(sums), by_warp(squares)), 2, add_both))
+                gl.store(sum_ptr + row * n_cols + j, word, mask=j < n_cols)
+        sums, squares = add_deviations(sums, squares, word, centre, j, n_cols, DTYPE, EVEN)
+    reduce_arrive(iteration, gl.reduce((split_by_warp(sums), split_by_warp(squares)), 2, add_pairs))
     return made
 
 
 @gluon.jit(do_not_specialize=ARGUMENTS)
-def _chain_staying_kernel(
+def _chain_persistent_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
-    key_low, key_high, threshold, scale, in_stride, residual_stride, count, length, per_element, eps,
+    key_low, key_high, threshold, scale, in_stride, residual_stride, n_rows, n_cols, per_element, eps,
     SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
     BLOCK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
+    """y = layer_norm(residual + dropout(input + bias)), two 16-bit values per word.
+
+    Grid: persistent clusters, each of which loops over rows. Layout: each block has BLOCK words of a row; n_cols and
+    strides are in words. SAVE_STATS: sum and statistics are stored.
+    """
     blocks: gl.constexpr = gl.num_ctas()
     LAYOUT: gl.constexpr = row_layout(blocks, gl.num_warps(), VECTOR)
     WIDE: gl.constexpr = row_layout(blocks, gl.num_warps(), 2 * VECTOR)
@@ -139,100 +152,125 @@ def _chain_staying_kernel(
     input_ptr = input_ptr.to(words, bitcast=True)
     bias_ptr = bias_ptr.to(words, bitcast=True)
     residual_ptr = residual_ptr.to(words, bitcast=True)
-    i = columns(BLOCK, LAYOUT)
-    rows = slots(_IN_ALL, BLOCK, gl.int32)
-    hold(rows)
-    init_stages(_IN_ALL, 2, length, BLOCK, gl.int32)
+    i = column_index(BLOCK, LAYOUT)
+    rows = allocate_stages(_IN_ALL, BLOCK, gl.int32)
+    keep_stages(rows)
+    init_stages(_IN_ALL, 2, n_cols, BLOCK, gl.int32)
     init_cluster_reduce()
     wait_for_cluster_reduce()
-    # Of an absent parameter the slot holds the bias, and is not looked at.
+    # The stage of an absent parameter holds the bias, and is not read.
     weight_ptr = weight_ptr.to(words, bitcast=True) if HAS_WEIGHT else bias_ptr
     norm_bias_ptr = norm_bias_ptr.to(words, bitcast=True) if HAS_BIAS else bias_ptr
-    fetch(_OF_PARAMETERS, _BIAS, (bias_ptr, weight_ptr, norm_bias_ptr), length, BLOCK, False)
-    before = _centre(_heads(0, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT), DTYPE)
-    _fetch(0, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK)
+    bulk_copy(_OF_PARAMETERS, _BIAS, (bias_ptr, weight_ptr, norm_bias_ptr), n_cols, BLOCK, False)
+    before = _centre(_heads(0, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, n_rows, LAYOUT), DTYPE)
+    _fetch(0, input_ptr, residual_ptr, in_stride, residual_stride, n_rows, n_cols, BLOCK)
     programs = gl.num_programs(0)
-    turns = (count - gl.program_id(0) + programs - 1) // programs
-    centre = _centre(_heads(1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT), DTYPE)
-    wait(_OF_PARAMETERS, 0)
+    iterations = (n_rows - gl.program_id(0) + programs - 1) // programs
+    centre = _centre(_heads(1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, n_rows, LAYOUT), DTYPE)
+    wait_stage(_OF_PARAMETERS, 0)
     kept = _first_pass(
-        sum_ptr, 0, before, i, key_low, key_high, threshold, scale, count, length,
+        sum_ptr, 0, before, i, key_low, key_high, threshold, scale, n_rows, n_cols,
         SAVE_STATS, DTYPE, BLOCK, EVEN, WIDE,
     )  # fmt: skip
-    _fetch(1, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK)
-    for turn in range(1, turns):
-        heads = _heads(turn + 1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, count, LAYOUT)
+    _fetch(1, input_ptr, residual_ptr, in_stride, residual_stride, n_rows, n_cols, BLOCK)
+    for iteration in range(1, iterations):
+        heads = _heads(iteration + 1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, n_rows, LAYOUT)
         made = _first_pass(
-            sum_ptr, turn, centre, i, key_low, key_high, threshold, scale, count, length,
+            sum_ptr, iteration, centre, i, key_low, key_high, threshold, scale, n_rows, n_cols,
             SAVE_STATS, DTYPE, BLOCK, EVEN, WIDE,
         )  # fmt: skip
-        _fetch(turn + 1, input_ptr, residual_ptr, in_stride, residual_stride, count, length, BLOCK)
+        _fetch(iteration + 1, input_ptr, residual_ptr, in_stride, residual_stride, n_rows, n_cols, BLOCK)
         second_pass(
-            out_ptr, stats_ptr, kept, rows, turn - 1, before, i, count, length, per_element, eps,
+            out_ptr, stats_ptr, kept, rows, iteration - 1, before, i, n_rows, n_cols, per_element, eps,
             SAVE_STATS, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
         )  # fmt: skip
         before = centre
         centre = _centre(heads, DTYPE)
         kept = made
     second_pass(
-        out_ptr, stats_ptr, kept, rows, turns - 1, before, i, count, length, per_element, eps,
+        out_ptr, stats_ptr, kept, rows, iterations - 1, before, i, n_rows, n_cols, per_element, eps,
         SAVE_STATS, HAS_WEIGHT, HAS_BIAS, DTYPE, EVEN,
     )  # fmt: skip
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-#: Warps of a block, the best guess first. A thread has so many words of a row, and so many registers.
+#: Warps of a block, the best guess first; words of a row and registers per thread.
 WARPS, WORDS, REGISTERS = (8, 16), 16, 128
 
 
-def configs(length: int) -> list[triton.Config]:
+def configs(n_cols: int) -> list[triton.Config]:
     """Configurations for rows of a length, best first; none for those that are too long."""
     found = []
     for warps in WARPS:
         block = warps * 32 * WORDS
-        blocks = triton.next_power_of_2(triton.cdiv(length // 2, block))
-        if 2 <= blocks <= cluster.MOST_BLOCKS:
-            constants = {"BLOCK": block, "EVEN": length == 2 * blocks * block}
+        blocks = triton.next_power_of_2(triton.cdiv(n_cols // 2, block))
+        if 2 <= blocks <= cluster.MAX_CLUSTER:
+            constants = {"BLOCK": block, "EVEN": n_cols == 2 * blocks * block}
             found.append(triton.Config(constants, num_warps=warps, num_stages=1, num_ctas=blocks, maxnreg=REGISTERS))
     return to_time(found)
 
 
-#: Elements of a row from which on this is faster than a cluster for every row, and of the longest; and what its length
-#: and strides, and addresses in bytes, are multiples of.
-SHORTEST, LONGEST, MULTIPLE = 16385, cluster.MOST_BLOCKS * 2 * 32 * WORDS * max(WARPS), 32
+#: Rows, in elements: from the shortest that `configs` has clusters of two blocks for, to the longest; and the multiple,
+#: in elements and bytes, of length, strides and addresses.
+MIN_COLS, MAX_COLS, MULTIPLE = 8193, cluster.MAX_CLUSTER * 2 * 32 * WORDS * max(WARPS), 32
 
-choose = Autotuner(_chain_staying_kernel)
+_choose = Autotuner(_chain_persistent_cluster_kernel)
+_launches = LaunchCache()
 
 
-def slot_bytes(config: triton.Config) -> int:
-    """Of shared memory, for rows and the three parameters."""
+def _smem_bytes(config: triton.Config) -> int:
+    """Shared memory for rows and the three parameters."""
     return _IN_ALL.value * config.kwargs["BLOCK"] * 4
 
 
-def takes(tensors: tuple[torch.Tensor, ...], strides: tuple[int, int]) -> bool:
-    """Whether a call with these tensors, as the kernel takes them, is for it."""
-    length = tensors[3].shape[1]
-    if not SHORTEST <= length <= LONGEST:
-        return False
-    places = length | strides[0] | strides[1]
-    for tensor in tensors:
-        places |= address(tensor)
-    return places % MULTIPLE == 0
+def _launch(
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, int],
+    present: tuple[bool, bool],
+    eps: float,
+    save_stats: bool,
+    mask: Mask,
+) -> None:
+    x = tensors[3]
+    n_rows, n_cols = x.shape
+    if n_rows == 1:
+        strides = (n_cols, n_cols)  # a single row has any stride
+    constants = (save_stats, *present)
+
+    def make() -> PersistentLaunch:
+        clusters = min(n_rows, multiprocessors(x.device, 1))
+        arguments = (strides[0] // 2, strides[1] // 2, n_rows, n_cols // 2, 1.0 / n_cols, eps, *constants)
+
+        def launch(config: triton.Config) -> PersistentLaunch:
+            smem = _smem_bytes(config)
+            return PersistentLaunch(_chain_persistent_cluster_kernel, clusters, arguments, config, smem)
+
+        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+        return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
+
+    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
 
 
-def launch_of(
-    x: torch.Tensor, strides: tuple[int, int], eps: float, constants: tuple[bool, bool, bool]
-) -> Callable[[triton.Config], PersistentLaunch]:
-    """The launch of each configuration."""
-    count, length = x.shape
-    programs = min(count, multiprocessors(x.device, 1))
-    arguments = (strides[0] // 2, strides[1] // 2, count, length // 2, 1.0 / length, eps, *constants)
-    return lambda config: PersistentLaunch(_chain_staying_kernel, programs, arguments, config, slot_bytes(config))
+forward = forward_by(_launch)
+
+
+def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
+    """Why a call with input, bias, residual, weight and norm_bias cannot be taken, or None."""
+    if (reason := unsupported_rows(input, MIN_COLS, MAX_COLS)) is not None:
+        return reason
+    if wants_gradient(input, *others):
+        return "has no backward pass; use triton.cluster"
+    if combined(input, *others) % MULTIPLE or any_address(input, *others) % MULTIPLE:
+        return f"takes rows whose length and strides, in elements, and addresses are multiples of {MULTIPLE}"
+    return None
+
+
+# ---- ahead of time -------------------------------------------------------------------------------------------------
 
 
 def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "per_element": "fp32", "eps": "fp32"}
     constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
-    return [entry(_chain_staying_kernel, "bf16", constants, configs(131072)[0], types)]
+    return [entry(_chain_persistent_cluster_kernel, "bf16", constants, configs(131072)[0], types)]

@@ -1,9 +1,9 @@
-"""How a kernel reads what it reads but once."""
+"""Cache eviction policies, named by their intent."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
-#: An eviction policy: the lines leave the L2 after all others. What is written then leaves it early, and the memory
-#: moves the same bytes 1 to 4 % faster; where arithmetic is the limit, no faster or a little slower.
+#: For data that is read once: its lines leave the L2 last. Written lines then leave it early, and memory moves the same
+#: bytes 1 to 4 % faster. Compute-bound kernels gain nothing or lose a little.
 EVICTION_OF_SINGLE_USE = tl.constexpr("evict_last")

@@ -1,7 +1,7 @@
-"""What divides the lengths and strides of rows, so that kernels read and write them by vectors.
+"""Divisibility of row lengths and strides, which decides how wide a kernel's loads and stores are.
 
-Of an integer argument Triton looks whether 16 divides it; where nothing is known to, rows are read element by element,
-as those of 1000 elements would be. So kernels are told by a constant, DIVISIBILITY.
+Triton specialises an integer argument on whether 16 divides it. Without that knowledge it reads rows element by
+element, as it would rows of 1000. The constant DIVISIBILITY tells kernels what does divide them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def assume_divisible(n, DIVISIBILITY: tl.constexpr):
-    """n, which DIVISIBILITY divides: Triton sees by the product that it does."""
+    """`n`, which DIVISIBILITY divides: the product shows that to Triton."""
     return n if DIVISIBILITY == 16 else n // DIVISIBILITY * DIVISIBILITY
 
 

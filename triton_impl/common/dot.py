@@ -1,4 +1,4 @@
-"""tl.dot, right in Triton's interpreter too."""
+"""tl.dot, correct in Triton's interpreter too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERPRETED = tl.constexpr(interpreted())
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
-    """``acc + a @ b``, accumulated in float32. The interpreter gets bfloat16 wrong, so there it is float32."""
+    """``acc + a @ b``, accumulated in float32. The interpreter gets bfloat16 wrong: there operands are float32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)

@@ -24,18 +24,18 @@ def offset_of(index, size1, size2, size3, stride0, stride1, stride2, stride3):
 
 
 def is_dense(output: torch.Tensor, *operands: torch.Tensor) -> bool:
-    """Whether operands of one shape can be walked as one dense run of memory. `output` is fresh, and so dense."""
+    """Whether operands of one shape are one dense run of memory in one order. `output` is fresh, and so dense."""
     strides = output.stride()
     return all(t.stride() == strides for t in operands)
 
 
 def indexing(*tensors: torch.Tensor) -> list[int]:
-    """What :func:`offset_of` takes for tensors of one shape: three inner sizes, then four strides per tensor."""
+    """Arguments of :func:`offset_of` for tensors of one shape: three inner sizes, then four strides per tensor."""
     return pad_strides(*collapse(tensors[0].shape, *(t.stride() for t in tensors)))
 
 
 def pad_strides(sizes: list[int], strides: list[list[int]]) -> list[int]:
-    """Collapsed sizes and strides, filled up to what :func:`offset_of` takes."""
+    """Collapsed sizes and strides, padded to the arguments of :func:`offset_of`."""
     padding = MAX_DIMS - len(sizes)
     if padding < 0:
         raise ValueError(f"strides that do not collapse to {MAX_DIMS} dimensions (these need {len(sizes)})")
@@ -46,9 +46,9 @@ def pad_strides(sizes: list[int], strides: list[list[int]]) -> list[int]:
 
 
 def row_indexing(*tensors: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
-    """Tensors of one shape as rows of their last dimension: rows, columns, and how to find both.
+    """Tensors of one shape as rows of their last dimension: (rows, columns, strides).
 
-    That is what :func:`offset_of` takes to find a row, then each tensor's step along it.
+    `strides` holds the arguments of :func:`offset_of` for a row, then each tensor's stride along a row.
     """
     columns = tensors[0].shape[-1]
     sizes, strides = collapse(tensors[0].shape[:-1], *(t.stride()[:-1] for t in tensors))
@@ -57,7 +57,7 @@ def row_indexing(*tensors: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 @triton.jit
 def tile(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's rows, columns (as one row) and mask, where programs take tiles row by row of them."""
+    """This program's rows, columns (as one row) and mask. Programs take tiles in row-major order."""
     blocks = tl.cdiv(columns, BLOCK_N)
     row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -65,7 +65,7 @@ def tile(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 def tile_of(columns: int, elements: int) -> tuple[int, int]:
-    """Rows and columns of a tile with that many elements, as wide as a row lets it be."""
+    """(rows, columns) of a tile of so many elements, as wide as a row allows."""
     width = min(triton.next_power_of_2(columns), elements)
     return elements // width, width
 
@@ -73,10 +73,10 @@ def tile_of(columns: int, elements: int) -> tuple[int, int]:
 def gradient_for_kernel(
     grad: torch.Tensor, like: torch.Tensor, *operands: torch.Tensor, rows_at: int | None = None
 ) -> torch.Tensor:
-    """An output's gradient as kernels can walk it beside `like`, fresh, and operands that they walked forward.
+    """An output's gradient, copied into the strides of `like` where kernels cannot index it beside `operands`.
 
-    Its strides are autograd's choice, which no `unsupported` has seen: where they need too many dimensions, it is
-    copied into those of `like`. What lies along `rows_at` needs none.
+    Autograd chooses its strides, which no `unsupported` has seen. `like` is a fresh tensor. The dimension `rows_at` has
+    a stride of its own and does not count.
     """
     if grad.dim() > MAX_DIMS:
         kept = [d for d in range(grad.dim()) if rows_at is None or d != rows_at % grad.dim()]
@@ -87,7 +87,7 @@ def gradient_for_kernel(
 
 
 def too_many_row_dims(*tensors: torch.Tensor) -> str | None:
-    """Why :func:`row_indexing` has no place for these tensors and a fresh one like the first, or None."""
+    """Why :func:`row_indexing` cannot index these tensors and a fresh one like the first, or None."""
     if tensors[0].dim() <= MAX_DIMS + 1:
         return None
     fresh = torch.empty_like(tensors[0], device="meta")

@@ -1,6 +1,6 @@
-"""The hardware's own exp2 and reciprocal, one instruction each, within an ulp or two; subnormal results become zero.
+"""The hardware's exp2 and reciprocal: one instruction each, within two ulp, subnormal results flushed to zero.
 
-``tl.exp2`` and ``1 / x`` take several instructions more, for subnormal numbers and for the last bit.
+``tl.exp2`` and ``1 / x`` take several instructions more, for subnormal numbers and the last bit.
 """
 
 from __future__ import annotations

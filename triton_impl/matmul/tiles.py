@@ -1,4 +1,4 @@
-"""What the kernels of matrix products share: the order of tiles, the loop over k, configurations and their keys."""
+"""Shared by the kernels of matrix products: rasterization, the loop over k, configurations and their cost model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages:
     return triton.Config(blocks, num_warps=num_warps, num_stages=num_stages)
 
 
-#: By kind of product. A configuration that needs more shared memory than the GPU has drops out of the tuning by itself.
-#: The first is the choice without tuning, the last that choice where the first does not fit.
+#: By kind of product. Tuning drops a configuration that needs more shared memory than the GPU has. Without tuning the
+#: first is taken, or the last where the first does not fit.
 CONFIGS = {
     # Two warpgroups hold a 128×256 accumulator in registers; smaller tiles where those would leave SMs idle.
     "16-bit": [
@@ -74,10 +74,10 @@ INTERPRETER_CONFIG = config(64, 64, 64, 1, 1)
 
 
 @triton.jit
-def grouped(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Row and column of tiles of a tile's number.
+def rasterize(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row, column) of the tile with this number, in grouped order.
 
-    Grouped order: programs that run together cover GROUP_M rows of tiles, and share their A and B through the L2.
+    Programs that run at the same time cover GROUP_M rows of tiles, and share their A and B through the L2.
     """
     grid_m = tl.cdiv(M, BLOCK_M)
     per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
@@ -89,16 +89,16 @@ def grouped(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: t
 @triton.jit
 def accumulate(
     a_ptr, b_ptr, tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-    PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LARGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product in float32, with its rows, its columns, and which of its elements the output has."""
+    """Mainloop: ``Σ_k A[m, k] · B[k, n]`` of one tile, in float32, with its row and column offsets and its mask."""
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = tl.full((BLOCK_M,), True, tl.int1) if EVEN_M else offs_m < M
     mask_n = tl.full((BLOCK_N,), True, tl.int1) if EVEN_N else offs_n < N
-    if LARGE:
+    if INT64_OFFSETS:
         offs_m, offs_n, offs_k = offs_m.to(tl.int64), offs_n.to(tl.int64), offs_k.to(tl.int64)
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
@@ -158,7 +158,7 @@ def arguments_of(a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], dic
         "EVEN_M": m % BLOCK_MULTIPLE == 0,
         "EVEN_N": n % BLOCK_MULTIPLE == 0,
         "EVEN_K": k % BLOCK_MULTIPLE == 0,
-        "LARGE": large,
+        "INT64_OFFSETS": large,
     }
     return (m, n, k, stride_am, stride_ak, stride_bk, stride_bn, tuning_key), constants
 

@@ -1,12 +1,19 @@
-"""Normalised rows in Gluon: a row stays in the registers of a block, or, if it outgrows one, of a cluster (cluster.py).
+"""layer_norm, rung 4 of 5: cluster
+rms_norm, rung 4 of 4: cluster
+add_rms_norm, rung 3 of 3: cluster
 
-LayerNorm's longest rows are in persistent_cluster.py, and the backward pass in cluster_backward.py; of each row the
-same is kept as in :mod:`triton_impl.norm.rows`.
+Idea      One thread-block cluster per row. Each block keeps its part of the row in registers; the blocks exchange their
+          moments through distributed shared memory. A row that one block holds has that block alone. Backward:
+          cluster_backward.py. In Gluon, for Hopper.
+Predicts  2·N·sizeof(T) bytes per row at lengths where `fused` runs out of registers.
+Limit now Each cluster reads weight and bias from L2, and waits once for its row and once for the exchange.
+Next      `persistent_cluster`: clusters that loop over rows and copy the next row meanwhile.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -14,93 +21,92 @@ from triton_impl import unsupported
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import (
-    begin,
-    by_warp,
-    columns,
+    as_row_values,
+    column_index,
+    exchange,
+    init_exchange,
     load,
-    meet,
-    of_rows,
+    rewiden,
+    split_by_warp,
     store,
+    store_once,
     widen,
-    widen_again,
-    write_once,
 )
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
-from triton_impl.norm import persistent_cluster
-from triton_impl.norm.rows import Kind, add_both, forward_by, rstd_of
+from triton_impl.norm import cluster_backward
+from triton_impl.norm.common import Kind, add_pairs, forward_by, rstd_of
 from triton_impl.runtime.aot import TYPES, Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
 
 @gluon.jit
-def _about_one_mean(count, mean, lost, square, other_count, other_mean, other_lost, other_square):
-    """Of two parts of a row, how many elements, a mean, and the sums of deviations from it and of their squares: those
-    of both, about the first one's mean, or if that is empty the other's.
+def merge_moments(n, mean, sum, square, other_n, other_mean, other_sum, other_square):
+    """Merges the moments of two parts of a row about the first part's mean, or about the other's if the first is empty.
+
+    Moments are n, any mean, Σ (x − mean) and Σ (x − mean)² (Chan, Golub and LeVeque 1983).
     """
-    about = gl.where(count > 0, mean, other_mean)
+    about = gl.where(n > 0, mean, other_mean)
     off, other_off = mean - about, other_mean - about
-    square += off * (count * off + 2 * lost) + other_square + other_off * (other_count * other_off + 2 * other_lost)
-    lost += count * off + other_lost + other_count * other_off
-    return count + other_count, about, lost, square
+    square += off * (n * off + 2 * sum) + other_square + other_off * (other_n * other_off + 2 * other_sum)
+    sum += n * off + other_sum + other_n * other_off
+    return n + other_n, about, sum, square
 
 
 @gluon.jit
-def _with_deviations(sums, squares, x, mean, i, length, EVEN: gl.constexpr):
-    """`sums`, and with them the deviations from `mean` of a vector at columns `i`; and of their squares the same."""
+def _add_deviations(sums, squares, x, mean, i, n_cols, EVEN: gl.constexpr):
+    """Adds the deviations from `mean` of a vector at columns `i` to `sums`, and their squares to `squares`."""
     deviation = x - mean
     if not EVEN:
-        deviation = gl.where(i < length, deviation, 0.0)
+        deviation = gl.where(i < n_cols, deviation, 0.0)
     return sums + deviation, squares + deviation * deviation
 
 
 @gluon.jit
-def _about_a_block_mean(x, i, length, BLOCK: gl.constexpr, EVEN: gl.constexpr):
-    """Of a block's part x of a row, (blocks,) each: a mean, and the sums of deviations from it and of their squares.
-    The mean is that of its first vectors.
+def _block_moments(x, i, n_cols, BLOCK: gl.constexpr, EVEN: gl.constexpr):
+    """Mean, Σ (x − mean) and Σ (x − mean)² of a block's part x of a row, (blocks,) each, about the mean of the block's
+    first vectors.
     """
     sums = gl.zeros_like(widen(x[0]))
     squares = sums
     mean = gl.sum(widen(x[0]), 1)
     block = gl.arange(0, gl.num_ctas(), layout=mean.type.layout)
-    mean /= gl.maximum(held(block * BLOCK, i.shape[1], length), 1.0)
+    mean /= gl.maximum(columns_from(block * BLOCK, i.shape[1], n_cols), 1.0)
     for k in gl.static_range(len(x)):
         j = i + k * i.shape[1]
-        sums, squares = _with_deviations(sums, squares, widen(x[k]), mean[:, None], j, length, EVEN)
-    lost, square = gl.reduce((sums, squares), 1, add_both)
-    return (mean, lost, square)
+        sums, squares = _add_deviations(sums, squares, widen(x[k]), mean[:, None], j, n_cols, EVEN)
+    total, square = gl.reduce((sums, squares), 1, add_pairs)
+    return (mean, total, square)
 
 
 @gluon.jit
-def _about_warp_means(x, i, length, EVEN: gl.constexpr):
-    """The same of a row that one block has, each warp's deviations from the mean of its own first vectors: so its warps
-    wait for each other but once. In a cluster, whose blocks wait anyway, that is no faster.
+def _warp_moments(x, i, n_cols, EVEN: gl.constexpr):
+    """The moments of a row that one block holds. Each warp takes deviations from the mean of its own first vectors, so
+    that warps wait for each other once. In a cluster, whose blocks wait anyway, that is no faster.
     """
-    sums = by_warp(gl.zeros_like(widen(x[0])))
+    sums = split_by_warp(gl.zeros_like(widen(x[0])))
     squares = sums
-    mean = gl.sum(by_warp(widen(x[0])), 2)
+    mean = gl.sum(split_by_warp(widen(x[0])), 2)
     of_warp: gl.constexpr = i.shape[1] // gl.num_warps()
     start = gl.arange(0, gl.num_warps(), layout=gl.SliceLayout(0, mean.type.layout))[None, :] * of_warp
-    mean /= gl.maximum(held(start, of_warp, length), 1.0)
-    count = gl.zeros_like(mean)
+    mean /= gl.maximum(columns_from(start, of_warp, n_cols), 1.0)
+    n = gl.zeros_like(mean)
     for k in gl.static_range(len(x)):
-        count += held(start + k * i.shape[1], of_warp, length)
-        j = by_warp(i + k * i.shape[1])
-        sums, squares = _with_deviations(sums, squares, by_warp(widen(x[k])), mean[:, :, None], j, length, EVEN)
-    lost, square = gl.reduce((sums, squares), 2, add_both)
-    found = gl.reduce((count, mean, lost, square), 1, _about_one_mean)
-    return (of_rows(found[1], i), of_rows(found[2], i), of_rows(found[3], i))
+        n += columns_from(start + k * i.shape[1], of_warp, n_cols)
+        j = split_by_warp(i + k * i.shape[1])
+        sums, squares = _add_deviations(sums, squares, split_by_warp(widen(x[k])), mean[:, :, None], j, n_cols, EVEN)
+    total, square = gl.reduce((sums, squares), 2, add_pairs)
+    merged = gl.reduce((n, mean, total, square), 1, merge_moments)
+    return (as_row_values(merged[1], i), as_row_values(merged[2], i), as_row_values(merged[3], i))
 
 
 @gluon.jit
-def part_statistics(x, i, length, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr, EVEN: gl.constexpr):
-    """Of a block's part x of a row: a mean, and the sums of deviations from it and of their squares; or, not IS_LAYERNORM,
-    the sum of squares alone.
-    """
+def block_moments(x, i, n_cols, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr, EVEN: gl.constexpr):
+    """Moments of a block's part x of a row: mean, Σ (x − mean), Σ (x − mean)²; for RMSNorm Σ x² alone."""
     if IS_LAYERNORM and gl.num_ctas() == 1:
-        return _about_warp_means(x, i, length, EVEN)
+        return _warp_moments(x, i, n_cols, EVEN)
     elif IS_LAYERNORM:
-        return _about_a_block_mean(x, i, length, BLOCK, EVEN)
+        return _block_moments(x, i, n_cols, BLOCK, EVEN)
     else:
         squares = gl.zeros_like(widen(x[0]))
         for k in gl.static_range(len(x)):
@@ -110,84 +116,88 @@ def part_statistics(x, i, length, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexp
 
 
 @gluon.jit
-def row_statistics(parts, length, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr):
-    """Of a row, (blocks,) each: a mean, by how much the row's differs from it, and the variance or mean square, from
-    the statistics of its parts (Chan, Golub and LeVeque 1983).
+def row_moments(parts, n_cols, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr):
+    """A mean, the mean deviation from it, and the variance (or mean square) of a row, (blocks,) each, merged from the
+    moments of its parts in the order of the blocks (Chan, Golub and LeVeque 1983).
     """
     mean = parts[0]
-    lost = gl.zeros_like(mean)
+    deviation = gl.zeros_like(mean)
     square = gl.zeros_like(mean)
     if IS_LAYERNORM:
         for b in gl.static_range(gl.num_ctas()):
-            lost += (parts[3 * b] - mean) * held(b * BLOCK, BLOCK, length) + parts[3 * b + 1]
-        lost /= length
+            deviation += (parts[3 * b] - mean) * columns_from(b * BLOCK, BLOCK, n_cols) + parts[3 * b + 1]
+        deviation /= n_cols
         for b in gl.static_range(gl.num_ctas()):
-            off = parts[3 * b] - mean - lost
-            square += parts[3 * b + 2] + off * (off * held(b * BLOCK, BLOCK, length) + 2 * parts[3 * b + 1])
+            off = parts[3 * b] - mean - deviation
+            square += parts[3 * b + 2] + off * (off * columns_from(b * BLOCK, BLOCK, n_cols) + 2 * parts[3 * b + 1])
     else:
         for b in gl.static_range(gl.num_ctas()):
             square += parts[b]
-    return mean, lost, square / length
+    return mean, deviation, square / n_cols
 
 
 @gluon.jit
-def held(start, COUNT: gl.constexpr, length):
-    """How many of COUNT elements from `start` on a row has."""
-    return gl.minimum(gl.maximum(length - start, 0), COUNT).to(gl.float32)
+def columns_from(start, COUNT: gl.constexpr, n_cols):
+    """How many of COUNT columns from `start` on a row has."""
+    return gl.minimum(gl.maximum(n_cols - start, 0), COUNT).to(gl.float32)
 
 
 @gluon.jit
-def with_next(found, ptr, i, length, WANTED: gl.constexpr, EVEN: gl.constexpr):
-    """The tuple `found` of the first vectors of a row or a parameter, and the next of them if it is wanted."""
+def prefetch(loaded, ptr, i, n_cols, WANTED: gl.constexpr, EVEN: gl.constexpr):
+    """Appends the next vector of a row or a parameter to the tuple of those `loaded`, if WANTED."""
     if WANTED:
-        found += (load(ptr, i + len(found) * i.shape[1], length, 0.0, EVEN),)
-    return found
+        loaded += (load(ptr, i + len(loaded) * i.shape[1], n_cols, 0.0, EVEN),)
+    return loaded
 
 
 @gluon.jit
 def _norm_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, residual_ptr, weight_ptr, bias_ptr,
-    in_stride, residual_stride, count, length, eps,
+    in_stride, residual_stride, n_rows, n_cols, eps,
     IS_LAYERNORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr,
     HAS_BIAS: gl.constexpr, VECTOR: gl.constexpr, DIVISIBILITY: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    begin(3 if IS_LAYERNORM else 1)
-    length, in_stride = assume_divisible(length, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
+    """y = x̂ · w + b, of the sum of input and residual with HAS_RESIDUAL.
+
+    Grid: one cluster per row. Layout: each block of the cluster holds BLOCK columns of the row in registers.
+    """
+    init_exchange(3 if IS_LAYERNORM else 1)
+    n_cols, in_stride = assume_divisible(n_cols, DIVISIBILITY), assume_divisible(in_stride, DIVISIBILITY)
     residual_stride = assume_divisible(residual_stride, DIVISIBILITY)
     row = gl.program_id(0).to(gl.int64)
-    i = columns(BLOCK, VECTOR)
+    i = column_index(BLOCK, VECTOR)
     input_ptr += row * in_stride
     residual_ptr += row * residual_stride
     x = ()
     for k in gl.static_range(0, BLOCK, i.shape[1]):
-        part = load(input_ptr, i + k, length, 0.0, EVEN)
+        part = load(input_ptr, i + k, n_cols, 0.0, EVEN)
         if HAS_RESIDUAL:
-            residual = load(residual_ptr, i + k, length, 0.0, EVEN)
+            residual = load(residual_ptr, i + k, n_cols, 0.0, EVEN)
             part = (widen(part) + widen(residual)).to(part.dtype)
         x += (part,)
-    parts = part_statistics(x, i, length, BLOCK, IS_LAYERNORM, EVEN)
-    # Weights are asked for a vector ahead, the first before the blocks meet; with biases too, registers would not do.
-    weight = with_next((), weight_ptr, i, length, HAS_WEIGHT, EVEN)
-    mean, lost, variance = row_statistics(meet(parts), length, BLOCK, IS_LAYERNORM)
+    parts = block_moments(x, i, n_cols, BLOCK, IS_LAYERNORM, EVEN)
+    # Weights are loaded one vector ahead, the first before the exchange; registers do not suffice for biases as well.
+    weight = prefetch((), weight_ptr, i, n_cols, HAS_WEIGHT, EVEN)
+    mean, deviation, variance = row_moments(exchange(parts), n_cols, BLOCK, IS_LAYERNORM)
     rstd = rstd_of(variance, eps)
-    shift = -lost * rstd
-    bias = with_next((), bias_ptr, i, length, HAS_BIAS, EVEN)
+    shift = -deviation * rstd
+    bias = prefetch((), bias_ptr, i, n_cols, HAS_BIAS, EVEN)
     if SAVE_STATS:
-        write_once(stats_ptr + row, rstd, True)
+        store_once(stats_ptr + row, rstd, True)
         if IS_LAYERNORM:
-            write_once(stats_ptr + count + row, mean, True)
-            write_once(stats_ptr + 2 * count + row, shift, True)
+            store_once(stats_ptr + n_rows + row, mean, True)
+            store_once(stats_ptr + 2 * n_rows + row, shift, True)
     for k in gl.static_range(len(x)):
-        weight = with_next(weight, weight_ptr, i, length, HAS_WEIGHT and k + 1 < len(x), EVEN)
-        bias = with_next(bias, bias_ptr, i, length, HAS_BIAS and k + 1 < len(x), EVEN)
+        weight = prefetch(weight, weight_ptr, i, n_cols, HAS_WEIGHT and k + 1 < len(x), EVEN)
+        bias = prefetch(bias, bias_ptr, i, n_cols, HAS_BIAS and k + 1 < len(x), EVEN)
         j = i + k * i.shape[1]
         if HAS_RESIDUAL:
-            store(sum_ptr + row * length, j, length, x[k], EVEN)
-        y = widen_again(x[k])
+            store(sum_ptr + row * n_cols, j, n_cols, x[k], EVEN)
+        y = rewiden(x[k])
         if IS_LAYERNORM and y.dtype == out_ptr.dtype.element_ty:
             y = (y - mean[:, None]) * rstd[:, None] + shift[:, None]
         elif IS_LAYERNORM:
-            # Of 16 bits, what this rounds is far below their own spacing.
+            # In 16-bit elements, what this rounds is far below their own spacing.
             y = y * rstd[:, None] + (shift - mean * rstd)[:, None]
         else:
             y *= rstd[:, None]
@@ -195,13 +205,14 @@ def _norm_cluster_kernel(
             y *= widen(weight[k])
         if HAS_BIAS:
             y += widen(bias[k])
-        store(out_ptr + row * length, j, length, y, EVEN)
+        store(out_ptr + row * n_cols, j, n_cols, y, EVEN)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-#: Rows that are left to `fused`. Past these, layer_norm is the faster here; the others are from 8192 on.
-LEFT_TO_FUSED = 2048
+#: The shortest rows: of 16-bit elements the smallest block of :func:`triton_impl.common.gluon.cluster.configs` needs
+#: more than 2048.
+MIN_COLS = 2049
 
 _choose = Autotuner(_norm_cluster_kernel)
 _launches = LaunchCache()
@@ -213,45 +224,42 @@ def _launch(
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
-    keep: bool,
+    save_stats: bool,
 ) -> None:
     x = tensors[3]
-    count, length = x.shape
-    if persistent_cluster.takes(kind, x, *tensors[5:]):
-        persistent_cluster.launch((*tensors[:1], *tensors[2:4], *tensors[5:]), strides[0], present, eps, keep)
-        return
-    constants = (*kind, keep, *present, cluster.vector_of(x.dtype))
+    n_rows, n_cols = x.shape
+    constants = (*kind, save_stats, *present, cluster.vector_of(x.dtype))
 
     def make() -> Launch:
-        def launch(config) -> Launch:
-            arguments = (
-                *strides,
-                count,
-                length,
-                eps,
-                *constants,
-                divisibility_of(length, *strides),
-                *config.kwargs.values(),
-            )
-            return Launch(_norm_cluster_kernel, (count,), arguments, cluster.options(config))
+        fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
 
-        key = (length, str(x.dtype), *constants, cluster.fills_gpu(count, x.device))
-        return _choose.launch(key, cluster.configs(length, x.dtype, 1 + kind.residual), launch, *tensors)
+        def launch(config: triton.Config) -> Launch:
+            arguments = (*fixed, *config.kwargs.values())
+            return Launch(_norm_cluster_kernel, (n_rows,), arguments, cluster.options(config))
 
-    _launches.run((count, length, strides, constants, x.dtype, x.device, eps), make, tensors)
+        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+        return _choose.launch(key, cluster.configs(n_cols, x.dtype, 1 + kind.has_residual), launch, *tensors)
+
+    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors)
 
 
 forward = forward_by(_launch)
 
 
-def refused(x: torch.Tensor, length: int) -> str | None:
-    """Why rows of so many elements of `x` cannot be taken, or None."""
-    return unsupported(x) or unsupported_by_gluon(x) or cluster.too_short_or_long(length, LEFT_TO_FUSED + 1, x.dtype)
+def unsupported_rows(kind: Kind, x: torch.Tensor, n_cols: int, gradient: bool) -> str | None:
+    """Why rows of `n_cols` elements of `x` cannot be taken, or None."""
+    reason = unsupported(x) or unsupported_by_gluon(x) or cluster.length_unsupported(n_cols, MIN_COLS, x.dtype)
+    return reason or (cluster_backward.unsupported_rows(n_cols, x.dtype) if gradient else None)
+
+
+# ---- ahead of time -------------------------------------------------------------------------------------------------
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
+    """Specialisations that stand for a normalisation's calls, both passes."""
     constants = {
-        "IS_LAYERNORM": kind.centred, "HAS_RESIDUAL": kind.residual, "SAVE_STATS": True, "HAS_WEIGHT": True, "HAS_BIAS": kind.centred,
+        "IS_LAYERNORM": kind.is_layernorm, "HAS_RESIDUAL": kind.has_residual, "SAVE_STATS": True, "HAS_WEIGHT": True,
+        "HAS_BIAS": kind.is_layernorm,
     }  # fmt: skip
     types = {"stats_ptr": "*fp32", "eps": "fp32"}
     return [
@@ -259,8 +267,8 @@ def ahead_of_time(kind: Kind) -> list[Entry]:
             _norm_cluster_kernel,
             TYPES[dtype],
             {**constants, "VECTOR": cluster.vector_of(dtype), "DIVISIBILITY": 16},
-            cluster.configs(length, dtype, 1 + kind.residual)[0],
+            cluster.configs(n_cols, dtype, 1 + kind.has_residual)[0],
             types,
         )
-        for dtype, length in ((torch.bfloat16, 131072), (torch.float32, 50000), (torch.bfloat16, 4096))
-    ]
+        for dtype, n_cols in ((torch.bfloat16, 131072), (torch.float32, 50000), (torch.bfloat16, 4096))
+    ] + cluster_backward.ahead_of_time(kind)

@@ -1,34 +1,46 @@
-"""The steps of every normalisation in Triton, in one table: what normalises rows, and what gives their gradients."""
+"""The rungs of layer_norm, rms_norm and add_rms_norm beyond `naive`, in reading order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import triton
+
+from triton_impl.common.column_sum import sum_partials_kernel, sum_tile, sum_warps
 from triton_impl.common.gluon import requirements
-from triton_impl.norm import cluster, cluster_backward, persistent_cluster, rows, short_backward
-from triton_impl.norm.rows import Kind
-from triton_impl.runtime.aot import Entry
+from triton_impl.norm import cluster, cluster_backward, fused, online, persistent_cluster
+from triton_impl.norm.common import Backward, Forward, Kind
+from triton_impl.runtime.aot import Entry, entry
 
 
-class Step(NamedTuple):
-    """A step: its forward and its backward pass, and why it takes no such rows, or does not run here."""
+class Rung(NamedTuple):
+    """A rung: its forward and backward pass, why it takes no such rows, and why this machine cannot run it."""
 
-    normalised: Callable
-    refused: Callable[..., str | None]
-    gradients: Callable
+    forward: Forward
+    backward: Backward | None
+    unsupported_rows: Callable[..., str | None]
     here: Callable[[], str | None] = lambda: None
 
 
-STEPS = {
-    "online": Step(*rows.FORWARD["online"], rows.backward),
-    # Rows that it has in one block forward are in a cluster's backward, where they may; and short ones a warp's alone.
-    "fused": Step(*rows.FORWARD["fused"], short_backward.backward),
-    "cluster": Step(cluster.forward, cluster.refused, short_backward.backward, requirements.here),
-}
+def rungs(kind: Kind) -> dict[str, Rung]:
+    """The rungs of a normalisation by name."""
+    found = {
+        "online": Rung(online.forward, online.backward, online.unsupported_rows),
+        "fused": Rung(fused.forward, fused.backward, fused.unsupported_rows),
+        "cluster": Rung(cluster.forward, cluster_backward.backward, cluster.unsupported_rows, requirements.here),
+    }
+    if kind == persistent_cluster.KIND:
+        unsupported = persistent_cluster.unsupported_rows
+        found["persistent_cluster"] = Rung(persistent_cluster.forward, None, unsupported, requirements.here)
+    return found
 
 
 def ahead_of_time(kind: Kind) -> list[Entry]:
     """Specialisations that stand for the calls of a normalisation."""
-    modules = (rows, cluster, persistent_cluster, cluster_backward, short_backward)
-    return [e for module in modules for e in module.ahead_of_time(kind)]
+    modules = [online, fused, cluster, *([persistent_cluster] if kind == persistent_cluster.KIND else [])]
+    height, width = sum_tile(256)
+    tile = {"DIVISIBILITY": 16, "BLOCK_M": height, "BLOCK_N": width}
+    config = triton.Config({}, num_warps=sum_warps(256), num_stages=1)
+    column_sum = entry(sum_partials_kernel, "bf16", tile, config, {"partials_ptr": "*fp32"})
+    return [*(e for module in modules for e in module.ahead_of_time(kind)), column_sum]

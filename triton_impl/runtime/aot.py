@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time, for a GPU that need not be here: what cannot compile shows without one."""
+"""Compile kernels ahead of time for a GPU that need not be here, and trace which kernels host code would launch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from triton_impl.common.gluon import requirements
 from triton_impl.runtime.launch_cache import LaunchCache
 from triton_impl.runtime.persistent_launch import PersistentLaunch
 
-#: What compilers call the types of an entry's pointers.
+#: Triton's names of the dtypes.
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Entry(NamedTuple):
-    """One specialisation of a kernel; a module that has kernels lists some that matter as ``AOT``."""
+    """One specialisation of a kernel. Files named ``aot_kernels.py`` list those that tests compile, as ``AOT``."""
 
     kernel: Any
     signature: dict[str, str]
@@ -38,11 +38,11 @@ def entry(
     config: triton.Config | None = None,
     types: Mapping[str, str] | None = None,
 ) -> Entry:
-    """An entry with pointers to `dtype` ("bf16", "fp16", "fp32") and 32-bit integers for all that is not constant.
+    """An entry whose arguments are pointers to `dtype` ("bf16", "fp16", "fp32"), 32-bit integers and `constexprs`.
 
-    `types` names what some arguments are instead.
+    `types` gives some arguments another type.
     """
-    constexprs = {**constexprs, **(config.kwargs if config else {}), **pdl.never(kernel)}
+    constexprs = {**constexprs, **(config.kwargs if config else {}), **pdl.constexprs(kernel, False)}
     signature = {
         name: "constexpr" if name in constexprs else f"*{dtype}" if name.endswith("_ptr") else "i32"
         for name in kernel.arg_names
@@ -53,7 +53,7 @@ def entry(
 
 
 def compile_entry(e: Entry, capability: int) -> Any:
-    """The compiled kernel, pointers and integers taken to be multiples of 16, as in well-aligned calls."""
+    """The compiled kernel. Pointers and integers are multiples of 16, as in well-aligned calls."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -64,13 +64,13 @@ def compile_entry(e: Entry, capability: int) -> Any:
         if t not in ("constexpr", "fp32") and not t.startswith("tensordesc")
     }
     of = GluonASTSource if e.kernel.is_gluon() else ASTSource
-    constexprs = {**e.constexprs, **dict.fromkeys(pdl.never(e.kernel), capability >= 90)}
+    constexprs = {**e.constexprs, **pdl.constexprs(e.kernel, capability >= 90)}
     source = of(e.kernel, e.signature, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=e.options)
 
 
 def local_memory(cubin: bytes) -> int:
-    """Bytes of local memory a thread: what did not fit in registers."""
+    """Bytes of local memory per thread: spilled registers and stack."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         with open(path, "wb") as file:
@@ -82,8 +82,8 @@ def local_memory(cubin: bytes) -> int:
     return int(resources["STACK"]) + int(resources["LOCAL"])
 
 
-class Call(NamedTuple):
-    """A kernel that would have been launched: its function, what it was compiled to, and its grid."""
+class TracedLaunch(NamedTuple):
+    """A launch that was traced: the kernel, its compiled form and its grid."""
 
     kernel: Any
     compiled: Any
@@ -91,7 +91,7 @@ class Call(NamedTuple):
 
 
 class _AbsentDriver:
-    """What Triton asks of a driver to compile for a GPU that is not there."""
+    """Answers what Triton asks of a driver, to compile for a GPU that is not here."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -112,7 +112,7 @@ class _AbsentDriver:
 
 
 class _NotLaunched:
-    """Stands for a compiled kernel where the host code would launch it once more, or ask how it was compiled."""
+    """Stands for a compiled kernel where host code launches it again, or reads its metadata."""
 
     def __init__(self, metadata: Any) -> None:
         self.metadata = metadata
@@ -122,14 +122,14 @@ class _NotLaunched:
 
 
 @contextmanager
-def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
-    """In the block, launches compile for `capability` and are written down, in order, instead of being made.
+def traced(capability: int, shared_limit: int) -> Iterator[list[TracedLaunch]]:
+    """In the block, launches compile for `capability` and are recorded in order; nothing runs.
 
-    So the host code of a variant, called with tensors on the device "meta", tells which kernels it would launch on such
-    a GPU, specialised and configured as there. A kernel that needs more than `shared_limit` bytes of shared memory is
-    refused, as the GPU would.
+    So the host code of a rung, called with tensors on the device "meta", shows which kernels it would launch on such a
+    GPU, specialised and configured as there. A kernel that needs more than `shared_limit` bytes of shared memory raises
+    ``triton.OutOfResources``, as on that GPU.
     """
-    calls: list[Call] = []
+    calls: list[TracedLaunch] = []
     compile_or_launch = triton.JITFunction.run
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> _NotLaunched:
@@ -139,7 +139,7 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
         if not warmup:
             if callable(grid):
                 grid = grid({**dict(zip(kernel.arg_names, arguments, strict=False)), **named})
-            calls.append(Call(kernel, compiled, tuple(grid)))
+            calls.append(TracedLaunch(kernel, compiled, tuple(grid)))
         return _NotLaunched(compiled.metadata)
 
     driver = triton.runtime.driver
@@ -148,8 +148,7 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[Call]]:
     try:
         with (
             mock.patch.object(triton.JITFunction, "run", run),
-            # LaunchCache remembered before are of the GPU that is here, and would be made; and those of this block are
-            # none that can be made after it.
+            # Launches cached before are for the GPU that is here; those of this block cannot run after it.
             mock.patch.object(LaunchCache, "get", return_value=None),
             mock.patch.object(LaunchCache, "remember"),
             # Whatever GPUs are here.

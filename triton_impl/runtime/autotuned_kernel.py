@@ -1,4 +1,4 @@
-"""A kernel that takes its tensors as pointers, and the configurations to choose from for each kind of call."""
+"""A kernel that takes its tensors as pointers, tuned over its configurations for each kind of call."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from triton_impl.runtime.launch_cache import Launch, to_time
 class AutotunedKernel:
     """A kernel and its configurations. `key` names the arguments that tell calls apart, as for :func:`triton.autotune`.
 
-    ``prune(configs, named, **constants)`` leaves those that suit a call, and ends with :func:`to_time`. `late` tells by
-    a call's constants whether the kernel, which may begin early (pdl.py), is faster if it does not.
+    ``prune(configs, named, **constants)`` returns those that suit a call, and ends with :func:`to_time`.
     """
 
     def __init__(
@@ -26,11 +25,10 @@ class AutotunedKernel:
         configs: list[triton.Config],
         key: Sequence[str],
         prune: Callable[..., Any] | None = None,
-        late: Callable[[dict[str, Any]], bool] = lambda constants: False,
     ) -> None:
-        self.kernel, self._late, self._key, self._prune = kernel, late, tuple(key), prune
+        self.kernel, self._key, self._prune = kernel, tuple(key), prune
         self._configs = configs if prune else to_time(configs)
-        self._chooser = Autotuner(kernel)
+        self._autotuner = Autotuner(kernel)
 
     def __call__(
         self,
@@ -40,21 +38,20 @@ class AutotunedKernel:
         constants: dict[str, Any],
         values: tuple[Any, ...] = (),
     ) -> Launch:
-        """Run the kernel, tuning it first where that is due; what is returned repeats it with other tensors.
+        """Run the kernel, tuned first where no choice is known. The returned launch repeats it with other tensors.
 
         The kernel takes its tensors first, then `values` (see :class:`Launch`), then the other `arguments`, then
         constants.
         """
-        late = self._late(constants)
-        config = self._choose(grid, (*tensors, *values, *arguments), constants, late)
+        config = self._choose(grid, (*tensors, *values, *arguments), constants)
         decided = {**constants, **config.kwargs}
         names = self.kernel.arg_names[len(tensors) + len(values) + len(arguments) :]
         # By position, because every keyword costs host time in each launch.
-        positional = (*arguments, *(decided[name] for name in names if name != pdl.NAME))
+        positional = (*arguments, *(decided[name] for name in names if name != pdl.PARAMETER))
         options = {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
-        return Launch(self.kernel, grid(decided), positional, options, late)
+        return Launch(self.kernel, grid(decided), positional, options)
 
-    def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any], late: bool) -> triton.Config:
+    def _choose(self, grid: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> triton.Config:
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
         configs = self._configs if self._prune is None else self._prune(self._configs, named, **constants)
         of_key = {**named, **constants}
@@ -62,10 +59,10 @@ class AutotunedKernel:
         key = (*(of_key[name] for name in self._key if name in of_key), *dtypes)
 
         def run(config: triton.Config, only_compile: bool) -> Any:
-            decided = {**constants, **config.all_kwargs(), **pdl.decided(self.kernel, late)}
-            decided |= pdl.options(self.kernel, late)
+            decided = {**constants, **config.all_kwargs(), **pdl.constexprs(self.kernel, pdl.possible())}
+            decided |= pdl.options(self.kernel)
             if only_compile:
                 return self.kernel.warmup(*arguments, grid=grid, **decided)
             return self.kernel[grid](*arguments, **decided)
 
-        return self._chooser(key, configs, run)
+        return self._autotuner(key, configs, run)

@@ -62,7 +62,7 @@ class Autotuner:
                 run(config, False)
             self._known[key] = config
         if record is not None and (interpreted() or launch_cache.TUNING):
-            record.append(launch_cache.Choice(self.kernel, config, timings))
+            record.append(launch_cache.TuningRecord(self.kernel, config, timings))
         return config
 
     def launch(

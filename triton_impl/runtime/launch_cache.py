@@ -1,7 +1,8 @@
-"""Launch a kernel with little more host work than Triton's own, and keep what is known of operands met before.
+"""Launch a kernel with little more host work than Triton's own, and cache launches by the operands they served.
 
-Which of a kernel's configurations a call takes is chosen elsewhere, once (autotuner.py). Here are what the environment
-says of that, the list of choices that :func:`recorded` keeps, and :class:`Launch`, with which a call is repeated.
+:class:`Launch` repeats one launch on other tensors. :class:`LaunchCache` finds it by what decides it. The configuration
+of a kernel is chosen elsewhere, once (``autotuner.py``); the environment's say in that, and the list of choices that
+:func:`recorded` keeps, are here.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from triton_impl.runtime.cache_key import stabilize
 
 ENV_AUTOTUNE = "KERNEL_LADDER_AUTOTUNE"
 
-
-#: Read once, when kernels and their lists of configurations are made.
+#: Whether configurations are timed. Read once, when kernels and their lists of configurations are made.
 TUNING = switch(ENV_AUTOTUNE)
 
-#: Operands remembered per operation; past that, all are forgotten.
+#: Entries of one cache, at most; when it is full it is emptied.
 MAX_LAUNCHES = 4096
 
 
 def to_time(configs: list[triton.Config]) -> list[triton.Config]:
-    """The configurations to choose from: all, or without tuning the first, and the last where that one does not fit.
+    """The configurations to choose from: all, or without tuning the first and the last.
 
-    So the first of a list is its best guess, and the last one fits in the shared memory of small GPUs.
+    So the first of a list must be its best guess, and the last must fit in the shared memory of small GPUs.
     """
     return configs if TUNING or len(configs) <= 1 else [configs[0], configs[-1]]
 
 
 class Launch:
-    """A kernel with all but its tensors decided; whether it begins early, unless it is to be late, is decided here.
+    """One launch of a kernel with all arguments but its tensors; appends the PDL argument of a kernel that opts in.
 
-    What Triton compiles depends on tensors by their dtypes, and by whether each starts at a multiple of 16 bytes. Where
-    all do, as is usual, the kernel compiled before is launched as it is, which saves Triton's look at every argument.
+    Triton specialises a kernel on its tensors' dtypes and on whether each starts on 16 bytes. Where all do, as usual,
+    the compiled kernel is launched directly, which saves Triton's look at every argument.
     """
 
     def __init__(
@@ -50,18 +50,17 @@ class Launch:
         grid: tuple[int, ...],
         arguments: tuple[Any, ...],
         options: dict[str, int],
-        late: bool = False,
     ) -> None:
         self._kernel, self._run = kernel, kernel[grid]
         self._grid = (*grid, 1, 1)[:3]
-        self._arguments = (*arguments, *pdl.decided(kernel, late).values())
-        self._options = {**options, **pdl.options(kernel, late)}
+        self._arguments = (*arguments, *pdl.constexprs(kernel, pdl.possible()).values())
+        self._options = {**options, **pdl.options(kernel)}
         self._aligned: dict[int, Callable[..., None]] = {}  # by device: a compiled kernel is loaded on one
 
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
-        """Launch on these tensors; `values` are arguments that follow them and change from call to call.
+        """Launch on these tensors. `values` are the arguments after them, which change from call to call.
 
-        The kernel must not specialise on those, and each must be of one type always.
+        The kernel must not specialise on `values`, and each of them must always have one type.
         """
         address_bits = 0
         addresses = [t.data_ptr() for t in tensors]
@@ -76,7 +75,7 @@ class Launch:
             compiled = self._run(*tensors, *values, *self._arguments, **self._options)
             self._aligned[device] = compiled[self._grid]
         else:
-            # Of a tensor Triton would ask the address again, and the driver whether it is one.
+            # Addresses, not tensors: Triton would ask each tensor for its address and the driver whether it is valid.
             run(*addresses, *values, *self._arguments)
 
     def compile(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> Any:
@@ -85,19 +84,19 @@ class Launch:
 
 
 class LaunchPlan(NamedTuple):
-    """A launch that is worked out but for the tensors, of a kernel of one configuration that may begin early."""
+    """Kernel, grid and arguments of a launch that is not made yet; of a kernel with one configuration."""
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple[Any, ...]  # the kernel's, after its tensors and in order, without the last
+    arguments: tuple[Any, ...]  # the kernel's, after its tensors and in order, without USE_PDL
 
     def launch(self) -> Launch:
-        """What repeats it at little cost."""
+        """The launch, ready to be repeated."""
         return Launch(self.kernel, self.grid, self.arguments, {})
 
 
 class LaunchCache(dict[Hashable, Any]):
-    """What is known of operands met before. Bounded, for programs whose shapes never repeat."""
+    """Launches, or tuples that hold some, by what decides them. Bounded, for programs whose shapes never repeat."""
 
     def remember(self, key: Hashable, value: Any) -> None:
         if len(self) >= MAX_LAUNCHES:
@@ -111,7 +110,7 @@ class LaunchCache(dict[Hashable, Any]):
         tensors: tuple[torch.Tensor, ...],
         values: tuple[Any, ...] = (),
     ) -> Any:
-        """Run the launch that goes by `key`, and return it; the first time `make` runs it, and gives it."""
+        """Run the launch with this `key` and return it. The first time `make` runs it and returns it."""
         if shapes_only():
             return None
         known = self.get(key)
@@ -123,20 +122,20 @@ class LaunchCache(dict[Hashable, Any]):
         return known
 
 
-class Choice(NamedTuple):
-    """What was chosen for a kernel, and, in ms, the median time of each configuration that was timed for it."""
+class TuningRecord(NamedTuple):
+    """The configuration chosen for a kernel, and the median time in ms of each that was timed."""
 
     kernel: Any
     config: triton.Config
     timings: dict[triton.Config, float]
 
 
-_choices: list[Choice] | None = None
+_choices: list[TuningRecord] | None = None
 
 
 @contextmanager
-def recorded() -> Iterator[list[Choice]]:
-    """Every choice made in the block. What was known before is looked up anew: on disk, where it was tuned there."""
+def recorded() -> Iterator[list[TuningRecord]]:
+    """Every choice made in the block. Choices that the process knows are looked up again, on disk where tuned."""
     global _choices
     _choices = []
     try:
@@ -145,16 +144,16 @@ def recorded() -> Iterator[list[Choice]]:
         _choices = None
 
 
-def recording() -> list[Choice] | None:
-    """Where choices are written down now, or None."""
+def recording() -> list[TuningRecord] | None:
+    """The list that takes choices now, or None outside of :func:`recorded`."""
     return _choices
 
 
 class CachedKernel:
-    """A kernel of one configuration, whose launches are kept by what Triton would find out anew in each call.
+    """A kernel of one configuration, with a cache of its launches.
 
-    It takes its tensors first, then `values` (see :class:`Launch`), then all other arguments by position. The tensors
-    are of one dtype, save those that are of the same one always.
+    The kernel takes its tensors first, then `values` (see :class:`Launch`), then all other arguments by position. All
+    tensors have the dtype of the first, except those whose dtype never changes.
     """
 
     def __init__(self, kernel: Any, **options: int) -> None:
@@ -164,7 +163,7 @@ class CachedKernel:
     def __call__(
         self, programs: int, tensors: tuple[torch.Tensor, ...], arguments: tuple[Any, ...], values: tuple[Any, ...] = ()
     ) -> None:
-        """Launch as many programs."""
+        """Launch a grid of so many programs."""
         if shapes_only():
             return
         key = (tensors[0].dtype, programs, arguments)

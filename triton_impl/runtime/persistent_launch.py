@@ -1,4 +1,4 @@
-"""LaunchCache of clusters that stay: as many as the GPU holds at once, each of which goes through many rows."""
+"""Launches of persistent clusters: as many as the GPU holds at once, each of which loops over rows."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ class PersistentLaunch:
     Parameters
     ----------
     kernel, arguments, config
-        What is launched, as :class:`triton_impl.runtime.launch_cache.Launch` and the chooser take them.
+        What is launched, as :class:`triton_impl.runtime.launch_cache.Launch` and the autotuner take them.
     most : int
-        More clusters than this have nothing to do, or run nowhere.
-    slots : int
-        Bytes of shared memory, all of which are its slots (smem_stages.py).
+        The largest number of clusters that have work.
+    smem_bytes : int
+        Bytes of shared memory, all of them stages (smem_stages.py).
 
     Raises
     ------
     RuntimeError
-        When it is to run, if Triton gave it other shared memory: where its slots lie would not be known.
+        At the first launch, if Triton allocated other shared memory: the address of the stages would not be known.
     """
 
-    def __init__(self, kernel: Any, most: int, arguments: tuple[Any, ...], config: triton.Config, slots: int) -> None:
+    def __init__(
+        self, kernel: Any, most: int, arguments: tuple[Any, ...], config: triton.Config, smem_bytes: int
+    ) -> None:
         self.programs = most
-        self._slots = slots
+        self._smem_bytes = smem_bytes
         self._kernel, self._arguments = kernel, (*arguments, *config.kwargs.values())
         self._options = cluster.options(config)
         self._launch: Launch | None = None
@@ -42,8 +44,8 @@ class PersistentLaunch:
     def _held(self, compiled: Any, device: torch.device) -> int:
         """How many clusters the GPU holds at once.
 
-        Triton's question to the driver is about shared memory, of blocks of few threads: where registers limit how many
-        a multiprocessor holds, it is asked as if they took what lets it hold no more.
+        Triton's query of the driver knows shared memory alone. Where registers limit how many blocks a multiprocessor
+        holds, the query names as much shared memory as allows that many.
         """
         compiled._init_handles()
         utils = triton.runtime.driver.active.utils
@@ -59,10 +61,10 @@ class PersistentLaunch:
     def __call__(self, *tensors: torch.Tensor, values: tuple[Any, ...] = ()) -> None:
         if self._launch is None:
             compiled = self.compile(*tensors, values=values)
-            if (shared := compiled.metadata.shared) != self._slots:
+            if (shared := compiled.metadata.shared) != self._smem_bytes:
                 raise RuntimeError(
                     f"Triton {triton.__version__} gave {compiled.metadata.name} {shared} bytes of shared memory, "
-                    f"expected {self._slots}; where its slots lie is not known"
+                    f"expected {self._smem_bytes}; the address of its stages is not known"
                 )
             self.programs = max(1, min(self.programs, self._held(compiled, tensors[0].device)))
             self._launch = self._of(self.programs)

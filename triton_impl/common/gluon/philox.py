@@ -1,8 +1,8 @@
-"""Dropout's words in Gluon, drawn a vector at a time: Philox as :mod:`triton_impl.common.philox` has it, written in PTX.
+"""Dropout's random words in Gluon, one vector at a time: the Philox of :mod:`triton_impl.common.philox`, in PTX.
 
-There a block of threads asks at once whether any of its words is a tie, which costs a reduction and a barrier. A
-kernel that works through a row vector by vector would pay that for each; so here every thread asks for its own words,
-by a branch that Gluon has not.
+There, a block of threads checks at once whether any of its words is a tie, which costs a reduction and a barrier. A
+kernel that works through a row vector by vector would pay that for each vector. So here each thread checks its own
+words, by a branch that Gluon does not have.
 """
 
 from __future__ import annotations

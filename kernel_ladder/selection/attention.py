@@ -1,0 +1,70 @@
+"""Which rung of attention a level's name stands for where the last rung is not the fastest."""
+
+from __future__ import annotations
+
+import functools
+
+from torch.compiler import is_compiling
+
+from kernel_ladder.semantics.masks import NO_WINDOW, band
+from kernel_ladder.spec import Inputs, Options
+
+#: Head dimensions up to this one take tiles of 64 columns (csrc/attention/wgmma.cu, persistent.cu).
+NARROW_HEAD = 64
+#: Rows of queries and of keys in a tile at that head dimension.
+WGMMA_TILE = (64, 64)
+PERSISTENT_TILE = (192, 128)
+#: What a tile of queries costs beside its keys, as a number of keys; and in per cent what a score of ``wgmma`` costs
+#: beside one of ``persistent``. Fitted to times at 512 to 4096 keys on an H100.
+WGMMA_OVERHEAD, PERSISTENT_OVERHEAD = 80, 107
+WGMMA_PER_CENT = 111
+#: Queries that share a head of keys, up to which ``split_kv`` takes the call.
+SPLIT_ROWS = 16
+
+
+def _scores(tile: tuple[int, int], overhead: int, seqlen_q: int, seqlen_k: int, first: int, last: int) -> int:
+    """Six times the scores that the tiles of a head compute, masked ones too, and the overhead of each tile.
+
+    A tile of queries walks over the tiles of keys between ``first`` and ``last``. Simpson's rule replaces the sum over
+    all tiles of queries, so that lengths stay symbolic under torch.compile and the time of the rule stays constant.
+    """
+    queries, keys = tile
+    tiles = -(-seqlen_q // queries)
+    total = 0
+    for twice, weight in ((0, 1), (tiles - 1, 4), (2 * (tiles - 1), 1)):
+        begin = twice * queries // 2
+        end = max(-(-min(seqlen_k, begin + queries + last) // keys), 1)
+        seen = end - min(max(begin + first, 0) // keys, end - 1)
+        total += weight * (seen * keys + overhead)
+    return total * tiles * queries
+
+
+def _wgmma_is_cheaper(seqlen_q: int, seqlen_k: int, is_causal: bool | str, window: tuple[int, int]) -> bool:
+    first, last = band(is_causal, window, seqlen_q, seqlen_k)
+    sizes = (seqlen_q, seqlen_k, first, last)
+    cost = _scores(WGMMA_TILE, WGMMA_OVERHEAD, *sizes)
+    return WGMMA_PER_CENT * cost < 100 * _scores(PERSISTENT_TILE, PERSISTENT_OVERHEAD, *sizes)
+
+
+_known = functools.lru_cache(maxsize=4096)(_wgmma_is_cheaper)
+
+
+def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``cuda.wgmma`` to ``cuda.persistent`` at head dimensions up to 64 where a query sees few keys.
+
+    There the softmax takes as long as the products, and tiles of 192 queries by 128 keys compute many masked scores.
+    Five blocks of ``wgmma`` share an SM, each with tiles of 64 by 64.
+    """
+    query, key, value = inputs[:3]
+    if query.shape[-1] > NARROW_HEAD or value.shape[-1] > NARROW_HEAD or (len(inputs) > 3 and inputs[3] is not None):
+        return ()
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    if seqlen_q * (query.shape[-3] // max(key.shape[-3], 1)) <= SPLIT_ROWS:
+        return ()
+    is_causal, window = options.get("is_causal", False), tuple(options.get("window_size", NO_WINDOW))
+    # torch.compile traces the arithmetic, with symbolic lengths; other calls remember it by length.
+    cheaper = _wgmma_is_cheaper if is_compiling() else _known
+    return ("cuda.wgmma",) if cheaper(seqlen_q, seqlen_k, is_causal, window) else ()
+
+
+RULES = {("attention", "cuda"): prefer_wgmma}

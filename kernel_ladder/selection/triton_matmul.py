@@ -1,0 +1,44 @@
+"""Which rung of matmul ``backend="triton"`` stands for."""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_ladder import gpu
+from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
+from kernel_ladder.spec import Inputs, Options
+
+#: The least k that `split_k` splits, and the sides of its usual tile: as in ``triton_impl/matmul/split_k.py``.
+MIN_SPLIT_K, SPLIT_TILE, MIN_ROWS = 4096, 64, 16
+#: The largest tile of `persistent`: as in ``triton_impl/matmul/descriptors.py``.
+LARGEST_TILE = 128, 256
+#: Multiprocessors where there is no GPU to ask: those of an H200.
+MULTIPROCESSORS = 132
+
+
+def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
+    return -(-rows // tile[0]) * -(-columns // tile[1])
+
+
+def matmul(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """`split_k` where tiles are few and k is long, `persistent` where its tiles are many, else `tiled`.
+
+    Few tiles: they keep at most half of the multiprocessors busy. Many: at least half.
+    """
+    input, other = inputs
+    assert input is not None
+    assert other is not None
+    a, b = as_matrices(input, other)
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    batch = batch_shape(a, b)
+    sms = gpu.of(input.get_device()).multiprocessors if input.is_cuda and gpu.visible() else MULTIPROCESSORS
+    if not batch and k >= MIN_SPLIT_K:
+        side = max(min(m, n, SPLIT_TILE), MIN_ROWS)
+        if 2 * _tiles(m, n, (side, SPLIT_TILE)) <= sms:
+            return ("triton.split_k",)
+    if 2 * torch.Size(batch).numel() * _tiles(m, n, LARGEST_TILE) < sms:
+        return ("triton.tiled",)
+    return "triton.persistent", "triton.tiled"
+
+
+RULES = {("matmul", "triton"): matmul}

@@ -1,0 +1,43 @@
+"""What the selection rules of Triton's norms and softmax name, by the length of a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_ladder import table
+from kernel_ladder.selection import triton_norm, triton_softmax
+
+RULES = {**triton_norm.RULES, **triton_softmax.RULES}
+
+#: Operation, length of a row, whether a gradient is wanted, and the rung to try first.
+CHOICES = [
+    ("layer_norm", 2048, False, "fused"),
+    ("layer_norm", 2049, False, "cluster"),
+    ("layer_norm", 32768, False, "cluster"),
+    ("layer_norm", 32800, False, "persistent_cluster"),
+    ("layer_norm", 8192, True, "fused"),
+    ("layer_norm", 65536, True, "cluster"),
+    ("rms_norm", 4096, False, "fused"),
+    ("rms_norm", 131072, False, "cluster"),
+    ("rms_norm", 8192, True, "fused"),
+    ("add_rms_norm", 16384, True, "cluster"),
+    ("bias_dropout_add_layer_norm", 16384, False, "cluster"),
+    ("bias_dropout_add_layer_norm", 16416, False, "persistent_cluster"),
+    ("bias_dropout_add_layer_norm", 16416, True, "cluster"),
+    ("softmax", 8192, False, "fused"),
+    ("softmax", 8193, True, "cluster"),
+]
+
+
+@pytest.mark.parametrize(("op", "n_cols", "gradient", "rung"), CHOICES)
+def test_the_rung_tried_first(op, n_cols, gradient, rung):
+    x = torch.empty(3, n_cols, device="meta", requires_grad=gradient)
+    options = {"normalized_shape": (n_cols,), "dim": -1}
+    assert RULES[op, "triton"]((x,), options) == (f"triton.{rung}",)
+
+
+@pytest.mark.parametrize("op", sorted({op for op, _ in RULES}))
+def test_the_rungs_named_exist(op):
+    named = {f"triton.{rung}" for of, _, _, rung in CHOICES if of == op}
+    assert named <= {v.name for v in table.variants(op, "triton")}
