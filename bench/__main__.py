@@ -18,8 +18,9 @@ from bench.measure.selection import LONG_TUNING, Selection
 from bench.rows import resume, store
 from bench.show import table
 from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
+from kernel_ladder import user_rungs
 from kernel_ladder.cli.columns import console_for
-from kernel_ladder.errors import UnavailableError, VariableError
+from kernel_ladder.errors import RungFileError, UnavailableError, VariableError
 from kernel_ladder.table import LEVELS, variants
 
 ALL_PEERS = "all"
@@ -143,6 +144,9 @@ def _sweep_parser() -> argparse.ArgumentParser:
         help="the I-th of N parts, for N GPUs of one model side by side, each with an --output of its own; "
         "`python -m bench merge` joins them",
     )
+    parser.add_argument(
+        "--with", dest="files", action="append", default=[], type=Path, metavar="FILE", help="a file of own rungs too"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench-results/<machine>.jsonl)")
     parser.add_argument(
         "--resume",
@@ -158,6 +162,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
 
 def _run_sweep(argv: Sequence[str], console: Console) -> int:
     args = _sweep_parser().parse_args(argv)
+    for path in args.files:
+        user_rungs.load_file(path)
     selection = _selection(args)
     output = args.output or environment.results_file()
     with store.writing(output):
@@ -259,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] in (["table"], ["pictures"]):
             return _read_command(argv[0], argv[1:], console)
         return _run_sweep(argv, console)
-    except (UsageError, store.ResultsError, UnavailableError, VariableError) as error:
+    except (UsageError, RungFileError, store.ResultsError, UnavailableError, VariableError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,5 +1,5 @@
 """``python -m kernel_ladder``: ``list`` names operations and rungs, ``doctor`` what this machine can run, ``inspect``
-shows a rung's kernels and code.
+shows a rung's kernels and code, ``exercise`` lets you write one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import sys
 from rich.console import Console
 
 from kernel_ladder import table
-from kernel_ladder.cli import ceilings, doctor, inspect_command, listing, selected
+from kernel_ladder.cli import ceilings, doctor, exercise, inspect_command, listing, selected
 from kernel_ladder.cli.columns import console_for
-from kernel_ladder.errors import BackendError, InspectError, UnavailableError, VariableError
+from kernel_ladder.errors import (
+    BackendError,
+    ExerciseError,
+    InspectError,
+    RungFileError,
+    UnavailableError,
+    VariableError,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for a bad command line or environment variable."""
+    """Returns the exit code: 0, 1 for a wrong exercise, or 2 for a bad command line or environment variable."""
     try:
         return _run(arguments)
-    except (BackendError, UnavailableError, VariableError) as error:
+    except (BackendError, ExerciseError, RungFileError, UnavailableError, VariableError) as error:
         print(f"python -m kernel_ladder: {error}", file=sys.stderr)
         return 2
 
@@ -41,6 +48,8 @@ def _run(arguments: list[str] | None) -> int:
     )
     inspector = commands.add_parser("inspect", help="a variant's source, kernels, registers, occupancy, PTX and SASS")
     inspect_command.add_arguments(inspector)
+    trainer = commands.add_parser("exercise", help="exercises: list, start, check, hint, solution")
+    exercise.add_arguments(trainer)
     for each in (lister, examiner, inspector):
         each.add_argument("--json", action="store_true", help="one JSON value instead of a table")
     chosen = parser.parse_args(arguments)
@@ -57,6 +66,8 @@ def _run(arguments: list[str] | None) -> int:
         print(json.dumps(rows, indent=1)) if chosen.json else listing.print_list(console, rows)
     elif chosen.command == "inspect":
         return inspect_command.run(chosen, console)
+    elif chosen.command == "exercise":
+        return exercise.run(chosen, console)
     else:
         try:
             if chosen.measure:

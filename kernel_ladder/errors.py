@@ -23,6 +23,14 @@ class InspectError(ValueError):
     """The rung or kernel to inspect does not exist, or cannot be inspected on this machine."""
 
 
+class ExerciseError(ValueError):
+    """What was asked of an exercise does not exist, or would overwrite a file."""
+
+
+class RungFileError(ValueError):
+    """A user's file of rungs does not exist, cannot be run, or registers nothing."""
+
+
 def is_for_memory(error: Exception) -> bool:
     """Whether an error means out of memory. Operators on PyTorch's stable ABI have no exception type for it."""
     if isinstance(error, torch.OutOfMemoryError):

@@ -91,6 +91,7 @@ _unavailable: dict[tuple[str, str], str | None] = {}  # (op, level) -> reason, o
 #: What to do when a variant has been added, or levels are to be asked anew: others keep what they found in this table.
 _on_change: list[Callable[[], None]] = []
 _loading = threading.RLock()
+_asked_entry_points = False  # whether the rungs of installed packages have been loaded
 _chosen = threading.local()
 
 # The mapping under os.environ. torch.compile guards what it reads here, as it does the attributes of _chosen, and so
@@ -173,23 +174,48 @@ def _required() -> list[str]:
 
 
 def _load(op: str, level: str) -> None:
-    """Import a level's module for an operation, once, and note why it is unavailable if it is."""
+    """Import a level's module for an operation, once, and note why it is unavailable if it is.
+
+    What others have registered before stands after the level's own variants.
+    """
     if (op, level) in _unavailable:
         return
     with _loading:
         if (op, level) in _unavailable:
             return
+        _load_entry_points()
+        others = dict(_variants.get((op, level), {}))
+        _variants.get((op, level), {}).clear()
         try:
             package = load_package(LEVELS[level])
             reason = package.unavailable()
             importlib.import_module(f"{LEVELS[level]}.{op}")
         except ImportError as error:
             reason = f"the {level} level could not be imported: {error}"
+        finally:
+            own = _variants.setdefault((op, level), {})
+            for name in others.keys() & own.keys():
+                warnings.warn(
+                    f"{op} has a variant {name!r} of its own; the one registered before is left out",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            own.update({name: variant for name, variant in others.items() if name not in own})
         if level in _required() and reason is not None:
             raise UnavailableError(
                 f"the environment variable KERNEL_LADDER_REQUIRE names {level}, which is unavailable: {reason}"
             )
         _unavailable[op, level] = reason
+
+
+def _load_entry_points() -> None:
+    """Load the rungs that installed packages offer, once: see :mod:`kernel_ladder.user_rungs`."""
+    global _asked_entry_points
+    if not _asked_entry_points:
+        _asked_entry_points = True
+        from kernel_ladder import user_rungs
+
+        user_rungs.load_entry_points()
 
 
 def forget() -> None:

@@ -53,7 +53,8 @@ def cases(op: str) -> list[Case]:
 def refused(variant: table.Variant, case: Case, dtype: torch.dtype, gradients: bool) -> bool:
     described = empty_inputs(case, dtype, "meta")
     # Without a CUDA driver PyTorch's engine cannot record a view of such a tensor: what asks is told that it does.
-    with FakeTensorMode(), torch.no_grad(), mock.patch.object(torch, "is_grad_enabled", lambda: gradients):
+    asked = mock.patch.object(torch, "is_grad_enabled", return_value=gradients)
+    with FakeTensorMode(), torch.no_grad(), asked:
         fakes = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"), described)
         inputs = tuple(x.requires_grad_(gradients) if has_gradient(x) else x for x in fakes)
         return (variant.here() or variant.unsupported(*inputs, **case.options)) is not None

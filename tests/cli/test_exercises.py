@@ -1,0 +1,338 @@
+"""``python -m kernel_ladder exercise``: solutions pass, wrong ones are told why, and a user's own rungs are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernel_ladder
+from kernel_ladder import table, user_rungs
+from kernel_ladder.__main__ import main
+from kernel_ladder.errors import RungFileError
+from kernel_ladder.exercises import catalog, guards, judge, template
+from kernel_ladder.exercises.exercise import DIFFICULTIES
+
+from ..conftest import skip_unless_available
+
+ROOT = Path(__file__).resolve().parents[2]
+
+every_exercise = pytest.mark.parametrize("exercise", catalog.EXERCISES, ids=lambda each: each.name)
+
+OWN_RUNG = """
+import torch
+from kernel_ladder.table import register
+
+
+def gelu(input, *, approximate):
+    \"\"\"A rung of the user's.\"\"\"
+    return torch.nn.functional.gelu(input, approximate=approximate){}, ()
+
+
+register("gelu", "torch.mine", forward=gelu)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    return path
+
+
+def last_event(path: Path) -> dict:
+    return list(judge.judge(path, [], timed=False))[-1]
+
+
+# ---- the exercises ---------------------------------------------------------------------------------------------------
+
+
+@every_exercise
+def test_the_data_of_an_exercise_stands(exercise):
+    spec = kernel_ladder.spec(exercise.op)
+    assert exercise.difficulty in DIFFICULTIES
+    assert len(exercise.hints) >= 3
+    assert exercise.timed in [case.id for case in spec.sweep]
+    if table.unavailable(exercise.op, "triton") is None:
+        assert exercise.rung in [variant.name for variant in table.variants(exercise.op)]
+    dtypes = {dtype for _, dtype in judge.samples(exercise.op, exercise)}
+    assert dtypes == set(exercise.dtypes if judge.device().type == "cpu" else judge.DTYPES)
+
+
+@every_exercise
+def test_a_template_is_a_solution_with_gaps(exercise):
+    open_, solved = template.template(exercise), template.solution(exercise)
+    assert len(open_.splitlines()) < 150
+    compile(open_, "template", "exec")
+    gaps = template.gaps(open_)
+    assert [todo for _, todo in gaps] == [f"TODO {n}" for n in range(1, len(gaps) + 1)]
+    assert not template.gaps(solved)
+    for mark in (template.BEGIN, template.END):
+        assert f"{mark}\n" not in open_ + solved
+    for line in exercise.formula.splitlines():
+        assert line in open_
+
+
+@every_exercise
+def test_the_solution_passes(exercise, folder, scratch_table):
+    skip_unless_available(exercise.op, "triton")
+    path = written(folder, f"solved_{exercise.name}", template.solution(exercise))
+    event = last_event(path)
+    assert event["event"] == "passed", event
+    assert event["passed"] == event["of"] >= 9
+    assert event["refused"] == 0
+
+
+#: Exercise, what to replace in its solution by what, and what the check must say.
+WRONG = [
+    ("add", "x.to(tl.float32) + y", "x.to(tl.float32) - y", "operand is subtracted"),
+    ("add", "triton.cdiv(numel, BLOCK)", "max(1, numel // BLOCK)", "were never written"),
+    ("add", "element_ty), mask=mask)", "element_ty))", "past the end of a tensor"),
+    ("gelu", "tl.sigmoid(2 * u)", "tl.sigmoid(u)", "not sigmoid"),
+    ("swiglu", "gate * tl.sigmoid(gate) * up", "up * tl.sigmoid(up) * gate", "are swapped"),
+    ("row_sum", "partial += x", "partial = x", "Only the last block"),
+    ("row_sum", ", mask=i < n_cols, other=0.0", "", "a load without a mask"),
+    ("softmax", "x - tl.max(x, axis=0)", "x", "maximum is not subtracted"),
+    ("softmax", 'other=-float("inf")', "other=0.0", "Masked lanes count as 0"),
+    ("softmax_online", "row_sum * tl.exp(row_max - new_max)", "row_sum", "not rescaled"),
+    ("softmax_online", "tl.exp(row_max - new_max) +", "0 +", "sums of earlier blocks are lost"),
+    ("rms_norm", "axis=0) / n_cols", "axis=0) / BLOCK", "masked lanes too"),
+    ("rms_norm", "tl.sqrt(mean_square + eps)", "(mean_square + eps)", "root is missing"),
+    ("add_rms_norm", "x = total.to(tl.float32)", "pass", "of the input alone"),
+    ("dropout", "tl.where(keep, scale, 0.0)", "tl.where(keep, 1.0, 0.0)", r"1 / \(1 − p\) is missing"),
+    ("dropout", "random_word(i, seed).to", "random_word(i % BLOCK, seed).to", "mask of the first"),
+    ("dropout", "(launch(grad.contiguous(), p, seed),)", "(grad,)", "gradient is passed on"),
+    ("matmul", "tl.dot(a, b, acc, ", "tl.dot(a, b, ", "Only the last tile of K"),
+    ("matmul_tiled", "inside % rows_in_group", "inside % GROUP_M", ""),
+    ("rms_norm_backward", "g - normalized * mean", "g", "term with the mean is missing"),
+    ("rms_norm_backward", "partial.sum(0)", "partial[0]", "share of one program"),
+    ("flash_attention", " * scale\n", "\n", "scale, .* is missing"),
+    ("flash_attention", "<= q_rows[:, None]", "< q_rows[:, None]", "NaN|hides the diagonal"),
+    ("flash_attention", "acc * rescale[:, None]", "acc", "`acc` is not rescaled"),
+]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "said"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+def test_a_wrong_solution_is_told_why(name, right, wrong, said, folder, scratch_table):
+    exercise = catalog.named(name)
+    skip_unless_available(exercise.op, "triton")
+    text = template.solution(exercise)
+    assert right in text
+    event = last_event(written(folder, f"wrong_{name}", text.replace(right, wrong)))
+    assert event["event"] == "wrong", event
+    explained = f"{event.get('reason')} {event.get('cause')}"
+    assert re.search(said, explained), event
+
+
+def test_what_is_read_past_an_input_is_nan_and_what_is_written_past_an_output_is_seen():
+    x = guards.guarded(torch.arange(6.0).view(2, 3))
+    assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert x.as_strided((1,), (1,), x.storage_offset() + 6).isnan().all()
+    with guards.Guards() as watched:
+        y = torch.empty_like(x)
+        z = x.new_zeros(3)
+    assert guards.unwritten(y).all()
+    assert not guards.unwritten(z).any()
+    y.copy_(x)
+    assert not guards.unwritten(y).any()
+    assert watched.overrun() is None
+    y.as_strided((7,), (1,), y.storage_offset()).fill_(1)
+    assert watched.overrun() == "1 elements were written past the end of a tensor of shape (2, 3)"
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def said_by(capsys, *arguments: str, status: int = 0) -> str:
+    assert main(["exercise", *arguments]) == status
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_list_names_every_exercise(capsys):
+    for arguments in ([], ["list"]):
+        text = said_by(capsys, *arguments)
+        for exercise in catalog.EXERCISES:
+            assert exercise.name in text
+            assert exercise.teaches in text
+
+
+def test_start_writes_the_template_once(folder, capsys):
+    assert "4 gaps" in said_by(capsys, "start", "add")
+    path = folder / "add.py"
+    assert path.read_text() == template.template(catalog.named("add"))
+    path.write_text("mine")
+    assert "--force overwrites it" in said_by(capsys, "start", "add", status=2)
+    assert path.read_text() == "mine"
+    said_by(capsys, "start", "add", "--force")
+    said_by(capsys, "start", "gelu", "other.py")
+    assert "Exercise gelu" in (folder / "other.py").read_text()
+
+
+def test_check_names_the_gaps_that_are_left(folder, capsys):
+    said_by(capsys, "start", "add")
+    text = said_by(capsys, "check", "add.py", status=1)
+    assert "4 gaps are still open" in text
+    assert "TODO 4" in text
+
+
+def test_check_runs_a_file_in_a_process_of_its_own(folder, capsys):
+    skip_unless_available("add", "triton")
+    solved = template.solution(catalog.named("add"))
+    written(folder, "right", solved)
+    text = said_by(capsys, "check", "right.py")
+    assert "Passed 10 of 10 samples" in text or torch.cuda.is_available()
+    assert "triton.my_add" in text
+    assert "torch.builtin" in text
+    assert "solves it" in text
+    assert ("mean nothing" in text) == (not torch.cuda.is_available())
+    written(folder, "wrong", solved.replace("x.to(tl.float32) + y", "x.to(tl.float32) * y"))
+    text = said_by(capsys, "check", "wrong.py", status=1)
+    for fact in ("shapes", "dtype", "first at", "expected", "got", "bound", "operands are multiplied"):
+        assert fact in text
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "said"),
+    [
+        ("import os; os.abort()", "300", "The process died of SIGABRT"),
+        ("while True: pass", "4", "Stopped after 4 s"),
+    ],
+)
+def test_what_ends_the_process_is_told(line, limit, said, folder, capsys):
+    written(folder, "mine", OWN_RUNG.format("") + line)
+    assert said in said_by(capsys, "check", "mine.py", "--limit", limit, status=1)
+
+
+def test_a_file_of_own_rungs_is_checked_as_an_exercise_is(folder, capsys):
+    written(folder, "mine", OWN_RUNG.format(""))
+    assert "torch.mine" in said_by(capsys, "check", "--with", "mine.py", "--no-time")
+    written(folder, "mine", OWN_RUNG.format(" * 2"))
+    text = said_by(capsys, "check", "mine.py", "--no-time", status=1)
+    assert "Every wrong element is 2 times what is expected" in text
+
+
+def test_a_rung_that_refuses_everything_does_not_pass(folder, capsys):
+    text = OWN_RUNG.format("").replace("forward=gelu", "forward=gelu, unsupported=lambda *x, **o: 'no'")
+    written(folder, "mine", text)
+    assert "nothing was checked" in said_by(capsys, "check", "mine.py", "--no-time", status=1)
+
+
+def test_list_shows_a_users_rungs(folder, capsys, scratch_table):
+    written(folder, "mine", OWN_RUNG.format(""))
+    text = said_by(capsys, "list", "--with", "mine.py")
+    assert "torch.mine" in text
+    assert "A rung of the user's." in text
+
+
+def test_hints_come_one_by_one(capsys):
+    hints = catalog.named("softmax").hints
+    text = said_by(capsys, "hint", "softmax")
+    assert hints[0] in text
+    assert hints[1] not in text
+    assert hints[1] in said_by(capsys, "hint", "softmax", "2")
+
+
+def test_the_solution_is_named_and_printed(capsys):
+    assert "triton.online of softmax" in said_by(capsys, "solution", "softmax_online")
+    text = said_by(capsys, "solution", "softmax_online", "--source")
+    assert text == template.solution(catalog.named("softmax_online"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["start", "sotfmax"], "argument `name`: unknown exercise 'sotfmax'; did you mean 'softmax'?"),
+        (["start", "add", "add.txt"], "argument `file`: add.txt must be a Python file"),
+        (["start", "add", "nowhere/add.py"], "argument `file`: nowhere/add.py cannot be written"),
+        (["hint", "add", "9"], "argument `number` must be from 1 to 4, got 9"),
+        (["check"], "argument `file`: name a file to check, or --with FILE"),
+        (["check", "missing.py"], "argument `file`: missing.py does not exist"),
+        (["check", "empty.py"], "argument `file`: empty.py registers no rung"),
+        (["check", "broken.py"], "broken.py cannot be run: line 1: ZeroDivisionError"),
+        (["check", "unknown.py"], "argument `file`: unknown exercise 'none'"),
+        (["check", "empty.py", "--limit", "0"], "argument `--limit` must be a positive number of seconds, got 0"),
+        (["list", "--with", "missing.py"], "argument `--with`: missing.py does not exist"),
+    ],
+)
+def test_bad_use(arguments, message, folder, capsys):
+    written(folder, "empty", "")
+    written(folder, "broken", "1 / 0")
+    written(folder, "unknown", OWN_RUNG.format("") + "EXERCISE = 'none'")
+    assert message in said_by(capsys, *arguments, status=2)
+
+
+def test_a_syntax_error_is_the_students(folder, capsys):
+    written(folder, "mine", "def f(:\n")
+    assert "mine.py, line 1: SyntaxError" in said_by(capsys, "check", "mine.py", status=1)
+
+
+# ---- rungs from elsewhere --------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_times_a_users_rung(folder, capsys, scratch_table, small_sweeps):
+    from bench.__main__ import main as bench
+
+    written(folder, "mine", OWN_RUNG.format(""))
+    arguments = ["--with", "mine.py", "--op", "gelu", "--backend", "torch.mine", "--dtype", "float32", "--quick"]
+    arguments += ["--pass", "forward", "--time", "0.05", "--no-pictures", "--no-ceilings", "--output", "rows.jsonl"]
+    assert bench(arguments) == 0
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert "torch.mine" in {row["backend"] for row in rows}
+    assert bench(["--with", "missing.py"]) == 2
+    assert "argument `--with`: missing.py does not exist" in capsys.readouterr().err
+
+
+def test_a_rung_registered_early_stands_after_the_levels_own():
+    code = """
+from kernel_ladder import table
+table.register("gelu", "torch.mine", forward=lambda x, **o: (x, ()))
+print([v.name for v in table.variants("gelu", "torch")])
+"""
+    assert fresh(code, {}) == "['torch.naive', 'torch.builtin', 'torch.mine']"
+
+
+def fresh(code: str, environment: dict[str, str]) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+        cwd=ROOT,
+    )
+    return (result.stdout + result.stderr).strip()
+
+
+def test_entry_points_are_loaded_and_one_that_fails_is_told(tmp_path):
+    (tmp_path / "more_rungs.py").write_text(OWN_RUNG.format(""))
+    info = tmp_path / "more_rungs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more-rungs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kernel_ladder.variants]\nmine = more_rungs\nlost = nowhere_at_all\n")
+    code = """
+import kernel_ladder
+print([name for name in kernel_ladder.backends("gelu") if name.startswith("torch.")])
+kernel_ladder.backends("softmax")
+"""
+    said = fresh(code, {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])})
+    assert "['torch.naive', 'torch.builtin', 'torch.mine']" in said
+    assert said.count("lost (nowhere_at_all): ModuleNotFoundError") == 1
+
+
+def test_a_file_of_rungs_that_clashes_is_refused(folder, scratch_table):
+    path = written(folder, "mine", OWN_RUNG.format("").replace("torch.mine", "torch.naive"))
+    kernel_ladder.backends("gelu")
+    with pytest.raises(RungFileError, match=r"line 11: ValueError: register: .* 'torch\.naive' already"):
+        user_rungs.load_file(path)
