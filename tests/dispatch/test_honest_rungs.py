@@ -34,14 +34,10 @@ SHARED: dict[tuple[str, str], dict[str, str]] = {
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
     },
     ("cuda", "attention"): {"attention_naive_fill_kernel": "writes the results of a call without keys"},
-    ("cuda", "sum"): {
-        name: "two_stage is coalesced's kernels, over parts of a long sum and then over the parts' sums"
-        for name in (
-            "sum_coalesced_columns_kernel",
-            "sum_coalesced_rows_kernel",
-            "sum_coalesced_strided_rows_kernel",
-        )
-    },
+    ("cuda", "sum"): dict.fromkeys(
+        ("sum_coalesced_columns_kernel", "sum_coalesced_rows_kernel", "sum_coalesced_strided_rows_kernel"),
+        "two_stage is coalesced's kernels, over parts of a long sum and then over the parts' sums",
+    ),
     ("cuda", "linear"): {
         "linear_naive_kernel": "with an inner dimension of 0 persistent has no tile: naive's kernel writes the bias",
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
