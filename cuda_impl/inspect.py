@@ -80,6 +80,10 @@ _BACKWARD_OF = {
 }
 
 
+#: Kernels that are no templates.
+_OF_FLOAT32 = frozenset(f"matmul_{step}_kernel" for step in ("thread_tile", "vectorized", "double_buffered"))
+
+
 @dataclass(frozen=True)
 class Instance:
     """One instance of a kernel's template in the binary."""
@@ -94,6 +98,8 @@ class Instance:
     @property
     def dtype(self) -> str | None:
         """The dtype of its operands, None where it takes them all."""
+        if self.function in _OF_FLOAT32:
+            return "float32"
         types = re.findall(r"[\w]+", self.name.partition("<")[2])
         return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in types), None)
 

@@ -198,9 +198,12 @@ void norm_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarTyp
         add(forward + "cluster",
             kernel_attributes<norm_cluster_kernel<Op, T, LONG_ROW_VECTORS<Op>, true>>("", ROW_THREADS));
         if constexpr (sizeof(T) == 2) {
-            using ROWS = std::tuple_element_t<0, typename Op::BlockRows>;
-            add(forward + "registers (rows by blocks)",
-                kernel_attributes<norm_registers_block_rows_kernel<Op, T, ROWS>>("", ROWS::THREADS));
+            each(typename Op::BlockRows{}, [&](auto shape) {
+                using ROWS = decltype(shape);
+                add(forward + "registers (blocks of " + std::to_string(ROWS::THREADS) + " threads, " +
+                        std::to_string(ROWS::ROWS) + " rows of " + std::to_string(ROWS::VECTORS) + " vectors)",
+                    kernel_attributes<norm_registers_block_rows_kernel<Op, T, ROWS>>("", ROWS::THREADS));
+            });
             using SHAPE = NormPipeline;
             constexpr int bytes = stage_bytes(SHAPE::THREADS, SHAPE::stage_vectors(Op::HAS_RESIDUAL ? 2 : 1));
             add(forward + "smem_pipeline",

@@ -247,7 +247,8 @@ def test_cuda_reads_the_extension(variant, pass_):
     launched = {k.name for k in found.launches}  # on a GPU: with those of other operations
     norms = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "AddRmsNorm"}
     own = "norm_" if variant.op in norms else f"{variant.op}_"
-    assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
+    if variant.op in norms:  # the chain's backward pass launches LayerNorm's kernels too
+        assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
     for kernel in found.kernels:
         assert exists(kernel.source)
         assert kernel.name.startswith(own) or kernel.name in launched

@@ -253,7 +253,7 @@ def test_rows_with_gaps_and_gradients_of_any_stride(variant, length):
     inputs = make_inputs(case, torch.bfloat16, DEVICE)
     wide = torch.randn(6, 40, length + 8, device=DEVICE).bfloat16()
     inputs = (wide[:, 5:, :length], *inputs[1:])
-    skip_unless_it_runs(variant, inputs, case.options)
+    skip_unless_it_runs(variant, as_leaves(inputs), case.options)
     for grad in (make_grad(spec, inputs, case.options), torch.ones((), device=DEVICE, dtype=torch.bfloat16)):
         if isinstance(grad, torch.Tensor) and grad.dim() == 0:
             grad = tuple(grad.expand(s) for s in spec.output_shapes(inputs, case.options))
@@ -272,7 +272,7 @@ def test_parameters_that_are_absent(variant, length):
     spec, case = kernel_ladder.spec(variant.op), case_of(variant.op, 35, length)
     *others, weight, bias = make_inputs(case, torch.bfloat16, DEVICE)
     for inputs in ((*others, *last) for last in itertools.product((weight, None), (bias, None))):
-        skip_unless_it_runs(variant, inputs, case.options)
+        skip_unless_it_runs(variant, as_leaves(inputs), case.options)
         for grad in (None, make_grad(spec, inputs, case.options)):
             result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, case.options, grad)
             assert result.agrees, f"{[x is not None for x in inputs]}, {grad is not None}: {result}"

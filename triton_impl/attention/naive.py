@@ -56,13 +56,13 @@ def _naive_kernel(
         visible = cols[None, :] < seqlen_k
         if IS_CAUSAL:
             visible = visible & (cols[None, :] <= rows[:, None])
-        scores = tl.where(visible, dot(q, tl.trans(k), None) * scale_log2, -float("inf"))
+        scores = tl.where(visible, dot(q, tl.trans(k), None, "ieee") * scale_log2, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row of −inf alone: exp2 gives 0, not NaN
         weights = tl.exp2(scores - shift[:, None])
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(weights, 1)
-        acc = dot(weights.to(v.dtype), v, acc * correction[:, None])
+        acc = dot(weights.to(v.dtype), v, acc * correction[:, None], "ieee")
         row_max = new_max
 
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
