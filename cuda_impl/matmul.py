@@ -248,6 +248,10 @@ def product_for_gradients(name: str) -> Callable[[torch.Tensor, torch.Tensor], t
     run = _launcher(name)
     if name == "skinny":  # the gradient of `other` has as many rows as it has
         return _launcher("mma")
+    if (
+        name == "split_k"
+    ):  # of few rows and a long K the gradients have many rows, or a short K: they share the selection
+        return on_hopper
     if (takes := _CUDA_CORES.get(name)) is None:
         return run
     registers = _launcher("registers")

@@ -47,8 +47,8 @@ inline std::vector<Part> parts_of(int64_t batches, int64_t M, int64_t N, const C
     for (int64_t tiles_n = 1; tiles_n <= most_n && tiles_n * b.of_tile <= most; ++tiles_n) {
         const int64_t left = most - tiles_n * b.of_tile;
         const int64_t tiles_m = a.of_tile == 0 ? most_m : std::min(most_m, left / a.of_tile);
-        const int64_t tiles = tiles_m * tiles_n, slots = up(std::max<int64_t>(tiles, 1), sms) * sms;
-        const double full = static_cast<double>(tiles) / static_cast<double>(slots);
+        const int64_t tiles = tiles_m * tiles_n, places = up(std::max<int64_t>(tiles, 1), sms) * sms;
+        const double full = static_cast<double>(tiles) / static_cast<double>(places);
         if (full > best || (full == best && tiles > best_m * best_n)) best = full, best_m = tiles_m, best_n = tiles_n;
     }
     if (best < LEAST_FULL) return parts;

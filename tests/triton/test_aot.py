@@ -96,8 +96,8 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
     """What is not as it should be in an entry's compiled code."""
     if found["cubin"] == 0 or not found["target"].startswith(f"sm_{capability}"):
         yield f"{found['cubin']} bytes for {found['target']}"
-    # Configurations are for Hopper; on an Ampere, which has fewer, kernels may spill. Consumer warps of a persistent kernel
-    # may spill where their tile lies, once a tile of queries.
+    # Configurations are for Hopper; on an Ampere, which has fewer, kernels may spill. Consumer warps of a persistent
+    # kernel may spill where their tile lies, once a tile of queries.
     allowed = 64 if "CONSUMERS" in e.constexprs else SPILT_BY_OLD_TRITON.get(e.kernel.__name__, 0)
     if capability == 90 and found["local"] > allowed:
         yield f"{found['local']} bytes of registers spilt to local memory"
