@@ -8,7 +8,6 @@ code of kernels chooses nothing. :func:`explain` tells why a rung was taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch.autograd import forward_ad
@@ -96,8 +95,6 @@ def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> l
     followed = transforms_active() or forward_ad._current_level >= 0
     tried: list[tuple[str, str | None]] = []
     for rung in _in_order(_candidates(op, backend, inputs[0].is_cuda, ""), inputs, options):
-        if any(rung.name == name for name, _ in tried):
-            continue
         reason = (_not_followed(rung, inputs, False) if followed else None) or rung.unsupported(*inputs, **options)
         tried.append((rung.name, reason))
         if reason is None:
@@ -107,18 +104,19 @@ def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> l
 
 def preferred_first(rungs: list[Variant], inputs: Inputs, options: Options) -> list[Variant]:
     """The rungs of one level in the order in which a call by the level's name tries them; `rungs`, last to first."""
-    by_name = {rung.name: rung for rung in rungs}
-    rule = RULES.get((rungs[0].op, rungs[0].level))
-    names = () if rule is None else rule(inputs, options)
-    return list(dict.fromkeys([*(by_name[name] for name in names if name in by_name), *rungs]))
+    return _in_order(_with_rules(rungs[0].op, tuple(rungs)), inputs, options)
 
 
-def _in_order(candidates: tuple[Variant | Preferred, ...], inputs: Inputs, options: Options) -> Iterator[Variant]:
+def _in_order(candidates: tuple[Variant | Preferred, ...], inputs: Inputs, options: Options) -> list[Variant]:
+    """The rungs in the order in which :func:`choose` tries them, each once."""
+    order: dict[Variant, None] = {}
     for candidate in candidates:
         if isinstance(candidate, Preferred):
-            yield from (candidate.rungs[n] for n in candidate.rule(inputs, options) if n in candidate.rungs)
+            names = candidate.rule(inputs, options)
+            order.update((candidate.rungs[name], None) for name in names if name in candidate.rungs)
         else:
-            yield candidate
+            order[candidate] = None
+    return list(order)
 
 
 def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | None:
