@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from kernel_ladder.spec import PASSES
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DTYPE_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
-PASSES = ("forward", "backward")
 
 
 class UsageError(Exception):

@@ -15,6 +15,9 @@ Options = Mapping[str, Any]
 #: The result of an operation, or the gradients of its result.
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
+#: The passes of a call, by the names that rows, samples and commands give them.
+PASSES = ("forward", "backward")
+
 #: Every dtype that an operation accepts. A rung may take fewer, and says so through ``unsupported``.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,7 +49,7 @@ class Case:
     values: str = "normal"
     quick: bool = False
     kinds: Mapping[int, str] = field(default_factory=dict)
-    passes: tuple[str, ...] = ("forward", "backward")
+    passes: tuple[str, ...] = PASSES
     climb: bool = True
 
     def layout_of(self, place: int) -> str:

@@ -10,7 +10,7 @@ import torch
 import kernel_ladder
 from bench.measure.cases import default_dtypes, sweep_cases
 from bench.rows.ratio import baseline_of
-from kernel_ladder.spec import Case
+from kernel_ladder.spec import PASSES, Case
 from kernel_ladder.table import Variant
 
 #: Variants that tune for up to a minute per shape, dtype and pass. Unless the user names them, a quick sweep leaves
@@ -25,7 +25,7 @@ class Selection:
     ops: Sequence[str]
     backends: Sequence[str] | None = None  # levels and variants; None for all
     dtypes: Sequence[torch.dtype] | None = None  # None for the default of each case
-    passes: Sequence[str] = ("forward", "backward")
+    passes: Sequence[str] = PASSES
     quick: bool = False
     seconds: float = 0.7  # of measuring, for all variants of one case, dtype and pass in total
     settle: float = 0.5  # seconds at most before the first counted round

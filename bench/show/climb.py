@@ -13,6 +13,7 @@ from bench.show import climb_counters, markdown
 from bench.show.climb_counters import Counters
 from bench.show.headline import headline
 from bench.show.table import mark, microseconds, rate, with_legend
+from kernel_ladder.spec import PASSES
 from kernel_ladder.table import LEVELS
 
 #: Levels whose members are alternatives, not steps from one to the next, with the step that all of them start from.
@@ -24,7 +25,7 @@ def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """Markdown tables of an operation, one a pass at that pass's headline shape; with counters where there are any."""
     profiled = climb_counters.beside(path)
     parts = []
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         mine = [row for row in found if row.op == op and row.pass_ == pass_]
         standing = headline(op, (row for row in mine if row.us is not None))
         if standing is None:

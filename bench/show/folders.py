@@ -16,9 +16,9 @@ from bench.measure.environment import ROOT
 from bench.rows.store import Row
 from bench.show import climb, heads, markdown
 from bench.show.headline import headline
+from kernel_ladder.spec import PASSES
 from kernel_ladder.table import LEVELS
 
-PASSES = ("forward", "backward")
 NOTE = "<!-- `python -m bench readme --folders` writes this page from the files' heads and the committed rows. -->"
 #: What a level's root says of itself.
 TITLES = {

@@ -10,8 +10,8 @@ from bench.rows.store import Row
 from bench.show import markdown
 from bench.show.headline import headline
 from bench.show.table import microseconds
+from kernel_ladder.spec import PASSES
 
-PASSES = ("forward", "backward")
 OURS = ("triton", "cuda")
 HEADER = ["operation", "PyTorch", "best Triton", "best CUDA", "best peer", "of ceiling"]
 

@@ -17,6 +17,7 @@ import kernel_ladder
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show import panels
 from bench.show.roofline import operations
+from kernel_ladder.spec import PASSES
 
 # Okabe and Ito's colours, told apart by colour-blind eyes: a hue for each level, a marker for each step of its climb.
 # Peers are dashed, too.
@@ -132,7 +133,7 @@ def _panels(rows: list[Row]) -> list[Panel]:
     found = []
     for bound, note in ((False, ""), (True, ", bound by memory")):
         for dtype in dtypes:
-            for pass_ in ("forward", "backward"):
+            for pass_ in PASSES:
                 mine = [r for r in rows if (r.dtype, r.pass_, r.shape in apart) == (dtype, pass_, bound)]
                 if mine:
                     found.append(Panel(f"{pass_}, {dtype}{note}", mine, mostly_bytes or bound))

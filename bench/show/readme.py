@@ -34,10 +34,10 @@ from bench.show import climb, folders, headlines, log_index, markdown
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
+from kernel_ladder.spec import PASSES
 
 _BEGIN = re.compile(r"^<!-- results:begin (?P<name>[^>]+?) -->[ \t]*$", re.MULTILINE)
 _EMPTY = "*No rows yet"
-PASSES = ("forward", "backward")
 
 PAGES = [
     *(environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")),

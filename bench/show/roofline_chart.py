@@ -15,8 +15,8 @@ from bench.show.headline import headline
 from bench.show.panels import spread
 from bench.show.pictures import COLOURS, OTHER, STYLE, look
 from bench.show.roofline import CAPTION, Roof, intensity, operations, roofline
+from kernel_ladder.spec import PASSES
 
-PASSES = ("forward", "backward")
 #: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines
 #: would lie on each other.
 ASIDE = 1.07

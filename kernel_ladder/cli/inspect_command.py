@@ -19,7 +19,8 @@ from rich.table import Table
 from kernel_ladder import table
 from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
 from kernel_ladder.errors import BackendError, InspectError
-from kernel_ladder.inspection.inspect import CODE, PASSES, Code, Inspection, Kernel, Request, inspect, select, tensors
+from kernel_ladder.inspection.inspect import CODE, Code, Inspection, Kernel, Request, inspect, select, tensors
+from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
 from kernel_ladder.testing.samples import empty_inputs
 

@@ -22,7 +22,6 @@ from kernel_ladder.inspection.architecture import Architecture, occupancy
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.testing.samples import make_inputs
 
-PASSES = ("forward", "backward")
 #: Kinds of code. ``source`` is the code that a person, or torch.compile, wrote.
 CODE = ("source", "ttgir", "ptx", "sass")
 

@@ -24,7 +24,8 @@ from kernel_ladder.__main__ import main
 from kernel_ladder.cli import inspect_command
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection import architecture, cubin
-from kernel_ladder.inspection.inspect import CODE, NO_KERNEL, PASSES, Code, Inspection, Request, inspect
+from kernel_ladder.inspection.inspect import CODE, NO_KERNEL, Code, Inspection, Request, inspect
+from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
 
 from ..conftest import DEVICE, every_variant, needs_gpu, variant_id

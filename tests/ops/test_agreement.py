@@ -11,7 +11,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd, table
-from kernel_ladder.spec import DTYPES, Case, Inputs, as_leaves
+from kernel_ladder.spec import DTYPES, PASSES, Case, Inputs, as_leaves
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.agreement import agreement, standards
 from kernel_ladder.testing.samples import make_grad, make_inputs
@@ -108,9 +108,6 @@ def parameters():
                 ident = f"{op}-{variant.name}-{str(dtype).removeprefix('torch.')}-{case.id}"
                 ident += "-backward" if backward else "-forward"
                 yield pytest.param(variant, index, dtype, backward, id=ident)
-
-
-PASSES = ("forward", "backward")
 
 
 class Departure(NamedTuple):
