@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,8 @@ from kernel_ladder.inspection.inspect import (
     refusal_here,
     this_gpu,
 )
-from kernel_ladder.spec import Case, as_leaves, each, has_gradient
-from kernel_ladder.testing.samples import empty_inputs
+from kernel_ladder.spec import Case, each, has_gradient
+from kernel_ladder.testing.samples import empty_inputs, on_absent_gpu
 from triton_impl import interpreted
 from triton_impl.common.gluon import requirements
 from triton_impl.runtime import launch_cache
@@ -266,16 +265,8 @@ def _no_code(variant: table.Variant, arch: architecture.Architecture) -> str | N
 
 def _refusal(request: Request, variant: table.Variant, case: Case, arch: architecture.Architecture) -> str | None:
     """Why a variant would not take a case on a GPU of an architecture, or None. No tensor is made."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    gpu = torch.device("cuda")
-    with FakeTensorMode(), warnings.catch_warnings():
-        # Tensors without memory start nowhere, and are taken to start where they should.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        shaped = empty_inputs(case, request.dtype, "meta")
-        inputs = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu), shaped)
-        if request.pass_ == "backward" and variant.backward is not None:
-            inputs = as_leaves(inputs)
+    gradients = request.pass_ == "backward" and variant.backward is not None
+    with on_absent_gpu(case, request.dtype, gradients=gradients) as inputs:
         return _no_code(variant, arch) or variant.unsupported(*inputs, **case.options)
 
 

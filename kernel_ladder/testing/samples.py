@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
-from kernel_ladder.spec import Case, Inputs, Options, Output, Spec
+from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gradient
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 KINDS = ("boolean", "hidden_rows", "offsets")
@@ -33,6 +36,24 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
     if layout == "bshd":  # (..., S, H, D) in memory, seen as (..., H, S, D)
         return make((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-2, -3)
     return make((1, *shape[1:])).expand(shape)  # zero stride in the first dimension
+
+
+@contextmanager
+def on_absent_gpu(case: Case, dtype: torch.dtype, *, gradients: bool) -> Iterator[Inputs]:
+    """In the block, inputs of a case on a GPU that need not be there: shapes and strides alone, for ``unsupported``.
+
+    With `gradients` they require them. Without a CUDA driver PyTorch's engine ends the process when it records a view of
+    such a tensor. So it is off, and whoever asks whether it is on is told `gradients`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    described = empty_inputs(case, dtype, "meta")
+    asked = mock.patch.object(torch, "is_grad_enabled", return_value=gradients)
+    with FakeTensorMode(), torch.no_grad(), asked, warnings.catch_warnings():
+        # Tensors without memory start nowhere, and are taken to start where they should.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        fakes = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"), described)
+        yield tuple(x.requires_grad_(gradients) if has_gradient(x) else x for x in fakes)
 
 
 def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> Inputs:

@@ -7,15 +7,14 @@ import functools
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cuda_impl
 import kernel_ladder
 from cuda_impl import built_for
 from kernel_ladder import autograd, gpu, selection, table
-from kernel_ladder.spec import Case, Inputs, Output, as_leaves, has_gradient
+from kernel_ladder.spec import Case, Output, as_leaves
 from kernel_ladder.testing.agreement import agreement
-from kernel_ladder.testing.samples import empty_inputs, make_grad, make_inputs
+from kernel_ladder.testing.samples import make_grad, make_inputs, on_absent_gpu
 
 from ..conftest import DEVICE, needs_gpu, typical_case
 
@@ -39,18 +38,9 @@ def built_everywhere(monkeypatch):
     monkeypatch.setattr(cuda_impl, "architectures", lambda: EVERYWHERE)
 
 
-def pretended_inputs(case: Case, dtype: torch.dtype, *, gradient: bool) -> Inputs:
-    """Inputs of a case on a GPU that need not be there. To be called in a FakeTensorMode."""
-    found = empty_inputs(case, dtype, "cuda")
-    return tuple(x if x is None or not has_gradient(x) else x.requires_grad_(gradient) for x in found)
-
-
 def chosen(op: str, case: Case, dtype: torch.dtype, *, gradient: bool) -> tuple[str | None, dict[str, str | None]]:
     """What ``auto`` takes, None for nothing, and the reason of every variant that does not take the call."""
-    # Without a CUDA driver PyTorch's engine cannot record a view of such a tensor: what asks is told that it does.
-    with FakeTensorMode(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "is_grad_enabled", lambda: gradient)
-        inputs = pretended_inputs(case, dtype, gradient=gradient)
+    with on_absent_gpu(case, dtype, gradients=gradient) as inputs:
         options = {**case.options}
         try:
             found = selection.resolve(op, "auto", inputs, options).name

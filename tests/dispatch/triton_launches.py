@@ -16,12 +16,11 @@ os.environ.update(TRITON_INTERPRET="0", KERNEL_LADDER_AUTOTUNE="0")
 
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernel_ladder
 from kernel_ladder import gpu, table
 from kernel_ladder.spec import Case, each, has_gradient
-from kernel_ladder.testing.samples import empty_inputs
+from kernel_ladder.testing.samples import empty_inputs, on_absent_gpu
 from triton_impl.runtime.aot import traced
 
 HOPPER = next(name for name, each in gpu.KNOWN.items() if each.capability == (9, 0))
@@ -51,12 +50,7 @@ def cases(op: str) -> list[Case]:
 
 
 def refused(variant: table.Variant, case: Case, dtype: torch.dtype, gradients: bool) -> bool:
-    described = empty_inputs(case, dtype, "meta")
-    # Without a CUDA driver PyTorch's engine cannot record a view of such a tensor: what asks is told that it does.
-    asked = mock.patch.object(torch, "is_grad_enabled", return_value=gradients)
-    with FakeTensorMode(), torch.no_grad(), asked:
-        fakes = each(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"), described)
-        inputs = tuple(x.requires_grad_(gradients) if has_gradient(x) else x for x in fakes)
+    with on_absent_gpu(case, dtype, gradients=gradients) as inputs:
         return (variant.here() or variant.unsupported(*inputs, **case.options)) is not None
 
 
