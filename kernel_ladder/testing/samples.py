@@ -42,8 +42,8 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
 def on_absent_gpu(case: Case, dtype: torch.dtype, *, gradients: bool) -> Iterator[Inputs]:
     """In the block, inputs of a case on a GPU that need not be there: shapes and strides alone, for ``unsupported``.
 
-    With `gradients` they require them. Without a CUDA driver PyTorch's engine ends the process when it records a view of
-    such a tensor. So it is off, and whoever asks whether it is on is told `gradients`.
+    With `gradients` they require them. Without a CUDA driver PyTorch's engine ends the process when it records a view
+    of such a tensor. So it is off, and whoever asks whether it is on is told `gradients`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
