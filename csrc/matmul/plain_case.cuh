@@ -1,4 +1,4 @@
-// What the teaching rungs thread_tile, vectorized and double_buffered share: the check of a call, loads of 16 bytes.
+// What the teaching rungs thread_tile, vectorized and double_buffered share: the check of a call, its launch, loads of 16 bytes.
 #pragma once
 
 #include "matmul/matmul.cuh"
@@ -21,6 +21,19 @@ inline Call prepare_plain(const Tensor& input, const Tensor& other, int tile_m, 
     KL_CHECK(std::max({p.M, p.N, p.K}) <= std::numeric_limits<int32_t>::max(), "matmul: ", name,
              " takes sizes below 2^31");
     return call;
+}
+
+// Runs a teaching rung: KERNEL, one block of THREADS threads per tile of BM × BN outputs.
+template <auto KERNEL, int BM, int BN, int BK, int THREADS>
+Tensor run_plain(const Tensor& input, const Tensor& other, const char* name) {
+    const auto [p, output] = prepare_plain(input, other, BM, BN, BK, name);
+    if (output.numel() == 0) return output;
+    const Launch launch(input);
+    KERNEL<<<grid_size(p.M / BM * (p.N / BN)), THREADS, 0, launch.stream>>>(
+        static_cast<float*>(output.data_ptr()), static_cast<const float*>(input.data_ptr()),
+        static_cast<const float*>(other.data_ptr()), static_cast<int>(p.N), static_cast<int>(p.K));
+    KL_LAUNCH_CHECK();
+    return output;
 }
 
 // 16 bytes at a time.

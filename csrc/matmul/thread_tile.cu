@@ -72,15 +72,7 @@ __global__ void __launch_bounds__(thread_tile::BLOCK_THREADS, 2)
 
 Tensor matmul_thread_tile(const Tensor& input, const Tensor& other) {
     using namespace thread_tile;
-    const auto [p, output] = prepare_plain(input, other, BM, BN, BK, "thread_tile");
-    if (output.numel() == 0) return output;
-    const Launch launch(input);
-    const auto grid = grid_size(p.M / BM * (p.N / BN));
-    matmul_thread_tile_kernel<<<grid, BLOCK_THREADS, 0, launch.stream>>>(
-        static_cast<float*>(output.data_ptr()), static_cast<const float*>(input.data_ptr()),
-        static_cast<const float*>(other.data_ptr()), static_cast<int>(p.N), static_cast<int>(p.K));
-    KL_LAUNCH_CHECK();
-    return output;
+    return run_plain<matmul_thread_tile_kernel, BM, BN, BK, BLOCK_THREADS>(input, other, "thread_tile");
 }
 
 void matmul_thread_tile_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {

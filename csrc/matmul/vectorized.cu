@@ -71,15 +71,7 @@ __global__ void __launch_bounds__(vectorized::BLOCK_THREADS, 2)
 
 Tensor matmul_vectorized(const Tensor& input, const Tensor& other) {
     using namespace vectorized;
-    const auto [p, output] = prepare_plain(input, other, BM, BN, BK, "vectorized");
-    if (output.numel() == 0) return output;
-    const Launch launch(input);
-    const auto grid = grid_size(p.M / BM * (p.N / BN));
-    matmul_vectorized_kernel<<<grid, BLOCK_THREADS, 0, launch.stream>>>(
-        static_cast<float*>(output.data_ptr()), static_cast<const float*>(input.data_ptr()),
-        static_cast<const float*>(other.data_ptr()), static_cast<int>(p.N), static_cast<int>(p.K));
-    KL_LAUNCH_CHECK();
-    return output;
+    return run_plain<matmul_vectorized_kernel, BM, BN, BK, BLOCK_THREADS>(input, other, "vectorized");
 }
 
 void matmul_vectorized_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
