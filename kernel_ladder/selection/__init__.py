@@ -163,7 +163,7 @@ def _candidates(op: str, backend: str, on_gpu: bool, source: str) -> tuple[Varia
 def _with_rules(op: str, rungs: tuple[Variant, ...]) -> tuple[Variant | Preferred, ...]:
     """`rungs`, before the first of each level the level's rule, if there is one."""
     found: list[Variant | Preferred] = []
-    seen = set[str]()
+    seen: set[str] = set()
     for rung in rungs:
         if rung.level not in seen:
             seen.add(rung.level)

@@ -236,6 +236,6 @@ def test_an_interrupt_of_a_command_is_one_line(monkeypatch, tmp_path, capsys):
     finder = types.SimpleNamespace(find_spec=interrupted)  # while a command's module is imported
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "bench.show.report", raising=False)
-    monkeypatch.delattr(sys.modules["bench"], "report", raising=False)
+    monkeypatch.delattr(sys.modules["bench.show"], "report", raising=False)
     assert main(["report"]) == 130
     assert capsys.readouterr().err == "python -m bench: interrupted\n"

@@ -50,8 +50,9 @@ def _first_product(
     m, k = a.shape[-2:]
     n = b.shape[-1]
     batch = batch_shape(a, b)
-    c = torch.empty((*batch, m, n), dtype=dtype, device=a.device)
-    output = c.view(output_shape(input, other))
+    # The view is `c`: autograd refuses to modify in place an output that is a view.
+    output = torch.empty(output_shape(input, other), dtype=dtype, device=a.device)
+    c = output.view(*batch, m, n)
     if c.numel() == 0 or k == 0:
         c.zero_()
         return output, None
