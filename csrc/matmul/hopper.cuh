@@ -138,7 +138,7 @@ void dispatch_hopper(const HopperCall& call, ScalarType dtype, F&& f) {
 
 struct HopperGrid {
     int blocks, cluster, threads, shared;
-    bool early = false;  // programmatic dependent launch: the kernel waits at griddepcontrol.wait
+    bool pdl = false;  // programmatic dependent launch: the kernel waits at griddepcontrol.wait
 };
 
 // Launches a kernel of the given name; checks once for each kernel and device that it can run there.
@@ -150,7 +150,7 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, const Hopper
         allow_shared(kernel, grid.shared, on.device, asked);
     }
     LaunchConfig config(dim3(grid.blocks), dim3(grid.threads), grid.shared, on);
-    config.clusters_of(grid.cluster).pdl(grid.early).run(kernel, std::forward<Arguments>(arguments)...);
+    config.clusters_of(grid.cluster).pdl(grid.pdl).run(kernel, std::forward<Arguments>(arguments)...);
 }
 
 // ---- device ---------------------------------------------------------------------------------------------------------
