@@ -25,6 +25,7 @@ from bench.rows.ratio import baseline_of
 from bench.rows.store import Row
 from kernel_ladder import table
 from kernel_ladder.errors import is_for_memory
+from kernel_ladder.selection import preferred_first
 from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.samples import empty_inputs
@@ -60,12 +61,12 @@ class Sweep:
     ) -> None:
         self.selection, self.emit, self.device, self.standing = selection, emit, device, standing or {}
         self.phases = phases.Phases()
-        self._last: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
+        self._chosen_rungs: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
         self._host: dict[tuple[str, str, str, torch.dtype], tuple[float | None, float | None]] = {}
 
     def known(self, group: Group) -> dict[str, Variant]:
         """The variants of a group by name, before those are left out whose tuning takes too long."""
-        ours = table.variants(group.op) if group.case.climb else self._last_steps(group)
+        ours = table.variants(group.op) if group.case.climb else self._levels_choices(group)
         theirs = peers.variants(group.op, self.selection.peers)
         return {v.name: v for v in (*filter(self.selection.takes, ours), *theirs)}
 
@@ -73,19 +74,21 @@ class Sweep:
         """The variants to measure for a group, including those that already have rows."""
         return [v for name, v in self.known(group).items() if self.selection.tunes(name, group.case)]
 
-    def _last_steps(self, group: Group) -> list[Variant]:
-        """The baseline, the last step of each level that takes the case, and variants selected by name."""
+    def _levels_choices(self, group: Group) -> list[Variant]:
+        """The baseline, the rung that each level's name stands for in each pass, and variants selected by name."""
         key = (group.op, group.case.id, group.dtype)
-        if key not in self._last:
-            inputs = empty_inputs(group.case, group.dtype, self.device)
+        if key not in self._chosen_rungs:
+            inputs, options = empty_inputs(group.case, group.dtype, self.device), group.case.options
             wanted = {baseline_of(group.op), *(self.selection.backends or ())}
             for level in table.LEVELS:
                 climb = table.named(group.op, level)
-                fitting = (v for v in climb if v.unsupported(*inputs, **group.case.options) is None)
-                if climb:  # where none fits, a row gives the reason of the last step
-                    wanted.add(next(fitting, climb[0]).name)
-            self._last[key] = [v for v in table.variants(group.op) if v.name in wanted]
-        return self._last[key]
+                for pass_ in group.passes if climb else ():
+                    asked = as_leaves(inputs) if pass_ == "backward" else inputs
+                    order = preferred_first(climb, asked, options)
+                    fitting = (v for v in order if v.unsupported(*asked, **options) is None)
+                    wanted.add(next(fitting, order[0]).name)  # where none fits, a row gives the first rung's reason
+            self._chosen_rungs[key] = [v for v in table.variants(group.op) if v.name in wanted]
+        return self._chosen_rungs[key]
 
     def pending(self, group: Group, pass_: str) -> list[Variant]:
         """The variants of a pass without a row in `standing`, and the baseline that they are paired with."""
