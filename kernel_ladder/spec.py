@@ -39,7 +39,7 @@ class Case:
         quick: whether the short sweep measures the case.
         kinds: the kind of each argument that does not have the case's dtype, by the argument's index.
         passes: the passes that the benchmark measures.
-        climb: whether it measures every rung, or only each level's most optimised one.
+        climb: whether it measures every rung, or only the one that each level's name stands for.
     """
 
     id: str
