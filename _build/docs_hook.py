@@ -5,6 +5,8 @@
 ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip, and
 ``{{ host ... }}`` the time of the call on the host. ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at
 this build, with its caption. A name that is not there ends the build with an error.
+
+Links to ``bench/results/pictures`` and to sources, right for a reader of the repository, become links into the site.
 """
 
 from __future__ import annotations
@@ -18,16 +20,32 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
 import figures
 from figures.rows import ROOT, ROWS, rows
 
 DIRECTIVE = re.compile(r"\{\{ *(source|us|host|figure) ([^}]*?) *\}\}")
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
+PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
+PICTURES = ROOT / "bench" / "results" / "pictures"
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 
 
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Committed pictures join the site where a page shows them."""
+    for page in [file for file in files if file.src_uri.endswith(".md")]:
+        for name in PICTURE.findall(Path(page.abs_src_path).read_text()):
+            place = f"assets/pictures/{name}"
+            if place not in files.src_uris:
+                files.append(File.generated(config, place, abs_src_path=str(PICTURES / name)))
+    return files
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    depth = "../" * page.file.src_uri.count("/")
+    markdown = PICTURE.sub(rf"]({depth}assets/pictures/\1)", markdown)
+
     def replaced(match: re.Match[str]) -> str:
         kind, arguments = match[1], shlex.split(match[2])
         try:
