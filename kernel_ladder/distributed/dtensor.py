@@ -38,14 +38,13 @@ def call(op: str, inputs: Inputs, options: Options, run: Call, anew: Callable[..
     chosen = _chosen(rule, inputs, mesh)
     if op == "linear" and "k" in chosen and (inputs[2] is not None or options["activation"] is not None):
         return _reduced_linear(inputs, options, anew)
-    local = tuple([None if x is None else _local(x, names, chosen) for x, names in zip(inputs, rule.inputs, strict=True)])
-    sizes = {
-        name: size
-        for x, names in zip(inputs, rule.inputs, strict=True)
-        if x is not None and names is not None
-        for name, size in zip(names, x.shape, strict=True)
-        if name is not None
-    }
+    pairs = list(zip(inputs, rule.inputs, strict=True))
+    local = tuple([None if x is None else _local(x, names, chosen) for x, names in pairs])
+    sizes: dict[str, int] = {}
+    for x, names in pairs:
+        for name, size in zip(names or (), () if x is None else x.shape, strict=False):
+            if name is not None and name not in sizes:  # the heads of queries come before those of keys
+                sizes[name] = size
     result = run(local, options)
     outputs = tuple(
         [_global(y, names, chosen, sizes, mesh) for y, names in zip(as_tuple(result), rule.outputs, strict=True)]
@@ -152,9 +151,12 @@ def _global(local: torch.Tensor, names: Names, chosen: Sequence[Name], sizes: di
     placements = [
         Replicate() if name is None else Shard(names.index(name)) if name in names else Partial() for name in chosen
     ]
+    dims = range(len(names))
     shape = torch.Size([local.shape[i] if name is None else sizes[name] for i, name in enumerate(names)])
-    strides, stride = [0] * len(shape), 1
-    for i in sorted(range(len(shape)), key=lambda i: (local.stride(i), -i)):  # in the order of the local dimensions
-        strides[i] = stride
-        stride *= max(shape[i], 1)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(strides))
+    stride = tuple([math.prod([max(shape[j], 1) for j in dims if _inside(local, j, i)]) for i in dims])
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _inside(x: torch.Tensor, j: int, i: int) -> bool:
+    """Whether dimension j of a dense tensor varies faster than i."""
+    return x.stride(j) < x.stride(i) or (x.stride(j) == x.stride(i) and j > i)

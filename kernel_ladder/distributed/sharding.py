@@ -53,8 +53,10 @@ def _broadcast(inputs: Inputs, dims: Names) -> tuple[Names | None, ...]:
 
 
 def _elementwise(*inputs, **options) -> Rule:
-    dims = _numbered(max([x.dim() for x in inputs if x is not None]))
-    return Rule(_broadcast(inputs, dims), (dims,))
+    dims = _numbered(max([x.dim() for x in inputs]))
+    named = _broadcast(inputs, dims)
+    split = [name for names in named for name in names or ()]
+    return Rule(named, (tuple([name if name in split else None for name in dims]),))
 
 
 def _softmax(input, *, dim) -> Rule:
@@ -81,7 +83,11 @@ def _add_norm(input, residual, weight, *, eps) -> Rule:
 
 def _sum(input, *, dim, keepdim) -> Rule:
     count = input.dim()
-    over = range(count) if dim is None or dim == () or count == 0 else [d % count for d in ((dim,) if isinstance(dim, int) else dim)]
+    over = (
+        range(count)
+        if dim is None or dim == () or count == 0
+        else [d % count for d in ((dim,) if isinstance(dim, int) else dim)]
+    )
     names = _numbered(count)
     kept = [None if i in over else name for i, name in enumerate(names) if keepdim or i not in over]
     return Rule((names,), (tuple(kept),))

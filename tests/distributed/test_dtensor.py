@@ -25,7 +25,9 @@ def cases(op: str) -> list[Case]:
 
 
 def calls() -> list:
-    found = [(op, "torch", case, torch.float64, 40, 1e-9) for op in RULES for case in cases(op)]
+    found = [
+        (op, "torch", case, torch.float64, 6 if i else 40, 1e-9) for op in RULES for i, case in enumerate(cases(op))
+    ]
     return [*found, *((op, "triton", typical_case(op, 3000), torch.float32, 4, 1e-4) for op in RULES)]
 
 
@@ -40,3 +42,15 @@ def faults(tmp_path_factory):
 @pytest.mark.parametrize("op", OPS)
 def test_an_operation_gives_what_one_gpu_gives(op, backend, faults):
     assert faults[f"{op} {backend}"] == {}
+
+
+def test_a_mesh_of_two_dimensions(tmp_path):
+    group.run(4, tmp_path, sharded.check_mesh_of_two_dimensions)
+
+
+def test_bad_placements_are_refused_and_odd_ones_redistributed(tmp_path):
+    group.run(2, tmp_path, sharded.check_errors)
+
+
+def test_every_operation_has_a_rule():
+    assert set(RULES) == set(OPS)

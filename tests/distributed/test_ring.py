@@ -16,12 +16,10 @@ def test_every_case_at_the_torch_level(ranks, tmp_path):
 
 
 def test_rungs_that_take_the_whole_log_sum_exp(tmp_path):
-    group.run(
-        2, tmp_path, rings.compare_all, "triton", torch.float32, 1e-4, ["causal", "grouped", "window-causal"], 64
-    )
+    group.run(2, tmp_path, rings.compare_all, "triton", torch.float32, 1e-4, ["causal", "grouped", "window-causal"], 64)
 
 
 def test_a_group_is_needed():
     x = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(RuntimeError, match=r"ring_attention: torch\.distributed\.init_process_group\(\) must be called"):
+    with pytest.raises(RuntimeError, match=r"ring_attention: torch\.distributed\.init_process_group\(\) must"):
         ring_attention(x, x, x)
