@@ -15,7 +15,7 @@ from kernel_ladder import autograd, operators, selection, table
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.semantics.masks import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.semantics.reduction import Dim
-from kernel_ladder.spec import DTYPES, Inputs, Options, each, names_of
+from kernel_ladder.spec import DTYPES, Inputs, each, names_of
 from kernel_ladder.transforms import transforms_active
 
 
@@ -57,10 +57,10 @@ def _call_sharded(op: str, backend: str | None, inputs: Inputs, options: dict[st
         return restated.output(_call(op, backend, restated.inputs, options))
     name = table.asked_for(op, backend)
 
-    def run(local: Inputs, options: Options) -> Any:
+    def run(local: Inputs) -> Any:
         return _call(op, backend, local, options)
 
-    def anew(other: str, inputs: Inputs, options: Options) -> Any:
+    def anew(other: str, inputs: Inputs, options: dict[str, Any]) -> Any:
         return _call(other, name if other == op else name.partition(".")[0], inputs, options)
 
     return dtensor.call(op, inputs, options, run, anew)

@@ -16,11 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from kernel_ladder.distributed.sharding import Name, Names, Rule, rule_of
 from kernel_ladder.spec import Inputs, Options, as_tuple
 
-Call = Callable[[Inputs, Options], Any]
-Placements = tuple[Placement, ...]
 
-
-def call(op: str, inputs: Inputs, options: Options, run: Call, anew: Callable[..., Any]) -> Any:
+def call(op: str, inputs: Inputs, options: Options, run: Callable[[Inputs], Any], anew: Callable[..., Any]) -> Any:
     """The result of a call, of which at least one input is a DTensor, as DTensors.
 
     Args:
@@ -45,7 +42,7 @@ def call(op: str, inputs: Inputs, options: Options, run: Call, anew: Callable[..
         for name, size in zip(names or (), () if x is None else x.shape, strict=False):
             if name is not None and name not in sizes:  # the heads of queries come before those of keys
                 sizes[name] = size
-    result = run(local, options)
+    result = run(local)
     outputs = tuple(
         [_global(y, names, chosen, sizes, mesh) for y, names in zip(as_tuple(result), rule.outputs, strict=True)]
     )
@@ -129,11 +126,11 @@ def _cost(name: Name, mesh_dim: int, rule: Rule, inputs: Inputs, mesh: Any) -> f
     return total
 
 
-def _placement(names: Names, name: Name) -> Placement:
-    return Shard(names.index(name)) if name is not None and name in names else Replicate()
+def _placement(names: Names | None, name: Name) -> Placement:
+    return Shard(names.index(name)) if name is not None and names and name in names else Replicate()
 
 
-def _local(x: DTensor, names: Names, chosen: Sequence[Name]) -> torch.Tensor:
+def _local(x: DTensor, names: Names | None, chosen: Sequence[Name]) -> torch.Tensor:
     """This GPU's part of an input, redistributed if it must be."""
     wanted = tuple([_placement(names, name) for name in chosen])
     if tuple(x.placements) != wanted:

@@ -8,7 +8,9 @@ An input that lacks the name being split is needed whole on every GPU, and its g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import Inputs, Options
@@ -52,14 +54,14 @@ def _broadcast(inputs: Inputs, dims: Names) -> tuple[Names | None, ...]:
     return tuple(found)
 
 
-def _elementwise(*inputs, **options) -> Rule:
+def _elementwise(*inputs: Tensor, **options: Any) -> Rule:
     dims = _numbered(max([x.dim() for x in inputs]))
     named = _broadcast(inputs, dims)
     split = [name for names in named for name in names or ()]
     return Rule(named, (tuple([name if name in split else None for name in dims]),))
 
 
-def _softmax(input, *, dim) -> Rule:
+def _softmax(input: Tensor, *, dim: int) -> Rule:
     count = input.dim()
     dims = tuple([None if i == dim % count else name for i, name in enumerate(_numbered(count))])
     return Rule((dims,), (dims,))
@@ -70,30 +72,27 @@ def _rows(rows: int, dims: int) -> Names:
     return (*_numbered(rows), *((None,) * (dims - rows)))
 
 
-def _norm(input, *parameters, normalized_shape, **options) -> Rule:
+def _norm(input: Tensor, *parameters: Tensor | None, normalized_shape: tuple[int, ...], eps: float) -> Rule:
     dims = _rows(input.dim() - len(normalized_shape), input.dim())
     whole = (None,) * len(normalized_shape)
     return Rule((dims, *[None if x is None else whole for x in parameters]), (dims,))
 
 
-def _add_norm(input, residual, weight, *, eps) -> Rule:
+def _add_norm(input: Tensor, residual: Tensor, weight: Tensor | None, *, eps: float) -> Rule:
     dims = _rows(input.dim() - 1, input.dim())
     return Rule((dims, dims, None if weight is None else (None,)), (dims, dims))
 
 
-def _sum(input, *, dim, keepdim) -> Rule:
+def _sum(input: Tensor, *, dim: Any, keepdim: bool) -> Rule:
     count = input.dim()
-    over = (
-        range(count)
-        if dim is None or dim == () or count == 0
-        else [d % count for d in ((dim,) if isinstance(dim, int) else dim)]
-    )
+    over = (dim,) if isinstance(dim, int) else dim or range(count)  # None or () is all
+    summed = [d % count for d in over] if count else []
     names = _numbered(count)
-    kept = [None if i in over else name for i, name in enumerate(names) if keepdim or i not in over]
+    kept = [None if i in summed else name for i, name in enumerate(names) if keepdim or i not in summed]
     return Rule((names,), (tuple(kept),))
 
 
-def _matmul(input, other) -> Rule:
+def _matmul(input: Tensor, other: Tensor) -> Rule:
     of_input = ("m", "k") if input.dim() > 1 else ("k",)
     of_other = ("k", "n") if other.dim() > 1 else ("k",)
     batch = _numbered(max(input.dim() - 2, other.dim() - 2, 0))
@@ -104,20 +103,28 @@ def _matmul(input, other) -> Rule:
     return Rule(tuple(named), ((*batch, *of_input[:-1], *of_other[1:]),))
 
 
-def _linear(input, weight, bias, *, activation) -> Rule:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None) -> Rule:
     rows = _numbered(input.dim() - 1)
     return Rule(((*rows, "k"), ("n", "k"), None if bias is None else ("n",)), ((*rows, "n"),))
 
 
-def _attention(query, key, value, *masks, is_causal, window_size=NO_WINDOW, **options) -> Rule:
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *masks: Tensor,
+    is_causal: Any,
+    window_size: Any = NO_WINDOW,
+    **options: Any,
+) -> Rule:
     batch = _numbered(max(query.dim(), key.dim(), value.dim()) - 3)
     # Positions decide what a causal or banded query sees, so its sequence stays whole.
     rows = "query" if is_causal is False and tuple(window_size) == NO_WINDOW else None
 
-    def of(x, row: Name) -> Names:
+    def of(x: Tensor, row: Name) -> Names:
         own = batch[len(batch) - max(x.dim() - 3, 0) :]
-        own = tuple([None if size == 1 else name for name, size in zip(own, x.shape, strict=False)])
-        return (*own, "heads", row, None) if x.dim() > 2 else (row, None)
+        split: Names = tuple([None if size == 1 else name for name, size in zip(own, x.shape, strict=False)])
+        return (*split, "heads", row, None) if x.dim() > 2 else (row, None)
 
     of_query = of(query, rows)
     own = ("heads",) if query.dim() > 2 else ()
@@ -130,20 +137,18 @@ def _attention(query, key, value, *masks, is_causal, window_size=NO_WINDOW, **op
     return Rule(inputs, tuple(outputs), heads)
 
 
-def _attention_varlen(query, key, value, *cu_seqlens, **options) -> Rule:
+def _attention_varlen(query: Tensor, key: Tensor, value: Tensor, *cu_seqlens: Tensor, **options: Any) -> Rule:
     packed = (None, "heads", None)
     outputs = (packed, (None, "heads")) if options.get("return_lse") else (packed,)
     whole = [None if x is None else (None,) * x.dim() for x in cu_seqlens]
     return Rule((packed, packed, packed, *whole), outputs, {"heads": key.shape[-2]})
 
 
-def _whole(*inputs, **options) -> Rule:
+def _whole(*inputs: Tensor | None, **options: Any) -> Rule:
     """Of random masks: an element's random number depends on its position in the whole tensor."""
-    first = inputs[0]
-    return Rule(
-        tuple([None if x is None else (None,) * x.dim() for x in inputs]),
-        ((None,) * first.dim(),),
-    )
+    whole = tuple([None if x is None else (None,) * x.dim() for x in inputs])
+    assert whole[0] is not None
+    return Rule(whole, (whole[0],))
 
 
 RULES: dict[str, Callable[..., Rule]] = {
