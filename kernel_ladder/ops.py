@@ -21,6 +21,9 @@ from kernel_ladder.transforms import transforms_active
 
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     compiling = is_compiling()  # read once: it costs as much as is_neg(), which torch.compile cannot trace
+    for x in inputs:
+        if type(x) not in _ON_ONE_GPU and x is not None and type(x).__name__ == "DTensor":
+            return _call_sharded(op, backend, inputs, options)
     if compiling:
         if not transforms_active() and forward_ad._current_level < 0:
             return operators.call(op, backend, inputs, options)
@@ -40,6 +43,27 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
     except RuntimeError as error:
         raise_for_memory(error)
         raise
+
+
+#: The classes of nearly all tensors, told at one comparison.
+_ON_ONE_GPU = (torch.Tensor, torch.nn.Parameter)
+
+
+def _call_sharded(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
+    from kernel_ladder.distributed import dtensor  # takes two seconds, which the caller has spent
+
+    restated = table.spec(op).check(*inputs, **options)
+    if restated is not None:
+        return restated.output(_call(op, backend, restated.inputs, options))
+    name = table.asked_for(op, backend)
+
+    def run(local: Inputs) -> Any:
+        return _call(op, backend, local, options)
+
+    def anew(other: str, inputs: Inputs, options: dict[str, Any]) -> Any:
+        return _call(other, name if other == op else name.partition(".")[0], inputs, options)
+
+    return dtensor.call(op, inputs, options, run, anew)
 
 
 # Options are cache keys and kernel constants, so numbers of other libraries are converted to Python's. Other values
