@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from kernel_ladder import autograd, ops, selection
+from kernel_ladder.distributed.exchange import Exchange, check_group
 from kernel_ladder.distributed.sequence import LAYOUTS, chunks_of
 from kernel_ladder.semantics.masks import NO_WINDOW
 
@@ -96,36 +97,6 @@ def _band(q: int, k: int, size: int, distance: int, left: int, right: int) -> _B
     return _Block(queries, seen, False, (before, after))
 
 
-class _Exchange:
-    """A tensor on its way to the next rank, while this one computes."""
-
-    def __init__(self, ring: _Ring, outgoing: torch.Tensor) -> None:
-        self.incoming = torch.empty_like(outgoing)
-        self._outgoing = outgoing  # alive until it is sent
-        ranks = [
-            dist.get_global_rank(ring.group, (ring.rank + hop) % ring.size) if ring.group is not None else
-            (ring.rank + hop) % ring.size
-            for hop in (1, -1)
-        ]  # fmt: skip
-        self._where = f"ring_attention: rank {ring.rank} of {ring.size} lost a neighbour (ranks {ranks[1]}, {ranks[0]})"
-        operations = [
-            dist.P2POp(dist.isend, outgoing, ranks[0], ring.group),
-            dist.P2POp(dist.irecv, self.incoming, ranks[1], ring.group),
-        ]
-        try:
-            self._works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._where}: {error}") from error
-
-    def wait(self) -> torch.Tensor:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._where}: {error}") from error
-        return self.incoming
-
-
 def _merge(output: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> None:
     """Merge a step's result into the float32 accumulators, in place."""
     total = torch.logaddexp(lse, found_lse)
@@ -143,7 +114,7 @@ def _forward(
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
     travelling = torch.cat((key, value), -1)
     for step in range(ring.size):
-        sent = _Exchange(ring, travelling) if step + 1 < ring.size else None
+        sent = Exchange("ring_attention", ring.group, travelling) if step + 1 < ring.size else None
         key, value = travelling.split((key.shape[-1], value.shape[-1]), -1)
         for block in ring.blocks(step, length):
             found, found_lse = ops.attention(
@@ -173,7 +144,7 @@ def _backward(
     gradients = torch.zeros_like(travelling, dtype=lse.dtype)  # of the keys and values that this rank has now
     returning = None
     for step in range(ring.size):
-        sent = _Exchange(ring, travelling) if step + 1 < ring.size else None
+        sent = Exchange("ring_attention", ring.group, travelling) if step + 1 < ring.size else None
         key, value = travelling.split(widths, -1)
         found = torch.zeros_like(gradients)
         of_key, of_value = found.split(widths, -1)
@@ -191,7 +162,7 @@ def _backward(
             gradients = returning.wait()
         gradients = gradients + found
         # They follow their keys: one hop behind the step that adds to them.
-        returning = _Exchange(ring, gradients) if ring.size > 1 else None
+        returning = Exchange("ring_attention", ring.group, gradients) if ring.size > 1 else None
         if sent is not None:
             travelling = sent.wait()
     gradients = gradients if returning is None else returning.wait()
@@ -293,8 +264,7 @@ def ring_attention(
     Source: Liu et al., Ring Attention, arXiv:2310.01889; zigzag: Zhu, ring-flash-attention.
     """
     op = "ring_attention"
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(f"{op}: torch.distributed.init_process_group() must be called first, on every rank")
+    check_group(op)
     if layout not in LAYOUTS:
         raise ValueError(f"{op}: argument `layout` must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
     if not isinstance(is_causal, bool):
