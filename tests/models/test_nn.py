@@ -1,4 +1,4 @@
-"""``kernel_ladder.nn``: PyTorch's arguments, names, numbers and habits, with a backend that is checked when it is set."""
+"""``kernel_ladder.nn``: PyTorch's arguments, names, numbers and habits, and a backend that is checked when set."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_wrong_backend_fails_at_construction(name):
         make(name, backend=1)
     module = make(name)
     assert module.backend is None
-    with pytest.raises(BackendError, match="unknown `backend` 'cuda.no_such_rung'|unknown `backend` 'torch.none'"):
+    with pytest.raises(BackendError, match=r"unknown `backend` 'torch\.none'"):
         module.backend = "torch.none"
     assert module.backend is None
 
@@ -230,9 +230,7 @@ def test_mlps(level):
 
 
 def test_inside_compile():
-    model = torch.nn.Sequential(
-        nn.RMSNorm(32), nn.GroupedQueryAttention(32, 4, 2), make("gelu_mlp").fc1.__class__(32, 8)
-    )
+    model = torch.nn.Sequential(nn.RMSNorm(32), nn.GroupedQueryAttention(32, 4, 2), nn.Linear(32, 8))
     x = torch.randn(2, 5, 32)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
