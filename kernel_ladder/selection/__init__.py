@@ -89,6 +89,15 @@ def choose(
     raise UnsupportedError(f"{op}: {source_of(given) if source is None else source}{why}")
 
 
+def check(op: str, backend: str | None) -> None:
+    """Raise as every call with this backend would, whatever its inputs.
+
+    Raises:
+        TypeError: `backend` is neither a str nor None. BackendError: no such backend. UnavailableError: not here.
+    """
+    _candidates(op, asked_for(op, backend), False, source_of(backend))
+
+
 def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> list[tuple[str, str | None]]:
     """The rungs in the order in which this call tries them, up to the one taken, each with why it was passed over.
 
