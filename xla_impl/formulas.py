@@ -20,7 +20,8 @@ def gelu(jax: Any, x: Any, approximate: str) -> Any:
     jnp = jax.numpy
     if approximate == "tanh":
         square = jnp.minimum(x * x, 100.0)  # past it tanh is −1 or 1, and a square that overflows gives NaN gradients
-        return 0.5 * x * (1 + jnp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x * square)))
+        # (1 + tanh u) / 2 as a sigmoid: its slope does not cancel where tanh is near 1.
+        return x * jax.nn.sigmoid(2 * SQRT_2_OVER_PI * (x + 0.044715 * x * square))
     return 0.5 * x * (1 + jax.scipy.special.erf(x / math.sqrt(2)))
 
 
@@ -30,6 +31,8 @@ def rms(jax: Any, x: Any, axes: tuple[int, ...], eps: float) -> Any:
 
 
 def centred(jax: Any, x: Any, axes: tuple[int, ...]) -> Any:
+    """`x` less its mean; twice, since rounding the first mean leaves a second one."""
+    x = x - jax.numpy.mean(x, axes, keepdims=True)
     return x - jax.numpy.mean(x, axes, keepdims=True)
 
 
