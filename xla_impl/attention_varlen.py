@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kernel_ladder.semantics.masks import NO_WINDOW
-from xla_impl import register, takes_all
-from xla_impl.formulas import product, softmax_of_scores, wide
+from xla_impl.formulas import in_groups, scores_of, weighted, without_keys
+from xla_impl.rung import register
 
 
 def formula(
@@ -17,8 +17,6 @@ def formula(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
     is_causal: bool | str,
     scale: float | None,
     enable_gqa: bool,
@@ -26,20 +24,16 @@ def formula(
     return_lse: bool = False,
 ) -> Any:
     jnp = jax.numpy
-    q, k, v = (jnp.swapaxes(wide(jax, x), 0, 1) for x in (query, key, value))
-    if enable_gqa and k.shape[0]:
-        group = q.shape[0] // k.shape[0]
-        k, v = jnp.repeat(k, group, 0), jnp.repeat(v, group, 0)
+    q, k, v = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
+    if enable_gqa:
+        k, v = (in_groups(jax, q, x, 0) for x in (k, v))
     if k.shape[-2] == 0:
-        output = jnp.swapaxes(product(jax, product(jax, q, jnp.swapaxes(k, -1, -2)), v), 0, 1).astype(query.dtype)
-        return (output, jnp.full(q.shape[:-1], -jnp.inf, q.dtype)) if return_lse else output
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    scores = product(jax, q * factor, jnp.swapaxes(k, -1, -2))
-    scores = jnp.where(
-        _seen(jax, cu_seqlens_q, cu_seqlens_k, scores.shape[-2:], is_causal, window_size), scores, -jnp.inf
-    )
-    output, lse = softmax_of_scores(jax, scores, v, lambda a, b: product(jax, a, b))
-    output = jnp.swapaxes(output, 0, 1).astype(query.dtype)
+        output, lse = without_keys(jax, q, k, v, True)
+    else:
+        scores = scores_of(jax)(q, k) * (q.shape[-1] ** -0.5 if scale is None else float(scale))
+        seen = _seen(jax, cu_seqlens_q, cu_seqlens_k, scores.shape[-2:], is_causal, window_size)
+        output, lse = weighted(jax, jnp.where(seen, scores, -jnp.inf), v)
+    output = jnp.swapaxes(output, 0, 1)
     return (output, lse) if return_lse else output
 
 
@@ -64,4 +58,4 @@ def _seen(
     return seen if left < 0 else seen & (after >= -left)
 
 
-register("attention_varlen", formula, refuses=takes_all)
+register("attention_varlen", formula)

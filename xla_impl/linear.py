@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
-from xla_impl import register, tanh_in_32_bits
 from xla_impl.formulas import gelu, product, wide
+from xla_impl.rung import register
 
 
 def formula(jax: Any, input: Any, weight: Any, bias: Any = None, *, activation: str | None) -> Any:
-    output = product(jax, wide(jax, input), wide(jax, weight).T)
+    output = wide(jax, product(jax, input, weight.T))
     if bias is not None:
         output = output + wide(jax, bias)
     if activation is not None:
@@ -18,4 +18,4 @@ def formula(jax: Any, input: Any, weight: Any, bias: Any = None, *, activation: 
     return output.astype(input.dtype)
 
 
-register("linear", formula, refuses=tanh_in_32_bits)
+register("linear", formula)
