@@ -7,6 +7,7 @@ compiles once for each combination of shapes, dtypes and options (:mod:`xla_impl
 from __future__ import annotations
 
 import importlib.util
+from importlib import metadata
 
 from kernel_ladder import gpu
 
@@ -18,9 +19,7 @@ OLDEST = (0, 10)
 def unavailable() -> str | None:
     """Why JAX cannot be used here, or None. Imports nothing."""
     if importlib.util.find_spec("jax") is None:
-        return "JAX is not installed; `pip install kernel_ladder[xla]` installs it for CPUs, [xla-cuda13] for GPUs"
-    from importlib import metadata
-
+        return "JAX is not installed; `pip install kernel_ladder[xla]` installs it, [xla-cuda13] for a GPU"
     version = metadata.version("jax")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))

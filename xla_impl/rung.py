@@ -98,6 +98,10 @@ class Programs:
         return self._compiled(("backward", count, wanted, *static.items()), make)
 
 
+#: The programs of every rung, by operation and rung, for inspection.
+PROGRAMS: dict[tuple[str, str], Programs] = {}
+
+
 def _as_tuple(found: Any) -> Arrays:
     return found if isinstance(found, tuple) else (found,)
 
@@ -133,7 +137,7 @@ def register(
         name: the rung.
         also_unsupported: why the rung does not take some inputs that the level takes, or None.
     """
-    programs = Programs(formula)
+    programs = PROGRAMS[op, name] = Programs(formula)
 
     def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Output, tuple[Any, ...]]:
         saved = (*inputs, tuple(options.items()))

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from kernel_ladder.table import LEVELS
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
