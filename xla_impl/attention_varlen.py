@@ -17,9 +17,9 @@ def formula(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
-    is_causal: bool | str,
-    scale: float | None,
-    enable_gqa: bool,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> Any:

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
+from kernel_ladder.errors import UnsupportedError
 from kernel_ladder.spec import Inputs
+
+CAPTURED = "JAX launches on streams of its own, which a CUDA graph cannot capture; call it outside of the graph"
 
 #: Dtypes that JAX converts to 32 bits in silence, unless 64-bit types are switched on around the call.
 WIDE = (torch.float64, torch.int64)
@@ -119,6 +122,8 @@ def run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch
     """Call a compiled function, which returns a tuple of arrays, with `tensors` and other arguments after them."""
     device = tensors[0].device
     if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(CAPTURED)
         follow_other_streams(device)
     with wide(*tensors):
         arrays = [to_jax(x) for x in tensors]

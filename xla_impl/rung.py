@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ def unsupported(*inputs: torch.Tensor | None, **options: object) -> str | None:
             f"this JAX has no {first.device.type} device; `pip install kernel_ladder[xla-cuda13]` installs its plugin"
         )
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "JAX launches on streams of its own, which a CUDA graph cannot capture; call it outside of the graph"
+        return bridge.CAPTURED
     return None
 
 
@@ -47,18 +48,21 @@ def words(seed: int) -> np.ndarray:
     return np.array((seed & 0xFFFFFFFF, seed >> 32), np.uint32)
 
 
-def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that a program is compiled for, and those that are its arguments."""
-    static = {name: value for name, value in options.items() if name not in TRACED and name not in UNREAD}
-    return static, {name: words(options[name]) for name in TRACED if name in options}
-
-
 class Programs:
     """A formula's compiled programs, by pass and options. JAX itself tells shapes and dtypes apart."""
 
     def __init__(self, formula: Callable[..., Any]) -> None:
         self.formula = formula
+        #: Whether the formula has an option `platform`, "cpu" or "cuda".
+        self.asks_platform = "platform" in inspect.signature(formula).parameters
         self._known: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def split(self, options: dict[str, Any], input: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options that a program is compiled for, and those that are its arguments."""
+        static = {name: value for name, value in options.items() if name not in TRACED and name not in UNREAD}
+        if self.asks_platform:
+            static["platform"] = input.device.type
+        return static, {name: words(options[name]) for name in TRACED if name in options}
 
     def _compiled(self, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         found = self._known.get(key)
@@ -143,7 +147,7 @@ def register(
         saved = (*inputs, tuple(options.items()))
         if shapes_only():
             return _without_data(op, inputs, options), saved
-        static, traced = split(options)
+        static, traced = programs.split(options, inputs[0])
         return _one_or_all(bridge.run(programs.forward(static), inputs, traced)), saved
 
     def backward(saved: tuple[Any, ...], grad: Any, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -151,7 +155,7 @@ def register(
         wanted = tuple(i for i, x in enumerate(inputs) if needs[i] and has_gradient(x))
         if shapes_only():
             return tuple(_dense(x) if i in wanted else None for i, x in enumerate(inputs))
-        static, traced = split(dict(options))
+        static, traced = programs.split(dict(options), inputs[0])
         program = programs.backward(static, len(inputs), wanted)
         made = dict(zip(wanted, bridge.run(program, (*inputs, *as_tuple(grad)), traced), strict=True))
         return tuple(made.get(i) for i in range(len(inputs)))

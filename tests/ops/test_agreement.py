@@ -67,6 +67,7 @@ def compiled_on_cpu(op: str) -> list[int]:
 
 
 #: Without a GPU, the xla level has every third sample, each in one dtype by turns: XLA compiles both passes of each.
+#: Pallas' interpreter becomes large programs: its rungs have a fifth of these.
 XLA_STRIDE = 3
 
 
@@ -79,8 +80,8 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
     tried at every third sample without a GPU, interpreted at every second: the backward pass has its output compared.
     The xla level has a share of the samples, by :data:`XLA_STRIDE`.
     """
-    if variant.name == "compile.max_autotune":
-        return case.id == "prime"
+    if variant.name in ("compile.max_autotune", "compile.reduce_overhead"):  # the same code as compile.default
+        return index == compiled_on_cpu(variant.op)[0] and dtype is torch.bfloat16
     if variant.level == "compile":
         if DEVICE.type == "cuda":
             by_turns = index == 0 or DTYPES.index(dtype) == index // 7 % len(DTYPES)
@@ -91,8 +92,9 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
         turn = few.index(index)
         return DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)
     if variant.level == "xla" and DEVICE.type == "cpu":
-        by_turns = DTYPES.index(dtype) == index // XLA_STRIDE % len(DTYPES)
-        return by_turns and index % XLA_STRIDE == 0 and (backward or index % (4 * XLA_STRIDE) == 0)
+        stride = XLA_STRIDE * (5 if variant.name == "xla.pallas" else 1)
+        by_turns = DTYPES.index(dtype) == index // stride % len(DTYPES)
+        return by_turns and index % stride == 0 and (backward or index % (4 * stride) == 0)
     if DEVICE.type == "cpu" and not backward and index % 3 != FORWARD_TURN.get(dtype, 0):
         return False
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
