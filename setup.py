@@ -15,7 +15,7 @@ import architectures  # noqa: E402
 import together  # noqa: E402
 from environment import check_toolkit, cuda_home, say, show_installed_torch, stop  # noqa: E402
 
-LEVELS = ["torch_ref", "compile_impl", "triton_impl", "cuda_impl"]
+LEVELS = ["torch_ref", "compile_impl", "xla_impl", "triton_impl", "cuda_impl"]
 PACKAGES = find_packages(
     str(ROOT), include=[f"{name}{rest}" for name in ("kernel_ladder", *LEVELS) for rest in ("", ".*")]
 )

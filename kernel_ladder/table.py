@@ -42,6 +42,7 @@ OPS: tuple[str, ...] = (
 LEVELS: dict[str, str] = {
     "torch": "torch_ref",
     "compile": "compile_impl",
+    "xla": "xla_impl",
     "triton": "triton_impl",
     "cuda": "cuda_impl",
 }
