@@ -118,5 +118,5 @@ if {"bdist_wheel", "install"} & set(sys.argv[1:]):
     # `inspect --source` shows the kernels from an installed package too. An editable one has csrc beside it.
     PACKAGES.append("cuda_impl.csrc")
     arguments["package_dir"] = {"cuda_impl.csrc": "csrc"}
-package_data = {"kernel_ladder": ["_not_built.txt"], "cuda_impl.csrc": ["**/*"]}
+package_data = {"kernel_ladder": ["_not_built.txt", "selection/tables/*.json"], "cuda_impl.csrc": ["**/*"]}
 setup(packages=PACKAGES, package_data=package_data, **arguments)

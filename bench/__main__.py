@@ -37,6 +37,8 @@ Other commands, all reading rows that a sweep has written:
   python -m bench readme [--check]     renew the tables in README.md from the committed rows in bench/results/
   python -m bench readme --folders     write the README.md of every folder of rungs, from its files' heads and the rows
   python -m bench merge FILE…          join the rows of several files, such as the shares of one sweep
+  python -m bench distribution FILE…   speedups and regret of each set of calls: mean, 5th percentile, worst
+  python -m bench select [FILE…]       make the tables by which a level's name and "auto" choose
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
   python -m bench peers                list the peers, their versions or how to get them
@@ -273,6 +275,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.rows import merge
 
             return merge.main(argv[1:], console)
+        if argv[:1] == ["select"]:
+            from bench.select import command
+
+            return command.main(argv[1:], console)
+        if argv[:1] == ["distribution"]:
+            from bench.show import distribution
+
+            return distribution.main(argv[1:], console)
         if argv[:1] == ["compare"]:
             from bench.compare import command
 

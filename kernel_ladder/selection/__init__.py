@@ -26,11 +26,15 @@ from kernel_ladder.transforms import is_wrapped, transforms_active
 
 
 class Preferred(NamedTuple):
-    """What names rungs to try first, a rule or a chooser, and the rungs among which it names some."""
+    """A rule, the rungs among which it names some, and the chooser whose rule it is, if it is one's."""
 
-    rule: Rule | Chooser
+    rule: Rule
     rungs: dict[str, Variant]
+    chooser: Chooser | None = None
 
+
+#: Levels among which "auto" chooses by tables and measurements. The compile level must trace a call first.
+MEASURED_LEVELS = ("torch", "triton", "cuda")
 
 #: Candidates of calls met before, by operation, backend and device type.
 _known: dict[tuple[str, str, bool], tuple[Variant | Preferred, ...]] = {}
@@ -135,14 +139,14 @@ def why(op: str, backend: str | None, inputs: Inputs, options: Options) -> str:
             if candidate.name == taken:
                 break
             continue
-        if isinstance(candidate.rule, Chooser):
-            names, reason = candidate.rule.choice(inputs, options)
+        if candidate.chooser is not None:
+            names, reason = candidate.chooser.choice(inputs, options)
         else:
             names = candidate.rule(inputs, options)
             reason = f"rule: {(candidate.rule.__doc__ or '').strip().partition(chr(10))[0]}"
         if taken in names:
             return reason
-    return "order: the first that takes the call"
+    return f"order: the {'first' if backend == 'auto' else 'last rung'} that takes the call"
 
 
 def _in_order(candidates: tuple[Variant | Preferred, ...], inputs: Inputs, options: Options) -> list[Variant]:
@@ -210,20 +214,26 @@ def _with_rules(
 
     Where there are tables or measurements, choosers take the place of rules, and ``"auto"`` begins with one of its own.
     """
-    tabled = tabled and _has_tables()
-    choosers: dict[str, tuple[Chooser, list[Variant]]] = {}
+    auto_tabled = auto and tabled and _has_table(op, "auto")
+    levels = dict.fromkeys(rung.level for rung in rungs)
+    if auto_tabled:  # a table may name levels that the order leaves out
+        levels |= dict.fromkeys(level for level in MEASURED_LEVELS if table.at_level(op, level)[0] is None)
+    choices: dict[str, tuple[Rule, list[Variant]]] = {}
     first: dict[str, Preferred] = {}
-    for level in dict.fromkeys(rung.level for rung in rungs):
+    for level in levels:
         climb, rule = table.at_level(op, level)[1], RULES.get((op, level))
-        if tabled:
-            choosers[level] = Chooser(op, level, [*reversed(climb.values())], rule), [*reversed(climb.values())]
-            first[level] = Preferred(choosers[level][0], climb)
+        last_first = [*reversed(climb.values())]
+        if tabled and _has_table(op, level):
+            chooser = Chooser(op, level, last_first, rule)
+            first[level] = Preferred(chooser.rule_of_names, climb, chooser)
         elif rule is not None:
             first[level] = Preferred(rule, climb)
+        choices[level] = first[level].rule if level in first else _no_names, last_first
     found: list[Variant | Preferred] = []
-    if auto and tabled:
-        every = {v.name: v for _, ladder in choosers.values() for v in ladder}
-        found.append(Preferred(Chooser(op, "auto", rungs, None, dict(choosers)), every))
+    if auto_tabled:
+        every = {v.name: v for _, ladder in choices.values() for v in ladder}
+        chooser = Chooser(op, "auto", rungs, None, dict(choices))
+        found.append(Preferred(chooser.rule_of_names, every, chooser))
     for rung in rungs:
         if (preferred := first.pop(rung.level, None)) is not None:
             found.append(preferred)
@@ -231,9 +241,16 @@ def _with_rules(
     return tuple(found)
 
 
-def _has_tables() -> bool:
-    """Whether any visible GPU has a table, or choices are measured."""
-    return measured.enabled() or any(tables.of_device(i) is not None for i in range(gpu.count()))
+def _no_names(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    return ()
+
+
+def _has_table(op: str, backend: str) -> bool:
+    """Whether a visible GPU has a table for what a backend's name chooses, or choices are measured."""
+    if measured.enabled():
+        return True
+    found = (tables.of_device(i) for i in range(gpu.count()))
+    return any(each is not None and each.has(op, backend) for each in found)
 
 
 def _available(op: str, backend: str) -> list[Variant]:

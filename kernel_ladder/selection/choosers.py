@@ -109,7 +109,7 @@ class Chooser:
         backend: str,
         order: Sequence[Variant],
         rule: Rule | None,
-        levels: dict[str, tuple[Callable[[Inputs, Options], tuple[str, ...]], Sequence[Variant]]] | None = None,
+        levels: dict[str, tuple[Rule, Sequence[Variant]]] | None = None,
     ) -> None:
         self.op, self.backend, self.order, self.rule, self.levels = op, backend, order, rule, levels
         self._rungs = {v.name: v for v in order}
@@ -119,25 +119,37 @@ class Chooser:
         self._several = gpu.count() > 1
         self._names: dict[Kind, tuple[str, ...]] = {}
         self._reasons: dict[Kind, str] = {}
+        #: The rule that this chooser is: the names to try first.
+        self.rule_of_names: Rule = self._repeated()
 
-    def __call__(self, inputs: Inputs, options: Options) -> tuple[str, ...]:
-        # A repeated call ends here: every line counts.
-        gradient = _grad_enabled()
-        if gradient:
+    def _repeated(self) -> Rule:
+        """What is called for every call: a look-up, in a closure because an attribute takes time."""
+        known, kind_of, several, first, grad_enabled = (
+            self._names,
+            self._kind,
+            self._several,
+            self._first,
+            _grad_enabled,
+        )
+
+        def names(inputs: Inputs, options: Options) -> tuple[str, ...]:
             gradient = False
-            for x in inputs:
-                if x is not None and x.requires_grad:
-                    gradient = True
-                    break
-        kind = self._kind(inputs, options, gradient)
-        if self._several:
-            kind = (*kind, inputs[0].get_device())  # type: ignore[union-attr]
-        try:
-            return self._names[kind]
-        except KeyError:
-            return self._first(kind, inputs, options).names
-        except TypeError:  # symbols of torch.compile have no hash
-            return self._choice(inputs, options, None).names
+            if grad_enabled():
+                for x in inputs:
+                    if x is not None and x.requires_grad:
+                        gradient = True
+                        break
+            kind = kind_of(inputs, options, gradient)
+            if several:
+                kind = (*kind, inputs[0].get_device())  # type: ignore[union-attr]
+            try:
+                return known[kind]
+            except KeyError:
+                return first(kind, inputs, options).names
+            except TypeError:  # symbols of torch.compile have no hash
+                return self._choice(inputs, options, None).names
+
+        return names
 
     def choice(self, inputs: Inputs, options: Options) -> Choice:
         """The names to try first, with the reason."""
@@ -173,8 +185,7 @@ class Chooser:
         if rule:
             said = (self.rule.__doc__ or "").strip().partition("\\n")[0]
             return Choice(rule, f"rule: {said}")
-        rungs = "first in the order" if self.levels is not None else "last rung"
-        return Choice((), f"order: the {rungs} that takes the call")
+        return Choice((), "order")
 
     def _tabled(self, rule: tuple[str, ...], inputs: Inputs, options: Options) -> Choice | None:
         """The choice of the GPU's table, or None where the rule's stays."""
@@ -184,11 +195,12 @@ class Chooser:
             return None
         pass_ = tables.TRAINING if wants_gradient(inputs) else tables.FORWARD
         entries = table.entries.get((self.op, self.backend, pass_))
-        entry = None if entries is None else tables.nearest(entries, self._features(inputs, options))
-        if entry is None or entry.better is None:
+        usual = None if entries is None else next(self._supported(rule, inputs, options), None)
+        if entries is None or usual is None:
             return None
-        usual = next(self._supported(rule, inputs, options), None)
-        if usual is None or (usual.level if self.levels is not None else usual.name) not in entry.measured:
+        name = usual.name if self.levels is None else usual.level
+        entry = tables.better_than(name, entries, self._features(inputs, options))
+        if entry is None or entry.better is None:
             return None
         reason = f"table {table.name}: {entry.gain:.2f}x the rule's choice at {entry.call}, {pass_}"
         return Choice(self._expanded(entry.better, inputs, options), reason)

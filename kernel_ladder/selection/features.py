@@ -13,10 +13,13 @@ import torch
 
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
+from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.spec import Inputs, Options
 
 #: TMA and vectorized loads read rows that begin at multiples of these bytes.
 ALIGNMENT = 16
+#: Columns of the usual tiles of a product; half as many of the inner dimension are a stage.
+TILE = 128
 
 
 class Features(NamedTuple):
@@ -42,6 +45,11 @@ def _bits(x: torch.Tensor) -> str:
     return f"{8 * x.element_size()} bits"
 
 
+def _precision(x: torch.Tensor) -> str:
+    """The bits of a product's operands; tf32 where float32 may run on tensor cores."""
+    return "tf32" if x.dtype is torch.float32 and tf32_allowed() else _bits(x)
+
+
 def _aligned(x: torch.Tensor) -> bool:
     """Whether a matrix has a dimension of stride 1, and lines along it that begin at multiples of ALIGNMENT bytes."""
     grid = ALIGNMENT // x.element_size()
@@ -51,10 +59,17 @@ def _aligned(x: torch.Tensor) -> bool:
     return row == 1 and column % grid == 0
 
 
+def _shape_of_product(aligned: bool, n: Any, k: Any) -> str:
+    """How a product's columns and inner dimension fit: in whole tiles, in whole vectors, or neither."""
+    if not aligned:
+        return "unaligned"
+    return "ragged tiles" if _concrete(n) % TILE or _concrete(k) % (TILE // 2) else "whole tiles"
+
+
 def _matmul(inputs: Inputs, options: Options) -> Features:
     a, b = as_matrices(inputs[0], inputs[1])  # type: ignore[arg-type]
     batches = math.prod(_concrete(size) for size in batch_shape(a, b))
-    words = [_bits(a), "aligned" if _aligned(a) and _aligned(b) else "unaligned"]
+    words = [_precision(a), _shape_of_product(_aligned(a) and _aligned(b), b.shape[-1], a.shape[-1])]
     return Features(", ".join(words), _sizes(batches, a.shape[-2], b.shape[-1], a.shape[-1]))
 
 
@@ -66,7 +81,7 @@ def _linear(inputs: Inputs, options: Options) -> Features:
     rows = math.prod(_concrete(size) for size in x.shape[:-1])
     aligned = k * x.element_size() % ALIGNMENT == 0 and _aligned(weight)
     activation = "activation" if options.get("activation") is not None else "no activation"
-    words = [_bits(x), "aligned" if aligned else "unaligned", activation]
+    words = [_precision(x), _shape_of_product(aligned, weight.shape[0], k), activation]
     return Features(", ".join(words), _sizes(rows, weight.shape[0], k))
 
 

@@ -1,8 +1,9 @@
 """Tables of measured choices: per GPU, operation, pass and backend's name, which rung was the fastest at which call.
 
 ``python -m bench select`` makes ``tables/<gpu>.json`` from measured rows. A call takes the choice of the nearest entry:
-one of the same category, with no size more than REACH times larger or smaller. The rule's choice stays where there is
-no such entry, where the entry has no better rung, and where the rule chooses a rung that the entry did not measure.
+one of the same category, with no size more than REACH times larger or smaller. The farther the entry, the larger must
+its gain be. The rule's choice stays where there is no such entry, where the entry has no better rung, and where the
+rule chooses a rung that the entry did not measure.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import json
 import math
 import os
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kernel_ladder import gpu
+from kernel_ladder import gpu, table
 from kernel_ladder.selection.features import Features
 
 #: The passes that have entries of their own: without a gradient, and forward and backward together.
 FORWARD, TRAINING = "forward", "training"
-#: How many times a size may differ from that of an entry.
-REACH = 2.0
+#: How many times a size may differ from that of an entry, and the least gain of an entry at that distance and at none.
+REACH, FAR_GAIN, NEAR_GAIN = 2.0, 1.45, 1.03
 #: Another folder of tables.
 ENV_FOLDER = "KERNEL_LADDER_TABLES"
 FOLDER = Path(__file__).parent / "tables"
+_off = False
 
 
 class Entry(NamedTuple):
@@ -47,6 +52,10 @@ class Table(NamedTuple):
     name: str
     entries: dict[tuple[str, str, str], tuple[Entry, ...]]
 
+    def has(self, op: str, backend: str) -> bool:
+        """Whether there are entries for what a backend's name chooses in an operation, in any pass."""
+        return any((op, backend, pass_) in self.entries for pass_ in (FORWARD, TRAINING))
+
 
 def slug(gpu_name: str) -> str:
     """A GPU's name as files have it."""
@@ -58,16 +67,25 @@ def distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     return max((abs(math.log2(x / y)) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
-def nearest(entries: tuple[Entry, ...], features: Features, reach: float = REACH) -> Entry | None:
-    """The entry of the same category whose sizes are nearest, within `reach`; of equal ones the first."""
-    best, best_distance = None, math.log2(reach) + 1e-9
+def nearest(entries: tuple[Entry, ...], features: Features) -> tuple[Entry, float] | None:
+    """The entry of a category whose sizes are nearest, within REACH, and its distance; of equal ones the first."""
+    best, best_distance = None, math.log2(REACH) + 1e-9
     for entry in entries:
         if entry.category != features.category or len(entry.sizes) != len(features.sizes):
             continue
         far = distance(entry.sizes, features.sizes)
         if far < best_distance:
             best, best_distance = entry, far
-    return best
+    return None if best is None else (best, best_distance)
+
+
+def better_than(usual: str, entries: tuple[Entry, ...], features: Features) -> Entry | None:
+    """The entry whose `better` takes the place of the rule's choice `usual`, or None where that stays."""
+    if (found := nearest(entries, features)) is None:
+        return None
+    entry, far = found
+    least = NEAR_GAIN * (FAR_GAIN / NEAR_GAIN) ** (far / math.log2(REACH))
+    return entry if entry.better is not None and entry.gain >= least and usual in entry.measured else None
 
 
 def to_json(found: dict[tuple[str, str, str], tuple[Entry, ...]]) -> list[dict[str, Any]]:
@@ -92,14 +110,39 @@ def parse(data: dict[str, Any], name: str) -> Table:
 
 @functools.cache
 def load(path: Path) -> Table | None:
-    """The table of a file, or None where there is none."""
+    """The table of a file, or None where there is none. A file that is no table is ignored, with one warning."""
     if not path.exists():
         return None
-    return parse(json.loads(path.read_text(encoding="utf-8")), path.stem)
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")), path.stem)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{path}: the table of choices is ignored: {error!r}", RuntimeWarning, stacklevel=2)
+        return None
 
 
 @gpu.cached
 def of_device(device: int) -> Table | None:
     """The table of a GPU, or None where it has none: then rules choose."""
+    if not gpu.visible() or _off:
+        return None
     folder = Path(os.environ.get(ENV_FOLDER) or FOLDER)
-    return load(folder / f"{slug(gpu.of(device).name)}.json") if gpu.visible() else None
+    found = load(folder / f"{slug(gpu.of(device).name)}.json")
+    return found if found is not None and found.entries else None
+
+
+@contextmanager
+def without() -> Iterator[None]:
+    """In the block rules choose alone."""
+    global _off
+    before, _off = _off, True
+    _forget()
+    try:
+        yield
+    finally:
+        _off = before
+        _forget()
+
+
+def _forget() -> None:
+    gpu.forget()
+    table.forget()
