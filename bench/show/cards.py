@@ -16,9 +16,9 @@ from bench.show import climb_counters, predictions
 from bench.show.climb import gain, in_order, with_step_before
 from bench.show.climb_counters import Counters
 from bench.show.headline import headline
-from bench.show.heads import Head, heads, ladder
 from bench.show.table import microseconds, rate
 from kernel_ladder.exercises.catalog import EXERCISES
+from kernel_ladder.inspection.heads import Head, heads, ladder
 from kernel_ladder.table import LEVELS
 
 #: The lines of a card, in this order. ``_build/cards.py`` refuses a page whose cards have others.

@@ -19,10 +19,10 @@ from matplotlib.axes import Axes
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show.climb import in_order
 from bench.show.headline import headline
-from bench.show.heads import heads
 from bench.show.panels import step_of
 from bench.show.pictures import COLOURS, OTHER
 from bench.show.roofline import operations
+from kernel_ladder.inspection.heads import heads
 from kernel_ladder.table import LEVELS
 
 TEXT = "#7d7d7d"

@@ -13,7 +13,7 @@ from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import Row
 from bench.show import cards, predictions
-from bench.show.heads import ladder
+from kernel_ladder.inspection.heads import ladder
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("cards_check", ROOT / "_build" / "cards.py")
