@@ -152,7 +152,8 @@ def _of_tables(op: str, level: str, rungs: Sequence[str]) -> dict[str, Head]:
                 break
             elif (row := _CELLS.match(line)) and row["rung"] in rungs:
                 found.setdefault(row["rung"], Head(_own(op, file, row["rung"]), row["idea"], row["limit"]))
-        for name, lines in cells.items():
+        for name, lines in cells.items() if starts else ():
+            assert starts is not None
             idea = " ".join(line[starts[0] : starts[1]].strip() for line in lines).strip()
             limit = " ".join(line[starts[1] :].strip() for line in lines).strip()
             if name in rungs:
