@@ -22,7 +22,7 @@ from ..conftest import DEVICE
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
-PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "extending")))
+PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "extending", "determinism")))
 PYTHON = re.findall(r"^```python\n(.*?)^```", "\n".join(PAGES), re.MULTILINE | re.DOTALL)
 
 
