@@ -28,14 +28,20 @@ from figures.rows import ROOT, ROWS, rows
 DIRECTIVE = re.compile(r"\{\{ *(source|us|host|figure) ([^}]*?) *\}\}")
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
+#: Pages of the site that stand at the top of the repository, for its readers.
+OUTSIDE = {"results.md": "RESULTS.md", "log.md": "KERNEL_LOG.md"}
+LINK = re.compile(r"(`)?docs/([\w/-]+\.md)(?(1)`)")
 PICTURES = ROOT / "bench" / "results" / "pictures"
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Committed pictures join the site where a page shows them."""
+    """Pages from the top of the repository join the site, and committed pictures where a page shows them."""
+    for place, name in OUTSIDE.items():
+        text = (ROOT / name).read_text().replace("](bench/results/", "](../bench/results/").replace("](docs/", "](")
+        files.append(File.generated(config, place, content=LINK.sub(r"[\2](\2)", text)))
     for page in [file for file in files if file.src_uri.endswith(".md")]:
-        for name in PICTURE.findall(Path(page.abs_src_path).read_text()):
+        for name in PICTURE.findall(page.content_string):
             place = f"assets/pictures/{name}"
             if place not in files.src_uris:
                 files.append(File.generated(config, place, abs_src_path=str(PICTURES / name)))

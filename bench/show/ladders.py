@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show.climb import in_order
 from bench.show.headline import headline
-from bench.show.panels import step_of
+from bench.show.panels import source_of, step_of
 from bench.show.pictures import COLOURS, OTHER
 from bench.show.roofline import operations
 from kernel_ladder.inspection.heads import heads
@@ -107,10 +107,9 @@ def _picture(op: str, bars: Sequence[tuple[Row, float]], path: Path) -> None:
 
 def _title(axes: Axes, op: str, bars: Sequence[tuple[Row, float]]) -> None:
     first = bars[0][0]
-    commits = sorted({(row.commit or "")[:7] for row, _ in bars})
-    source = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits"
+    source = source_of([row for row, _ in bars])
     axes.text(0, 0.12, f"{op} {first.shape}, {first.dtype}", color=TEXT, va="center", fontsize=11, fontweight="bold")
-    axes.text(0, 0.33, f"% of the best other library's rate; {first.gpu}, {source}", color=TEXT, va="center")
+    axes.text(0, 0.33, f"% of the best other library's rate; {source}", color=TEXT, va="center")
     x = 0.0
     for level in dict.fromkeys(row.level for row, _ in bars):
         axes.text(x, 0.54, "■", color=COLOURS.get(level, OTHER), va="center")

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show.headline import headline
-from bench.show.panels import spread
+from bench.show.panels import LEGEND, source_of, spread
 from bench.show.pictures import COLOURS, OTHER, STYLE, look
 from bench.show.roofline import CAPTION, Roof, intensity, operations, roofline
 from kernel_ladder.spec import PASSES
@@ -62,7 +62,7 @@ def _picture(rows: Sequence[Row], found: Sequence[Row], path: Path, every: bool)
             (axes, _panel(axes, [row for row in rows if row.pass_ == pass_], found, every))
             for axes, pass_ in zip(grid.flat, passes, strict=True)
         ]
-        title = f"{rows[0].op} on {rows[0].gpu}" if every else f"every operation on {rows[0].gpu}"
+        title = f"{rows[0].op if every else 'every operation'}: {source_of(rows)}; {LEGEND}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         note = CAPTION.replace(", whatever", ",\nwhatever") + " Levels stand side by side."
         figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="#555555")

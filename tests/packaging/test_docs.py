@@ -11,7 +11,9 @@ import torch
 import kernel_ladder
 from bench.measure import environment
 from bench.show import readme
+from bench.show.heads import ladder
 from kernel_ladder import autograd, table
+from kernel_ladder.exercises.catalog import EXERCISES
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs
 
@@ -20,7 +22,7 @@ from ..conftest import DEVICE
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
-PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "extending")))
+PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "extending", "determinism")))
 PYTHON = re.findall(r"^```python\n(.*?)^```", "\n".join(PAGES), re.MULTILINE | re.DOTALL)
 
 
@@ -89,6 +91,29 @@ def test_every_file_of_tests_is_in_the_table():
     table_ = (ROOT / "CONTRIBUTING.md").read_text()
     for path in (ROOT / "tests").rglob("test_*.py"):
         assert f"`{path.name}`" in table_, f"CONTRIBUTING.md does not say what {path.name} holds"
+
+
+def test_commands_of_the_pages_name_what_exists():
+    pages = {page: page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
+    started = {(page, name) for page, text in pages.items() for name in re.findall(r"exercise start (\w+)", text)}
+    assert len(started) > 10
+    for page, name in started:
+        assert name in {each.name for each in EXERCISES}, f"{page} starts the exercise {name}"
+    profiled = re.compile(r"python -m bench profile (\w+) --backend ([\w.,]+)")
+    inspected = re.compile(r"python -m kernel_ladder inspect (\w+) --backend ([\w.,]+)")
+    for page, text in pages.items():
+        for op, backends in profiled.findall(text) + inspected.findall(text):
+            assert op in kernel_ladder.OPS, f"{page}: {op}"
+            for level, _, rung in (backend.partition(".") for backend in backends.split(",")):
+                assert level in table.LEVELS, f"{page}: {op} {level}"
+                assert not rung or rung in ladder(op, level), f"{page}: {op} {level}.{rung}"
+
+
+def test_exercises_are_in_their_page():
+    page = (ROOT / "docs" / "exercises.md").read_text()
+    for each in EXERCISES:
+        assert f"| `{each.name}` | {each.difficulty} |" in page
+        assert f"| {each.op} `{each.rung}` |" in page
 
 
 def test_links_to_files_stand():
