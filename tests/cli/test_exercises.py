@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kernel_ladder
-from bench.show.heads import ladder
+from kernel_ladder.inspection.heads import ladder
 from kernel_ladder import user_rungs
 from kernel_ladder.__main__ import main
 from kernel_ladder.cli import exercise as exercise_command
