@@ -128,8 +128,12 @@ SWEEP_BYTES = 16 * sharing.GIB
 def sweeping_small_cases() -> Iterator[None]:
     """Let a sweep measure the tiny cases that it has on a CPU, for tests of what it does, not of times."""
     with pytest.MonkeyPatch.context() as patch:
-        of_device = cases.sweep_cases
-        patch.setattr(selection, "sweep_cases", lambda spec, device, quick: of_device(spec, torch.device("cpu"), quick))
+        of_device = cases.sweep_members
+        patch.setattr(
+            selection,
+            "sweep_members",
+            lambda spec, members, device, quick: of_device(spec, members, torch.device("cpu"), quick),
+        )
         yield
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import statistics
 import tempfile
 import time
 import warnings
@@ -166,7 +165,7 @@ def time_of(rung: Variant, inputs: Inputs, options: Options, gradient: bool) -> 
         for _ in range(WARM_UP):
             once = seconds(call, 1)
         calls = min(max(round(ROUND_S / max(once, 1e-9)), 1), ROUND_CALLS)
-        return statistics.median(seconds(call, calls) for _ in range(ROUNDS))
+        return sorted(seconds(call, calls) for _ in range(ROUNDS))[ROUNDS // 2]
     except Exception as error:  # a rung that fails is no choice; the call itself tells why where it is the only one
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()

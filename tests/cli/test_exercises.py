@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder.inspection.heads import ladder
 from kernel_ladder import user_rungs
 from kernel_ladder.__main__ import main
 from kernel_ladder.cli import exercise as exercise_command
@@ -21,6 +20,7 @@ from kernel_ladder.errors import RungFileError
 from kernel_ladder.exercises import catalog, guards, judge, template
 from kernel_ladder.exercises.cuda import CudaKernel
 from kernel_ladder.exercises.exercise import DIFFICULTIES
+from kernel_ladder.inspection.heads import ladder
 
 from ..conftest import skip_unless_available
 

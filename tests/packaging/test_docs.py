@@ -11,9 +11,9 @@ import torch
 import kernel_ladder
 from bench.measure import environment
 from bench.show import readme
-from kernel_ladder.inspection.heads import ladder
 from kernel_ladder import autograd, table
 from kernel_ladder.exercises.catalog import EXERCISES
+from kernel_ladder.inspection.heads import ladder
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs
 
