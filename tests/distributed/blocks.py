@@ -135,11 +135,3 @@ def data_parallel(backend: str, kind: str) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)
     hold(block, total / size, backend)
-
-
-def everything() -> None:
-    tensor_parallel("torch", False, "nothing")
-    tensor_parallel("torch", True, "checkpoint")
-    tensor_parallel("triton", True, "compile")
-    data_parallel("triton", "fsdp")
-    data_parallel("torch", "ddp")

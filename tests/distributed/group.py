@@ -1,20 +1,30 @@
-"""Run a function in several processes of one gloo group, and gather what it raises."""
+"""Run checks in several processes of one gloo group, and gather what they raise."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 #: A collective call that some rank never reaches fails after so many seconds.
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=120)
+
+
+class Check(NamedTuple):
+    """A function that every rank runs. Processes import PyTorch for seconds, so one group runs many."""
+
+    name: str
+    function: Callable[..., None]
+    arguments: tuple = ()
 
 
 def _free_port() -> int:
@@ -23,24 +33,38 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _work(rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], arguments: tuple) -> None:
+def _work(rank: int, world_size: int, port: int, folder: str, checks: list[Check]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
-        function(*arguments)
-    except BaseException:
-        Path(folder, f"{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
-        raise
+        with Path(folder, f"{rank}.txt").open("w", encoding="utf-8") as log:
+            _run_all(checks, log)
     finally:
         dist.destroy_process_group()
 
 
-def run(world_size: int, folder: Path, function: Callable[..., None], *arguments: object) -> None:
-    """Run ``function(*arguments)`` on every rank. AssertionError with the first rank's traceback where one raises."""
+def _run_all(checks: list[Check], log: TextIO) -> None:
+    for check in checks:
+        begin = time.perf_counter()
+        try:
+            check.function(*check.arguments)
+        except BaseException:
+            print(f"{check.name}:\n{traceback.format_exc()}", file=log, flush=True)
+            raise
+        print(f"{check.name}: {time.perf_counter() - begin:.1f} s", file=log, flush=True)
+
+
+def run(world_size: int, folder: Path, checks: list[Check]) -> str:
+    """Run the checks on every rank, in order, up to the first that fails. Returns what rank 0 says of each.
+
+    Raises:
+        AssertionError: a check failed; with its name and the traceback of each rank that raised.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        mp.spawn(_work, (world_size, _free_port(), str(folder), function, arguments), nprocs=world_size)
-    except mp.ProcessRaisedException as error:
-        found = sorted(folder.glob("*.txt"))
-        raise AssertionError(found[0].read_text(encoding="utf-8") if found else str(error)) from None
+        mp.spawn(_work, (world_size, _free_port(), str(folder), checks), nprocs=world_size)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        said = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
+        raise AssertionError("\n".join(each for each in said if "Traceback" in each) or str(error)) from None
+    return (folder / "0.txt").read_text(encoding="utf-8")

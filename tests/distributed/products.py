@@ -58,10 +58,3 @@ def a_rank_that_dies() -> None:
     x = torch.zeros(2, 3)
     with pytest.raises(RuntimeError, match=r"all_gather_matmul: rank 0 of 2 lost a neighbour \(rank 1 or 1\)"):
         all_gather_matmul(x, x.mT, backend="torch")
-
-
-def everything() -> None:
-    compare("torch", torch.float64, 1e-10)
-    if dist.get_world_size() == 2:
-        compare("triton", torch.float32, 1e-4)
-        a_rank_that_dies()

@@ -53,8 +53,3 @@ def compare(name: str, backend: str, dtype: torch.dtype, tolerance: float, rows:
     first = found()
     torch.testing.assert_close(first, list(expected), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
     assert all(torch.equal(x, y) for x, y in zip(first, found(), strict=True))
-
-
-def compare_all(backend: str, dtype: torch.dtype, tolerance: float, names: list[str], rows: int) -> None:
-    for name in names:
-        compare(name, backend, dtype, tolerance, rows)

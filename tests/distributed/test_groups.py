@@ -1,0 +1,86 @@
+"""Calls on several GPUs give what one GPU gives, in groups of two and of four processes on the CPU.
+
+DTensors in every placement; blocks under tensor, sequence and data parallelism; ring attention; products beside their
+communication.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention
+from kernel_ladder.distributed.sharding import RULES
+from kernel_ladder.spec import Case
+from kernel_ladder.table import OPS
+
+from ..conftest import elements, plain_cases, typical_case
+from . import blocks, products, rings, sharded
+from .group import Check, run
+
+
+def cases(op: str) -> list[Case]:
+    """The typical sample, and small samples with other numbers of dimensions."""
+    chosen = {tuple(len(s) for s in typical_case(op, 3000).shapes): typical_case(op, 3000)}
+    for case in sorted(plain_cases(op), key=elements):
+        if elements(case) > 40 and None not in case.shapes:
+            chosen.setdefault(tuple(len(s) for s in case.shapes), case)
+    return list(chosen.values())[:3]
+
+
+def calls_on_dtensors() -> list[Check]:
+    checks = []
+    for op in OPS:
+        for i, case in enumerate(cases(op)):
+            call = op, "torch", case, torch.float64, 4 if i else 24, 1e-9
+            checks.append(Check(f"{op} on DTensors, {case.id}", sharded.compare, call))
+        call = op, "triton", typical_case(op, 3000), torch.float32, 2, 1e-4
+        checks.append(Check(f"{op} on DTensors at the triton level", sharded.compare, call))
+    return checks
+
+
+def in_rings(backend: str, dtype: torch.dtype, tolerance: float, names: list[str], rows: int) -> list[Check]:
+    return [
+        Check(f"ring attention, {name}, {backend}", rings.compare, (name, backend, dtype, tolerance, rows))
+        for name in names
+    ]
+
+
+def test_two_ranks(tmp_path):
+    taking_the_whole_log_sum_exp = ["causal", "grouped", "window-causal"]
+    checks = [
+        *calls_on_dtensors(),
+        Check("bad placements", sharded.check_errors),
+        *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
+        *in_rings("triton", torch.float32, 1e-4, taking_the_whole_log_sum_exp, 64),
+        Check("tensor parallelism", blocks.tensor_parallel, ("torch", False, "nothing")),
+        Check("sequence parallelism, with checkpoints", blocks.tensor_parallel, ("torch", True, "checkpoint")),
+        Check("sequence parallelism, compiled", blocks.tensor_parallel, ("triton", True, "compile")),
+        Check("FSDP2", blocks.data_parallel, ("triton", "fsdp")),
+        Check("DDP", blocks.data_parallel, ("torch", "ddp")),
+        Check("products", products.compare, ("torch", torch.float64, 1e-10)),
+        Check("products at the triton level", products.compare, ("triton", torch.float32, 1e-4)),
+        Check("a rank that dies", products.a_rank_that_dies),  # the last: the group is broken after it
+    ]
+    run(2, tmp_path, checks)
+
+
+def test_four_ranks(tmp_path):
+    checks = [
+        Check("a mesh of two dimensions", sharded.check_mesh_of_two_dimensions),
+        *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
+        Check("products", products.compare, ("torch", torch.float64, 1e-10)),
+    ]
+    run(4, tmp_path, checks)
+
+
+def test_every_operation_has_a_rule():
+    assert set(RULES) == set(OPS)
+
+
+@pytest.mark.parametrize("function", [ring_attention, all_gather_matmul, matmul_reduce_scatter])
+def test_a_group_is_needed(function):
+    x = torch.zeros(1, 1, 4, 8) if function is ring_attention else torch.zeros(8, 8)
+    arguments = (x, x, x) if function is ring_attention else (x, x)
+    with pytest.raises(RuntimeError, match=rf"{function.__name__}: torch\.distributed\.init_process_group\(\) must"):
+        function(*arguments)
