@@ -46,6 +46,7 @@ def in_rings(backend: str, dtype: torch.dtype, tolerance: float, names: list[str
     ]
 
 
+@pytest.mark.timeout(1200)
 def test_two_ranks(tmp_path):
     taking_the_whole_log_sum_exp = ["causal", "grouped", "window-causal"]
     checks = [
