@@ -31,8 +31,11 @@ COLOURS = {
 }
 OTHER = "#56B4E9"
 MARKERS = "osD^vPX*<>"
-#: Width in inches up to which panels stand side by side; the widest panel may exceed it.
-LINE = 18.6
+#: Width in inches up to which panels stand side by side; the widest panel may exceed it. A page shows a picture at some
+#: 880 pixels, where this leaves texts their size.
+LINE = 9.6
+#: Inches for the names of the lines, for each shape, and for all shapes of a panel until names of shapes stand upright.
+NAMES, SHAPE, SHAPES, UPRIGHT = 2.6, 0.55, 6.6, 0.2
 
 STYLE = {
     "font.size": 10,
@@ -104,7 +107,8 @@ class Panel:
 
     @property
     def inches(self) -> float:
-        return max(4.5, 0.55 * len({row.shape for row in self.rows}) + 2.6)
+        count = len({row.shape for row in self.rows})
+        return max(4.5, NAMES + max(min(SHAPE * count, SHAPES), UPRIGHT * count))
 
 
 def _lines(given: list[Panel]) -> list[list[Panel]]:
@@ -172,7 +176,9 @@ def _panel(axes: Axes, rows: list[Row], bytes_bound: bool) -> None:
         axes.set_ylim(0, 1.08 * max(peak, max(roof.values(), default=0)))
     if roof:
         ends.append((list(roof.values())[-1], "measured ceiling", "black"))
-    axes.set_xticks([place for _, place in shapes], [shape for shape, _ in shapes], rotation=40, ha="right", fontsize=8)
+    crowded = UPRIGHT * len(shapes) > SHAPES / 2
+    turned = {"rotation": 90, "ha": "center"} if crowded else {"rotation": 40, "ha": "right"}
+    axes.set_xticks([place for _, place in shapes], [shape for shape, _ in shapes], fontsize=8, **turned)
     axes.set_xlim(-0.4, last + 0.4)
     _label_ends(axes, ends, log)
 

@@ -53,9 +53,9 @@ def test_what_memory_holds_far_below_has_panels_of_its_own():
 @pytest.mark.parametrize(
     ("shapes", "lines"),
     [
-        ((7, 7, 2, 2), [[0, 1], [2, 3]]),  # both passes of a dtype together
-        ((12, 6), [[0, 1]]),
-        ((39, 19, 3, 3, 4), [[0], [1, 2, 3], [4]]),  # too wide for both
+        ((3, 3, 2, 2), [[0, 1], [2, 3]]),  # both passes of a dtype together
+        ((12, 6), [[0], [1]]),  # too wide for both
+        ((39, 19, 3, 3, 4), [[0], [1], [2, 3], [4]]),
     ],
 )
 def test_panels_stand_side_by_side(shapes, lines):

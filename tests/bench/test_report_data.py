@@ -47,7 +47,7 @@ def test_bad_files(content, message, tmp_path, capsys):
 
 
 def test_gains_and_baselines_are_those_of_the_log(full):
-    """KERNEL_LOG.md's climbs and the page's are of the same rows: what one shows, the other must."""
+    """The climbs' gains and the page's are of the same rows: what one shows, the other must."""
     data = embedded(full)
     climbs = climb.by_call(operations(store.read(full.parent / "rows.jsonl")))
     expected = {

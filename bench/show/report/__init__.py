@@ -110,7 +110,7 @@ def _ranked(steps: Sequence[Row]) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def _gain(before: Row | None, gain: Estimate | None) -> dict[str, Any]:
-    """How many times as fast as the step before, as the climbs of KERNEL_LOG.md have it."""
+    """How many times as fast as the step before, as the climbs have it."""
     if before is None or gain is None:
         return {}
     return {"step_before": before.backend, "gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
