@@ -19,27 +19,25 @@ from bench import peers
 from bench.measure import (
     candidates,
     ceilings,
+    choices,
     clocks,
     correctness,
     environment,
     intervals,
     phases,
     rounds,
-    sets,
     timing,
 )
 from bench.measure.cases import host_case, layouts_of
-from bench.measure.selection import CONTENDERS, LONG_TUNING, Group, Selection, groups
+from bench.measure.selection import LONG_TUNING, Group, Selection, groups
 from bench.rows import resume, store
 from bench.rows.order import by_climb
 from bench.rows.ratio import baseline_of
 from bench.rows.store import Row
 from kernel_ladder import table
 from kernel_ladder.errors import is_for_memory
-from kernel_ladder.selection import explain, preferred_first
 from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
-from kernel_ladder.testing.samples import empty_inputs
 
 #: Why a variant that was not found wrong has no time.
 NO_MEMORY = "no memory is left for {}"
@@ -90,17 +88,7 @@ class Sweep:
         """The baseline, the rung that each level's name stands for in each pass, and variants selected by name."""
         key = (group.op, group.case.id, group.dtype)
         if key not in self._chosen_rungs:
-            inputs, options = empty_inputs(group.case, group.dtype, self.device), group.case.options
-            wanted = {baseline_of(group.op), *(self.selection.backends or ())}
-            for level in table.LEVELS:
-                climb = table.named(group.op, level)
-                for pass_ in group.passes if climb else ():
-                    asked = as_leaves(inputs) if pass_ == "backward" else inputs
-                    order = preferred_first(climb, asked, options)
-                    fitting = [v for v in order if v.unsupported(*asked, **options) is None]
-                    wanted.add(next(iter(fitting), order[0]).name)  # where none fits, a row gives the first's reason
-                    if group.set != sets.SWEEP:
-                        wanted.update([v.name for v in climb if v in fitting][:CONTENDERS])
+            wanted = {baseline_of(group.op), *(self.selection.backends or ()), *choices.to_measure(group, self.device)}
             self._chosen_rungs[key] = [v for v in table.variants(group.op) if v.name in wanted]
         return self._chosen_rungs[key]
 
@@ -108,15 +96,7 @@ class Sweep:
         """The names among "auto" and the levels that stand for a rung in a call."""
         key = (group.op, group.case.id, group.dtype, pass_)
         if key not in self._names:
-            inputs = empty_inputs(group.case, group.dtype, self.device)
-            asked = as_leaves(inputs) if pass_ == "backward" else inputs
-            found: dict[str, list[str]] = {}
-            for name in ("auto", *table.LEVELS):
-                if name == "auto" or table.unavailable(group.op, name) is None:
-                    rung, reason = explain(group.op, name, asked, group.case.options)[-1]
-                    if reason is None:
-                        found.setdefault(rung, []).append(name)
-            self._names = {key: found}  # groups come one after the other
+            self._names = {key: choices.names_of_rungs(group, pass_, self.device)}  # groups come one after the other
         return self._names[key].get(backend, [])
 
     def pending(self, group: Group, pass_: str) -> list[Variant]:

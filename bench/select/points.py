@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 
+import cuda_impl
 import kernel_ladder
 from bench.rows import store
 from bench.rows.store import Row
@@ -61,18 +64,38 @@ def case_of(row: Row) -> Case:
 
 
 def points(rows: Iterable[Row], machine: gpu.Gpu) -> Iterator[Point]:
-    """The measured calls of a GPU; it need not be there."""
+    """The measured calls of a GPU; it need not be there.
+
+    Raises:
+        ResultsError: a level of the rows is unavailable here, so that its rules can't be asked.
+    """
     calls: dict[tuple[str, str, str], dict[str, dict[str, Row]]] = {}
     for row in store.latest(rows):
         if row.us is None or row.wrong or row.interpreted or row.op not in FEATURES or row.level not in AUTO_LEVELS:
             continue
         calls.setdefault((row.op, row.dtype, row.shape), {}).setdefault(row.pass_, {})[row.backend] = row
-    with tables.without(), gpu.pretend(machine):
+    with _as_on(machine):
+        asked = {
+            (op, row.level) for (op, *_), of in calls.items() for by_rung in of.values() for row in by_rung.values()
+        }
+        for op, level in sorted(asked):
+            if (reason := table.unavailable(op, level)) is not None:
+                raise store.ResultsError(f"rules of the {level} level cannot be asked here: {op}: {reason}")
         for (op, dtype, shape), passes in calls.items():
             forward, backward = passes.get("forward", {}), passes.get("backward", {})
             yield from _points(op, dtype, shape, tables.FORWARD, {name: (row,) for name, row in forward.items()})
             both = {name: (row, backward[name]) for name, row in forward.items() if name in backward}
             yield from _points(op, dtype, shape, tables.TRAINING, both)
+
+
+@contextmanager
+def _as_on(machine: gpu.Gpu) -> Iterator[None]:
+    """In the block rules answer as on a GPU, without its table, and as if the extension were built for it."""
+    major, minor = machine.capability
+    code = f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
+    built = mock.patch.object(cuda_impl, "architectures", return_value=[code])
+    with built, tables.without(), gpu.pretend(machine):
+        yield
 
 
 def _points(op: str, dtype: str, shape: str, pass_: str, rows: Mapping[str, tuple[Row, ...]]) -> Iterator[Point]:

@@ -9,7 +9,7 @@ tells why rungs were passed over, :func:`why` why one was taken.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -17,12 +17,14 @@ from torch.compiler import is_compiling
 from kernel_ladder import gpu, table
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
 from kernel_ladder.selection import measured, tables
-from kernel_ladder.selection.choosers import Chooser
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES, Rule
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import LEVELS, Variant, asked_for, source_of
 from kernel_ladder.transforms import is_wrapped, transforms_active
+
+if TYPE_CHECKING:
+    from kernel_ladder.selection.choosers import Chooser
 
 
 class Preferred(NamedTuple):
@@ -224,6 +226,8 @@ def _with_rules(
         climb, rule = table.at_level(op, level)[1], RULES.get((op, level))
         last_first = [*reversed(climb.values())]
         if tabled and _has_table(op, level):
+            from kernel_ladder.selection.choosers import Chooser  # importing the package stays quick
+
             chooser = Chooser(op, level, last_first, rule)
             first[level] = Preferred(chooser.rule_of_names, climb, chooser)
         elif rule is not None:
@@ -231,6 +235,8 @@ def _with_rules(
         choices[level] = first[level].rule if level in first else _no_names, last_first
     found: list[Variant | Preferred] = []
     if auto_tabled:
+        from kernel_ladder.selection.choosers import Chooser
+
         every = {v.name: v for _, ladder in choices.values() for v in ladder}
         chooser = Chooser(op, "auto", rungs, None, dict(choices))
         found.append(Preferred(chooser.rule_of_names, every, chooser))
@@ -247,6 +253,8 @@ def _no_names(inputs: Inputs, options: Options) -> tuple[str, ...]:
 
 def _has_table(op: str, backend: str) -> bool:
     """Whether a visible GPU has a table for what a backend's name chooses, or choices are measured."""
+    if tables.are_off():
+        return False
     if measured.enabled():
         return True
     found = (tables.of_device(i) for i in range(gpu.count()))

@@ -149,7 +149,7 @@ def choice(
 
 
 def time_of(rung: Variant, inputs: Inputs, options: Options, gradient: bool) -> float | None:
-    """Seconds of a call, with its backward pass if `gradient`: the median of a few. None where it fails."""
+    """Seconds of a call, with its backward pass if `gradient`: the median of a few rounds. None where it fails."""
     from kernel_ladder import autograd
 
     asked = as_leaves(inputs) if gradient else inputs

@@ -15,6 +15,9 @@ from kernel_ladder.spec import Inputs, Options
 
 Rule = Callable[[Inputs, Options], tuple[str, ...]]
 
+#: Files of this package that have no rules.
+WITHOUT_RULES = frozenset({"choosers", "features", "matmul_parts", "measured", "orders", "rules", "tables"})
+
 
 def _collected() -> dict[tuple[str, str], Rule]:
     """The ``RULES`` of every file beside this one, by operation and level."""
@@ -22,9 +25,9 @@ def _collected() -> dict[tuple[str, str], Rule]:
 
     found: dict[tuple[str, str], Rule] = {}
     for file in pkgutil.iter_modules(package.__path__):
-        if file.name in ("orders", "rules"):
+        if file.name in WITHOUT_RULES:
             continue
-        rules = getattr(importlib.import_module(f"{package.__name__}.{file.name}"), "RULES", {})
+        rules = importlib.import_module(f"{package.__name__}.{file.name}").RULES
         assert not found.keys() & rules.keys(), f"two rules for {found.keys() & rules.keys()}"
         found.update(rules)
     return found

@@ -17,10 +17,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_ladder import gpu, table
-from kernel_ladder.selection.features import Features
+
+if TYPE_CHECKING:
+    from kernel_ladder.selection.features import Features
 
 #: The passes that have entries of their own: without a gradient, and forward and backward together.
 FORWARD, TRAINING = "forward", "training"
@@ -130,9 +132,14 @@ def of_device(device: int) -> Table | None:
     return found if found is not None and found.entries else None
 
 
+def are_off() -> bool:
+    """Whether rules choose alone: see :func:`without`."""
+    return _off
+
+
 @contextmanager
 def without() -> Iterator[None]:
-    """In the block rules choose alone."""
+    """In the block rules choose alone, without tables and measurements."""
     global _off
     before, _off = _off, True
     _forget()
