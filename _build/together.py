@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 GROUPS = {
-    "elementwise": ["add.cu", "bias_gelu.cu", "dropout.cu", "gelu.cu", "sum.cu", "swiglu.cu"],
+    "elementwise": ["add.cu", "bias_gelu.cu", "dropout.cu", "gelu.cu", "rope.cu", "sum.cu", "swiglu.cu"],
     "hopper_attention": [
         "attention/wgmma.cu",
         "attention/warp_specialized.cu",

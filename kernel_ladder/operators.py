@@ -399,7 +399,7 @@ _library.impl("backward", _once_differentiable, "Autograd", with_keyset=True)
 
 
 #: Options that may change between calls of one compiled program. Any other integer is a compile-time constant.
-_CHANGING = ("seed", "max_seqlen_q", "max_seqlen_k")
+_CHANGING = ("seed", "offset", "max_seqlen_q", "max_seqlen_k")
 
 
 def _hinted(value: Any) -> Any:

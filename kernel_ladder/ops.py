@@ -638,3 +638,33 @@ def linear(
     if out is not None:
         _no_out("linear", out)
     return _call("linear", backend, (input, weight, bias), {"activation": activation})
+
+
+def rope(
+    input: torch.Tensor,
+    freqs_cis: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    offset: int = 0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Rotary position embedding: each pair of a row's elements, as a complex number, times ``freqs_cis`` at its place.
+
+    Args:
+        input: ``(..., S, D)``, such as the queries or keys ``(B, H, S, D)`` of :func:`attention`; any strides; float16,
+            bfloat16, float32 (float64 at the torch and compile levels).
+        freqs_cis: ``(P, R / 2)``, complex64, ``cos θ + i · sin θ`` for each position and pair; it gets no gradient. The
+            first R elements of a row are rotated, with R at most D, and the others are copied.
+        interleaved: True: pairs are neighbours, as in RoFormer and GPT-J. False: a pair is element i and i + R / 2, as
+            in GPT-NeoX and Llama.
+        offset: the position of the first of the S rows; ``offset + S`` is at most P. Inside ``torch.compile`` it may
+            change from call to call.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor of the input's shape and dtype, computed in float32 or wider. Differentiable once, in `input`.
+
+    Source: Su et al., RoFormer, arXiv:2104.09864.
+    """
+    options = {"interleaved": interleaved, "offset": offset if type(offset) is int else _int(offset)}
+    return _call("rope", backend, (input, freqs_cis), options)

@@ -36,6 +36,7 @@ OPS: tuple[str, ...] = (
     "add_rms_norm",
     "bias_dropout_add_layer_norm",
     "linear",
+    "rope",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 
-from triton_impl import add, bias_gelu, dropout, gelu, linear, swiglu
+from triton_impl import add, bias_gelu, dropout, gelu, linear, rope, swiglu
 from triton_impl.attention.aot_kernels import AOT_VARLEN
 from triton_impl.common.column_sum import sum_partials_kernel, sum_tile, sum_warps
 from triton_impl.matmul import descriptors
@@ -91,6 +91,14 @@ SWIGLU = [
     entry(swiglu._swiglu_backward_rows_kernel, "bf16", {**_TILE, **dict.fromkeys(_GRADIENT_STEPS, 1)}),
 ]
 
+_ROPE = {"BLOCK_M": 8, "BLOCK_N": 64, **dict.fromkeys(("size1", "size2", "size3", "o_step", "x_step"), 1)}
+
+ROPE = [
+    entry(rope._rope_kernel, dtype, {**_ROPE, "INTERLEAVED": form, "BACKWARD": form}, types={"table_ptr": "*fp32"})
+    for dtype in ("bf16", "fp32")
+    for form in (False, True)
+]
+
 _SCALE = {"scale": "fp32"}
 
 DROPOUT = [
@@ -120,6 +128,7 @@ AOT = {
     "add": ADD,
     "gelu": GELU,
     "bias_gelu": BIAS_GELU,
+    "rope": ROPE,
     "swiglu": SWIGLU,
     "dropout": DROPOUT,
     "linear": LINEAR,

@@ -10,6 +10,7 @@ import torch
 
 from bench.measure.sets import Member
 from kernel_ladder.spec import Case, Spec, each
+from kernel_ladder.testing.cases import fitted
 
 #: Limits of a case without a GPU: Triton's interpreter takes milliseconds per block.
 TINY_BYTES = 2**16
@@ -28,7 +29,7 @@ def _resized(case: Case, sizes: dict[int, int]) -> Case:
     shapes = each(resized, case.shapes)
     options = {name: resized(value) if isinstance(value, tuple) else value for name, value in case.options.items()}
     name = re.sub(r"\d+", lambda digits: str(sizes.get(int(digits[0]), int(digits[0]))), case.id)
-    return dataclasses.replace(case, id=name, shapes=shapes, options=options)
+    return fitted(dataclasses.replace(case, id=name, shapes=shapes, options=options))
 
 
 def shrink(case: Case, spec: Spec) -> Case:

@@ -153,6 +153,9 @@ const std::vector<Schema>& schemas() {
         KL_OP("swiglu_backward.naive(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", swiglu_backward_naive),
         KL_OP("swiglu_backward.vectorized(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
               swiglu_backward_vectorized),
+        KL_OP("rope.naive(Tensor input, Tensor table, bool interleaved, bool backward) -> Tensor", rope_naive),
+        KL_OP("rope.vectorized(Tensor input, Tensor table, bool interleaved, bool backward) -> Tensor",
+              rope_vectorized),
         // The rungs from `registers` on share the backward pass of that name.
         KL_NORM(layer_norm, naive, KL_LAYER_NORM),
         KL_NORM(layer_norm, block, KL_LAYER_NORM),
@@ -279,6 +282,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     dropout_kernel_attributes(attributes, dtype);
     bias_gelu_kernel_attributes(attributes, dtype);
     swiglu_kernel_attributes(attributes, dtype);
+    rope_kernel_attributes(attributes, dtype);
     layer_norm_kernel_attributes(attributes, dtype);
     rms_norm_kernel_attributes(attributes, dtype);
     add_rms_norm_kernel_attributes(attributes, dtype);

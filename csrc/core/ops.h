@@ -241,6 +241,11 @@ std::tuple<Tensor, Tensor> swiglu_backward_naive(const Tensor& grad, const Tenso
 std::tuple<Tensor, Tensor> swiglu_backward_vectorized(const Tensor& grad, const Tensor& gate, const Tensor& up);
 void swiglu_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
+// rope.cu
+Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bool backward);
+Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward);
+void rope_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+
 // linear.cu, matmul/: output, and what stood before the bias where `keep`, else a tensor of no elements.
 std::tuple<Tensor, Tensor> linear_naive(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                         const std::string& activation, bool keep);

@@ -44,4 +44,17 @@ def _resized(case: Case, text: str, sizes: dict[int, int]) -> Case:
     given = re.match(r"\d+".join(re.escape(part) for part in re.split(r"\d+", text)), case.id)
     ending = case.id[given.end() :] if given else ""
     shapes = each(lambda shape: tuple(sizes.get(n, n) for n in shape), case.shapes)
-    return dataclasses.replace(case, id=text + ending, shapes=shapes, quick=False)
+    return fitted(dataclasses.replace(case, id=text + ending, shapes=shapes, quick=False))
+
+
+def fitted(case: Case) -> Case:
+    """A case whose sizes have changed, with tables of rotations that fit its first argument's rows."""
+    rows = case.shapes[0]
+    assert rows is not None
+    shapes = tuple(
+        (rows[-2] + case.options["offset"], min(shape[1], rows[-1] // 2))
+        if shape is not None and case.kinds.get(place) == "rotations"
+        else shape
+        for place, shape in enumerate(case.shapes)
+    )
+    return dataclasses.replace(case, shapes=shapes)

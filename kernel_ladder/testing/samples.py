@@ -14,7 +14,7 @@ from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gradient
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
-KINDS = ("boolean", "hidden_rows", "offsets", "parameter")
+KINDS = ("boolean", "hidden_rows", "offsets", "parameter", "rotations")
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -68,7 +68,7 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             return None if shape is None else _layout(shape, case.layout_of(place), make)
         if case.kinds[place] == "parameter":
             return make(shape).to(computation_dtype(dtype))
-        kind = torch.int32 if case.kinds[place].startswith("offsets") else torch.bool
+        kind = {"offsets": torch.int32, "rotations": torch.complex64}.get(_kind(case, place)[0], torch.bool)
         return torch.empty(shape, dtype=kind, device=device)
 
     return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
@@ -89,6 +89,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
 
     - ``parameter``: of float32 beside 16-bit arguments, else of their dtype
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
+    - ``rotations``: complex64 numbers of modulus one
     - ``offsets@1``: int32, from 0 up to the first dimension of argument 1, as :func:`offsets` gives them;
       ``offsets:0,3,7``: exactly these
     """
@@ -135,8 +136,13 @@ def offsets(rows: int, count: int) -> list[int]:
     return [rows * i * i // (count - 1) ** 2 for i in range(count)]
 
 
+def _kind(case: Case, place: int) -> list[str]:
+    """The name of an argument's kind, then a separator and detail, which may be empty."""
+    return re.split(r"([:@]|$)", case.kinds[place], maxsplit=1)
+
+
 def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    kind, separator, detail = re.split(r"([:@]|$)", case.kinds[place], maxsplit=1)
+    kind, separator, detail = _kind(case, place)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
     if separator == ":":
@@ -144,6 +150,9 @@ def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Ge
     if kind == "offsets":
         (rows, *_) = case.shapes[int(detail)] or (0,)
         return torch.tensor(offsets(rows, shape[0]), dtype=torch.int32, device=generator.device)
+    if kind == "rotations":
+        angles = 2 * torch.pi * torch.rand(shape, generator=generator, device=generator.device)
+        return torch.polar(torch.ones_like(angles), angles)
     seen = torch.rand(shape, generator=generator, device=generator.device) < 0.75
     if kind == "hidden_rows":
         seen[..., ::3, :] = False

@@ -65,6 +65,11 @@ CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable, Callable]] = {
     "rms_norm": ((X, VECTOR), lambda x, w, **o: kl.rms_norm(x, (16,), w, **o), lambda x, w: F.rms_norm(x, (16,), w)),
     "dropout": ((X,), lambda x, **o: kl.dropout(x, 0.5, seed=1, **o), _dropped),
     "bias_gelu": ((X, VECTOR), kl.bias_gelu, lambda x, b: F.gelu(x + b)),
+    "rope": (
+        (HEADS, torch.polar(torch.ones(8, 8), torch.arange(64.0).view(8, 8))),
+        kl.rope,
+        lambda x, table: kl.rope(x.float(), table, backend="torch.naive").to(x.dtype),
+    ),
     "swiglu": ((X, Y), kl.swiglu, lambda g, u: F.silu(g) * u),
     "add_rms_norm": ((X, Y, VECTOR), kl.add_rms_norm, _add_norm),
     "bias_dropout_add_layer_norm": (

@@ -446,6 +446,8 @@ def tensors() -> Iterator[Any]:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
 def test_a_refused_dtype_names_all_that_are_taken(op, name, dtype):
     given = zeros(op)
+    if given[name].dtype is dtype:
+        dtype = torch.complex128
     if name == "attn_mask" or given[name].is_floating_point():
         accepted = ("bool", "float32") if name == "attn_mask" else tuple(map(names_of, ([d] for d in DTYPES)))
     else:

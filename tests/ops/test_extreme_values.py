@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import NamedTuple
@@ -118,7 +119,15 @@ def _linear(activation: str | None) -> list[Extreme]:
     ]
 
 
+def rotations(shape: tuple[int, ...], largest: float) -> torch.Tensor:
+    return torch.polar(torch.ones(shape), torch.arange(1.0, 1.0 + math.prod(shape)).view(shape))
+
+
 EXTREMES: dict[str, list[Extreme]] = {
+    "rope": [
+        Extreme(f"{form}", (((3, 9, 80), spread(0.4)), ((9, 32), rotations)), {"interleaved": form, "offset": 0}, SUMS)
+        for form in (False, True)
+    ],
     "gelu": [*_gelu("none"), *_gelu("tanh")],
     "bias_gelu": [*_bias_gelu("none"), *_bias_gelu("tanh")],
     "linear": [*_linear(None), *_linear("gelu"), *_linear("gelu_tanh")],

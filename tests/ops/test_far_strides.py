@@ -72,6 +72,10 @@ CASES = {
         _case("tanh", (300, 300), (300,), approximate="tanh"),
     ],
     "swiglu": [_case("rows", (3, 9, 40), (3, 9, 40))],
+    "rope": [
+        _case(f"{form}", (3, 9, 48), (9, 16), kinds={1: "rotations"}, interleaved=form == "pairs", offset=0)
+        for form in ("halves", "pairs")
+    ],
     "add_rms_norm": [_case("rows", (9, 5, 40), (9, 5, 40), (40,), eps=1e-5)],
     "bias_dropout_add_layer_norm": [
         _case("rows", (3, 3, 40), (40,), (3, 3, 40), (40,), (40,), p=0.5, seed=3, eps=1e-5)

@@ -279,6 +279,19 @@ def swiglu_without_the_product(gate, up):
     return torch.sigmoid(gate) * up
 
 
+def rope_of_other_pairs(input, freqs_cis, *, interleaved, offset):
+    return kernel_ladder.rope(input, freqs_cis, interleaved=not interleaved, offset=offset, backend="torch")
+
+
+def rope_of_the_next_position(input, freqs_cis, *, interleaved, offset):
+    return kernel_ladder.rope(input, freqs_cis.roll(-1, 0), interleaved=interleaved, offset=offset, backend="torch")
+
+
+def rope_by_opposite_angles(input, freqs_cis, *, interleaved, offset):
+    return kernel_ladder.rope(input, freqs_cis.conj(), interleaved=interleaved, offset=offset, backend="torch")
+
+
+ROPE = Case("", ((2, 9, 64), (9, 32)), {"interleaved": False, "offset": 0}, kinds={1: "rotations"})
 LAYER = Case("", ((33, 65), (34, 65), (34,)), {"activation": "gelu"})
 DROPOUT = {"p": 0.1, "seed": 42}
 
@@ -310,6 +323,9 @@ WRONG = [
     ("linear", linear_activated_before_its_bias, LAYER, torch.bfloat16),
     ("swiglu", swiglu_of_swapped_operands, Case("", ((64, 65),) * 2), torch.bfloat16),
     ("swiglu", swiglu_without_the_product, Case("", ((64, 65),) * 2), torch.bfloat16),
+    ("rope", rope_of_other_pairs, ROPE, torch.bfloat16),
+    ("rope", rope_of_the_next_position, ROPE, torch.bfloat16),
+    ("rope", rope_by_opposite_angles, ROPE, torch.bfloat16),
 ]
 
 

@@ -1,0 +1,200 @@
+// rope: rotary position embedding (Su et al., arXiv:2104.09864).
+//
+//   (y1, y2) = (x1 · cos − x2 · sin, x2 · cos + x1 · sin)
+//
+// A pair is elements i and i + R / 2 of a row, or 2i and 2i + 1 if interleaved. Elements from R on are copied. The
+// backward pass is the same kernel with the opposite angle. Rows are counted in row-major order, so that the position
+// varies fastest; `table` is (positions, R / 2, 2) float32: cosine and sine of each position and pair.
+
+#include "core/elementwise.cuh"
+#include "core/ops.h"
+
+namespace kl {
+namespace {
+
+enum { ROPE_OUTPUT, ROPE_INPUT, ROPE_OPERANDS };
+
+/// What both kernels know of a call. `at` walks over rows, whose elements lie `out_step` and `in_step` apart.
+struct Rope {
+    Operands<ROPE_OPERANDS> at;
+    int64_t rows, positions, out_step, in_step;
+    int32_t width, pairs;  // elements of a row, and its rotated pairs
+    float sign;            // of the sine: 1, or −1 backward
+};
+
+/// y1 = a · cos − b · sin, y2 = b · cos + a · sin.
+__device__ inline void rotate(float& a, float& b, float cosine, float sine) {
+    const float x = a;
+    a = x * cosine - b * sine;
+    b = b * cosine + x * sine;
+}
+
+// rope, rung 1 of 2: naive
+// Idea      One fused kernel, one pair per thread.
+// Predicts  2·sizeof(T) bytes per element either pass; the table stays in L2.
+// Limit now 2-byte loads leave too few bytes in flight.
+// Next      `vectorized`: 16-byte loads and stores.
+
+template <typename T, bool INTERLEAVED>
+__global__ void __launch_bounds__(THREADS)
+    rope_naive_kernel(T* output, const T* input, const float* table, __grid_constant__ const Rope rope) {
+    const int64_t index = int64_t{blockIdx.x} * THREADS + threadIdx.x;
+    const int64_t pairs_a_row = (rope.width + 1) / 2;
+    const int64_t row = index / pairs_a_row;
+    const int pair = static_cast<int>(index % pairs_a_row);
+    if (row >= rope.rows) return;
+    const bool rotates = pair < rope.pairs;
+    const int first = rotates && !INTERLEAVED ? pair : 2 * pair;
+    const int second = rotates && !INTERLEAVED ? pair + rope.pairs : 2 * pair + 1;
+    const T* x = input + rope.at.offset(ROPE_INPUT, row);
+    T* y = output + rope.at.offset(ROPE_OUTPUT, row);
+    float a = to_float(x[first * rope.in_step]);
+    float b = second < rope.width ? to_float(x[second * rope.in_step]) : 0.0f;
+    if (rotates) {
+        const float* angle = table + 2 * (row % rope.positions * rope.pairs + pair);
+        rotate(a, b, angle[0], rope.sign * angle[1]);
+    }
+    y[first * rope.out_step] = from_float<T>(a);
+    if (second < rope.width) y[second * rope.out_step] = from_float<T>(b);
+}
+
+// rope, rung 2 of 2: vectorized
+// Idea      16-byte loads and stores; launched with programmatic dependent launch (PDL). A thread has a vector of each
+//           half, or one of interleaved pairs, and the 16-byte vectors of the table that belong to it.
+// Predicts  The same bytes with an eighth of the load instructions in 16 bits, a quarter in float32.
+// Limit now Memory bandwidth.
+// Next      –
+
+/// Cosine and sine of COUNT neighbouring pairs.
+template <int COUNT>
+__device__ inline void load_angles(const float* angles, float (&cosine)[COUNT], float (&sine)[COUNT], float sign) {
+#pragma unroll
+    for (int e = 0; e < COUNT; e += 2) {
+        const float4 both = __ldg(reinterpret_cast<const float4*>(angles) + e / 2);
+        cosine[e] = both.x, sine[e] = sign * both.y;
+        cosine[e + 1] = both.z, sine[e + 1] = sign * both.w;
+    }
+}
+
+template <typename T, bool INTERLEAVED>
+__global__ void __launch_bounds__(THREADS)
+    rope_vectorized_kernel(T* output, const T* input, const float* table, __grid_constant__ const Rope rope) {
+    pdl_begin();
+    constexpr int SIZE = Vec<T>::size;
+    const int rotated = 2 * rope.pairs, items_rotated = rotated / (INTERLEAVED ? SIZE : 2 * SIZE);
+    const int64_t items = items_rotated + (rope.width - rotated) / SIZE;
+    const int64_t index = int64_t{blockIdx.x} * THREADS + threadIdx.x;
+    const int64_t row = index / items;
+    const int item = static_cast<int>(index % items);
+    if (row >= rope.rows) return;
+    const T* x = input + rope.at.offset(ROPE_INPUT, row);
+    T* y = output + rope.at.offset(ROPE_OUTPUT, row);
+    if (item >= items_rotated) {
+        const int column = rotated + (item - items_rotated) * SIZE;
+        store_vec(y + column, load_vec(x + column));
+        return;
+    }
+    const float* angles = table + 2 * (row % rope.positions * rope.pairs);
+    const int column = item * SIZE;
+    float a[SIZE];
+    unpack(load_vec(x + column), a);
+    if constexpr (INTERLEAVED) {
+        float cosine[SIZE / 2], sine[SIZE / 2];
+        load_angles(angles + column, cosine, sine, rope.sign);
+#pragma unroll
+        for (int e = 0; e < SIZE / 2; ++e) rotate(a[2 * e], a[2 * e + 1], cosine[e], sine[e]);
+    } else {
+        float b[SIZE], cosine[SIZE], sine[SIZE];
+        unpack(load_vec(x + rope.pairs + column), b);
+        load_angles(angles + 2 * column, cosine, sine, rope.sign);
+#pragma unroll
+        for (int e = 0; e < SIZE; ++e) rotate(a[e], b[e], cosine[e], sine[e]);
+        store_vec(y + rope.pairs + column, pack<T>(b));
+    }
+    store_vec(y + column, pack<T>(a));
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+/// Raises unless every vector of the rows and of the table starts on 16 bytes.
+template <typename T>
+void check_vectors(const Tensor& output, const Tensor& input, const Tensor& table, const Rope& rope, bool interleaved) {
+    constexpr int SIZE = Vec<T>::size;
+    const int32_t run = interleaved ? 2 * rope.pairs : rope.pairs;
+    bool whole = run % SIZE == 0 && rope.width % SIZE == 0 && rope.in_step == 1 && rope.out_step == 1;
+    for (int d = 0; d < rope.at.dims; ++d) {
+        whole = whole && rope.at.strides[ROPE_INPUT][d] % SIZE == 0 && rope.at.strides[ROPE_OUTPUT][d] % SIZE == 0;
+    }
+    whole = whole && is_aligned16(input.data_ptr()) && is_aligned16(output.data_ptr());
+    KL_CHECK(whole && is_aligned16(table.data_ptr()),
+             "rope.vectorized: rows and table must consist of 16-byte vectors");
+}
+
+Tensor rope(const Tensor& input, const Tensor& table, bool interleaved, bool backward, bool vectorized) {
+    check_cuda(input, "rope", "input");
+    KL_CHECK(input.dim() >= 2, "rope: argument `input` must have at least two dimensions, got ", input.dim());
+    KL_CHECK(
+        table.scalar_type() == ScalarType::Float && table.is_contiguous() && table.dim() == 3 && table.size(2) == 2,
+        "rope: argument `table` must be a contiguous float32 tensor (positions, pairs, 2)");
+    KL_CHECK(table.is_cuda() && table.get_device_index() == input.get_device_index(),
+             "rope: arguments `input` and `table` must be on the same device");
+    KL_CHECK(2 * table.size(1) <= input.size(-1), "rope: argument `table` must rotate at most ", input.size(-1),
+             " elements, got ", table.size(1), " pairs");
+    KL_CHECK(table.size(0) >= input.size(-2), "rope: argument `table` must have ", input.size(-2), " positions, got ",
+             table.size(0));
+    KL_CHECK(input.size(-1) < int64_t{1} << 30, "rope: rows of ", input.size(-1), " elements are too long");
+    const Launch launch(input);
+    Tensor output = DenseLike(input).allocate(input);
+    if (input.numel() == 0) return output;
+    std::vector<int64_t> order;
+    for (int64_t d = 0; d + 1 < input.dim(); ++d) order.push_back(d);
+    const Rope rope{Operands<ROPE_OPERANDS>(order, {&output, &input}, "rope"),
+                    input.numel() / input.size(-1),
+                    input.size(-2),
+                    output.stride(-1),
+                    input.stride(-1),
+                    static_cast<int32_t>(input.size(-1)),
+                    static_cast<int32_t>(table.size(1)),
+                    backward ? -1.0f : 1.0f};
+    dispatch(input.scalar_type(), "rope", [&](auto zero) {
+        using T = decltype(zero);
+        auto* y = static_cast<T*>(output.data_ptr());
+        const auto* x = static_cast<const T*>(input.data_ptr());
+        const auto* angles = static_cast<const float*>(table.data_ptr());
+        if (!vectorized) {
+            const auto grid = grid_size(ceil_div(rope.rows * ((rope.width + 1) / 2), THREADS));
+            auto* const kernel = interleaved ? rope_naive_kernel<T, true> : rope_naive_kernel<T, false>;
+            kernel<<<grid, THREADS, 0, launch.stream>>>(y, x, angles, rope);
+            return;
+        }
+        check_vectors<T>(output, input, table, rope, interleaved);
+        constexpr int SIZE = Vec<T>::size;
+        const int64_t rotated = 2 * rope.pairs;
+        const int64_t items = rotated / (interleaved ? SIZE : 2 * SIZE) + (rope.width - rotated) / SIZE;
+        const auto grid = grid_size(ceil_div(rope.rows * items, THREADS));
+        auto* const kernel = interleaved ? rope_vectorized_kernel<T, true> : rope_vectorized_kernel<T, false>;
+        launch_pdl(kernel, grid, THREADS, launch, y, x, angles, rope);
+    });
+    KL_LAUNCH_CHECK();
+    return output;
+}
+
+}  // namespace
+
+Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bool backward) {
+    return rope(input, table, interleaved, backward, false);
+}
+
+Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward) {
+    return rope(input, table, interleaved, backward, true);
+}
+
+void rope_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
+    dispatch(dtype, "rope", [&](auto zero) {
+        using T = decltype(zero);
+        attributes.push_back(kernel_attributes<rope_naive_kernel<T, false>>("rope.naive", THREADS));
+        attributes.push_back(kernel_attributes<rope_vectorized_kernel<T, false>>("rope.vectorized", THREADS));
+    });
+}
+
+}  // namespace kl

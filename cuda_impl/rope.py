@@ -1,0 +1,57 @@
+"""Rotary position embedding in CUDA C++: ``csrc/rope.cu``. Backward, a rung's kernel gets the opposite angles."""
+
+from __future__ import annotations
+
+import torch
+
+from cuda_impl import climb, fake_like, unsupported
+from kernel_ladder.table import register
+from kernel_ladder.tracing import address
+
+
+def _table(freqs_cis: torch.Tensor, offset: int) -> torch.Tensor:
+    """Cosine and sine from a position on, ``(positions, pairs, 2)``, float32."""
+    return torch.view_as_real(freqs_cis.resolve_conj().contiguous())[offset:]
+
+
+def _irregular(input: torch.Tensor, freqs_cis: torch.Tensor, interleaved: bool, offset: int) -> str | None:
+    """Why `vectorized` does not take a call, or None."""
+    size, pairs = 16 // input.element_size(), freqs_cis.shape[1]
+    if (2 * pairs if interleaved else pairs) % size or input.shape[-1] % size:
+        return f"takes rows of whole 16-byte vectors, rotated and not, got {2 * pairs} of {input.shape[-1]} elements"
+    strides = [stride for n, stride in zip(input.shape[:-1], input.stride(), strict=False) if n != 1]
+    if input.stride(-1) != 1 or any(stride % size for stride in strides) or address(input) % 16:
+        return "takes dense rows that start at multiples of 16 bytes"
+    if freqs_cis.is_contiguous() and address(freqs_cis) % 16:
+        return "takes a table that starts at a multiple of 16 bytes"
+    return None
+
+
+def _register(name: str) -> None:
+    run = getattr(torch.ops.kernel_ladder.rope, name)
+
+    def forward(
+        input: torch.Tensor, freqs_cis: torch.Tensor, *, interleaved: bool, offset: int
+    ) -> tuple[torch.Tensor, tuple]:
+        return run(input, _table(freqs_cis, offset), interleaved, False), (freqs_cis, interleaved, offset)
+
+    def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, None]:
+        freqs_cis, interleaved, offset = saved
+        if not needs[0]:
+            return None, None
+        if name == "vectorized" and _irregular(grad, freqs_cis, interleaved, offset) is not None:
+            grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return run(grad, _table(freqs_cis, offset), interleaved, True), None
+
+    def unsupported_by(input: torch.Tensor, freqs_cis: torch.Tensor, *, interleaved: bool, offset: int) -> str | None:
+        reason = unsupported(input)
+        if reason is None and name == "vectorized":
+            reason = _irregular(input, freqs_cis, interleaved, offset)
+        return reason
+
+    torch.library.register_fake(f"kernel_ladder::rope.{name}", lambda input, *_: fake_like(input))
+    register("rope", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported_by)
+
+
+for _name in climb("rope"):
+    _register(_name)
