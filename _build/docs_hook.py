@@ -12,12 +12,17 @@ import functools
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.rows.renamed import current  # noqa: E402
+
 #: The rows that pages quote.
 ROWS = ROOT / "bench" / "results" / "nvidia-h200.jsonl"
 DIRECTIVE = re.compile(r"\{\{ *(source|us|host) ([^}]*?) *\}\}")
@@ -70,7 +75,11 @@ def _cuda(text: str, name: str) -> str | None:
 @functools.cache
 def _rows() -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
     rows = (json.loads(line) for line in ROWS.read_text().splitlines())
-    return {(r["op"], r["backend"], r["shape"], r["dtype"], r["pass"]): r for r in rows if r.get("us") is not None}
+    return {
+        (r["op"], current(r["op"], r["backend"], r["when"]), r["shape"], r["dtype"], r["pass"]): r
+        for r in rows
+        if r.get("us") is not None
+    }
 
 
 def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
