@@ -3,6 +3,7 @@
 ``{{ source FILE NAME }}`` becomes a code block of the function or kernel NAME in FILE, as it stands in the repository.
 ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip, and
 ``{{ host ... }}`` the time of the call on the host. A name that is not there ends the build with an error.
+``{{ us? ... }}`` and ``{{ host? ... }}`` say "not yet in the committed rows" where there is no row of the rung at all.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ sys.path.insert(0, str(ROOT))
 
 from bench.rows.renamed import current  # noqa: E402
 
+#: What stands for a time that no committed row has.
+UNMEASURED = "*not yet in the committed rows*"
 #: The rows that pages quote.
 ROWS = ROOT / "bench" / "results" / "nvidia-h200.jsonl"
-DIRECTIVE = re.compile(r"\{\{ *(source|us|host) ([^}]*?) *\}\}")
+DIRECTIVE = re.compile(r"\{\{ *(source|us\??|host\??) ([^}]*?) *\}\}")
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 
 
@@ -85,8 +88,10 @@ def _rows() -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
 def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
     """A time in µs or ms, to three digits."""
     row = _rows().get((op, rung, shape, dtype, pass_))
+    if row is None and kind.endswith("?") and not any(key[:2] == (op, rung) for key in _rows()):
+        return UNMEASURED
     if row is None:
         raise LookupError(f"no row of {op} {rung} {shape!r} {dtype} {pass_} in {ROWS.name}")
-    us = row["us"] if kind == "us" else row["host_us"]
+    us = row["us"] if kind.rstrip("?") == "us" else row["host_us"]
     text = f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} µs"
     return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{text}</span>'
