@@ -4,7 +4,8 @@
 ``{{ source FILE }}`` one of the whole file without its docstring.
 ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip, and
 ``{{ host ... }}`` the time of the call on the host. ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at
-this build, with its caption. A name that is not there ends the build with an error.
+this build, with its caption. A name that is not there ends the build with an error. ``{{ us? ... }}`` and ``{{ host? ... }}``
+say "not yet in the committed rows" where there is no row of the rung at all.
 
 Links to ``bench/results/pictures`` and to sources, right for a reader of the repository, become links into the site.
 """
@@ -16,6 +17,7 @@ import functools
 import html
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,13 @@ from mkdocs.structure.files import File
 import figures
 from figures.rows import ROOT, ROWS, rows
 
-DIRECTIVE = re.compile(r"\{\{ *(source|us|host|figure) ([^}]*?) *\}\}")
+sys.path.insert(0, str(ROOT))
+
+from bench.rows.renamed import current  # noqa: E402
+
+#: What stands for a time that no committed row has.
+UNMEASURED = "*not yet in the committed rows*"
+DIRECTIVE = re.compile(r"\{\{ *(source|us\??|host\??|figure) ([^}]*?) *\}\}")
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
 #: Pages of the site that stand at the top of the repository, for its readers.
@@ -123,14 +131,16 @@ def _cuda(text: str, name: str) -> str | None:
 
 @functools.cache
 def _rows() -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
-    return {(r["op"], r["backend"], r["shape"], r["dtype"], r["pass"]): r for r in rows()}
+    return {(r["op"], current(r["op"], r["backend"], r["when"]), r["shape"], r["dtype"], r["pass"]): r for r in rows()}
 
 
 def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
     """A time in µs or ms, to three digits."""
     row = _rows().get((op, rung, shape, dtype, pass_))
+    if row is None and kind.endswith("?") and not any(key[:2] == (op, rung) for key in _rows()):
+        return UNMEASURED
     if row is None:
         raise LookupError(f"no row of {op} {rung} {shape!r} {dtype} {pass_} in {ROWS.name}")
-    us = row["us"] if kind == "us" else row["host_us"]
+    us = row["us"] if kind.rstrip("?") == "us" else row["host_us"]
     text = f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} µs"
     return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{text}</span>'

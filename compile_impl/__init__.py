@@ -1,4 +1,10 @@
-"""The compile level: ``torch.compile`` fuses the formulas of ``torch_ref``."""
+"""The compile level: `torch.compile` on what a user would write, and on the formulas of ``torch_ref``.
+
+formula          the naive formula, where a user would write something else: what the compiler makes of it is the lesson
+default          PyTorch's own functions under `torch.compile`
+reduce_overhead  the same, launched as a CUDA graph: no host cost for each kernel
+max_autotune     the same, with more configurations of each kernel timed, and Inductor's products against cuBLAS
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,10 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.semantics.strides import near_gradients
-from kernel_ladder.spec import Inputs, Output, each
+from kernel_ladder import table
+from kernel_ladder.errors import UnsupportedError
+from kernel_ladder.semantics.strides import last_offset, near_gradients
+from kernel_ladder.spec import Inputs, Output, as_tuple, each
 from kernel_ladder.tracing import in_graph
 
 #: Inductor keeps fused values in float32, also where the formula rounds. The backward pass would then recompute scores
@@ -59,3 +67,109 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
         return near_gradients(output), ()
 
     return forward
+
+
+# ---- modes ---------------------------------------------------------------------------------------------------------
+
+Reason = Callable[..., str | None]
+Forward = Callable[..., tuple[Output, tuple]]
+#: The mode without CUDA graphs, whose memory is `reduce_overhead`'s idea.
+MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+
+
+def takes_all(*inputs: torch.Tensor | None, **options: Any) -> str | None:
+    return None
+
+
+def _graph_unsupported(*inputs: torch.Tensor | None, **options: Any) -> str | None:
+    first = inputs[0]
+    assert first is not None
+    if not first.is_cuda:
+        return "CUDA graphs are a GPU's; on the CPU this is compile.default"
+    if torch.cuda.is_current_stream_capturing():
+        return "it launches a CUDA graph of its own, which another graph cannot capture; use compile.default there"
+    return None
+
+
+def _tuning_unsupported(*inputs: torch.Tensor | None, **options: Any) -> str | None:
+    first = inputs[0]
+    assert first is not None
+    if not first.is_cuda:
+        return "max-autotune chooses among GPU kernels; on the CPU this is compile.default"
+    for place, x in enumerate(inputs):
+        if x is not None and last_offset(x) >= 2**31:
+            return f"the compiler's templates have offsets of 32 bits; input {place} reaches {last_offset(x)} elements"
+    return None
+
+
+class _OwnGradients(torch.autograd.Function):
+    """Passes a tensor on, and copies its gradient out of the memory of a CUDA graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
+
+
+def with_graphs(written: Callable[..., Output], **settings: Any) -> Forward:
+    """Return `written` compiled with CUDA graphs, as a rung's forward.
+
+    A graph's next launch overwrites its results. So outputs and gradients are copied out of its memory, which costs a
+    read and a write of each: on large tensors more than the launches that a graph saves.
+    """
+    run = compiled(written, mode="reduce-overhead", **settings)
+
+    def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Output, tuple]:
+        if in_graph():
+            return run(*inputs, **options)
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(_graph_unsupported(*inputs) or "")
+        torch.compiler.cudagraph_mark_step_begin()
+        if torch.is_grad_enabled():
+            inputs = each(lambda x: _OwnGradients.apply(x) if x.requires_grad else x, inputs)
+        output, saved = run(*inputs, **options)
+        copies = tuple(x.clone() for x in as_tuple(output))
+        return (copies if isinstance(output, tuple) else copies[0]), saved
+
+    return forward
+
+
+def register(
+    op: str,
+    written: Callable[..., Output],
+    *,
+    formula: Callable[..., Output] | None = None,
+    unsupported: Reason = takes_all,
+    formula_unsupported: Reason = takes_all,
+    calling: Callable[[Forward], Forward] = lambda forward: forward,
+    settings: dict[str, Any] | None = None,
+    formula_settings: dict[str, Any] | None = None,
+) -> None:
+    """Add an operation's rungs.
+
+    Args:
+        op: the operation.
+        written: what a user would write with PyTorch's functions.
+        formula: the naive formula, where that is something else to the compiler. None adds no such rung.
+        unsupported: why `written` does not take some inputs, or None; of the formula, `formula_unsupported`.
+        calling: wraps each rung's forward, for arguments that must not be compile-time constants.
+        settings: of ``torch.compile``; of the formula, `formula_settings`.
+    """
+    settings = settings or {}
+    if formula is not None:
+        forward = compiled(formula, **formula_settings or {})
+        table.register(op, "compile.formula", forward=calling(forward), unsupported=formula_unsupported)
+    modes: dict[str, tuple[Forward, Reason]] = {
+        "default": (compiled(written, **settings), takes_all),
+        "reduce_overhead": (with_graphs(written, **settings), _graph_unsupported),
+        "max_autotune": (compiled(written, mode=MAX_AUTOTUNE, **settings), _tuning_unsupported),
+    }
+
+    def either(of_mode: Reason) -> Reason:
+        return lambda *inputs, **options: of_mode(*inputs, **options) or unsupported(*inputs, **options)
+
+    for name, (forward, of_mode) in modes.items():
+        table.register(op, f"compile.{name}", forward=calling(forward), unsupported=either(of_mode))

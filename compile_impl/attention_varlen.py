@@ -1,7 +1,9 @@
-"""Attention of packed sequences compiled: Inductor fuses mask and softmax between two products of all packed rows."""
+"""Attention of packed sequences compiled: Inductor fuses mask and softmax between two products of all packed rows.
 
-from compile_impl import ROUNDED, compiled
-from kernel_ladder.table import register
+PyTorch has no public function of it, so a user would write the formula.
+"""
+
+from compile_impl import ROUNDED, register
 from torch_ref.attention_varlen import naive
 
-register("attention_varlen", "compile.default", forward=compiled(naive, options=ROUNDED))
+register("attention_varlen", naive, settings={"options": ROUNDED})

@@ -20,8 +20,11 @@ from kernel_ladder.inspection.inspect import (
     run_device,
 )
 from kernel_ladder.inspection.launches import launched
+from kernel_ladder.spec import Case, Inputs
 
 CODE = ("source",)
+#: The rung that the level's name stands for: later ones are modes of it for a GPU alone.
+DEFAULT = "compile.default"
 AHEAD_OF_TIME = False
 
 #: A kernel's definition in the module that Inductor writes: name, language and text.
@@ -29,6 +32,16 @@ _DEFINITION = re.compile(r"^(\w+) = async_compile\.(triton|cpp\w*|cuda)\(.*?'''\
 _LANGUAGES = {"triton": "python", "cuda": "cuda"}
 #: Calls of kernels that Inductor did not write: a library's, or those of an operator that it does not lower.
 _EXTERN = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.([\w.]+)\(")
+
+
+def _graphs(request: Request, inputs: Inputs, case: Case) -> str:
+    """How many graphs Dynamo makes of the rung, and why it breaks them, if it does."""
+    torch._dynamo.reset()
+    traced = torch._dynamo.explain(lambda *x: request.variant.forward(*x, **case.options)[0])(*inputs)
+    torch._dynamo.reset()
+    said = f"{traced.graph_count} graph{'s' * (traced.graph_count != 1)}, {traced.graph_break_count} graph breaks"
+    reasons = [str(reason.reason).partition("\n")[0] for reason in traced.break_reasons]
+    return f"{said}: {'; '.join(reasons)}" if reasons else said
 
 
 def inspect(request: Request) -> Inspection:
@@ -46,6 +59,7 @@ def inspect(request: Request) -> Inspection:
         if device.type == "cuda":
             torch.cuda.synchronize()
         found.compile_s = time.perf_counter() - start
+    found.notes.append(_graphs(request, inputs, case))
     # Where gradients are wanted, the forward's module is the first and the backward's the last.
     module = modules[-1] if request.pass_ == "backward" else modules[0]
     body = _DEFINITION.sub("", module)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.rows import renamed
+
 #: The operation of rows that measure what the machine can do at most, and no operation.
 CEILING = "ceiling"
 #: The level of rows of other libraries.
@@ -173,6 +175,7 @@ def from_json(line: str, where: str, way_out: str = _DELETE) -> Row:
         if fault := _fault(name, value):
             raise ResultsError(f"{where}: {name!r} must be {fault}")
     row = Row(**{"pass_" if name == "pass" else name: value for name, value in values.items()})
+    row.backend = renamed.current(row.op, row.backend, row.when)
     if fault := _lacks(row):
         raise ResultsError(f"{where}: {fault}")
     return row

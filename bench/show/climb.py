@@ -17,8 +17,8 @@ from kernel_ladder.spec import PASSES
 from kernel_ladder.table import LEVELS
 
 #: Levels whose members are alternatives, not steps from one to the next, with the step that all of them start from.
-#: PyTorch's own functions start from the plain formula. Peers have no such step.
-BESIDE = {"torch": "torch.naive", "peer": None}
+#: What a user would write is compared with the formula, as in the torch level. Peers have no such step.
+BESIDE = {"torch": "torch.naive", "compile": "compile.formula", "xla": "xla.jit", "peer": None}
 
 
 def write(op: str, path: Path, found: Sequence[Row]) -> str:

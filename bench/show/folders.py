@@ -24,7 +24,7 @@ NOTE = "<!-- `python -m bench readme --folders` writes this page from the files'
 #: What a level's root says of itself.
 TITLES = {
     "torch": "the formulas, and PyTorch's own functions",
-    "compile": "the formulas under torch.compile",
+    "compile": "what a user would write, and the formulas, under torch.compile",
     "xla": "the formulas in JAX, what JAX offers fused, and kernels in Pallas",
     "triton": "kernels in Triton and Gluon",
     "cuda": "kernels in CUDA C++",

@@ -19,6 +19,7 @@ from rich.table import Table
 from kernel_ladder import table
 from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
 from kernel_ladder.errors import BackendError, InspectError
+from kernel_ladder.inspection import failures
 from kernel_ladder.inspection.inspect import CODE, Code, Inspection, Kernel, Request, inspect, select, tensors
 from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
@@ -33,8 +34,33 @@ DTYPES = {
     "fp32": torch.float32,
 }
 #: Pygments' names of these languages, and their file suffixes.
-LEXERS = {"sass": "gas", "ptx": "gas", "ttgir": "llvm", "cuda": "cuda", "cpp": "cpp", "python": "python"}
-SUFFIXES = {"sass": "sass", "ptx": "ptx", "ttgir": "ttgir", "cuda": "cu", "cpp": "cpp", "python": "py"}
+LEXERS = {
+    "hlo": "text",
+    "mlir": "text",
+    "sass": "gas",
+    "ptx": "gas",
+    "ttgir": "llvm",
+    "cuda": "cuda",
+    "cpp": "cpp",
+    "python": "python",
+}
+SUFFIXES = {
+    "hlo": "hlo",
+    "mlir": "mlir",
+    "sass": "sass",
+    "ptx": "ptx",
+    "ttgir": "ttgir",
+    "cuda": "cu",
+    "cpp": "cpp",
+    "python": "py",
+}
+
+#: What a kind of code is called in the help, where its name alone does not say it.
+SHOWN = {
+    "source": "the code as written, or as torch.compile wrote it",
+    "hlo": "XLA's HLO, before and after its passes",
+    "tpu": "the program lowered for a TPU, which is not run",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         required=True,
         metavar="NAME",
-        help="a variant; or a level, for the variant that a call of --shape selects there (without --shape the most "
-        "optimised one)",
+        help="a variant; or a level, for the variant that a call of --shape selects there (without --shape its "
+        "default, or the most optimised one)",
     )
     parser.add_argument(
         "--shape",
@@ -59,8 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kernel", metavar="PART", help="only kernels with this in their names")
     for kind in CODE:
-        text = "the code as written, or as torch.compile wrote it" if kind == "source" else f"the {kind.upper()}"
+        text = SHOWN.get(kind, f"the {kind.upper()}")
         parser.add_argument(f"--{kind}", action="store_true", help=f"show {text}")
+    parser.add_argument(
+        "--explain", action="store_true", help="where a compiler fails, say why and what to do instead of a traceback"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write each code and inspection.json there")
 
 
@@ -103,6 +132,12 @@ def run(chosen: argparse.Namespace, console: Console) -> int:
         written = write(folder, found) if folder is not None else []
     except (InspectError, BackendError) as error:
         print(f"python -m kernel_ladder inspect: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if not chosen.explain:
+            raise
+        for line in failures.in_words(error):
+            print(f"python -m kernel_ladder inspect: {line}", file=sys.stderr)
         return 2
     if chosen.json:
         print(json.dumps(found.to_json(), indent=1))

@@ -5,7 +5,7 @@ Three forms are read, the first of them wins:
 - a head, ``softmax, rung 3 of 6: shared``, followed by the fields ``Idea``, ``Predicts``, ``Limit now`` and ``Next``;
 - a table in a CUDA source, ``variant | the one idea it adds | what limits it now``, by columns of text;
 - a docstring: a list ``rung  idea`` of the operation's module, else the first sentence of the rung's own module or
-  function.
+  function, else a list of the level's package.
 """
 
 from __future__ import annotations
@@ -196,9 +196,14 @@ def _of_docstrings(op: str, level: str, rungs: Sequence[str]) -> dict[str, Head]
     for file in modules if level == "torch" else ():
         for rung, text in _functions(file).items():
             add(rung, file, _sentence(text))
+    package = root / "__init__.py"
+    shared = _listed(_docstring(package)) if package.exists() else {}  # modes that every operation of the level has
     missing = [rung for rung in rungs if rung not in found]
-    if len(missing) == 1 and modules:
+    if modules and missing and (len(missing) == 1 or set(missing[1:]) <= set(shared)):
         add(missing[0], modules[-1], _sentence(_docstring(modules[-1])))
+    for rung in missing:
+        if modules and rung in shared:
+            add(rung, modules[-1], shared[rung])
     return found
 
 

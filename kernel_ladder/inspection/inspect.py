@@ -22,8 +22,8 @@ from kernel_ladder.inspection.architecture import Architecture, occupancy
 from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.testing.samples import make_inputs
 
-#: Kinds of code. ``source`` is the code that a person, or torch.compile, wrote.
-CODE = ("source", "ttgir", "ptx", "sass")
+#: Kinds of code. ``source`` is the code that a person, or torch.compile, wrote; ``tpu`` is StableHLO lowered for a TPU.
+CODE = ("source", "hlo", "tpu", "ttgir", "ptx", "sass")
 
 #: The note for a pass without kernels.
 NO_KERNEL = "this pass has no kernel of its own: its gradients are views, made by other operations, or not given"
@@ -59,7 +59,7 @@ class Request:
 
 @dataclass
 class Code:
-    """A text in a language that highlighters know: "sass", "ptx", "ttgir", "python", "cpp" or "cuda"."""
+    """A text in a language that highlighters know: "sass", "ptx", "ttgir", "hlo", "mlir", "python", "cpp" or "cuda"."""
 
     title: str
     language: str
@@ -173,14 +173,18 @@ def inspect(request: Request) -> Inspection:
 def select(candidates: Sequence[table.Variant], request: Request) -> Request:
     """The request with the rung that a call of its case would run, among those that a level's name stands for.
 
-    `candidates` come most optimised first. Without a case, the first of them is taken.
+    `candidates` come most optimised first. Without a case, the level's ``DEFAULT`` is taken, else the first of them.
 
     Raises:
         InspectError: no candidate takes the case, or this machine cannot tell.
     """
-    if request.case is None or len(candidates) == 1:
+    if len(candidates) == 1:
         return dataclasses.replace(request, variant=candidates[0])
     level = importlib.import_module(f"{table.LEVELS[candidates[0].level]}.inspect")
+    if request.case is None:
+        default = getattr(level, "DEFAULT", candidates[0].name)
+        named = next((v for v in candidates if v.name == default), candidates[0])
+        return dataclasses.replace(request, variant=named)
     refusal = getattr(level, "judge", refusal_here)(request)
     inputs = tensors(make_inputs, request.case, request.dtype, run_device())
     reasons = []
