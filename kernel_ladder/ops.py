@@ -56,6 +56,8 @@ _ON_ONE_GPU = (torch.Tensor, torch.nn.Parameter)
 def _call_sharded(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     from kernel_ladder.distributed import dtensor  # takes two seconds, which the caller has spent
 
+    if autocast.applies_to(inputs):
+        return autocast.call(lambda given: _call(op, backend, given, options), op, inputs)
     restated = table.spec(op).check(*inputs, **options)
     if restated is not None:
         return restated.output(_call(op, backend, restated.inputs, options))

@@ -144,6 +144,11 @@ def _attention_varlen(query: Tensor, key: Tensor, value: Tensor, *cu_seqlens: Te
     return Rule((packed, packed, packed, *whole), outputs, {"heads": key.shape[-2]})
 
 
+def _rope(input: Tensor, freqs_cis: Tensor, **options: Any) -> Rule:
+    dims = (*_numbered(input.dim() - 2), None, None)  # positions decide the angles
+    return Rule((dims, (None, None)), (dims,))
+
+
 def _whole(*inputs: Tensor | None, **options: Any) -> Rule:
     """Of random masks: an element's random number depends on its position in the whole tensor."""
     whole = tuple([None if x is None else (None,) * x.dim() for x in inputs])
@@ -164,6 +169,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "linear": _linear,
     "matmul": _matmul,
     "rms_norm": _norm,
+    "rope": _rope,
     "softmax": _softmax,
     "sum": _sum,
     "swiglu": _elementwise,
