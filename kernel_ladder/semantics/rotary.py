@@ -19,4 +19,4 @@ def angles_from(freqs_cis: torch.Tensor, offset: int, rows: int) -> torch.Tensor
     Inside torch.compile the offset changes after the call was checked, so it is checked again: it protects memory.
     """
     check_offset(offset, rows, freqs_cis.shape[0])
-    return torch.view_as_real(freqs_cis.resolve_conj().contiguous())[offset : offset + rows]
+    return torch.view_as_real(freqs_cis.resolve_conj().contiguous()).narrow(0, offset, rows)
