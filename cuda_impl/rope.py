@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, fake_like, unsupported
+from kernel_ladder.semantics.rotary import angles_from
 from kernel_ladder.table import register
-from kernel_ladder.tracing import address
-
-
-def _table(freqs_cis: torch.Tensor, offset: int) -> torch.Tensor:
-    """Cosine and sine from a position on, ``(positions, pairs, 2)``, float32."""
-    return torch.view_as_real(freqs_cis.resolve_conj().contiguous())[offset:]
+from kernel_ladder.tracing import address, shapes_only
 
 
 def _irregular(input: torch.Tensor, freqs_cis: torch.Tensor, interleaved: bool, offset: int) -> str | None:
@@ -30,10 +26,15 @@ def _irregular(input: torch.Tensor, freqs_cis: torch.Tensor, interleaved: bool, 
 def _register(name: str) -> None:
     run = getattr(torch.ops.kernel_ladder.rope, name)
 
+    def rotate(x: torch.Tensor, freqs_cis: torch.Tensor, interleaved: bool, offset: int, back: bool) -> torch.Tensor:
+        if shapes_only():
+            return fake_like(x)
+        return run(x, angles_from(freqs_cis, offset, x.shape[-2]), interleaved, back)
+
     def forward(
         input: torch.Tensor, freqs_cis: torch.Tensor, *, interleaved: bool, offset: int
     ) -> tuple[torch.Tensor, tuple]:
-        return run(input, _table(freqs_cis, offset), interleaved, False), (freqs_cis, interleaved, offset)
+        return rotate(input, freqs_cis, interleaved, offset, False), (freqs_cis, interleaved, offset)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, None]:
         freqs_cis, interleaved, offset = saved
@@ -41,7 +42,7 @@ def _register(name: str) -> None:
             return None, None
         if name == "vectorized" and _irregular(grad, freqs_cis, interleaved, offset) is not None:
             grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
-        return run(grad, _table(freqs_cis, offset), interleaved, True), None
+        return rotate(grad, freqs_cis, interleaved, offset, True), None
 
     def unsupported_by(input: torch.Tensor, freqs_cis: torch.Tensor, *, interleaved: bool, offset: int) -> str | None:
         reason = unsupported(input)

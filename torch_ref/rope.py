@@ -11,6 +11,7 @@ import math
 import torch
 
 from kernel_ladder.semantics.norms import computation_dtype
+from kernel_ladder.semantics.rotary import check_offset
 from kernel_ladder.spec import DTYPES, Case, ErrorCase, Spec, check_tensors, names_of
 from kernel_ladder.table import register, register_spec
 
@@ -58,11 +59,7 @@ def check(input: torch.Tensor, freqs_cis: torch.Tensor, *, interleaved: bool, of
         raise ValueError(
             f"{op}: argument `freqs_cis` must rotate at most the {input.shape[-1]} elements of a row, got {pairs} pairs"
         )
-    if offset < 0 or offset + input.shape[-2] > positions:
-        raise ValueError(
-            f"{op}: argument `offset` must leave {input.shape[-2]} of {positions} positions of `freqs_cis`, "
-            f"got {offset}"
-        )
+    check_offset(offset, input.shape[-2], positions)
 
 
 def _case(

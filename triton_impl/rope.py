@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder.semantics.rotary import angles_from
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.elementwise import (
@@ -76,7 +77,7 @@ def _rotate(x: torch.Tensor, freqs_cis: torch.Tensor, interleaved: bool, offset:
     if shapes_only() or output.numel() == 0:
         return output
     positions, width = x.shape[-2:]
-    table = torch.view_as_real(freqs_cis.resolve_conj().contiguous())[offset:]
+    table = angles_from(freqs_cis, offset, positions)
     pairs = triton.cdiv(width, 2)
     rows, _, strides = row_indexing(output, x)
     height, columns = tile_of(pairs, BLOCK)

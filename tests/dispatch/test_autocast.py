@@ -144,9 +144,10 @@ def test_cudas_lists(op, mix):
     _, call, plain = CALLS[op]
     with cuda_autocast():
         given = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in arguments(op, mix, "cpu")]
-        if "attention" in op or "dropout" in op:  # these look at the GPU, or into offsets
+        if "attention" in op or "dropout" in op or op == "rope":  # these look at the GPU, or into offsets
             assert autocast.policy(op, "cuda") == {
                 "dropout": None,
+                "rope": None,
                 "bias_dropout_add_layer_norm": autocast.FLOAT32,
             }.get(op, autocast.LOWER)
             return
