@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kernel_ladder.cli.device import version_of
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Where a sweep writes its rows and pictures. git ignores this folder.
@@ -95,6 +97,7 @@ def facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton_version,
+        "jax": version_of("jax"),
         "commit": commit,
         "dirty": dirty,
     }

@@ -85,6 +85,7 @@ class Row:
     cuda: str | None = None
     torch: str | None = None
     triton: str | None = None
+    jax: str | None = None
     commit: str | None = None
     dirty: bool | None = None
     when: str = ""  # UTC, ISO 8601

@@ -73,6 +73,8 @@ def unsupported(
         return "a row that `attn_mask` hides whole would be a mean of all values there, not zeros; use xla.jit"
     if query.dtype is torch.float64:
         return "computes in float32: takes float16, bfloat16 and float32, got float64"
+    if return_lse and query.element_size() == 2:
+        return "JAX rounds the log-sum-exp to 16 bits; use xla.jit"
     if return_lse and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return "the log-sum-exp has no gradient there; use xla.jit"
     if query.dim() < 3:
