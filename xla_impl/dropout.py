@@ -21,4 +21,4 @@ def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: An
     return None if input.numel() < 2**32 else f"takes fewer than 2^32 elements, got {input.numel()}"
 
 
-register("dropout", formula, also_unsupported=unsupported)
+register("dropout", formula, also_unsupported=unsupported, self_adjoint=True)

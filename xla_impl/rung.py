@@ -129,6 +129,7 @@ def register(
     *,
     name: str = "xla.jit",
     also_unsupported: Callable[..., str | None] = takes_all,
+    self_adjoint: bool = False,
 ) -> None:
     """Add a formula as a rung, differentiated by ``jax.vjp``.
 
@@ -140,11 +141,12 @@ def register(
         formula: ``formula(jax, *arrays, **options)``; the option `seed` is an array of two 32-bit words.
         name: the rung.
         also_unsupported: why the rung does not take some inputs that the level takes, or None.
+        self_adjoint: the formula of the output's gradient is the gradient of its one input, so no tensor is saved.
     """
     programs = PROGRAMS[op, name] = Programs(formula)
 
     def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Output, tuple[Any, ...]]:
-        saved = (*inputs, tuple(options.items()))
+        saved = (*(() if self_adjoint else inputs), tuple(options.items()))
         if shapes_only():
             return _without_data(op, inputs, options), saved
         static, traced = programs.split(options, inputs[0])
@@ -152,6 +154,8 @@ def register(
 
     def backward(saved: tuple[Any, ...], grad: Any, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         *inputs, options = saved
+        if self_adjoint:
+            return (forward(grad, **dict(options))[0],)  # type: ignore[return-value]
         wanted = tuple(i for i, x in enumerate(inputs) if needs[i] and has_gradient(x))
         if shapes_only():
             return tuple(_dense(x) if i in wanted else None for i, x in enumerate(inputs))
