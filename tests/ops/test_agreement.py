@@ -66,9 +66,9 @@ def compiled_on_cpu(op: str) -> list[int]:
     return chosen
 
 
-#: Without a GPU, the xla level has every third sample, each in one dtype by turns: XLA compiles both passes of each.
-#: Pallas' interpreter becomes large programs: its rungs have a fifth of these.
-XLA_STRIDE = 3
+#: Without a GPU, the xla level has every seventh sample, each in one dtype by turns: XLA compiles both passes of each.
+#: Pallas' interpreter becomes large programs: its rungs have a third of these.
+XLA_STRIDE = 7
 
 
 def has_formula(op: str) -> bool:
@@ -97,7 +97,7 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
         turn = few.index(index)
         return DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)
     if variant.level == "xla" and DEVICE.type == "cpu":
-        stride = XLA_STRIDE * (5 if variant.name == "xla.pallas" else 1)
+        stride = XLA_STRIDE * (3 if variant.name == "xla.pallas" else 1)
         by_turns = DTYPES.index(dtype) == index // stride % len(DTYPES)
         return by_turns and index % stride == 0 and (backward or index % (4 * stride) == 0)
     if DEVICE.type == "cpu" and not backward and index % 3 != FORWARD_TURN.get(dtype, 0):
