@@ -174,7 +174,7 @@ def sources() -> list[str]:
         names: Iterable[str] = done.stdout.splitlines()
     else:
         folders = ("_build", "bench", "compile_impl", "csrc", "cuda_impl", "kernel_ladder", "tests", "torch_ref")
-        paths = (path for folder in (*folders, "triton_impl") for path in (ROOT / folder).rglob("*"))
+        paths = (path for folder in (*folders, "triton_impl", "xla_impl") for path in (ROOT / folder).rglob("*"))
         names = (path.relative_to(ROOT).as_posix() for path in paths)
     return sorted(n for n in names if n.endswith(SUFFIXES) and n not in EXEMPT and (ROOT / n).is_file())
 

@@ -74,10 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = parts[True]
 
 
+#: Levels that compile every shape anew.
+COMPILED_LEVELS = frozenset(("compile", "xla"))
+
+
 def _is_compiled(item: pytest.Item) -> bool:
-    """Whether a test's case is of the compile level."""
+    """Whether a test's case is of a level that compiles every shape."""
     params = getattr(item, "callspec", None) and item.callspec.params
-    return bool(params) and "compile" in (params.get("level"), getattr(params.get("variant"), "level", None))
+    of_case = {params.get("level"), getattr(params.get("variant"), "level", None)} if params else set()
+    return not COMPILED_LEVELS.isdisjoint(of_case)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -123,8 +128,12 @@ SWEEP_BYTES = 16 * sharing.GIB
 def sweeping_small_cases() -> Iterator[None]:
     """Let a sweep measure the tiny cases that it has on a CPU, for tests of what it does, not of times."""
     with pytest.MonkeyPatch.context() as patch:
-        of_device = cases.sweep_cases
-        patch.setattr(selection, "sweep_cases", lambda spec, device, quick: of_device(spec, torch.device("cpu"), quick))
+        of_device = cases.sweep_members
+        patch.setattr(
+            selection,
+            "sweep_members",
+            lambda spec, members, device, quick: of_device(spec, members, torch.device("cpu"), quick),
+        )
         yield
 
 

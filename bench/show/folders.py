@@ -14,8 +14,9 @@ from pathlib import Path
 import kernel_ladder
 from bench.measure.environment import ROOT
 from bench.rows.store import Row
-from bench.show import climb, heads, markdown
+from bench.show import climb, markdown
 from bench.show.headline import headline
+from kernel_ladder.inspection import heads
 from kernel_ladder.spec import PASSES
 from kernel_ladder.table import LEVELS
 
@@ -24,6 +25,7 @@ NOTE = "<!-- `python -m bench readme --folders` writes this page from the files'
 TITLES = {
     "torch": "the formulas, and PyTorch's own functions",
     "compile": "the formulas under torch.compile",
+    "xla": "the formulas in JAX, what JAX offers fused, and kernels in Pallas",
     "triton": "kernels in Triton and Gluon",
     "cuda": "kernels in CUDA C++",
 }

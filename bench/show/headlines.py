@@ -17,27 +17,34 @@ HEADER = ["operation", "PyTorch", "best Triton", "best CUDA", "best peer", "of c
 
 
 def write(path: Path, found: Sequence[Row]) -> str:
-    """A Markdown table: times forward · backward at each operation's headline shape.
+    """A Markdown table of :func:`lines`; empty where nothing was timed."""
+    told = [[f"`{op}` {shape}", *cells] for op, shape, *cells in lines(found)]
+    return markdown.grid(HEADER, told, [False, *[True] * (len(HEADER) - 1)]) if told else ""
 
-    The last column is the share of the measured ceiling that the best of our rungs reaches.
+
+def lines(found: Sequence[Row]) -> list[list[str]]:
+    """For each timed operation its name, its headline shape, and times forward · backward there.
+
+    The last cell is the share of the measured ceiling that the best of our rungs reaches.
     """
-    lines = []
+    told = []
     for op in kernel_ladder.OPS:
         standing = headline(op, found)
         if standing is None:
             continue
         mine = [r for r in found if (r.op, r.shape, r.dtype) == (op, *standing) and r.us is not None]
-        lines.append(
+        if not mine:
+            continue
+        told.append(
             [
-                f"`{op}` {standing[0]}",
+                op,
+                standing[0],
                 _times(mine, lambda row, op=op: row.backend == kernel_ladder.spec(op).baseline),
                 *(_times(mine, lambda row, level=level: row.level == level) for level in (*OURS, "peer")),
                 _cells(mine, lambda row: row.level in OURS, _ceiling),
             ]
         )
-    if not lines:
-        return ""
-    return markdown.grid(HEADER, lines, [False, *[True] * (len(HEADER) - 1)])
+    return told
 
 
 def _times(rows: Sequence[Row], which: Callable[[Row], bool]) -> str:

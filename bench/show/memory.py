@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from bench.measure.lengths import OP, PICTURE, family, length, setting
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
-from bench.show.panels import spread
+from bench.show.panels import source_of, spread
 from bench.show.pictures import STYLE, look
 
 
@@ -34,7 +34,7 @@ def draw(results: Path, gpu: str | None = None) -> list[Path]:
             axes.set_xlabel("length of the sequence")
         tokens, heads, _, dim = setting(rows[0])
         figure.suptitle(
-            f"{OP} of {tokens} tokens, {heads} heads of {dim}, {rows[0].dtype}, on {rows[0].gpu}", x=0.01, ha="left"
+            f"{OP} of {tokens} tokens, {heads} heads of {dim}, {rows[0].dtype}: {source_of(rows)}", x=0.01, ha="left"
         )
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
         plt.close(figure)

@@ -11,6 +11,17 @@ from bench.rows.store import Row
 PALEST = 0.45
 
 
+#: What the colours of a chart say.
+LEGEND = "hue: level; darker: higher on its ladder"
+
+
+def source_of(rows: Sequence[Row]) -> str:
+    """The GPU and the commit of a chart's rows, or how many commits they are of."""
+    commits = sorted({(row.commit or "")[:7] for row in rows} - {""})
+    told = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits"
+    return f"{rows[0].gpu}, {told}" if commits else str(rows[0].gpu)
+
+
 def step_of(backend: str, backends: Sequence[str]) -> tuple[str, int, float]:
     """Level, place in the level's ladder, and strength of colour of a variant among those of its chart."""
     level = backend.partition(".")[0]

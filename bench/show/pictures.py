@@ -85,7 +85,7 @@ def _picture(rows: list[Row], path: Path) -> None:
                 if k == 0 or panel.bytes_bound != line[k - 1].bytes_bound:
                     unit = "GB/s of the least bytes" if panel.bytes_bound else "TFLOP/s of the least operations"
                     axes.set_ylabel(unit)
-        figure.suptitle(f"{rows[0].op} on {rows[0].gpu}", x=0.01, ha="left", fontsize=12)
+        figure.suptitle(f"{rows[0].op}: {panels.source_of(rows)}; {panels.LEGEND}", x=0.01, ha="left", fontsize=12)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
         plt.close(figure)
 

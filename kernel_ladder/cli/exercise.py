@@ -27,6 +27,11 @@ from kernel_ladder.exercises import catalog, template
 #: Seconds that a check may take, unless ``--limit`` says otherwise. The interpreter needs half a minute at most.
 LIMIT = 300
 
+EMULATED = (
+    "There is no GPU here: a C++ compiler built the kernel and the CPU ran its threads in turn. Times, races between "
+    "blocks and the cost of loads need a GPU: run the same command there."
+)
+
 EPILOG = """\
   exercise                   list the exercises
   exercise start add         write add.py: the signature, the formula and gaps
@@ -199,6 +204,8 @@ def _check_file(path: Path, chosen: argparse.Namespace, console: Console) -> int
         elif kind in ("wrong", "error"):
             _print_wrong(event, console)
             status = 1
+        elif kind == "emulated" and not status:
+            say(console, EMULATED, "yellow")
         elif kind == "times":
             _print_times(event, console)
         elif kind == "ended":
@@ -241,7 +248,7 @@ def _events(path: Path, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _print_rung(event: dict[str, Any], path: Path, console: Console) -> None:
     what = f"exercise {event['exercise']}, " if event["exercise"] else ""
-    where = "interpreted on the CPU" if event["device"] == "cpu" else "on the GPU"
+    where = "on the GPU" if event["how"] == "gpu" else f"{event['how']} on the CPU"
     console.print(f"[bold]{escape(event['op'])} {escape(event['name'])}[/] ({what}{escape(str(path))}), {where}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from kernel_ladder import table
 from kernel_ladder.cli.columns import Column, Footnotes, LeftOut, Line, fit, say
+from kernel_ladder.inspection.heads import heads
 from kernel_ladder.level_packages import load as load_package
 
 
@@ -30,10 +32,14 @@ def status(level: str, reason: str | None) -> str:
     return "[green]available[/]" + (f", {escape(more)}" if (more := note(level)) else "")
 
 
+_heads = functools.cache(heads)
+
+
 def summary(variant: table.Variant) -> str:
-    """The first line of a rung's docstring, or nothing."""
-    text = inspect.getdoc(variant.forward) or ""
-    return text.partition("\n")[0]
+    """The idea at the head of a rung's file; of a rung that a user added, the first line of its docstring."""
+    own = variant.forward.__module__.partition(".")[0] == table.LEVELS[variant.level]
+    head = _heads(variant.op, variant.level).get(variant.name.partition(".")[2]) if own else None
+    return head.idea if head else (inspect.getdoc(variant.forward) or "").partition("\n")[0]
 
 
 def rows_of_list(ops: list[str]) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 catalog    every exercise, in order
 sources/   the solutions, with their gaps marked
-exercise   the type of an exercise; elementwise, rows and matrices hold the data
+exercise   the type of an exercise; elementwise, rows, matrices and on_cuda hold the data
+cuda       a kernel in CUDA C++ from its source; emulator runs it where there is no GPU
 template   a solution as the file that a student starts from
 judge      a file's rungs held to float64 on every sample that the exercise asks for
 guards     memory around every tensor that tells of a load or store outside of it

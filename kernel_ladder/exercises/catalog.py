@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 
 from kernel_ladder.errors import ExerciseError
-from kernel_ladder.exercises import elementwise, matrices, rows
+from kernel_ladder.exercises import elementwise, matrices, on_cuda, rows
 from kernel_ladder.exercises.exercise import Exercise
 
-_BY_NAME = {each.name: each for each in (*elementwise.EXERCISES, *rows.EXERCISES, *matrices.EXERCISES)}
+_ALL = (*elementwise.EXERCISES, *rows.EXERCISES, *matrices.EXERCISES, *on_cuda.EXERCISES)
+_BY_NAME = {each.name: each for each in _ALL}
 
 _ORDER = (
     "add",
@@ -24,6 +25,9 @@ _ORDER = (
     "matmul_tiled",
     "rms_norm_backward",
     "flash_attention",
+    "cuda_gelu",
+    "cuda_row_sum",
+    "cuda_matmul",
 )
 
 EXERCISES: tuple[Exercise, ...] = tuple(_BY_NAME[name] for name in _ORDER)

@@ -41,7 +41,7 @@ class Exercise:
         timed: the id of a case of the operation's sweep.
         mistakes: those that the check recognises.
         backward: whether the gradients are checked too.
-        dtypes: checked where kernels are interpreted; compiled kernels have float32, float16 and bfloat16.
+        dtypes: checked where kernels are interpreted; compiled kernels of Triton have float32, float16 and bfloat16.
     """
 
     name: str
@@ -56,3 +56,8 @@ class Exercise:
     mistakes: Sequence[Mistake] = ()
     backward: bool = False
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
+
+    @property
+    def level(self) -> str:
+        """The level that it is written at: ``triton`` or ``cuda``."""
+        return self.rung.partition(".")[0]

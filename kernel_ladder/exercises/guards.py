@@ -15,9 +15,11 @@ from torch.overrides import TorchFunctionMode
 #: Elements before and after a tensor. A multiple of 16 bytes, so that alignment stays.
 BAND = 1 << 16
 
-#: Patterns of NaN by the size of an element: of bands, and of what waits to be written.
+#: Patterns of NaN by the size of an element: of bands round inputs, of bands round outputs, and of what waits to be
+#: written. A CPU's arithmetic passes a NaN's bits on, so that inputs' bands must differ from outputs'.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BAND_BITS = {2: 0x7FED, 4: 0x7FC0ABCD, 8: 0x7FF8ABCDABCDABCD}
+_EDGE_BITS = {2: 0x7FE5, 4: 0x7FC0FACE, 8: 0x7FF8FACEFACEFACE}
 _FRESH_BITS = {2: 0x7FDB, 4: 0x7FC0BEEF, 8: 0x7FF8BEEFBEEFBEEF}
 
 _EMPTY = {
@@ -34,7 +36,7 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
     """The same values between bands; `x` itself where it is not contiguous or not of floating-point numbers."""
     if not _can_guard(x):
         return x
-    _, inner = _between_bands(x)
+    _, inner = _between_bands(x, _BAND_BITS)
     inner.copy_(x)
     return inner
 
@@ -47,10 +49,10 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(_INTEGERS[x.element_size()])
 
 
-def _between_bands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _between_bands(x: torch.Tensor, bits: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Fresh memory for a tensor like `x`: all of it, and the tensor's own part."""
     whole = torch.empty(x.numel() + 2 * BAND, dtype=x.dtype, device=x.device)
-    _bits(whole).fill_(_BAND_BITS[x.element_size()])
+    _bits(whole).fill_(bits[x.element_size()])
     return whole, whole[BAND : BAND + x.numel()].view(x.shape)
 
 
@@ -72,7 +74,7 @@ class Guards(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         if (func not in _EMPTY and func not in _ZEROS) or not _can_guard(made):
             return made
-        whole, inner = _between_bands(made)
+        whole, inner = _between_bands(made, _EDGE_BITS)
         self._made.append((whole, made.shape))
         if func in _ZEROS:
             return inner.zero_()
@@ -82,7 +84,7 @@ class Guards(TorchFunctionMode):
     def overrun(self) -> str | None:
         """What was written outside of a tensor, as a sentence, or None."""
         for whole, shape in self._made:
-            changed = _bits(whole) != _BAND_BITS[whole.element_size()]
+            changed = _bits(whole) != _EDGE_BITS[whole.element_size()]
             before, after = changed[:BAND].sum().item(), changed[-BAND:].sum().item()
             if after:
                 return f"{after} elements were written past the end of a tensor of shape {tuple(shape)}"

@@ -58,7 +58,8 @@ def samples(op: str, exercise: Exercise | None) -> list[tuple[Case, torch.dtype]
     operation. Interpreted, the first has every dtype, and the others have one each by turns.
     """
     slow = device().type == "cpu"
-    dtypes = DTYPES if exercise is None or not slow else tuple(exercise.dtypes)
+    of_exercise = exercise is not None and (slow or exercise.level == "cuda")
+    dtypes = tuple(exercise.dtypes) if exercise is not None and of_exercise else DTYPES
     cases = list(kernel_ladder.spec(op).samples)
     if exercise is not None:
         cases = [c for c in cases if c.layout == "contiguous" and not c.kinds and _computes(c) and exercise.asks(c)]
@@ -94,8 +95,11 @@ def judge(path: Path, with_files: list[Path], timed: bool = True) -> Iterator[Ev
             f"argument `file`: the exercise {name} is of {exercise.op}, and {path} registers {other_ops[0]!r}"
         )
     for variant in found:
-        yield {"event": "rung", "op": variant.op, "name": variant.name, "exercise": name, "device": device().type}
-        reason = table.unavailable(variant.op, variant.level) or variant.here()
+        # An exercise in CUDA brings its own kernel: it needs no built extension, and without a GPU it is emulated.
+        own_kernel = exercise is not None and exercise.level == "cuda"
+        how = "gpu" if device().type == "cuda" else "emulated" if own_kernel else "interpreted"
+        yield {"event": "rung", "op": variant.op, "name": variant.name, "exercise": name, "how": how}
+        reason = None if own_kernel else table.unavailable(variant.op, variant.level) or variant.here()
         if reason is not None:
             raise RungFileError(f"argument `file`: {variant.name} cannot run on this machine: {reason}")
         right = True
@@ -104,7 +108,9 @@ def judge(path: Path, with_files: list[Path], timed: bool = True) -> Iterator[Ev
             yield event
         if not right:
             return
-    if timed:
+    if how == "emulated":
+        yield {"event": "emulated"}
+    elif timed:
         for variant in found:
             yield from timing.times(variant, exercise, device())
 

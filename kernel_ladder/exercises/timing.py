@@ -32,7 +32,8 @@ def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> 
     case = _case(variant, exercise, device)
     if case is None:
         return
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    wide = device.type == "cpu" or (exercise is not None and exercise.level == "cuda")
+    dtype = torch.float32 if wide else torch.bfloat16
     inputs = make_inputs(case, dtype, device)
     if variant.unsupported(*inputs, **case.options) is not None:
         return

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.rows.store import Row
-from bench.show import folders, heads
+from bench.show import folders
+from kernel_ladder.inspection import heads
 
 HEAD = """\
 // softmax, rung 3 of 6: shared

@@ -32,6 +32,19 @@ def test_every_section_has_something_to_show(page, full):
     page.clean()
 
 
+def test_the_page_opens_with_what_it_is_and_the_best_of_each_operation(page, full):
+    for scripts in (True, False):
+        page.open(full, scripts=scripts, width=400)
+        order = page.run("[...document.querySelectorAll('main > section')].map((s) => s.id)")
+        assert order[:3] == ["glance", "climb", "peers"]
+        assert page.text("#about").startswith("kernel_ladder writes the operations")
+        told = page.texts("#glance tbody tr:first-child td")
+        assert told[0] == "gelu 16384x4096 tanh"
+        assert all(cell.count("·") == 1 for cell in told[1:])
+        assert page.run("document.documentElement.scrollWidth") == 400, "the table scrolls in its own box"
+    page.clean()
+
+
 def test_switches_change_the_view_and_the_address(page, full):
     page.open(full)
     assert page.text("#view") == "all operations · forward · bfloat16 · NVIDIA H200"

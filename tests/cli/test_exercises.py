@@ -13,11 +13,14 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder import table, user_rungs
+from kernel_ladder import user_rungs
 from kernel_ladder.__main__ import main
+from kernel_ladder.cli import exercise as exercise_command
 from kernel_ladder.errors import RungFileError
 from kernel_ladder.exercises import catalog, guards, judge, template
+from kernel_ladder.exercises.cuda import CudaKernel
 from kernel_ladder.exercises.exercise import DIFFICULTIES
+from kernel_ladder.inspection.heads import ladder
 
 from ..conftest import skip_unless_available
 
@@ -52,7 +55,7 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 
 def last_event(path: Path) -> dict:
-    return list(judge.judge(path, [], timed=False))[-1]
+    return [event for event in judge.judge(path, [], timed=False) if event["event"] != "emulated"][-1]
 
 
 # ---- the exercises ---------------------------------------------------------------------------------------------------
@@ -64,10 +67,10 @@ def test_the_data_of_an_exercise_stands(exercise):
     assert exercise.difficulty in DIFFICULTIES
     assert len(exercise.hints) >= 3
     assert exercise.timed in [case.id for case in spec.sweep]
-    if table.unavailable(exercise.op, "triton") is None:
-        assert exercise.rung in [variant.name for variant in table.variants(exercise.op)]
+    assert exercise.rung.partition(".")[2] in ladder(exercise.op, exercise.level)
     dtypes = {dtype for _, dtype in judge.samples(exercise.op, exercise)}
-    assert dtypes == set(exercise.dtypes if judge.device().type == "cpu" else judge.DTYPES)
+    narrow = judge.device().type == "cpu" or exercise.level == "cuda"
+    assert dtypes == set(exercise.dtypes if narrow else judge.DTYPES)
 
 
 @every_exercise
@@ -78,19 +81,19 @@ def test_a_template_is_a_solution_with_gaps(exercise):
     gaps = template.gaps(open_)
     assert [todo for _, todo in gaps] == [f"TODO {n}" for n in range(1, len(gaps) + 1)]
     assert not template.gaps(solved)
-    for mark in (template.BEGIN, template.END):
-        assert f"{mark}\n" not in open_ + solved
+    assert not [line for line in (open_ + solved).splitlines() if template._mark(line)]
     for line in exercise.formula.splitlines():
         assert line in open_
 
 
 @every_exercise
 def test_the_solution_passes(exercise, folder, scratch_table):
-    skip_unless_available(exercise.op, "triton")
+    if exercise.level == "triton":  # those in CUDA bring their own kernel, emulated without a GPU
+        skip_unless_available(exercise.op, "triton")
     path = written(folder, f"solved_{exercise.name}", template.solution(exercise))
     event = last_event(path)
     assert event["event"] == "passed", event
-    assert event["passed"] == event["of"] >= 9
+    assert event["passed"] == event["of"] >= 8
     assert event["refused"] == 0
 
 
@@ -120,19 +123,72 @@ WRONG = [
     ("flash_attention", " * scale\n", "\n", "scale, .* is missing"),
     ("flash_attention", "<= q_rows[:, None]", "< q_rows[:, None]", "NaN|hides the diagonal"),
     ("flash_attention", "acc * rescale[:, None]", "acc", "`acc` is not rescaled"),
+    ("cuda_gelu", "    if (i >= numel) return;\n", "", "past the end of a tensor"),
+    ("cuda_row_sum", "i += blockDim.x", "i += n_cols", "first 256 elements"),
+    ("cuda_matmul", "threadIdx.x];\n        __syncthreads();", "threadIdx.x];", ""),
 ]
 
 
 @pytest.mark.parametrize(("name", "right", "wrong", "said"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
 def test_a_wrong_solution_is_told_why(name, right, wrong, said, folder, scratch_table):
     exercise = catalog.named(name)
-    skip_unless_available(exercise.op, "triton")
+    if exercise.level == "triton":
+        skip_unless_available(exercise.op, "triton")
     text = template.solution(exercise)
     assert right in text
     event = last_event(written(folder, f"wrong_{name}", text.replace(right, wrong)))
     assert event["event"] == "wrong", event
     explained = f"{event.get('reason')} {event.get('cause')}"
     assert re.search(said, explained), event
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("float sum = 0.0f;", "float sum = 0.0f", "CompileError: kernel:.* error: expected"),
+        (
+            "float sum = 0.0f;",
+            "float sum = 0.0f; if (row == 0) __syncwarp();",
+            "Deadlock: some threads of a block wait",
+        ),
+    ],
+)
+def test_what_the_emulator_cannot_run_is_told(right, wrong, said, folder, scratch_table):
+    text = template.solution(catalog.named("cuda_matmul"))
+    assert right in text
+    event = last_event(written(folder, "refused", text.replace(right, wrong)))
+    assert event["event"] == "error", event
+    assert re.search(said, event["reason"]), event
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
+def test_warps_exchange_values_in_the_emulator():
+    source = """
+    extern "C" __global__ void sums(float* out, const float* x) {
+        float v = x[threadIdx.x], w = v;
+        for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffff, v, d);
+        for (int d = 16; d > 0; d /= 2) w += __shfl_down_sync(0xffffffff, w, d);
+        out[threadIdx.x] = v;
+        if (threadIdx.x % 32 == 0) out[64 + threadIdx.x / 32] = __shfl_sync(1, w, 0);
+    }
+    """
+    x = torch.arange(64.0)
+    out = torch.zeros(66)
+    CudaKernel(source, "sums")(1, 64, out, x)
+    assert out[:32].tolist() == [496.0] * 32
+    assert out[32:64].tolist() == [1520.0] * 32
+    with pytest.raises(ValueError, match=r"argument `block` must be at most 1024 threads, got \(2048, 1, 1\)"):
+        CudaKernel(source, "sums")(1, 2048, out, x)
+    with pytest.raises(ValueError, match="argument `grid` must be one to three positive ints, got 0"):
+        CudaKernel(source, "sums")(0, 64, out, x)
+
+
+def test_a_check_without_a_gpu_says_that_one_is_needed(folder, capsys, monkeypatch, scratch_table):
+    written(folder, "mine", template.solution(catalog.named("cuda_gelu")))
+    monkeypatch.setattr(exercise_command, "_events", lambda path, chosen: judge.judge(path, [], timed=False))
+    text = said_by(capsys, "check", "mine.py", "--no-time")
+    assert ("need a GPU" in text and "emulated on the CPU" in text) != torch.cuda.is_available()
 
 
 def test_what_is_read_past_an_input_is_nan_and_what_is_written_past_an_output_is_seen():

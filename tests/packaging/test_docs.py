@@ -12,6 +12,8 @@ import kernel_ladder
 from bench.measure import environment
 from bench.show import readme
 from kernel_ladder import autograd, table
+from kernel_ladder.exercises.catalog import EXERCISES
+from kernel_ladder.inspection.heads import ladder
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs
 
@@ -20,7 +22,7 @@ from ..conftest import DEVICE
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
-PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "extending")))
+PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "extending", "determinism")))
 PYTHON = re.findall(r"^```python\n(.*?)^```", "\n".join(PAGES), re.MULTILINE | re.DOTALL)
 
 
@@ -63,14 +65,16 @@ def test_every_table_is_as_the_rows_make_it(capsys):
     assert readme.main(["--check", "--folders"]) == 0, capsys.readouterr().err
 
 
-def test_every_step_has_an_entry_in_the_log():
+def test_every_rung_has_a_card_and_every_operation_lab_notes():
     for op in kernel_ladder.OPS:
         page = (ROOT / "docs" / "climb" / f"{op}.md").read_text()
-        headings = " ".join(re.findall(r"^## (.*)$", page, re.MULTILINE))
+        headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         steps = [variant.name for variant in table.variants(op) if variant.level != "torch"]
         assert steps
         for step in steps:
-            assert step in headings, f"docs/climb/{op}.md has no entry for {step}"
+            assert step in headings, f"docs/climb/{op}.md has no card for {step}"
+        notes = (ROOT / "docs" / "lab-notes" / f"{op}.md").read_text()
+        assert "| tried | expected | got | why |" in notes or "Nothing was tried" in notes
 
 
 def test_every_environment_variable_is_explained():
@@ -87,6 +91,29 @@ def test_every_file_of_tests_is_in_the_table():
     table_ = (ROOT / "CONTRIBUTING.md").read_text()
     for path in (ROOT / "tests").rglob("test_*.py"):
         assert f"`{path.name}`" in table_, f"CONTRIBUTING.md does not say what {path.name} holds"
+
+
+def test_commands_of_the_pages_name_what_exists():
+    pages = {page: page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
+    started = {(page, name) for page, text in pages.items() for name in re.findall(r"exercise start (\w+)", text)}
+    assert len(started) > 10
+    for page, name in started:
+        assert name in {each.name for each in EXERCISES}, f"{page} starts the exercise {name}"
+    profiled = re.compile(r"python -m bench profile (\w+) --backend ([\w.,]+)")
+    inspected = re.compile(r"python -m kernel_ladder inspect (\w+) --backend ([\w.,]+)")
+    for page, text in pages.items():
+        for op, backends in profiled.findall(text) + inspected.findall(text):
+            assert op in kernel_ladder.OPS, f"{page}: {op}"
+            for level, _, rung in (backend.partition(".") for backend in backends.split(",")):
+                assert level in table.LEVELS, f"{page}: {op} {level}"
+                assert not rung or rung in ladder(op, level), f"{page}: {op} {level}.{rung}"
+
+
+def test_exercises_are_in_their_page():
+    page = (ROOT / "docs" / "exercises.md").read_text()
+    for each in EXERCISES:
+        assert f"| `{each.name}` | {each.difficulty} |" in page
+        assert f"| {each.op} `{each.rung}` |" in page
 
 
 def test_links_to_files_stand():

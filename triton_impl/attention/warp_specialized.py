@@ -1,8 +1,9 @@
 """attention, rung 4 of 5: warp_specialized
 
-Idea      In Gluon, the language below Triton. A producer warp has the copy engine fetch K and V into stages of shared
-          memory. Consumer warpgroups of 64 queries each overlap softmax with wgmma: the scores of the next tile and the
-          product of the last weights with V are in flight meanwhile (Shah et al., FlashAttention-3, arXiv:2407.08608).
+Idea      A producer warp has the copy engine fetch K and V into stages of shared memory. Consumer warpgroups of 64
+          queries each overlap softmax with wgmma: the scores of the next tile and the product of the last weights with
+          V are in flight meanwhile (Shah et al., FlashAttention-3, arXiv:2407.08608). In Gluon, the language below
+          Triton.
 Predicts  max(softmax, products) per tile instead of their sum.
 Limit now Registers: a consumer holds scores, weights and accumulator.
 Next      `split_kv` for few queries; cuda `pingpong` and `persistent` for many.

@@ -24,6 +24,7 @@ from bench.measure import environment
 from bench.rows import store
 from bench.rows.ratio import Estimate, baseline_of
 from bench.rows.store import Row, latest, to_json
+from bench.show import headlines
 from bench.show.climb import by_call, gains
 from bench.show.headline import headline_shape
 from bench.show.readme import default_results
@@ -54,6 +55,7 @@ def page(found: Iterable[Row]) -> str:
         script=script,
         packed=_packed({"library": library, "data": data(found)}),
         fallback=_fallback(found),
+        glance=_glance(found),
     )
 
 
@@ -132,6 +134,27 @@ def _packed(value: Any) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _glance(found: Sequence[Row]) -> str:
+    """The README's table of each machine, which needs no scripts."""
+    tables = []
+    for gpu in dict.fromkeys(row.gpu or "unknown machine" for row in operations(found)):
+        rows = headlines.lines([row for row in found if (row.gpu or "unknown machine") == gpu])
+        if not rows:
+            continue
+        heading = "".join(f"<th>{html.escape(title)}</th>" for title in headlines.HEADER)
+        lines = "\n".join(
+            f"<tr><td><code>{html.escape(op).replace('_', '_<wbr>')}</code> <small>{html.escape(shape)}</small></td>"
+            + "".join(f'<td class="number">{html.escape(cell)}</td>' for cell in cells)
+            + "</tr>"
+            for op, shape, *cells in rows
+        )
+        tables.append(
+            f'<h3>{html.escape(gpu)}</h3>\n<div class="scroll" tabindex="0" role="region" aria-label="The best of each '
+            f'operation"><table>\n<thead><tr>{heading}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>\n'
+        )
+    return "".join(tables)
 
 
 def _fallback(found: Sequence[Row]) -> str:

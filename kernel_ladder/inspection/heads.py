@@ -1,4 +1,4 @@
-"""The heads of the rungs' files: each rung's idea, and what limits it now.
+"""The heads of the rungs' files: each rung's idea, what it predicts, and what limits it now.
 
 Three forms are read, the first of them wins:
 
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
-from bench.measure.environment import ROOT
 from kernel_ladder import OPS
 from kernel_ladder.table import LEVELS, variants
+
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Folders of the levels' sources. The Python package of the CUDA level holds no kernels.
 SOURCES = {level: package if level != "cuda" else "csrc" for level, package in LEVELS.items()}
@@ -49,6 +50,8 @@ class Head:
     idea: str
     limit: str = ""
     place: str = ""  # "3 of 6", where the head says so
+    predicts: str = ""
+    next: str = ""
 
 
 def ladder(op: str, level: str) -> list[str]:
@@ -58,7 +61,10 @@ def ladder(op: str, level: str) -> list[str]:
     """
     if level != "cuda":
         return [v.name.partition(".")[2] for v in variants(op, level)]
-    text = (ROOT / "csrc" / "core" / "bindings.cpp").read_text(encoding="utf-8")
+    schemas = ROOT / "csrc" / "core" / "bindings.cpp"
+    if not schemas.exists():  # a package installed without its sources
+        return []
+    text = schemas.read_text(encoding="utf-8")
     found = ((m[1] or m[3], m[2] or m[4]) for m in _SCHEMA.finditer(text))
     return [rung for name, rung in found if name == op]
 
@@ -104,7 +110,10 @@ def _heads_in(file: Path, text: str) -> Iterator[tuple[tuple[str, ...], str, Hea
             names = set(re.findall(r"\w+", title["ops"]))
             ops = (*names, *(NORMS if names & {"norm", "norms"} else ()))
             limit = fields.get("Limit now", fields.get("Limit", ""))
-            yield ops, title["rung"].rpartition(".")[2], Head(file, fields.get("Idea", ""), limit, title["place"])
+            head = Head(
+                file, fields.get("Idea", ""), limit, title["place"], fields.get("Predicts", ""), fields.get("Next", "")
+            )
+            yield ops, title["rung"].rpartition(".")[2], head
 
 
 def _fields(lines: Sequence[str]) -> dict[str, str]:
@@ -143,7 +152,8 @@ def _of_tables(op: str, level: str, rungs: Sequence[str]) -> dict[str, Head]:
                 break
             elif (row := _CELLS.match(line)) and row["rung"] in rungs:
                 found.setdefault(row["rung"], Head(_own(op, file, row["rung"]), row["idea"], row["limit"]))
-        for name, lines in cells.items():
+        for name, lines in cells.items() if starts else ():
+            assert starts is not None
             idea = " ".join(line[starts[0] : starts[1]].strip() for line in lines).strip()
             limit = " ".join(line[starts[1] :].strip() for line in lines).strip()
             if name in rungs:

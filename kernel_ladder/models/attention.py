@@ -1,0 +1,79 @@
+"""``attn_implementation="kernel_ladder"``: attention of Hugging Face's models through their AttentionInterface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernel_ladder import ops
+
+#: The name under which transformers finds this attention.
+NAME = "kernel_ladder"
+#: The attribute of a patched attention module that holds its backend.
+BACKEND = "_kernel_ladder_backend"
+
+
+def register_attention() -> str:
+    """Let transformers find this package's attention, and return its name, for ``attn_implementation=``.
+
+    Each call's backend is that of the patch, else what :func:`kernel_ladder.use` or the environment says.
+
+    Raises:
+        ImportError: transformers is not installed, or too old to have an AttentionInterface.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError(
+            f"register_attention: transformers with AttentionInterface and AttentionMaskInterface is needed ({error}); "
+            "run `pip install kernel_ladder[models]`"
+        ) from error
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME
+
+
+def unsupported(config: Any) -> str | None:
+    """Why attention of a model with this configuration cannot be replaced, or None."""
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return f"caps scores at {config.attn_logit_softcapping} by tanh, which no rung does"
+    return None
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: ``(B, H, S, D)`` tensors to ``(B, S_q, H, D_v)``, and None for the weights.
+
+    With dropout of attention weights, in training, PyTorch's function does the work: no rung drops weights.
+    """
+    for name in ("softcap", "position_bias", "s_aux"):
+        if more.get(name) is not None:
+            raise ValueError(f"attn_implementation={NAME!r}: argument `{name}` must be None; use 'eager' or 'sdpa'")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = query.shape[2] > 1 and attention_mask is None and causal
+    if causal and key.shape[2] > query.shape[2]:  # the first tokens of a static cache, whose other places are empty
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    shared = query.shape[1] != key.shape[1]
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask.to(query.dtype)
+    if dropout:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=shared
+        )
+    else:
+        output = ops.attention(
+            query, key, value, attention_mask, is_causal=causal, scale=scaling, enable_gqa=shared,
+            backend=getattr(module, BACKEND, None),
+        )  # fmt: skip
+    return output.transpose(1, 2).contiguous(), None

@@ -1,0 +1,298 @@
+"""The modules that a patch can replace: how each kind is recognised, and the forward pass that it gets.
+
+A class recognises a module by its parts, and by its numbers: both forward passes run on the same small input, and must
+agree. A module that computes something else, whatever its name, is left.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from kernel_ladder import ops
+from kernel_ladder.nn.attention import MultiheadAttention
+
+
+class Patched:
+    """A replaced module: its class is a subclass of the original and of one of the kinds below."""
+
+    OPS: ClassVar[tuple[str, ...]] = ()
+    #: What the report says.
+    BY: ClassVar[str] = ""
+    #: What the report says of a module with these parts that computes something else.
+    ELSE: ClassVar[str] = "computes something else"
+    #: Whether the numbers of the two forward passes are compared.
+    PROBED: ClassVar[bool] = True
+
+    _backend: str | None
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        """Whether a module has the parts of this kind."""
+        raise NotImplementedError
+
+    @staticmethod
+    def probe(module: Any) -> tuple[Any, ...]:
+        """The shape of a small input, and a tensor with its dtype and device, or None for any."""
+        return (3, 16), None
+
+
+def of_class(module: Any, *endings: str) -> bool:
+    return type(module).__name__.endswith(endings)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer and no more: of no subclass, without hooks that another call would miss."""
+    if type(module) is not torch.nn.Linear and not is_conv1d(module):
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def is_conv1d(module: Any) -> bool:
+    """GPT-2's linear layer, whose weight is transposed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "weight", None) is not None
+
+
+def apply_linear(layer: Any, x: torch.Tensor, activation: str | None, backend: str | None) -> torch.Tensor:
+    weight = layer.weight.t() if is_conv1d(layer) else layer.weight
+    return ops.linear(x, weight, layer.bias, activation, backend=backend)
+
+
+def in_features(layer: Any) -> int:
+    return layer.weight.shape[0 if is_conv1d(layer) else 1]
+
+
+class LayerNorm(Patched):
+    OPS, BY, PROBED = ("layer_norm",), "layer_norm", False
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return type(module) is torch.nn.LayerNorm
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, backend=self._backend)
+
+
+class TorchRMSNorm(Patched):
+    OPS, BY, PROBED = ("rms_norm",), "rms_norm", False
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return type(module) is torch.nn.RMSNorm
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(x, self.normalized_shape, self.weight, self.eps, backend=self._backend)
+
+
+class RMSNorm(Patched):
+    """Llama's: the weight multiplies the rounded row, so a float32 weight gives a float32 result."""
+
+    OPS, BY = ("rms_norm",), "rms_norm"
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        weight = getattr(module, "weight", None)
+        return of_class(module, "RMSNorm") and isinstance(weight, torch.Tensor) and _eps_of(module) is not None
+
+    @staticmethod
+    def probe(module: Any) -> tuple[Any, ...]:
+        return (3, *module.weight.shape), module.weight
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        w = self.weight
+        y = ops.rms_norm(hidden_states, tuple(w.shape), w, _eps_of(self), backend=self._backend)
+        return y if y.dtype == w.dtype else y.to(torch.promote_types(y.dtype, w.dtype))
+
+
+class UnitOffsetRMSNorm(RMSNorm):
+    """Gemma's: the factor is 1 + weight, in float32, and the result has the input's dtype."""
+
+    BY = "rms_norm with 1 + weight"
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        w = 1.0 + self.weight.float()
+        return ops.rms_norm(x, tuple(w.shape), w, _eps_of(self), backend=self._backend)
+
+
+def _eps_of(module: Any) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        if isinstance(value := getattr(module, name, None), (int, float)):
+            return float(value)
+    return None
+
+
+class Gelu(Patched):
+    """An activation that computes the exact GELU."""
+
+    OPS, BY = ("gelu",), "gelu"
+    FORM: ClassVar[str] = "none"
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        name = type(module).__name__
+        return ("GELU" in name or "Gelu" in name) and not any(True for _ in module.parameters())
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        return ops.gelu(input, approximate=self.FORM, backend=self._backend)
+
+
+class GeluTanh(Gelu):
+    BY, FORM = "gelu, approximate='tanh'", "tanh"
+
+
+class GatedMLP(Patched):
+    """Llama's feed-forward block."""
+
+    OPS, BY = ("linear", "swiglu"), "linear and swiglu"
+    ELSE = "gates by another function than SiLU; only its parts are replaced"
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return of_class(module, "MLP") and all(
+            is_linear(getattr(module, name, None)) for name in ("gate_proj", "up_proj", "down_proj")
+        )
+
+    @staticmethod
+    def probe(module: Any) -> tuple[Any, ...]:
+        return (3, in_features(module.gate_proj)), module.gate_proj.weight
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), backend=self._backend))
+
+
+class JoinedGatedMLP(Patched):
+    """Phi-3's feed-forward block, whose gate and up projections are one product."""
+
+    OPS, BY = ("linear", "swiglu"), "linear and swiglu"
+    ELSE = "gates by another function than SiLU; only its parts are replaced"
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return of_class(module, "MLP") and all(
+            is_linear(getattr(module, name, None)) for name in ("gate_up_proj", "down_proj")
+        )
+
+    @staticmethod
+    def probe(module: Any) -> tuple[Any, ...]:
+        return (3, in_features(module.gate_up_proj)), module.gate_up_proj.weight
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(ops.swiglu(gate, up, backend=self._backend))
+
+
+class GeluMLP(Patched):
+    """A product with GELU in its epilogue, and a second product: Phi's, ViT's and GPT-2's feed-forward block."""
+
+    OPS, BY = ("linear",), "linear with gelu in the epilogue"
+    ELSE = "has another activation than GELU; only its parts are replaced"
+    ACTIVATION: ClassVar[str] = "gelu"
+    NAMES: ClassVar[tuple[tuple[str, str], ...]] = (("fc1", "fc2"), ("c_fc", "c_proj"))
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        parts = cls.products(module)
+        return of_class(module, "MLP") and all(is_linear(part) for part in parts) and len(parts) == 2
+
+    @classmethod
+    def products(cls, module: Any) -> list[Any]:
+        """The two products, or an empty list."""
+        named = [names for names in cls.NAMES if all(hasattr(module, name) for name in names)]
+        return [getattr(module, name) for name in named[0]] if named else []
+
+    @staticmethod
+    def probe(module: Any) -> tuple[Any, ...]:
+        first, _ = GeluMLP.products(module)
+        return (3, in_features(first)), first.weight
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        first, second = self.products(self)
+        output = second(apply_linear(first, hidden_states, self.ACTIVATION, self._backend))
+        dropout = getattr(self, "dropout", None)
+        return output if dropout is None else dropout(output)
+
+
+class GeluTanhMLP(GeluMLP):
+    BY, ACTIVATION = "linear with gelu_tanh in the epilogue", "gelu_tanh"
+
+
+class GeluIntermediate(Patched):
+    """BERT's first product and its GELU."""
+
+    OPS, BY = ("linear",), "linear with gelu in the epilogue"
+    ELSE = "has another activation than GELU; only its parts are replaced"
+    ACTIVATION: ClassVar[str] = "gelu"
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return of_class(module, "Intermediate") and is_linear(getattr(module, "dense", None))
+
+    @staticmethod
+    def probe(module: Any) -> tuple[Any, ...]:
+        return (3, in_features(module.dense)), module.dense.weight
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return apply_linear(self.dense, hidden_states, self.ACTIVATION, self._backend)
+
+
+class GeluTanhIntermediate(GeluIntermediate):
+    BY, ACTIVATION = "linear with gelu_tanh in the epilogue", "gelu_tanh"
+
+
+class Linear(Patched):
+    OPS, BY, PROBED = ("linear",), "linear", False
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return type(module) is torch.nn.Linear
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        return ops.linear(input, self.weight, self.bias, backend=self._backend)
+
+
+class Conv1D(Patched):
+    OPS, BY = ("linear",), "linear"
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        return is_conv1d(module)
+
+    @staticmethod
+    def probe(module: Any) -> tuple[Any, ...]:
+        return (3, in_features(module)), module.weight
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return apply_linear(self, x, None, self._backend)
+
+
+class Attention(Patched):
+    """PyTorch's own does the calls that return weights, or drop them."""
+
+    OPS, BY, PROBED = ("linear", "attention"), "linear and attention, unless weights are returned or dropped", False
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        plain = type(module) is torch.nn.MultiheadAttention
+        return plain and module.bias_k is None and module.bias_v is None and not module.add_zero_attn
+
+    _project = MultiheadAttention._project
+
+    def forward(
+        self: Any, query: Any, key: Any, value: Any, key_padding_mask: Any = None, need_weights: bool = True,
+        attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> Any:  # fmt: skip
+        if need_weights or (self.training and self.dropout):
+            return super().forward(  # type: ignore[misc]
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        return MultiheadAttention.forward(
+            self, query, key, value, key_padding_mask, False, attn_mask, average_attn_weights, is_causal
+        )
+
+
+#: The kinds in the order in which a module is tried: blocks before their parts.
+KINDS: tuple[type[Patched], ...] = (
+    GatedMLP, JoinedGatedMLP, GeluMLP, GeluTanhMLP, GeluIntermediate, GeluTanhIntermediate, Attention, LayerNorm,
+    TorchRMSNorm, RMSNorm, UnitOffsetRMSNorm, Gelu, GeluTanh, Linear, Conv1D,
+)  # fmt: skip

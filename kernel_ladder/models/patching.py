@@ -1,0 +1,209 @@
+"""Replace modules of a model by this package's calls, and put them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernel_ladder import table
+from kernel_ladder.errors import BackendError
+from kernel_ladder.models import attention
+from kernel_ladder.models.kinds import KINDS, Patched, of_class
+from kernel_ladder.models.report import Entry, Report
+from kernel_ladder.nn.backend import check_backend
+
+#: The attribute of a patched model that says what to put back.
+UNDO = "_kernel_ladder_undo"
+#: What modules are called that a report tells of even if they are left.
+NOTABLE = ("Norm", "MLP", "Intermediate", "Attention", "GELU", "Linear", "Conv1D", "GELUTanh", "GELUActivation")
+
+
+def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True) -> Report:
+    """Let a model's norms, products, feed-forward blocks, activations and attention run this package's kernels.
+
+    Modules keep their parameters, names and hooks; only their forward pass changes. A model that is patched already is
+    unpatched first. Attention of Hugging Face's models is set through their AttentionInterface.
+
+    Args:
+        model: a model of Hugging Face's transformers, or any that is made of ``torch.nn``; with its weights.
+        backend: a level, a rung's name or ``"auto"``, for every module. A rung's name replaces the modules whose
+            operations have it.
+        report: whether to print what was replaced and what was not.
+
+    Returns:
+        The :class:`Report`: every module replaced or left, with the reason.
+
+    Raises:
+        TypeError: `model` is no module. BackendError, UnavailableError: no such backend, or not on this machine.
+        ValueError: nothing in the model can be replaced.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"patch: argument `model` must be a torch.nn.Module, got {type(model).__name__}")
+    if backend in (*table.LEVELS, "auto"):
+        check_backend(tuple(op for kind in KINDS for op in kind.OPS), backend)
+    elif not any(_without_backend(kind.OPS, backend) is None for kind in KINDS):
+        check_backend(("linear",), backend)
+    if hasattr(model, UNDO):
+        unpatch(model)
+    found = Report(type(model).__name__, backend)
+    undo: dict[str, Any] = {"modules": [], "attention": None}
+    for name, module in model.named_modules():
+        _patch_module(name, module, backend, found, undo)
+    _patch_attention(model, backend, found, undo)
+    if not found.replaced:
+        reasons = (
+            "; ".join(dict.fromkeys(f"{e.kind}: {e.why}" for e in found.left)) or "it has no module of a known kind"
+        )
+        raise ValueError(f"patch: nothing in {found.model} can be replaced: {reasons}")
+    object.__setattr__(model, UNDO, undo)
+    if report:
+        print(found)
+    return found
+
+
+def unpatch(model: torch.nn.Module) -> None:
+    """Undo :func:`patch`. Parameters keep the values that they have now.
+
+    Raises:
+        ValueError: `model` is not patched.
+    """
+    undo = getattr(model, UNDO, None)
+    if undo is None:
+        raise ValueError(f"unpatch: argument `model`, a {type(model).__name__}, is not patched")
+    for module, attributes in undo["modules"]:
+        if isinstance(module, Patched):
+            module.__class__ = type(module).__bases__[1]
+            del module.__dict__["_backend"]
+        for key, value in attributes.items():
+            if value is None:
+                module.__dict__.pop(key, None)
+            else:
+                module.__dict__[key] = value
+    if undo["attention"] is not None:
+        model.set_attn_implementation(undo["attention"])  # type: ignore[operator]
+    object.__delattr__(model, UNDO)
+
+
+# ---- modules -------------------------------------------------------------------------------------------------------
+
+
+_classes: dict[tuple[type[Patched], type], type] = {}
+
+
+def _class_of(kind: type[Patched], base: type) -> type:
+    """A subclass of `base` whose forward pass is that of `kind`, with the name of `base`."""
+    if (kind, base) not in _classes:
+        methods = {"__reduce_ex__": _reduce, "__module__": base.__module__, "__qualname__": base.__qualname__}
+        _classes[kind, base] = type(base.__name__, (kind, base), methods)
+    return _classes[kind, base]
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle by kind and original class, since no module holds the class that was made of both."""
+    kind, base = type(self).__bases__
+    return _remade, (kind, base), self.__dict__
+
+
+def _remade(kind: type[Patched], base: type) -> Any:
+    made: Any = _class_of(kind, base)
+    return made.__new__(made)
+
+
+def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Report, undo: dict[str, Any]) -> None:
+    shown = type(module).__name__
+    kinds = [kind for kind in KINDS if kind.takes(module)]
+    if isinstance(module, torch.nn.TransformerEncoderLayer) and module.activation_relu_or_gelu:
+        # PyTorch's fast path for inference would pass by the layer's modules.
+        undo["modules"].append((module, {"activation_relu_or_gelu": module.activation_relu_or_gelu}))
+        module.activation_relu_or_gelu = 0
+    if not kinds:
+        if of_class(module, *NOTABLE) and any(True for _ in module.parameters(recurse=False)):
+            found.left.append(Entry(name, shown, "a class that is not known here"))
+        return
+    reason = ""
+    if "forward" in module.__dict__:
+        kinds, reason = [], "has a forward pass of its own, set by other code"
+    for kind in kinds:
+        if (why := _without_backend(kind.OPS, backend)) is not None:
+            reason = why
+        elif not kind.PROBED or (why := _differs(kind, module)) is None:
+            module.__class__ = _class_of(kind, type(module))
+            module.__dict__["_backend"] = backend
+            undo["modules"].append((module, {}))
+            found.replaced.append(Entry(name, shown, kind.BY))
+            return
+        else:
+            reason = why
+    found.left.append(Entry(name, shown, reason))
+
+
+def _without_backend(ops: tuple[str, ...], backend: str) -> str | None:
+    """Why operations have no such backend here, or None. Levels are checked before."""
+    try:
+        check_backend(ops, backend)
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def _differs(kind: type[Patched], module: Any) -> str | None:
+    """Why a kind's forward pass is not the module's, or None: both on a small input, in the module's dtype."""
+    shape, like = kind.probe(module)
+    device, dtype = ("cpu", torch.float32) if like is None else (like.device, like.dtype)
+    if torch.device(device).type == "meta":
+        return "has no weights yet (meta device), so its numbers cannot be compared"
+    cls, modes = type(module), [(m, m.training) for m in module.modules()]
+    x = torch.linspace(-2, 2, 3 * shape[-1]).sin().view(shape).mul(2).to(device, dtype)
+    try:
+        module.eval()
+        with torch.no_grad():
+            expected = cls.forward(module, x)
+            module.__class__, module.__dict__["_backend"] = _class_of(kind, cls), "torch"
+            found = module.forward(x)
+    except Exception as error:
+        return f"could not be tried on a small input: {type(error).__name__}: {error}"
+    finally:
+        module.__class__ = cls
+        module.__dict__.pop("_backend", None)
+        for part, mode in modes:
+            part.training = mode
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return kind.ELSE
+    scale = expected.double().abs().max().item()
+    close = (found.double() - expected.double()).abs().max().item() <= 16 * torch.finfo(dtype).eps * max(scale, 1e-30)
+    return None if close or scale == 0 else kind.ELSE
+
+
+# ---- attention of Hugging Face's models -----------------------------------------------------------------------------
+
+
+def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, Any]) -> None:
+    config = getattr(model, "config", None)
+    if not hasattr(model, "set_attn_implementation") or config is None:
+        return
+    modules = [(name, m) for name, m in model.named_modules() if of_class(m, "Attention") and hasattr(m, "scaling")]
+    reason = attention.unsupported(config) or _without_backend(("attention",), backend)
+    before = config._attn_implementation
+    if reason is None and modules:
+        model.set_attn_implementation(attention.register_attention())
+        if config._attn_implementation != attention.NAME:
+            reason = "transformers lets this model's attention not be set"
+    for name, module in modules:
+        if reason is not None:
+            found.left.append(Entry(name, type(module).__name__, reason))
+            continue
+        module.__dict__[attention.BACKEND] = backend
+        undo["modules"].append((module, {attention.BACKEND: None}))
+        found.replaced.append(Entry(name, type(module).__name__, _by(module)))
+    if reason is None and modules:
+        undo["attention"] = before
+
+
+def _by(module: Any) -> str:
+    for name in ("attention_dropout", "attn_dropout", "dropout"):
+        p = getattr(module, name, 0.0)
+        p = getattr(p, "p", p)
+        if isinstance(p, float) and p > 0:
+            return f"attention; in training PyTorch's, which drops weights with probability {p}"
+    return "attention"

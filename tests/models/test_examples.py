@@ -1,0 +1,66 @@
+"""``examples/``: a small GPT trains at each level that runs here, along the same curve."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernel_ladder.errors import BackendError
+
+from ..conftest import DEVICE, skip_unless_available
+
+PATH = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_gpt", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = module  # where its dataclasses look for their annotations
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["train_gpt"]
+
+
+@pytest.fixture
+def tiny(example):
+    return example.Config(width=32, layers=1, heads=2, context=16, batch=2, steps=2)
+
+
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+def test_each_level_follows_the_formulas_curve(example, tiny, level):
+    for op in ("layer_norm", "linear", "attention"):
+        skip_unless_available(op, level)
+    expected = example.train(tiny, "torch.naive", autocast=False).losses
+    found = example.train(tiny, level, autocast=False).losses
+    assert len(found) == 2
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_loss_falls_and_autocast_stays_near(example):
+    config = example.Config(width=32, layers=1, heads=2, context=32, batch=8, steps=60, learning_rate=3e-3)
+    plain = example.train(config, "torch", autocast=False).losses
+    assert plain[0] == pytest.approx(5.545, abs=0.2), "ln 256: every byte alike"
+    assert sum(plain[-5:]) / 5 < 3.6
+    mixed = example.train(config, "torch", autocast=True).losses
+    assert mixed == pytest.approx(plain, rel=0.05)
+
+
+def test_the_command(example, tmp_path, capsys):
+    sizes = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "2"]
+    picture = tmp_path / "curves.png"
+    runs = example.main(["--backends", "torch.naive", "torch", *sizes, "--out", str(picture)])
+    assert list(runs) == ["torch.naive", "torch"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("torch.naive      loss 5.")
+    assert lines[-1] == f"wrote {picture}"
+    with pytest.raises(BackendError, match="did you mean 'triton'"):
+        example.main(["--backends", "tritn", *sizes])
+    if DEVICE.type == "cpu":
+        with pytest.raises(SystemExit):
+            example.main(["--backends", "cuda", *sizes])
+        assert "left out" in capsys.readouterr().out

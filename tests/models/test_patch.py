@@ -1,0 +1,322 @@
+"""Models of transformers and of torch.nn, patched at each level, against the plain ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import kernel_ladder as kl
+from kernel_ladder import models
+from kernel_ladder.errors import BackendError, UnavailableError
+from kernel_ladder.models.kinds import KINDS, Patched
+
+from ..conftest import DEVICE, skip_unless_available
+
+tf = pytest.importorskip("transformers", reason="transformers is not installed; pip install kernel_ladder[models]")
+families = pytest.importorskip("tests.models.families")
+
+pytestmark = pytest.mark.xdist_group("transformers")  # its import takes seconds in each process
+
+OPS = tuple(dict.fromkeys(op for kind in KINDS for op in kind.OPS))
+#: Families that Triton's interpreter runs; between them they have every kind of module.
+INTERPRETED = ("llama", "gemma3", "phi3", "gpt2", "bert")
+
+
+def calls():
+    for family in families.FAMILIES:
+        for level in ("torch", "triton", "cuda"):
+            if level != "triton" or DEVICE.type == "cuda" or family in INTERPRETED:
+                yield family, level
+
+
+def skip_unless_all_run(level: str) -> None:
+    for op in OPS:
+        skip_unless_available(op, level)
+
+
+def results(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, ...]:
+    """Logits, loss and all gradients in one vector."""
+    model.zero_grad()
+    found = model(**inputs)
+    found.loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return found.logits.detach(), found.loss.detach(), gradient
+
+
+def in_double(inputs: dict) -> dict:
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize(("family", "level"), list(calls()))
+def test_family(family, level):
+    """Errors against float64 within twice the plain model's, plus 2 ulp, for logits, loss and gradients."""
+    skip_unless_all_run(level)
+    plain, given = families.make(family, DEVICE), families.inputs(family, DEVICE)
+    exact = results(copy.deepcopy(plain).double(), in_double(given))
+    patched = copy.deepcopy(plain)
+    report = models.patch(patched, backend=level, report=False)
+    assert {e.why for e in report.left} <= {
+        "gates by another function than SiLU; only its parts are replaced",
+        "caps scores at 50.0 by tanh, which no rung does",
+    }
+    for name, of_plain, found, wanted in zip(
+        ("logits", "loss", "gradients"), results(plain, given), results(patched, given), exact, strict=True
+    ):
+        error, allowed = (float((x.double() - wanted).norm() / wanted.norm()) for x in (found, of_plain))
+        assert error <= 2 * allowed + 2 * torch.finfo(torch.float32).eps, f"{name}: {error:.2e}, plain {allowed:.2e}"
+    models.unpatch(patched)
+    assert [type(m) for m in patched.modules()] == [type(m) for m in plain.modules()]
+    assert patched.config._attn_implementation == plain.config._attn_implementation
+    with torch.no_grad():
+        assert torch.equal(patched(**given).logits, plain(**given).logits)
+
+
+def generations():
+    yield from ((family, "torch") for family in families.DECODERS)
+    yield from (("llama", level) for level in ("triton", "cuda"))
+
+
+@pytest.mark.parametrize(("family", "level"), list(generations()))
+def test_generation(family, level):
+    """Greedy tokens of a batch with a shorter, padded prompt."""
+    skip_unless_all_run(level)
+    model = families.make(family, DEVICE)
+    tokens = families.inputs(family, DEVICE)["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    count = 2 if level == "triton" and DEVICE.type == "cpu" else 6
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(tokens, attention_mask=mask, **options)
+    models.patch(model, backend=level, report=False)
+    assert torch.equal(model.generate(tokens, attention_mask=mask, **options), expected)
+
+
+@pytest.mark.parametrize("level", ["compile", "triton", "cuda"])
+def test_inside_compile(level):
+    skip_unless_all_run(level)
+    torch._dynamo.reset()
+    model, given = families.make("llama", DEVICE), {"input_ids": families.inputs("llama", DEVICE)["input_ids"]}
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits
+        models.patch(model, backend=level, report=False)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(**given, use_cache=False).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpoints_load_into_the_plain_model(tmp_path):
+    model, given = families.make("llama"), families.inputs("llama")
+    models.patch(model, backend="torch", report=False)
+    with torch.no_grad():
+        expected = model(**given).logits
+    model.save_pretrained(tmp_path)
+    again = tf.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert not any(isinstance(m, Patched) for m in again.modules())
+    assert again.config._attn_implementation != models.ATTENTION
+    plain = families.FAMILIES["llama"]().eval()
+    plain.load_state_dict(model.state_dict(), strict=True)
+    for other in (again, plain):
+        with torch.no_grad():
+            torch.testing.assert_close(other(**given).logits, expected)
+
+
+def test_a_patched_model_is_copied_and_pickled():
+    model = families.make("llama")
+    models.patch(model, backend="torch", report=False)
+    given = families.inputs("llama")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            assert torch.equal(other(**given).logits, model(**given).logits)
+        models.unpatch(other)
+        assert not any(isinstance(m, Patched) for m in other.modules())
+        assert any(isinstance(m, Patched) for m in model.modules())
+
+
+def test_attention_by_name(monkeypatch):
+    """attn_implementation="kernel_ladder", with the backend that each call's surroundings name."""
+    config = families.FAMILIES["llama"]().config
+    name = models.register_attention()
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
+    assert model.config._attn_implementation == "kernel_ladder"
+    given = families.inputs("llama")
+    seen = []
+    attention = kl.ops.attention
+    monkeypatch.setattr(kl.ops, "attention", lambda *x, **o: seen.append(o["backend"]) or attention(*x, **o))
+    with torch.no_grad(), kl.use("torch.naive"):
+        found = model(**given).logits
+    assert seen == [None]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(**given).logits)
+    with pytest.raises(ValueError, match="argument `softcap` must be None"):
+        models.attention.attention_forward(model, *[torch.ones(1, 1, 2, 4)] * 3, None, softcap=3.0)
+
+
+def test_dropped_weights_in_training_are_pytorchs():
+    model = families.make("gpt2")
+    report = models.patch(model, backend="torch", report=False)
+    (entry,) = [e for e in report.replaced if e.kind == "GPT2Attention"]
+    assert "in training PyTorch's, which drops weights with probability 0.1" in entry.why
+    model.train()
+    torch.manual_seed(0)
+    loss = model(**families.inputs("gpt2")).loss
+    loss.backward()
+    plain = copy.deepcopy(model)
+    models.unpatch(plain)
+    torch.manual_seed(0)
+    torch.testing.assert_close(plain(**families.inputs("gpt2")).loss, loss)
+
+
+def test_16_bits_and_float32_norms():
+    model = families.make("llama").to(torch.bfloat16)
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.float()
+    norm = model.model.norm
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    expected = norm(x)
+    assert expected.dtype is torch.float32
+    report = models.patch(model.model.layers[0].mlp, backend="torch", report=False)
+    assert len(report.replaced) == 4
+    models.patch(norm, backend="torch", report=False)
+    assert norm(x).dtype is torch.float32
+    torch.testing.assert_close(norm(x), expected, rtol=0.01, atol=0.01)
+
+
+# ---- models of torch.nn ---------------------------------------------------------------------------------------------
+
+
+def encoder(dropout: float = 0.0) -> torch.nn.Module:
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 48, dropout, activation="gelu", batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+def test_an_encoder_of_torch_nn(level, training):
+    skip_unless_all_run(level)
+    torch.manual_seed(0)
+    model = encoder().to(DEVICE).train(training)
+    x = torch.randn(2, 5, 32, device=DEVICE)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=DEVICE)
+    expected = model(x, src_key_padding_mask=padding)[~padding]
+    report = models.patch(model, backend=level, report=False)
+    assert {e.kind for e in report.replaced} == {"MultiheadAttention", "Linear", "LayerNorm"}
+    found = model(x, src_key_padding_mask=padding)[~padding]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    models.unpatch(model)
+    torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], expected)
+    assert all(layer.activation_relu_or_gelu == 2 for layer in model.layers)
+
+
+def test_pytorchs_fast_path_does_not_pass_by(monkeypatch):
+    model = encoder().eval()
+    models.patch(model, backend="torch", report=False)
+    seen = []
+    linear = kl.ops.linear
+    monkeypatch.setattr(kl.ops, "linear", lambda *x, **o: seen.append(1) or linear(*x, **o))
+    with torch.no_grad():
+        model(torch.randn(2, 5, 32))
+    assert len(seen) == 8
+
+
+def test_weights_and_their_dropout_are_pytorchs():
+    layer = torch.nn.MultiheadAttention(32, 2, dropout=0.5, batch_first=True)
+    x = torch.randn(2, 5, 32)
+    torch.manual_seed(0)
+    expected = layer(x, x, x)
+    models.patch(layer, backend="torch", report=False)
+    torch.manual_seed(0)
+    for found, wanted in zip(layer(x, x, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    layer.eval()
+    torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], layer(x, x, x)[0])
+
+
+def test_a_report_is_printed(capsys):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.GELU("tanh"), torch.nn.LayerNorm(8), torch.nn.RMSNorm(8)
+    )
+    report = models.patch(model)
+    assert str(report) + "\n" == capsys.readouterr().out
+    assert str(report).splitlines() == [
+        "Sequential: 4 modules replaced, backend 'auto'",
+        "  replaced    1 × Linear: linear",
+        "  replaced    1 × GELU: gelu, approximate='tanh'",
+        "  replaced    1 × LayerNorm: layer_norm",
+        "  replaced    1 × RMSNorm: rms_norm",
+    ]
+    assert [e.name for e in report.replaced] == ["0", "1", "2", "3"]
+    assert models.patch(model, backend="torch", report=False).backend == "torch"
+    assert all(m._backend == "torch" for m in model)
+
+
+class OddRMSNorm(torch.nn.Module):
+    """A norm by name that computes something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x):
+        return x * self.weight * 3
+
+
+class UnknownNorm(OddRMSNorm):
+    pass
+
+
+def test_what_is_left_and_why():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), OddRMSNorm(), UnknownNorm(), torch.nn.Linear(8, 8), torch.nn.GELU()
+    )
+    model[3].forward = torch.relu
+    del model[2].eps
+    report = models.patch(model, backend="torch", report=False)
+    assert [e.name for e in report.replaced] == ["0", "4"]
+    assert {e.name: e.why for e in report.left} == {
+        "1": "computes something else",
+        "2": "a class that is not known here",
+        "3": "has a forward pass of its own, set by other code",
+    }
+    on_meta = torch.nn.Sequential(families.FAMILIES["llama"]().model.norm.to("meta"), torch.nn.Linear(4, 4))
+    (entry,) = models.patch(on_meta, backend="torch", report=False).left
+    assert "meta device" in entry.why
+
+
+def test_a_hook_is_not_missed():
+    model, seen = families.make("phi"), []
+    mlp = model.model.layers[0].mlp
+    mlp.fc1.register_forward_hook(lambda *_: seen.append(1))
+    report = models.patch(model, backend="torch", report=False)
+    assert "PhiMLP" not in {e.kind for e in report.replaced}
+    with torch.no_grad():
+        model(**families.inputs("phi"))
+    assert seen
+
+
+def test_a_rungs_name_replaces_what_has_it():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    report = models.patch(model, backend="triton.persistent", report=False)
+    assert [e.kind for e in report.replaced] == ["Linear"]
+    assert "layer_norm: unknown `backend` 'triton.persistent'" in report.left[0].why
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"argument `model` must be a torch\.nn\.Module, got str"):
+        models.patch("llama")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with pytest.raises(BackendError, match="did you mean 'triton'"):
+        models.patch(model, backend="tritn")
+    if kl.table.unavailable("linear", "cuda"):
+        with pytest.raises(UnavailableError, match="unavailable"):
+            models.patch(model, backend="cuda")
+    with pytest.raises(ValueError, match="nothing in Sequential can be replaced: it has no module of a known kind"):
+        models.patch(torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.ReLU()))
+    with pytest.raises(ValueError, match="nothing in OddRMSNorm can be replaced: OddRMSNorm: computes something else"):
+        models.patch(OddRMSNorm())
+    with pytest.raises(ValueError, match="`model`, a Sequential, is not patched"):
+        models.unpatch(model)
+    assert type(model[0]) is torch.nn.Linear
