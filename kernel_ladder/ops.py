@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder import autocast, autograd, operators, selection, table
 from kernel_ladder.errors import raise_for_memory
+from kernel_ladder.semantics import sinks as of_sinks
 from kernel_ladder.semantics.masks import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.semantics.reduction import Dim
 from kernel_ladder.spec import DTYPES, Inputs, each, names_of
@@ -203,6 +204,7 @@ def attention(
     enable_gqa: bool = False,
     window_size: Sequence[int] | None = NO_WINDOW,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
     """``softmax(query · keyᵀ · scale + mask) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
@@ -228,12 +230,14 @@ def attention(
         window_size: (left, right): query i sees only keys i + S_k − S_q − left … i + S_k − S_q + right. The window is
             aligned to the lower right, as FlashAttention's, whatever `is_causal` says. −1 or None: no limit.
         return_lse: also return the logarithm of each row's sum of exponentials.
+        sinks: ``(H,)``, float32 or the query's dtype: one logit a head, which joins the softmax of each of its rows and
+            has no value, as in gpt-oss. Differentiable. It takes one pass over the output, from the log-sum-exp.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
         A tensor ``(B, H, S_q, D_v)``, or ``(S_q, D_v)`` for matrices. With `return_lse` also one of shape
         ``(B, H, S_q)``, or ``(S_q,)``, in float32 (float64 for float64), −inf for a query that sees no key.
-        Differentiable once, in query, key and value, and at the torch and compile levels in an additive mask.
+        Differentiable once, in query, key and value, and in an additive mask except at the cuda level.
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
@@ -249,7 +253,21 @@ def attention(
         "return_lse": return_lse,
     }
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if sinks is not None:
+        return _with_sinks("attention", backend, inputs, options, sinks)
     return _call("attention", backend, inputs, options)
+
+
+def _with_sinks(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any], sinks: Any) -> Any:
+    packed = op == "attention_varlen"
+    query, key, value, *_ = inputs
+    heads = of_sinks.heads_of(query, key, value, options["enable_gqa"] is True, packed)
+    if heads is not None:
+        of_sinks.check(op, query, heads, sinks)
+    return_lse = options["return_lse"]
+    options = {**options, "return_lse": True if return_lse is False else return_lse}
+    output, lse = _call(op, backend, inputs, options)
+    return of_sinks.with_sinks(output, lse, sinks, packed, return_lse)
 
 
 def attention_varlen(
@@ -266,6 +284,7 @@ def attention_varlen(
     enable_gqa: bool = False,
     window_size: Sequence[int] | None = NO_WINDOW,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> Any:
@@ -289,6 +308,7 @@ def attention_varlen(
         enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head.
         window_size: as for :func:`attention`, within each sequence.
         return_lse: also return the logarithm of each row's sum of exponentials.
+        sinks: ``(H,)``, as for :func:`attention`.
         dropout_p: must be 0: attention weights are not dropped.
         backend: see :func:`kernel_ladder.use`.
 
@@ -309,7 +329,10 @@ def attention_varlen(
         "window_size": NO_WINDOW if window_size is None or window_size is NO_WINDOW else _ints(window_size),
         "return_lse": return_lse,
     }
-    return _call("attention_varlen", backend, (query, key, value, cu_seqlens_q, cu_seqlens_k), options)
+    inputs = (query, key, value, cu_seqlens_q, cu_seqlens_k)
+    if sinks is not None:
+        return _with_sinks("attention_varlen", backend, inputs, options, sinks)
+    return _call("attention_varlen", backend, inputs, options)
 
 
 def _no_dropout(op: str, dropout_p: Any) -> None:

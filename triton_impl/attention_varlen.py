@@ -48,7 +48,8 @@ def attention_varlen(
 def attention_varlen_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     output, lse, *of_call = saved
     call = Call(*of_call)
-    return (*gradients(call, call.spread(output), lse, grad, needs), None, None)
+    *grads, _ = gradients(call, call.spread(output), lse, grad, needs)
+    return (*grads, None, None)
 
 
 def _unsupported(query: torch.Tensor, *others: torch.Tensor, **options: object) -> str | None:

@@ -110,18 +110,61 @@ def test_no_weight_is_more_than_one_under_a_mask_of_large_numbers(variant, low):
 
 def test_the_gradient_of_a_mask_is_given_or_refused():
     inputs = as_leaves(make_inputs(Case("", ((1, 2, 5, 16),) * 3 + ((5, 5),)), torch.float32, DEVICE))
+    weights = (inputs[0] @ inputs[1].mT / 4 + inputs[3]).softmax(-1)
+    (expected,) = torch.autograd.grad((weights @ inputs[2]).square().sum(), inputs[3])
     for variant in VARIANTS:
-        if variant.name == "torch.naive":
+        if table.unavailable("attention", variant.level) is not None:
+            continue
+        if variant.name in ("torch.naive", "triton.flash", "triton.split_kv", "xla.jit"):
             output = kernel_ladder.attention(*inputs, backend=variant.name)
             (found,) = torch.autograd.grad(output.square().sum(), inputs[3])
-            weights = (inputs[0] @ inputs[1].mT / 4 + inputs[3]).softmax(-1)
-            (expected,) = torch.autograd.grad((weights @ inputs[2]).square().sum(), inputs[3])
             torch.testing.assert_close(found, expected)
-        elif table.unavailable("attention", variant.level) is None:
+        else:
             assert variant.unsupported(*inputs, **OPTIONS) is not None
             with torch.no_grad():
                 plain = variant.unsupported(*inputs, **OPTIONS)
             assert plain is None or "gradient" not in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "mask", "dtype"),
+    [
+        ("flash", (2,), (2, 4, 3, 40), torch.float32),
+        ("flash", (2,), (3, 40), torch.bfloat16),
+        ("split_kv", (2,), (3, 40), torch.bfloat16),
+        ("flash", (2,), (2, 1, 1, 40), torch.bfloat16),
+        ("flash", (2,), (4, 3, 1), torch.float32),
+        ("flash", (2,), (1, 1, 1, 1), torch.float32),
+        ("flash", (), (4, 3, 40), torch.float32),
+        ("flash", (3, 2), (3, 1, 4, 1, 40), torch.float32),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_mask_is_summed_over_what_it_broadcasts_to(name, batch, mask, dtype):
+    found = [v for v in VARIANTS if v.name == f"triton.{name}"]
+    if not found:
+        pytest.skip("the triton level is not installed")
+    variant, spec = found[0], kernel_ladder.spec("attention")
+    shapes = ((*batch, 4, 3, 8), (*batch, 2, 40, 8), (*batch, 2, 40, 16), mask)
+    options = {**OPTIONS, "enable_gqa": True, "window_size": (30, 5), "return_lse": True}
+    inputs = make_inputs(Case("", shapes, options), dtype, DEVICE)
+    skip_unless_it_runs(variant, as_leaves(inputs), options)
+    grad = make_grad(spec, inputs, options)
+    result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, options, grad)
+    assert result.agrees, str(result)
+    assert result.deviations[-1].name == "grad 3"
+
+
+@needs_gpu
+@pytest.mark.parametrize("mask", [(700, 900), (2, 1, 1, 900), (4, 700, 1), (2, 4, 700, 900)], ids=str)
+def test_the_gradient_of_a_mask_of_many_tiles(mask):
+    variant, spec = next(v for v in VARIANTS if v.name == "triton.flash"), kernel_ladder.spec("attention")
+    options = {**OPTIONS, "is_causal": LOWER_RIGHT, "enable_gqa": True}
+    shapes = ((2, 4, 700, 64), (2, 2, 900, 64), (2, 2, 900, 128), mask)
+    inputs = make_inputs(Case("", shapes, options), torch.bfloat16, DEVICE)
+    grad = make_grad(spec, inputs, options)
+    result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, options, grad)
+    assert result.agrees, str(result)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)

@@ -6,15 +6,16 @@ tma               tensor descriptors (TMA) fetch the tiles of Q, K and V
 warp_specialized  Gluon: a producer warp fetches, consumer warpgroups compute, and softmax overlaps wgmma
 split_kv          few queries over long keys, as in decoding: programs share the keys of a head
 
-Shared openly: every rung but `naive` has its gradients from the kernels of ``backward.py``.
+Shared openly: every rung but `naive` has its gradients from the kernels of ``backward.py``, that of an additive mask
+from ``mask_grad.py``.
 """
 
 from __future__ import annotations
 
-from triton_impl import register
+from triton_impl import register, unsupported
 from triton_impl.attention import flash, naive, split_kv, tma, warp_specialized
 from triton_impl.attention.backward import attention_backward
-from triton_impl.attention.call import mask_grad_unsupported, saved_from
+from triton_impl.attention.call import saved_from
 from triton_impl.common.gluon import requirements
 
 register("attention", "triton.naive", forward=naive.attention, unsupported=naive.unsupported)
@@ -24,7 +25,7 @@ register(
     forward=flash.attention,
     backward=attention_backward,
     saved_from=saved_from,
-    unsupported=mask_grad_unsupported,
+    unsupported=unsupported,
 )
 register(
     "attention",

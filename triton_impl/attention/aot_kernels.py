@@ -10,6 +10,7 @@ import triton
 from triton_impl.attention import warp_specialized
 from triton_impl.attention.backward import _key_value_kernel, _query_kernel
 from triton_impl.attention.flash import _forward_kernel
+from triton_impl.attention.mask_grad import _mask_grad_kernel
 from triton_impl.attention.naive import _naive_kernel
 from triton_impl.attention.split_kv import _split_kernel
 from triton_impl.attention.tiles import ADDITIVE, BELOW_DIAGONAL, BETWEEN_DIAGONALS, BOOLEAN
@@ -91,6 +92,8 @@ AOT = [
     ahead_of_time(_forward_kernel, 256, 16, 32, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
     ahead_of_time(_key_value_kernel, 128, 32, 16, 8, 1, dtype="fp32"),
     ahead_of_time(_key_value_kernel, 256, 16, 16, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
+    ahead_of_time(_mask_grad_kernel, 128, 32, 64, 4, 1, BELOW_DIAGONAL, SUM_Q=False, SUM_K=False),
+    ahead_of_time(_mask_grad_kernel, 256, 16, 16, 4, 1, dtype="fp32", SUM_Q=True, SUM_K=False),
     _tma(64, 128, 128, 8, 3),
     _tma(128, 128, 128, 8, 2),
     _tma(128, 128, 64, 8, 3, BELOW_DIAGONAL),

@@ -20,6 +20,7 @@ import triton.language as tl
 from kernel_ladder.spec import Output
 from kernel_ladder.tracing import shapes_only
 from triton_impl.attention.call import Call
+from triton_impl.attention.mask_grad import mask_gradient
 from triton_impl.attention.tiles import (
     BELOW_DIAGONAL,
     TUNING_KEY,
@@ -352,19 +353,27 @@ _launches: LaunchCache = LaunchCache()
 
 
 def attention_backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-    output, lse, batch_shape, *of_call = saved
+    output, lse, batch_shape, mask_shape, *of_call = saved
     call = Call(*of_call)
     if output.dim() != 4:
         output = output.view(*call.q.shape[:3], output.shape[-1])
-    grads = gradients(call, output, lse, grad, needs)
-    grads = tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)
-    return (*grads, *(None for _ in needs[3:]))
+    *grads, delta = gradients(call, output, lse, grad, needs)
+    of_operands = tuple(None if x is None else x.view(*batch_shape, *x.shape[1:]) for x in grads)
+    if not any(needs[3:]):
+        return (*of_operands, *(None for _ in needs[3:]))
+    if delta is None:  # without queries or keys, and where only shapes count
+        return (*of_operands, torch.zeros(mask_shape, dtype=call.mask.dtype, device=call.mask.device))
+    of_output = (grad[0] if isinstance(grad, tuple) else grad).reshape(output.shape)
+    return (*of_operands, mask_gradient(call, lse, delta, of_output, mask_shape, batch_shape))
 
 
 def gradients(
     call: Call, output: torch.Tensor, lse: torch.Tensor, grad: Output, needs: tuple[bool, ...]
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of query, key and value, of four dimensions as these are, or packed (total, H, D)."""
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of query, key and value, of four dimensions as these are, or packed (total, H, D); and delta.
+
+    Delta, Σ_d dO · O of each row less the gradient of its log-sum-exp, is None where no kernel ran.
+    """
     q, k, v = call.q, call.k, call.v
     grad, grad_lse = grad if isinstance(grad, tuple) else (grad, None)
     grad = call.spread(grad) if call.packed else grad.reshape(output.shape)
@@ -372,6 +381,7 @@ def gradients(
     grad_q = call.new_like(q) if needs[0] else None
     # One kernel computes both: where only one is wanted, the other is dropped.
     grad_k, grad_v = (call.new_like(k), call.new_like(v)) if needs[1] or needs[2] else (None, None)
+    delta = None
     if shapes_only():
         pass
     elif output.numel() == 0 or k.shape[2] == 0:
@@ -392,7 +402,7 @@ def gradients(
             for launch, tensors in zip(known, (of_delta, of_keys, of_queries), strict=True):
                 if launch is not None:
                     launch(*tensors)
-    return grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None
+    return grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, delta
 
 
 def _first_launches(

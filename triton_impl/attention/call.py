@@ -12,7 +12,6 @@ from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.tracing import shapes_only
-from triton_impl import unsupported
 from triton_impl.attention.tiles import (
     BELOW_DIAGONAL,
     BETWEEN_DIAGONALS,
@@ -222,12 +221,18 @@ def _batched_mask(mask: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> tor
 
 
 def finished(
-    query: torch.Tensor, call: Call, output: torch.Tensor, lse: torch.Tensor, return_lse: bool
+    query: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    call: Call,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    return_lse: bool,
 ) -> tuple[Output, tuple]:
     """What a forward returns and what the backward needs, from results of four dimensions."""
     if query.dim() != 4:  # a view could not be modified under autograd
         output = torch.ops.aten._unsafe_view(output, (*query.shape[:-1], output.shape[-1]))
-    saved = (output, lse, tuple(query.shape[:-3]), *call)
+    mask_shape = None if attn_mask is None else tuple(attn_mask.shape)
+    saved = (output, lse, tuple(query.shape[:-3]), mask_shape, *call)
     if not return_lse:
         return output, saved
     lse = lse[0] + lse[1] * LN_2 if call.additive else lse * LN_2
@@ -240,7 +245,7 @@ def saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Optio
     output, lse = outputs
     call = Call.of(query, key, value, None, options["is_causal"], options["scale"], options["window_size"])
     lse = (lse / LN_2).reshape(-1, query.shape[-2])
-    return (_batched(output), lse, tuple(query.shape[:-3]), *call)
+    return (_batched(output), lse, tuple(query.shape[:-3]), None, *call)
 
 
 def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
@@ -260,7 +265,7 @@ def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Call
     ) -> tuple[Output, tuple]:
         call = Call.of(query, key, value, attn_mask, is_causal, scale, window_size)
         output, lse = run(call)
-        return finished(query, call, output, lse, return_lse)
+        return finished(query, attn_mask, call, output, lse, return_lse)
 
     return forward
 
@@ -285,16 +290,3 @@ def forward_by_launch(first: Callable[[Call, torch.Tensor, torch.Tensor], Callab
         return output, lse
 
     return forward_by(run)
-
-
-def mask_grad_unsupported(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    **options: object,
-) -> str | None:
-    """Why the backward does not take a call, or None: it has no gradient of the mask."""
-    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        return "the gradient of an additive mask is given at the torch and compile levels only"
-    return unsupported(query)

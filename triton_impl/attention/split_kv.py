@@ -20,7 +20,8 @@ import triton.language as tl
 
 from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, multiprocessors
-from triton_impl.attention.call import Call, fill_without_keys, forward_by, mask_grad_unsupported
+from triton_impl import unsupported as unsupported_by_triton
+from triton_impl.attention.call import Call, fill_without_keys, forward_by
 from triton_impl.attention.tiles import LOG2_E, apply_mask, load_tile, needs_int64, online_softmax, store_lse
 from triton_impl.common.dot import dot
 from triton_impl.common.fast_math import exp2
@@ -231,4 +232,4 @@ def unsupported(
     rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
     if rows > MAX_ROWS:
         return f"split_kv is for few queries: at most {MAX_ROWS} share a head of keys, got {rows}"
-    return mask_grad_unsupported(query, key, value, attn_mask)
+    return unsupported_by_triton(query)

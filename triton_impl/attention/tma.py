@@ -20,7 +20,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.semantics.strides import has_rows_at
-from triton_impl.attention.call import Call, forward_by_launch, mask_grad_unsupported
+from triton_impl import unsupported as unsupported_by_triton
+from triton_impl.attention.call import Call, forward_by_launch
 from triton_impl.attention.tiles import (
     LOG2_E,
     TileTable,
@@ -117,7 +118,7 @@ def unsupported(
     **options: object,
 ) -> str | None:
     """Why operands cannot be fetched by descriptors, or None."""
-    if (reason := mask_grad_unsupported(query, key, value, attn_mask)) is not None:
+    if (reason := unsupported_by_triton(query)) is not None:
         return reason
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "tensor descriptors feed the 16-bit tensor cores alone here; float32 is for `flash`"
