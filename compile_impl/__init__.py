@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kernel_ladder import table
+from kernel_ladder import gpu, table
 from kernel_ladder.errors import UnsupportedError
 from kernel_ladder.semantics.strides import last_offset, near_gradients
 from kernel_ladder.spec import Inputs, Output, as_tuple, each
@@ -86,7 +86,7 @@ def _graph_unsupported(*inputs: torch.Tensor | None, **options: Any) -> str | No
     assert first is not None
     if not first.is_cuda:
         return "CUDA graphs are a GPU's; on the CPU this is compile.default"
-    if torch.cuda.is_current_stream_capturing():
+    if gpu.capturing():
         return "it launches a CUDA graph of its own, which another graph cannot capture; use compile.default there"
     return None
 
@@ -125,7 +125,7 @@ def with_graphs(written: Callable[..., Output], **settings: Any) -> Forward:
     def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Output, tuple]:
         if in_graph():
             return run(*inputs, **options)
-        if torch.cuda.is_current_stream_capturing():
+        if gpu.capturing():
             raise UnsupportedError(_graph_unsupported(*inputs) or "")
         torch.compiler.cudagraph_mark_step_begin()
         if torch.is_grad_enabled():

@@ -41,9 +41,9 @@ AHEAD_OF_TIME = True
 
 _DTYPES = {"__nv_bfloat16": "bfloat16", "__half": "float16", "float": "float32"}
 
-#: In which passes a kernel runs, where its name has no ``_backward``: the gradients of matmul are products themselves
-#: and that of dropout is dropout, naive attention makes its weights again, and the backward pass of flash attention is
-#: named after what it walks over.
+#: In which passes a kernel runs, where its name has no ``_backward``: gradients of matmul, dropout and rope are such
+#: calls themselves, naive attention makes its weights again, and flash attention's backward pass is named after what it
+#: walks over.
 _PASSES = {
     "attention_naive_product_kernel": ("forward", "backward"),
     "attention_naive_softmax_kernel": ("forward", "backward"),
@@ -110,7 +110,7 @@ class Instance:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        if self.function.startswith(("matmul_", "dropout_")):
+        if self.function.startswith(("matmul_", "dropout_", "rope_")):
             return ("forward", "backward")
         return _PASSES.get(self.function, ("backward",) if "_backward_" in self.function else ("forward",))
 

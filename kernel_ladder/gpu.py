@@ -114,3 +114,8 @@ def pretend(gpu: Gpu | str) -> Iterator[Gpu]:
         _pretended = before
         forget()
         table.forget()
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured by a CUDA graph. A PyTorch built for the CPU cannot be asked."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernel_ladder import table
+from kernel_ladder import gpu, table
 from kernel_ladder.spec import Output, as_tuple, has_gradient
 from kernel_ladder.tracing import shapes_only
 from kernel_ladder.transforms import transforms_active
@@ -34,7 +34,7 @@ def unsupported(*inputs: torch.Tensor | None, **options: object) -> str | None:
         return (
             f"this JAX has no {first.device.type} device; `pip install kernel_ladder[xla-cuda13]` installs its plugin"
         )
-    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+    if first.is_cuda and gpu.capturing():
         return bridge.CAPTURED
     return None
 

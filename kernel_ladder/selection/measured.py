@@ -56,7 +56,7 @@ def can_time(inputs: Inputs) -> bool:
     """Whether a call of these inputs can be timed now: tensors with data, and no stream that is being captured."""
     plain = all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) for x in inputs)
     x = inputs[0]
-    return plain and x is not None and x.is_cuda and not torch.cuda.is_current_stream_capturing()
+    return plain and x is not None and x.is_cuda and not gpu.capturing()
 
 
 def folder() -> Path:

@@ -22,7 +22,7 @@ from bench.show import pictures, readme
 from bench.show import table as bench_table
 from kernel_ladder import table
 from kernel_ladder.selection.rules import RULES
-from kernel_ladder.spec import Case, each
+from kernel_ladder.spec import Case
 from kernel_ladder.testing.samples import empty_inputs
 
 from ..conftest import DEVICE, SWEEP_BYTES, a_row, needs_gpu, sweeping_small_cases
@@ -212,7 +212,7 @@ def test_without_a_climb_each_pass_measures_its_own_choice(monkeypatch):
         (["--time", "0"], "--time must be a positive number of seconds, got 0"),
         (["--op", ""], "--op: no name in ''; known are gelu, softmax"),
         (["--op", "gelu", "--op", ","], "--op: no name in ','; known are gelu, softmax"),
-        (["--op", "gelu", "--backend", ""], "--backend: no name in ''; known are torch, compile, triton, cuda"),
+        (["--op", "gelu", "--backend", ""], "--backend: no name in ''; known are torch, compile, xla, triton, cuda"),
         (["--dtype", ","], "--dtype: no name in ','; known are float32, float16, bfloat16"),
         (["--peers", ","], "--peers: no name in ','; known are"),
         (["table", "no/such.jsonl"], "no/such.jsonl does not exist"),
@@ -324,7 +324,7 @@ def test_shrinking_keeps_shapes_that_fit():
 def test_every_sweep_shrinks_to_valid_calls(op):
     spec = kernel_ladder.spec(op)
     for case in (*cases.sweep_cases(spec, torch.device("cpu"), quick=False), *map(cases.host_case, spec.sweep)):
-        inputs = each(lambda shape: torch.empty(shape, device="meta"), case.shapes)
+        inputs = empty_inputs(case, torch.float32, "meta")
         assert all(math.prod(shape) > 0 for shape in spec.output_shapes(inputs, case.options))
 
 

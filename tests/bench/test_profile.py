@@ -201,7 +201,7 @@ def test_a_broken_variant_costs_only_itself(monkeypatch, capsys):
         (["gelu", "--backend", "torch.naiv"], "unknown backend 'torch.naiv'; did you mean 'torch.naive'"),
         (["gelu", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["gelu", "--dtype", ""], "unknown dtype ''"),
-        (["gelu", "--backend", ","], "--backend: no name in ','; known are torch, compile, triton, cuda, torch.naive"),
+        (["gelu", "--backend", ","], "--backend: no name in ','; known are torch, compile, xla, triton, cuda, torch."),
         (["gelu", "--pass", "sideways"], "unknown pass 'sideways'"),
         (["gelu", "--shape", "4by4"], "--shape '4by4' is neither a case nor sizes; accepted are sizes of input"),
         (["gelu", "--shape", "4by4"], "'16384x4096 none'"),

@@ -263,11 +263,11 @@ def test_a_picture_shows_the_machine_that_it_names(tmp_path):
     store.write(path, [old, new])
     (picture,) = pictures.draw(path)
     text = picture.read_text()
-    assert "gelu on this machine" in text
+    assert "gelu: this machine" in text
     assert "another machine" not in text
     assert "4x4" not in text
     (picture,) = pictures.draw(path, "another machine")
-    assert "gelu on another machine" in picture.read_text()
+    assert "gelu: another machine" in picture.read_text()
 
 
 # ---- warnings

@@ -26,7 +26,7 @@ OURS = re.compile(r"KERNEL_LADDER_[A-Z]+")
 BAD = {
     "KERNEL_LADDER_REQUIRE": (
         "torch,kuda",
-        r"names 'kuda', which is no level; levels are torch, compile, triton, cuda",
+        r"names 'kuda', which is no level; levels are torch, compile, xla, triton, cuda",
     ),
     "KERNEL_LADDER_AUTOTUNE": ("yes", r"must be 0 or 1, got 'yes'; unset means 1"),
 }

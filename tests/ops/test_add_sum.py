@@ -19,7 +19,8 @@ from kernel_ladder.testing.samples import make_inputs
 
 from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, variant_id
 
-OWN_BACKWARD = [v for v in every_variant() if v.op in ("add", "sum") and v.backward is not None]
+#: XLA writes every gradient: no view of a tensor enters or leaves its programs.
+OWN_BACKWARD = [v for v in every_variant() if v.op in ("add", "sum") and v.backward is not None and v.level != "xla"]
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 

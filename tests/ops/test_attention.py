@@ -302,7 +302,11 @@ def test_packed_sequences_do_not_see_each_other(variant):
     case = next(c for c in kernel_ladder.spec("attention_varlen").samples if c.id == "gqa-causal")
     inputs = make_inputs(case, torch.bfloat16, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
-    if variant.name == "compile.formula" or (variant.name == "torch.naive" and DEVICE.type == "cuda"):
+    if (
+        variant.level == "xla"
+        or variant.level == "compile"
+        or (variant.name == "torch.naive" and DEVICE.type == "cuda")
+    ):
         pytest.skip("the formula multiplies hidden values by a weight of zero, which NaN outlives")
     before = variant.forward(*inputs, **case.options)[0]
     for x in inputs[:3]:

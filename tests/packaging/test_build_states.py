@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from ..__main__ import available_cores
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +135,9 @@ def place(tmp_path, index) -> tuple[Path, Path]:
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc: nothing to build the extension with")
+@pytest.mark.skipif(
+    available_cores() < 4, reason="a second build takes minutes on few cores; `make test` installed by the same command"
+)
 def test_torch_installed_and_nvcc_found(place, tmp_path):
     import torch
 
