@@ -66,9 +66,9 @@ def compiled_on_cpu(op: str) -> list[int]:
     return chosen
 
 
-#: Without a GPU, the xla level has every seventh sample, each in one dtype by turns: XLA compiles both passes of each.
+#: Without a GPU, the xla level has every eleventh sample, each in one dtype by turns: XLA compiles both passes of each.
 #: Pallas' interpreter becomes large programs: its rungs have a third of these.
-XLA_STRIDE = 7
+XLA_STRIDE = 11
 
 
 def has_formula(op: str) -> bool:
