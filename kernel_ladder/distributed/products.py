@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from kernel_ladder import ops
 from kernel_ladder.distributed.exchange import Exchange, check_group
+from kernel_ladder.spec import check_tensors
 
 
 def _gather(caller: str, group: Any, part: torch.Tensor, use: Any) -> None:
@@ -105,9 +106,9 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
 def _check(caller: str, input: Any, other: Any) -> None:
     check_group(caller)
-    for name, x in (("input", input), ("other", other)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{caller}: argument `{name}` must be a torch.Tensor, got {type(x).__name__}")
+    tensors = {"input": input, "other": other}
+    check_tensors(caller, **tensors)  # before anything is sent: a rank that raises later leaves the others waiting
+    for name, x in tensors.items():
         if x.dim() != 2:
             raise ValueError(f"{caller}: argument `{name}` must be a matrix, got shape {tuple(x.shape)}")
     if input.shape[1] != other.shape[0]:

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from kernel_ladder import autograd, ops, selection
 from kernel_ladder.distributed.exchange import Exchange, check_group
-from kernel_ladder.distributed.sequence import LAYOUTS, chunks_of
+from kernel_ladder.distributed.sequence import check_layout, chunks_of
 from kernel_ladder.semantics.masks import NO_WINDOW
+from kernel_ladder.spec import check_tensors
 
 
 class _Block(NamedTuple):
@@ -265,13 +266,12 @@ def ring_attention(
     """
     op = "ring_attention"
     check_group(op)
-    if layout not in LAYOUTS:
-        raise ValueError(f"{op}: argument `layout` must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    check_layout(op, layout)
     if not isinstance(is_causal, bool):
         raise TypeError(f"{op}: argument `is_causal` must be a bool, got {is_causal!r}")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{op}: argument `{name}` must be a torch.Tensor, got {type(x).__name__}")
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
+    check_tensors(op, **tensors)  # before anything is sent: a rank that raises later leaves the others waiting
+    for name, x in tensors.items():
         if x.dim() != 4:
             raise ValueError(f"{op}: argument `{name}` must be (B, H, S, D), got {x.dim()} dimensions")
         if x.shape[2] != query.shape[2]:

@@ -10,6 +10,12 @@ import torch.distributed as dist
 LAYOUTS = ("zigzag", "contiguous")
 
 
+def check_layout(caller: str, layout: object) -> None:
+    """Raise ValueError unless `layout` is one of :data:`LAYOUTS`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{caller}: argument `layout` must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+
+
 def chunks_of(layout: str, rank: int, size: int, length: int) -> list[tuple[int, int]]:
     """A rank's chunks, each as (its first row in the rank's part, its first row in the sequence).
 
@@ -23,6 +29,7 @@ def chunks_of(layout: str, rank: int, size: int, length: int) -> list[tuple[int,
 
 def positions(length: int, *, group: Any = None, layout: str = "zigzag", device: Any = None) -> torch.Tensor:
     """The positions in the sequence of this rank's `length` rows: int64 ``(length,)``, for rotary embeddings, say."""
+    check_layout("positions", layout)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     chunks = chunks_of(layout, rank, size, length)
     rows = length // len(chunks)
@@ -35,8 +42,7 @@ def shard_sequence(x: torch.Tensor, dim: int = -2, *, group: Any = None, layout:
     Raises:
         ValueError: the length of `dim` is not a multiple of the number of chunks, twice the ranks for ``"zigzag"``.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"shard_sequence: argument `layout` must be one of {LAYOUTS}, got {layout!r}")
+    check_layout("shard_sequence", layout)
     size = dist.get_world_size(group)
     chunks = size * (2 if layout == "zigzag" else 1)
     if x.shape[dim] % chunks:
@@ -49,6 +55,7 @@ def shard_sequence(x: torch.Tensor, dim: int = -2, *, group: Any = None, layout:
 
 def unshard_sequence(x: torch.Tensor, dim: int = -2, *, group: Any = None, layout: str = "zigzag") -> torch.Tensor:
     """The whole of a tensor of which each rank has its part `x`, on every rank. Not differentiable."""
+    check_layout("unshard_sequence", layout)
     size = dist.get_world_size(group)
     x = x.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(x) for _ in range(size)]

@@ -49,6 +49,10 @@ def compare(backend: str, dtype: torch.dtype, tolerance: float) -> None:
         all_gather_matmul(torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"all_gather_matmul: argument `other` must be a torch\.Tensor, got int"):
         all_gather_matmul(torch.zeros(2, 3), 3)
+    with pytest.raises(
+        TypeError, match=r"matmul_reduce_scatter: arguments `input` and `other` must have the same dtype"
+    ):
+        matmul_reduce_scatter(torch.zeros(2, 3), torch.zeros(3, 2).half())
 
 
 def a_rank_that_dies() -> None:
