@@ -27,7 +27,7 @@ from kernel_ladder import autocast, autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
 from kernel_ladder.table import Variant
-from kernel_ladder.tracing import building_graph, inferring_shapes
+from kernel_ladder.tracing import PLAIN, building_graph, inferring_shapes
 
 _library = torch.library.Library("kernel_ladder", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -430,7 +430,7 @@ def _constant(value: Any) -> Any:
 
 
 def _is_real(x: Any) -> bool:
-    return x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
+    return x is None or type(x) in PLAIN
 
 
 def _called(

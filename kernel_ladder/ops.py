@@ -17,16 +17,14 @@ from kernel_ladder.semantics import sinks as of_sinks
 from kernel_ladder.semantics.masks import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.semantics.reduction import Dim
 from kernel_ladder.spec import DTYPES, Inputs, each, names_of
+from kernel_ladder.tracing import PLAIN
 from kernel_ladder.transforms import transforms_active
 
 
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     compiling = is_compiling()  # read once: it costs as much as is_neg(), which torch.compile cannot trace
-    for x in inputs:
-        if type(x) not in _ON_ONE_GPU and x is not None and type(x).__name__ == "DTensor":
-            return _call_sharded(op, backend, inputs, options)
     if compiling:
-        if not transforms_active() and forward_ad._current_level < 0:
+        if not transforms_active() and forward_ad._current_level < 0 and not any(map(_is_sharded, inputs)):
             return operators.call(op, backend, inputs, options)
         if autocast.applies_to(inputs):
             return autocast.call(lambda given: _call(op, backend, given, options), op, inputs)
@@ -37,11 +35,14 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
         restated = (table.specs.get(op) or table.spec(op)).check(*inputs, **options)
     if restated is not None:
         return restated.output(_call(op, backend, restated.inputs, options))
-    if not compiling:
-        for x in inputs:
-            if x is not None and x.is_neg():  # kernels read memory, where a lazy sign is not applied
-                inputs = each(torch.resolve_neg, inputs)
-                break
+    negated = False
+    for x in inputs:
+        if x is not None:
+            if type(x) not in PLAIN and _is_sharded(x):
+                return _call_sharded(op, backend, inputs, options)
+            negated = negated or (not compiling and x.is_neg())
+    if negated:  # kernels read memory, where a lazy sign is not applied
+        inputs = each(torch.resolve_neg, inputs)
     variant = selection.choose(op, backend, inputs, options, compiling)
     try:
         return autograd.run(variant, inputs, options)
@@ -50,18 +51,15 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
         raise
 
 
-#: The classes of nearly all tensors, told at one comparison.
-_ON_ONE_GPU = (torch.Tensor, torch.nn.Parameter)
+def _is_sharded(x: Any) -> bool:
+    """Whether `x` is a DTensor. Its module takes seconds to import, which a program that has one has done."""
+    return type(x).__name__ == "DTensor"
 
 
 def _call_sharded(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
-    from kernel_ladder.distributed import dtensor  # takes two seconds, which the caller has spent
+    """A call on DTensors whose arguments are checked."""
+    from kernel_ladder.distributed import dtensor
 
-    if autocast.applies_to(inputs):
-        return autocast.call(lambda given: _call(op, backend, given, options), op, inputs)
-    restated = table.spec(op).check(*inputs, **options)
-    if restated is not None:
-        return restated.output(_call(op, backend, restated.inputs, options))
     name = table.asked_for(op, backend)
 
     def run(local: Inputs) -> Any:

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch.compiler import is_compiling
 
+#: The classes of tensors that are their own memory; others wrap them, or have no data.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class _State(threading.local):
     shapes_only = False
@@ -50,7 +53,7 @@ def building_graph() -> Iterator[None]:
 
 def address(x: torch.Tensor) -> int:
     """A tensor's start address, in bytes. Without data, its offset in its storage, assumed aligned to 16 bytes."""
-    if type(x) is torch.Tensor or type(x) is torch.nn.Parameter:
+    if type(x) in PLAIN:
         try:
             return x.data_ptr()
         except RuntimeError:  # a functional wrapper

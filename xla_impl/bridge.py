@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kernel_ladder import gpu
 from kernel_ladder.errors import UnsupportedError
 from kernel_ladder.spec import Inputs
 
@@ -122,7 +123,7 @@ def run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch
     """Call a compiled function, which returns a tuple of arrays, with `tensors` and other arguments after them."""
     device = tensors[0].device
     if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
+        if gpu.capturing():
             raise UnsupportedError(CAPTURED)
         follow_other_streams(device)
     with wide(*tensors):

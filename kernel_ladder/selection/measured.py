@@ -23,6 +23,7 @@ from kernel_ladder import _version, gpu
 from kernel_ladder.errors import VariableError
 from kernel_ladder.spec import Inputs, Options, as_leaves, as_tuple
 from kernel_ladder.table import Variant
+from kernel_ladder.tracing import PLAIN
 
 ENV_SELECT, MEASURE = "KERNEL_LADDER_SELECT", "measure"
 #: Rungs of each level that are timed beside the choice of tables and rules.
@@ -54,7 +55,7 @@ def enabled() -> bool:
 
 def can_time(inputs: Inputs) -> bool:
     """Whether a call of these inputs can be timed now: tensors with data, and no stream that is being captured."""
-    plain = all(x is None or type(x) in (torch.Tensor, torch.nn.Parameter) for x in inputs)
+    plain = all(x is None or type(x) in PLAIN for x in inputs)
     x = inputs[0]
     return plain and x is not None and x.is_cuda and not gpu.capturing()
 
