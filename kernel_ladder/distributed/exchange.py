@@ -1,7 +1,8 @@
-"""Send a tensor to the next rank of a ring while this rank computes."""
+"""Send tensors around a ring of ranks while each rank computes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,19 @@ class Exchange:
         except RuntimeError as error:
             raise RuntimeError(f"{self._message}: {error}") from error
         return self._incoming
+
+
+def circulate(caller: str, group: Any, part: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Every rank's part with the rank that it is from, this rank's first. The next one comes while one is used.
+
+    The arguments are those of :class:`Exchange`, and so are the errors.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for step in range(size):
+        coming = Exchange(caller, group, part) if step + 1 < size else None
+        yield (rank - step) % size, part
+        if coming is not None:
+            part = coming.wait()
 
 
 def check_group(caller: str) -> None:

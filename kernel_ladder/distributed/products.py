@@ -14,35 +14,22 @@ import torch
 import torch.distributed as dist
 
 from kernel_ladder import ops
-from kernel_ladder.distributed.exchange import Exchange, check_group
+from kernel_ladder.distributed.exchange import Exchange, check_group, circulate
 from kernel_ladder.spec import check_tensors
 
 
-def _gather(caller: str, group: Any, part: torch.Tensor, use: Any) -> None:
-    """Call ``use(owner, part)`` with every rank's part, this rank's first, while the next one comes."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    part = part.contiguous()
-    for step in range(size):
-        coming = Exchange(caller, group, part) if step + 1 < size else None
-        use((rank - step) % size, part)
-        if coming is not None:
-            part = coming.wait()
-
-
 def _gather_matmul(
-    caller: str, group: Any, part: torch.Tensor, other: torch.Tensor, backend: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of all ranks' rows with `other`, and these rows."""
+    caller: str, group: Any, part: torch.Tensor, other: torch.Tensor, backend: str | None, gather: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The product of all ranks' rows with `other`, and these rows if `gather`."""
     rows, size = part.shape[0], dist.get_world_size(group)
     output = part.new_empty((size * rows, other.shape[1]))
-    gathered = part.new_empty((size * rows, part.shape[1]))
-
-    def use(owner: int, part: torch.Tensor) -> None:
+    gathered = part.new_empty((size * rows, part.shape[1])) if gather else None
+    for owner, owned in circulate(caller, group, part.contiguous()):
         place = slice(owner * rows, (owner + 1) * rows)
-        output[place] = ops.matmul(part, other, backend=backend)
-        gathered[place] = part
-
-    _gather(caller, group, part, use)
+        output[place] = ops.matmul(owned, other, backend=backend)
+        if gathered is not None:
+            gathered[place] = owned
     return output, gathered
 
 
@@ -99,8 +86,9 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, other = ctx.saved_tensors
         group, backend = ctx.call
-        of_input, gathered = _gather_matmul("matmul_reduce_scatter", group, grad, other.mT, backend)
-        of_other = ops.matmul(input.mT, gathered, backend=backend) if ctx.needs_input_grad[3] else None
+        gather = ctx.needs_input_grad[3]
+        of_input, gathered = _gather_matmul("matmul_reduce_scatter", group, grad, other.mT, backend, gather)
+        of_other = None if gathered is None else ops.matmul(input.mT, gathered, backend=backend)
         return None, None, of_input, of_other
 
 

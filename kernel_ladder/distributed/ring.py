@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from kernel_ladder import autograd, ops, selection
-from kernel_ladder.distributed.exchange import Exchange, check_group
+from kernel_ladder.distributed.exchange import Exchange, check_group, circulate
 from kernel_ladder.distributed.sequence import check_layout, chunks_of
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import check_tensors
@@ -52,9 +52,8 @@ class _Ring(NamedTuple):
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    def blocks(self, step: int, length: int) -> Iterator[_Block]:
-        """What to compute in a step, in which this rank has the keys of rank − step."""
-        owner = (self.rank - step) % self.size
+    def blocks(self, owner: int, length: int) -> Iterator[_Block]:
+        """What to compute while this rank has the keys of rank `owner`."""
         everything, half = slice(0, length), length // 2
         if self.layout == "zigzag" and self.causal and self.window == NO_WINDOW:
             # Both halves of the local sequence are in order, so that one call covers them.
@@ -113,19 +112,15 @@ def _forward(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
     lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
-    travelling = torch.cat((key, value), -1)
-    for step in range(ring.size):
-        sent = Exchange("ring_attention", ring.group, travelling) if step + 1 < ring.size else None
-        key, value = travelling.split((key.shape[-1], value.shape[-1]), -1)
-        for block in ring.blocks(step, length):
+    for owner, both in circulate("ring_attention", ring.group, torch.cat((key, value), -1)):
+        key, value = both.split((key.shape[-1], value.shape[-1]), -1)
+        for block in ring.blocks(owner, length):
             found, found_lse = ops.attention(
                 query[..., block.queries, :], key[..., block.keys, :], value[..., block.keys, :],
                 is_causal=block.is_causal, window_size=block.window_size, return_lse=True, backend=ring.backend,
                 **ring.options,
             )  # fmt: skip
             _merge(output[..., block.queries, :], lse[..., block.queries], found, found_lse)
-        if sent is not None:
-            travelling = sent.wait()
     return output.to(query.dtype), lse
 
 
@@ -144,12 +139,11 @@ def _backward(
     travelling = torch.cat((key, value), -1)
     gradients = torch.zeros_like(travelling, dtype=lse.dtype)  # of the keys and values that this rank has now
     returning = None
-    for step in range(ring.size):
-        sent = Exchange("ring_attention", ring.group, travelling) if step + 1 < ring.size else None
-        key, value = travelling.split(widths, -1)
+    for owner, both in circulate("ring_attention", ring.group, travelling):
+        key, value = both.split(widths, -1)
         found = torch.zeros_like(gradients)
         of_key, of_value = found.split(widths, -1)
-        for block in ring.blocks(step, length):
+        for block in ring.blocks(owner, length):
             rows = block.queries
             dq, dk, dv = _block_gradients(
                 ring, block, query[..., rows, :], key[..., block.keys, :], value[..., block.keys, :],
@@ -164,8 +158,6 @@ def _backward(
         gradients = gradients + found
         # They follow their keys: one hop behind the step that adds to them.
         returning = Exchange("ring_attention", ring.group, gradients) if ring.size > 1 else None
-        if sent is not None:
-            travelling = sent.wait()
     gradients = gradients if returning is None else returning.wait()
     grad_key, grad_value = gradients.split(widths, -1)
     return grad_query.to(query.dtype), grad_key.to(query.dtype), grad_value.to(query.dtype)
