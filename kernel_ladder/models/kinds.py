@@ -141,70 +141,58 @@ class GeluTanh(Gelu):
     BY, FORM = "gelu, approximate='tanh'", "tanh"
 
 
-class GatedMLP(Patched):
+class Block(Patched):
+    """A block of products, recognised by the names of its class and of these."""
+
+    ENDING: ClassVar[str] = "MLP"
+    #: The products' names, the first of which takes the block's input; alternatives.
+    NAMES: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        parts = cls.products(module)
+        return of_class(module, cls.ENDING) and bool(parts) and all(is_linear(part) for part in parts)
+
+    @classmethod
+    def products(cls, module: Any) -> list[Any]:
+        """The products, or an empty list."""
+        named = [names for names in cls.NAMES if all(hasattr(module, name) for name in names)]
+        return [getattr(module, name) for name in named[0]] if named else []
+
+    @classmethod
+    def probe(cls, module: Any) -> tuple[Any, ...]:
+        first = cls.products(module)[0]
+        return (3, in_features(first)), first.weight
+
+
+class GatedMLP(Block):
     """Llama's feed-forward block."""
 
     OPS, BY = ("linear", "swiglu"), "linear and swiglu"
     ELSE = "gates by another function than SiLU; only its parts are replaced"
-
-    @classmethod
-    def takes(cls, module: Any) -> bool:
-        return of_class(module, "MLP") and all(
-            is_linear(getattr(module, name, None)) for name in ("gate_proj", "up_proj", "down_proj")
-        )
-
-    @staticmethod
-    def probe(module: Any) -> tuple[Any, ...]:
-        return (3, in_features(module.gate_proj)), module.gate_proj.weight
+    NAMES: ClassVar[tuple[tuple[str, ...], ...]] = (("gate_proj", "up_proj", "down_proj"),)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), backend=self._backend))
 
 
-class JoinedGatedMLP(Patched):
+class JoinedGatedMLP(GatedMLP):
     """Phi-3's feed-forward block, whose gate and up projections are one product."""
 
-    OPS, BY = ("linear", "swiglu"), "linear and swiglu"
-    ELSE = "gates by another function than SiLU; only its parts are replaced"
-
-    @classmethod
-    def takes(cls, module: Any) -> bool:
-        return of_class(module, "MLP") and all(
-            is_linear(getattr(module, name, None)) for name in ("gate_up_proj", "down_proj")
-        )
-
-    @staticmethod
-    def probe(module: Any) -> tuple[Any, ...]:
-        return (3, in_features(module.gate_up_proj)), module.gate_up_proj.weight
+    NAMES = (("gate_up_proj", "down_proj"),)
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, backend=self._backend))
 
 
-class GeluMLP(Patched):
+class GeluMLP(Block):
     """A product with GELU in its epilogue, and a second product: Phi's, ViT's and GPT-2's feed-forward block."""
 
     OPS, BY = ("linear",), "linear with gelu in the epilogue"
     ELSE = "has another activation than GELU; only its parts are replaced"
     ACTIVATION: ClassVar[str] = "gelu"
-    NAMES: ClassVar[tuple[tuple[str, str], ...]] = (("fc1", "fc2"), ("c_fc", "c_proj"))
-
-    @classmethod
-    def takes(cls, module: Any) -> bool:
-        parts = cls.products(module)
-        return of_class(module, "MLP") and all(is_linear(part) for part in parts) and len(parts) == 2
-
-    @classmethod
-    def products(cls, module: Any) -> list[Any]:
-        """The two products, or an empty list."""
-        named = [names for names in cls.NAMES if all(hasattr(module, name) for name in names)]
-        return [getattr(module, name) for name in named[0]] if named else []
-
-    @staticmethod
-    def probe(module: Any) -> tuple[Any, ...]:
-        first, _ = GeluMLP.products(module)
-        return (3, in_features(first)), first.weight
+    NAMES: ClassVar[tuple[tuple[str, ...], ...]] = (("fc1", "fc2"), ("c_fc", "c_proj"))
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         first, second = self.products(self)
@@ -217,20 +205,10 @@ class GeluTanhMLP(GeluMLP):
     BY, ACTIVATION = "linear with gelu_tanh in the epilogue", "gelu_tanh"
 
 
-class GeluIntermediate(Patched):
+class GeluIntermediate(GeluMLP):
     """BERT's first product and its GELU."""
 
-    OPS, BY = ("linear",), "linear with gelu in the epilogue"
-    ELSE = "has another activation than GELU; only its parts are replaced"
-    ACTIVATION: ClassVar[str] = "gelu"
-
-    @classmethod
-    def takes(cls, module: Any) -> bool:
-        return of_class(module, "Intermediate") and is_linear(getattr(module, "dense", None))
-
-    @staticmethod
-    def probe(module: Any) -> tuple[Any, ...]:
-        return (3, in_features(module.dense)), module.dense.weight
+    ENDING, NAMES = "Intermediate", (("dense",),)
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         return apply_linear(self.dense, hidden_states, self.ACTIVATION, self._backend)

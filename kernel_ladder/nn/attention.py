@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernel_ladder import ops
-from kernel_ladder.nn.backend import HasBackend, only
+from kernel_ladder.nn.backend import HasBackend, HasParts, only
 from kernel_ladder.nn.linear import Linear
 
 
@@ -171,7 +171,7 @@ class KVCache:
         self.length = 0
 
 
-class GroupedQueryAttention(HasBackend, torch.nn.Module):
+class GroupedQueryAttention(HasParts):
     """Causal self-attention whose query heads share keys and values, with Llama's parameter names.
 
     Args:
@@ -243,10 +243,6 @@ class GroupedQueryAttention(HasBackend, torch.nn.Module):
         """An empty cache for this layer, with its device and dtype."""
         w = self.k_proj.weight
         return KVCache(batch_size, self.num_kv_heads, max_length, self.head_dim, w.device, w.dtype)
-
-    def reset_parameters(self) -> None:
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            projection.reset_parameters()
 
     def extra_repr(self) -> str:
         heads = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from kernel_ladder import selection
 
 
@@ -38,6 +40,17 @@ class HasBackend:
         if self._backend is None:
             return representation
         return ", ".join(part for part in (representation, f"backend={self._backend!r}") if part)
+
+
+class HasParts(HasBackend, torch.nn.Module):
+    """A module made of others, which have the parameters."""
+
+    def reset_parameters(self) -> None:
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        return self._with_backend("")
 
 
 def only(module: str, name: str, given: object, accepted: object, why: str) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from kernel_ladder import ops
-from kernel_ladder.nn.backend import HasBackend
+from kernel_ladder.nn.backend import HasParts
 from kernel_ladder.nn.linear import Linear
 
 
-class SwigluMLP(HasBackend, torch.nn.Module):
+class SwigluMLP(HasParts):
     """``down_proj(silu(gate_proj(x)) · up_proj(x))``: Llama's block, with its parameter names.
 
     Args:
@@ -49,15 +49,8 @@ class SwigluMLP(HasBackend, torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), backend=self._backend))
 
-    def reset_parameters(self) -> None:
-        for projection in (self.gate_proj, self.up_proj, self.down_proj):
-            projection.reset_parameters()
 
-    def extra_repr(self) -> str:
-        return self._with_backend("")
-
-
-class GeluMLP(HasBackend, torch.nn.Module):
+class GeluMLP(HasParts):
     """``fc2(gelu(fc1(x)))``, with bias and GELU in the first product's epilogue.
 
     Args:
@@ -95,10 +88,3 @@ class GeluMLP(HasBackend, torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.fc1(x))
-
-    def reset_parameters(self) -> None:
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
-
-    def extra_repr(self) -> str:
-        return self._with_backend("")
