@@ -51,7 +51,7 @@ def words_of(lower, upper, part, key_low, key_high):
 def _ties(word, threshold):
     # A bit for each half that is the threshold's upper half, or follows one that is.
     difference = word ^ ((_word(threshold) >> 16) * 0x10001)
-    return (difference - 0x10001) & ~difference & 0x80008000
+    return (difference - 0x10001) & (difference ^ 0xFFFFFFFF) & 0x80008000
 
 
 @triton.jit
