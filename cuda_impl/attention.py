@@ -21,6 +21,11 @@ FLASH_KIB = {64: 48, 128: 64, 256: 96}
 FLASH_BACKWARD_KIB = {64: 65, 128: 129, 256: 129}
 SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 
+#: Steps whose backward kernels read dO by TMA: csrc/attention/hopper_backward.cuh.
+HOPPER_BACKWARD = ("wgmma", "warp_specialized")
+#: Arguments of a backward after those that all have: `deterministic`, dQ summed in one order.
+_MORE = {"warp_specialized": (True,)}
+
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
 
@@ -159,10 +164,18 @@ def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> 
     return (*(g if need else None for g, need in zip(gradients, needs[:3], strict=True)), *(None for _ in needs[3:]))
 
 
+def _read_by_kernels(name: str, grad: torch.Tensor) -> torch.Tensor:
+    """The output's gradient as a step's backward reads it: TMA asks for dense rows that start on 16 bytes."""
+    if name not in HOPPER_BACKWARD or _read_by_tma(grad):
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
 def _register(name: str, unsupported, *, backward_of: str) -> None:
     """Add a step of the climb. Its backward is its own, or that of an earlier step, which takes the same lse."""
     run = getattr(torch.ops.kernel_ladder.attention, name)
     run_backward = getattr(torch.ops.kernel_ladder.attention_backward, backward_of)
+    more = _MORE.get(backward_of, ())
     takes_output = backward_of != "naive"
 
     def in_two_parts(attn_mask: torch.Tensor | None) -> bool:
@@ -195,7 +208,7 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
 
     def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
-        return _gradients(run_backward(grad, grad_lse, *saved), needs)
+        return _gradients(run_backward(_read_by_kernels(backward_of, grad), grad_lse, *saved, *more), needs)
 
     @torch.library.register_fake(f"kernel_ladder::attention.{name}")
     def _(query, key, value, attn_mask, first, last, scale, enable_gqa):
@@ -215,8 +228,8 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
 _STEPS = {
     "naive": (_naive_unsupported, "naive"),
     "flash": (_flash_unsupported, "flash"),
-    "wgmma": (hopper_unsupported("wgmma", 128), "flash"),
-    "warp_specialized": (hopper_unsupported("warp_specialized", 128), "flash"),
+    "wgmma": (hopper_unsupported("wgmma", 128), "wgmma"),
+    "warp_specialized": (hopper_unsupported("warp_specialized", 128), "warp_specialized"),
     "pingpong": (hopper_unsupported("pingpong", 128), "flash"),
     "persistent": (hopper_unsupported("persistent", 256), "flash"),
     "split_kv": (_split_unsupported, "flash"),
