@@ -171,12 +171,13 @@ def _read_by_kernels(name: str, grad: torch.Tensor) -> torch.Tensor:
     return grad.clone(memory_format=torch.contiguous_format)
 
 
-def _register(name: str, unsupported, *, backward_of: str) -> None:
-    """Add a step of the climb. Its backward is its own, or that of an earlier step, which takes the same lse."""
+def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
+    """Add a step of the climb.
+
+    Its backward, by the largest head dimension, is its own or that of an earlier step, which takes the same lse.
+    """
     run = getattr(torch.ops.kernel_ladder.attention, name)
-    run_backward = getattr(torch.ops.kernel_ladder.attention_backward, backward_of)
-    more = _MORE.get(backward_of, ())
-    takes_output = backward_of != "naive"
+    takes_output = name != "naive"
 
     def in_two_parts(attn_mask: torch.Tensor | None) -> bool:
         """Whether the log-sum-exp is (2, …): maxima, and logarithms of sums, which an additive mask's numbers drown."""
@@ -208,7 +209,11 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
 
     def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
-        return _gradients(run_backward(_read_by_kernels(backward_of, grad), grad_lse, *saved, *more), needs)
+        head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
+        step = next(step for largest, step in backward_of.items() if head_dim <= largest)
+        run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
+        gradients = run_backward(_read_by_kernels(step, grad), grad_lse, *saved, *_MORE.get(step, ()))
+        return _gradients(gradients, needs)
 
     @torch.library.register_fake(f"kernel_ladder::attention.{name}")
     def _(query, key, value, attn_mask, first, last, scale, enable_gqa):
@@ -216,7 +221,7 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
         parts = (2,) if in_two_parts(attn_mask) else ()
         return output, query.new_empty((*parts, *query.shape[:-1]), dtype=torch.float32)
 
-    if name == backward_of:
+    if name in backward_of.values():
 
         @torch.library.register_fake(f"kernel_ladder::attention_backward.{name}")
         def _(grad, grad_lse, query, key, value, *others):
@@ -225,14 +230,16 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
     register("attention", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
 
 
+_FLASH_BACKWARD = {256: "flash"}
+#: By step: what it asks of a call, and whose backward it has, by the largest head dimension.
 _STEPS = {
-    "naive": (_naive_unsupported, "naive"),
-    "flash": (_flash_unsupported, "flash"),
-    "wgmma": (hopper_unsupported("wgmma", 128), "wgmma"),
-    "warp_specialized": (hopper_unsupported("warp_specialized", 128), "warp_specialized"),
-    "pingpong": (hopper_unsupported("pingpong", 128), "flash"),
-    "persistent": (hopper_unsupported("persistent", 256), "flash"),
-    "split_kv": (_split_unsupported, "flash"),
+    "naive": (_naive_unsupported, {256: "naive"}),
+    "flash": (_flash_unsupported, _FLASH_BACKWARD),
+    "wgmma": (hopper_unsupported("wgmma", 128), {128: "wgmma"}),
+    "warp_specialized": (hopper_unsupported("warp_specialized", 128), {128: "warp_specialized"}),
+    "pingpong": (hopper_unsupported("pingpong", 128), _FLASH_BACKWARD),
+    "persistent": (hopper_unsupported("persistent", 256), _FLASH_BACKWARD),
+    "split_kv": (_split_unsupported, _FLASH_BACKWARD),
 }
 
 for _name in climb("attention"):
