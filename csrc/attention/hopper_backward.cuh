@@ -261,7 +261,7 @@ __device__ inline void gemm_columns(float (&d)[HEAD_DIM / 2], const uint32_t (&a
 
 /// Sets elements of a transposed tile to 0 where a query does not see a key, or one of them is outside: 64 keys from `k0`
 /// on, the warpgroup's rows; 64 queries from `q0` on.
-__device__ inline void hide(float (&x)[QUERY_TILE / 2], const Attention& a, int k0, int q0) {
+__device__ inline void apply_mask_transposed(float (&x)[QUERY_TILE / 2], const Attention& a, int k0, int q0) {
     const int q_last = q0 + QUERY_TILE - 1;
     if (k0 + 64 <= min(a.S_k, q0 + a.last + 1) && q_last < a.S_q && k0 >= q_last + a.first) return;
     const int row = k0 + warp_index() % (WARPGROUP / WARP) * 16 + static_cast<int>(threadIdx.x) % WARP / 4;
@@ -296,7 +296,7 @@ __device__ inline void scores_to_weights(float (&scores)[QUERY_TILE / 2], uint32
     }
 }
 
-/// Replaces dP by dS = P ∘ (dP − delta). Hidden elements must be hidden again: 0 · ∞ is no number.
+/// Replaces dP by dS = P ∘ (dP − delta). Masked elements must be masked again: 0 · ∞ is no number.
 __device__ inline void grad_of_scores(float (&grads)[QUERY_TILE / 2], const float (&weights)[QUERY_TILE / 2],
                                       uint32_t stats) {
 #pragma unroll

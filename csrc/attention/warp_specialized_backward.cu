@@ -12,7 +12,7 @@
 // Deterministic: blocks add to a tile of dQ in the order of their keys. A counter for each tile says whose turn it is.
 // Blocks draw their tiles of keys from a counter too, in that order, so that a block only ever waits for blocks that have
 // started: there is no deadlock. All walk from the last queries to the first, so that under a causal mask the block with
-// most work starts first and waits for none.
+// most work starts first and waits for none. The first block of a tile stores, so that the accumulator needs no zeros.
 
 #include "attention/hopper_backward.cuh"
 
@@ -40,8 +40,19 @@ using Specialized128Backward = SpecializedShape<128, 2>;
 /// order of the sums is free.
 struct QueryGradients {
     float* accumulator;
-    uint32_t *turns, *next_tile;
+    uint32_t *semaphores, *next_tile;
 };
+
+/// The first tile of keys that one of the 64 queries from `q0` on sees. The tiles that they see follow each other.
+template <typename S>
+__device__ inline int first_key_tile(const Attention& a, int q0) {
+    return max(q0 + a.first, 0) / S::KEYS;
+}
+/// Whether they see any, by whole tiles of queries and keys as KeyTile counts.
+template <typename S>
+__device__ inline bool sees_keys(const Attention& a, int q0) {
+    return q0 + a.first < a.S_k && first_key_tile<S>(a, q0) * S::KEYS <= q0 + QUERY_TILE - 1 + a.last;
+}
 
 #if KL_SM90A
 
@@ -123,30 +134,35 @@ __device__ inline void load_tiles(const SpecializedSmem<S>& smem, const Backward
 }
 
 /// One thread adds each step's dQ to memory. In the order of keys: it waits until the blocks of the keys before, of those
-/// that the queries see, have added theirs, and hands the turn on when its own has been written.
+/// that the queries see, have added theirs, and counts its own when it has been written.
 template <typename S>
 __device__ inline void add_query_gradients(const SpecializedSmem<S>& smem, const QueryGradients& dq, const Attention& a,
                                            const KeyTile<S::KEYS>& tile) {
     const int64_t tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
+    const bool ordered = dq.semaphores != nullptr;
     const int steps = tile.steps();
     StepCursor step(tile);
     for (int i = 0; i < steps; ++i, step.advance(tile)) {
         const int64_t index = (int64_t{tile.batch} * a.heads + step.head) * tiles + step.tile;
+        const int rank = tile.k0 / S::KEYS - first_key_tile<S>(a, step.tile * QUERY_TILE);
+        float* const sum = dq.accumulator + index * S::DQ_ELEMENTS;
         mbarrier_wait(smem.dq_full(), i % 2);
-        if (dq.turns != nullptr) {
-            const int first_tile = max(step.tile * QUERY_TILE + a.first, 0) / S::KEYS;
-            const uint32_t turn = static_cast<uint32_t>(tile.k0 / S::KEYS - first_tile);
-            while (load_acquire(dq.turns + index) != turn) {
+        if (ordered && rank == 0) {
+            bulk_store(sum, smem.dq(), S::DQ_BYTES);
+        } else {
+            if (ordered) {
+                while (load_acquire(dq.semaphores + index) != static_cast<uint32_t>(rank)) {
+                }
+                fence_async_global();  // the others' sums before this one
             }
-            fence_async_global();  // the others' sums before this one
+            bulk_add(sum, smem.dq(), S::DQ_BYTES);
         }
-        bulk_add(dq.accumulator + index * S::DQ_ELEMENTS, smem.dq(), S::DQ_BYTES);
         tma_store_commit();
         tma_store_wait_read<0>();
         mbarrier_arrive(smem.dq_empty());
-        if (dq.turns != nullptr) {
+        if (ordered) {
             tma_store_wait<0>();
-            add_release(dq.turns + index, 1);
+            add_release(dq.semaphores + index, 1);
         }
     }
     tma_store_wait<0>();
@@ -244,13 +260,13 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         wgmma_wait<1>();
         wgmma_pin(weights);
         scores_to_weights(weights, of_tile, scale);
-        hide(weights, a, k0, q0);
+        apply_mask_transposed(weights, a, k0, q0);
         round_weights<T, 64>(of_value, weights);
         gemm_columns<T, S::HEAD_DIM>(acc_value, of_value, grad, S::Q_PANEL);
         wgmma_wait<1>();  // dP; the product of dV still runs
         wgmma_pin(grads);
         grad_of_scores(grads, weights, of_tile);
-        hide(grads, a, k0, q0);
+        apply_mask_transposed(grads, a, k0, q0);
         round_weights<T, 64>(of_key, grads);
         mbarrier_wait(smem.ds_empty(i), i / 2 % 2 ^ 1);
         store_grads(smem.ds(i), consumer, of_key);
@@ -275,6 +291,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 }
 
 /// Rounds dQ's accumulator, times scale. One block per tile of 64 queries, with the accumulator's layout in registers.
+/// Nothing was written there where the queries see no key.
 template <typename T, typename S>
 __global__ void __launch_bounds__(WARPGROUP)
     attention_backward_warp_specialized_convert_kernel(const __grid_constant__ Gradient<T> grad_query,
@@ -284,10 +301,11 @@ __global__ void __launch_bounds__(WARPGROUP)
     const int q0 = static_cast<int>(blockIdx.x % tiles) * QUERY_TILE;
     const float4* own =
         reinterpret_cast<const float4*>(accumulator + int64_t{blockIdx.x} * S::DQ_ELEMENTS) + threadIdx.x;
+    const bool written = sees_keys<S>(a, q0);
     float acc[S::HEAD_DIM / 2];
 #pragma unroll
     for (int j = 0; j < S::HEAD_DIM / 8; ++j) {
-        const float4 x = own[j * WARPGROUP];
+        const float4 x = written ? own[j * WARPGROUP] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         acc[4 * j] = x.x, acc[4 * j + 1] = x.y, acc[4 * j + 2] = x.z, acc[4 * j + 3] = x.w;
     }
     store_gradient<T, S::HEAD_DIM>(grad_query.at(blockIdx.x / tiles, q0), a.D, a.S_q - q0, acc, a.scale);
@@ -309,10 +327,11 @@ void run_backward(BackwardCall& call, bool deterministic) {
     QueryGradients dq{static_cast<float*>(accumulator.data_ptr()), nullptr, nullptr};
     if (deterministic) {
         fill_zero(counters, launch.stream);
-        dq.turns = static_cast<uint32_t*>(counters.data_ptr());
-        dq.next_tile = dq.turns + query_tiles;
+        dq.semaphores = static_cast<uint32_t*>(counters.data_ptr());
+        dq.next_tile = dq.semaphores + query_tiles;
     }
-    run_preprocess<T>(attention_backward_warp_specialized_preprocess_kernel<T>, call, dq.accumulator, S::DQ_ELEMENTS);
+    run_preprocess<T>(attention_backward_warp_specialized_preprocess_kernel<T>, call, dq.accumulator,
+                      deterministic ? 0 : S::DQ_ELEMENTS);
     const Gradient<T> grad_query{static_cast<T*>(call.grad_query.data_ptr()), a.S_q, a.D};
     const Gradient<T> grad_key{static_cast<T*>(call.grad_key.data_ptr()), a.S_k, a.D};
     const Gradient<T> grad_value{static_cast<T*>(call.grad_value.data_ptr()), a.S_k, a.D_v};

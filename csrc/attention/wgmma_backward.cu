@@ -178,13 +178,13 @@ __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
         wgmma_wait<1>();
         wgmma_pin(weights);
         scores_to_weights(weights, smem.stats(i), scale);
-        hide(weights, a, tile.k0, q0);
+        apply_mask_transposed(weights, a, tile.k0, q0);
         round_weights<T, 64>(of_value, weights);
         gemm_columns<T, S::HEAD_DIM>(acc_value, of_value, grad, S::PANEL_BYTES);
         wgmma_wait<1>();  // dP; the product of dV still runs
         wgmma_pin(grads);
         grad_of_scores(grads, weights, smem.stats(i));
-        hide(grads, a, tile.k0, q0);
+        apply_mask_transposed(grads, a, tile.k0, q0);
         round_weights<T, 64>(of_key, grads);
         gemm_columns<T, S::HEAD_DIM>(acc_key, of_key, q, S::PANEL_BYTES);
         wgmma_wait<0>();

@@ -201,8 +201,12 @@ __device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/// Adds contiguous float32 in shared memory to global memory, a multiple of 16 bytes, by one thread, which commits and
-/// waits. Each element's sum is atomic.
+/// Copies contiguous shared memory to global memory, or adds its float32 elements there, each sum atomic: a multiple of 16
+/// bytes, by one thread, which commits and waits.
+__device__ inline void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
 __device__ inline void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
                  "r"(shared), "r"(bytes)
