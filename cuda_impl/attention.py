@@ -235,8 +235,8 @@ _FLASH_BACKWARD = {256: "flash"}
 _STEPS = {
     "naive": (_naive_unsupported, {256: "naive"}),
     "flash": (_flash_unsupported, _FLASH_BACKWARD),
-    "wgmma": (hopper_unsupported("wgmma", 128), {128: "wgmma"}),
-    "warp_specialized": (hopper_unsupported("warp_specialized", 128), {128: "warp_specialized"}),
+    "wgmma": (hopper_unsupported("wgmma", 128), {256: "wgmma"}),
+    "warp_specialized": (hopper_unsupported("warp_specialized", 128), {256: "warp_specialized"}),
     "pingpong": (hopper_unsupported("pingpong", 128), _FLASH_BACKWARD),
     "persistent": (hopper_unsupported("persistent", 256), _FLASH_BACKWARD),
     "split_kv": (_split_unsupported, _FLASH_BACKWARD),
