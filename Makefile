@@ -58,7 +58,7 @@ install: $(INSTALLED)  ## set up .venv and install the package into it
 	$(if $(PYTHON),,@printf '\n== Installed. In every new shell, before the commands of README.md:\n   source .venv/bin/activate\n')
 
 test: $(INSTALLED)  ## set up and run the tests
-	@$(PY) -m pip install -q $(call extra,test)
+	@$(PY) -m pip install -q $(call extra,test) $(call extra,xla)
 	@$(PY) -m kernel_ladder doctor
 	@echo "== Running the tests (about 25 minutes on 2 cores without a GPU, about 10 on an H100 with 16 cores, where those"
 	@echo "   that need the GPU alone run first)"
@@ -77,13 +77,14 @@ docs: $(INSTALLED)  ## build the documentation site into build/site, strictly (S
 	@$(PY) -m pip install -q $(call extra,docs)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(if $(SERVE),serve,build -q)
 
-lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format, retired words: check only
+lint: $(if $(PYTHON),,$(PY))  ## ruff, mypy, clang-format, retired words, cards of the climbs: check only
 	@echo "== Checking style and types (a minute)"
 	@$(PY) -m pip install -q $(call extra,lint)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) _build/retired_words.py
+	@$(PY) _build/cards.py
 	@find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(CLANG_FORMAT) --dry-run -Werror
 
 format: $(if $(PYTHON),,$(PY))  ## let ruff and clang-format rewrite the files

@@ -15,7 +15,7 @@ import architectures  # noqa: E402
 import together  # noqa: E402
 from environment import check_toolkit, cuda_home, say, show_installed_torch, stop  # noqa: E402
 
-LEVELS = ["torch_ref", "compile_impl", "triton_impl", "cuda_impl"]
+LEVELS = ["torch_ref", "compile_impl", "xla_impl", "triton_impl", "cuda_impl"]
 PACKAGES = find_packages(
     str(ROOT), include=[f"{name}{rest}" for name in ("kernel_ladder", *LEVELS) for rest in ("", ".*")]
 )
@@ -118,5 +118,5 @@ if {"bdist_wheel", "install"} & set(sys.argv[1:]):
     # `inspect --source` shows the kernels from an installed package too. An editable one has csrc beside it.
     PACKAGES.append("cuda_impl.csrc")
     arguments["package_dir"] = {"cuda_impl.csrc": "csrc"}
-package_data = {"kernel_ladder": ["_not_built.txt"], "cuda_impl.csrc": ["**/*"]}
+package_data = {"kernel_ladder": ["_not_built.txt", "selection/tables/*.json"], "cuda_impl.csrc": ["**/*"]}
 setup(packages=PACKAGES, package_data=package_data, **arguments)

@@ -1,47 +1,95 @@
 """What pages of ``docs/`` may say for themselves: real source, and measured numbers from committed rows.
 
-``{{ source FILE NAME }}`` becomes a code block of the function or kernel NAME in FILE, as it stands in the repository.
+``{{ source FILE NAME }}`` becomes a code block of the function or kernel NAME in FILE, as it stands in the repository, and
+``{{ source FILE }}`` one of the whole file without its docstring.
 ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip, and
-``{{ host ... }}`` the time of the call on the host. A name that is not there ends the build with an error.
+``{{ host ... }}`` the time of the call on the host. ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at
+this build, with its caption. A name that is not there ends the build with an error.
+
+Links to ``bench/results/pictures`` and to sources, right for a reader of the repository, become links into the site.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import json
+import html
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
-ROOT = Path(__file__).resolve().parent.parent
-#: The rows that pages quote.
-ROWS = ROOT / "bench" / "results" / "nvidia-h200.jsonl"
-DIRECTIVE = re.compile(r"\{\{ *(source|us|host) ([^}]*?) *\}\}")
+import figures
+from figures.rows import ROOT, ROWS, rows
+
+DIRECTIVE = re.compile(r"\{\{ *(source|us|host|figure) ([^}]*?) *\}\}")
+FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
+PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
+PICTURES = ROOT / "bench" / "results" / "pictures"
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 
 
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Committed pictures join the site where a page shows them."""
+    for page in [file for file in files if file.src_uri.endswith(".md")]:
+        for name in PICTURE.findall(Path(page.abs_src_path).read_text()):
+            place = f"assets/pictures/{name}"
+            if place not in files.src_uris:
+                files.append(File.generated(config, place, abs_src_path=str(PICTURES / name)))
+    return files
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    depth = "../" * page.file.src_uri.count("/")
+    markdown = PICTURE.sub(rf"]({depth}assets/pictures/\1)", markdown)
+
     def replaced(match: re.Match[str]) -> str:
         kind, arguments = match[1], shlex.split(match[2])
         try:
-            return source(*arguments) if kind == "source" else measured(kind, *arguments)
+            if kind == "source":
+                return _indented(source(*arguments), markdown[markdown.rfind("\n", 0, match.start()) + 1 : match.start()])
+            return figure(*arguments) if kind == "figure" else measured(kind, *arguments)
         except (LookupError, TypeError, OSError) as error:
             raise PluginError(f"{page.file.src_path}: {match[0]}: {error}") from None
 
     return DIRECTIVE.sub(replaced, markdown)
 
 
-def source(file: str, name: str) -> str:
-    """A function of a file as a code block, with the file's name above it."""
+def on_post_page(output: str, **_: Any) -> str:
+    """Figures enter after the search index was made: their labels are not what a reader searches for."""
+    return FIGURE.sub(lambda found: drawn(found[1])[0], output)
+
+
+@functools.cache
+def drawn(name: str) -> tuple[str, str]:
+    return figures.draw(name)
+
+
+def figure(name: str) -> str:
+    """A figure's place in the page, and its caption."""
+    caption = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(drawn(name)[1], quote=False))
+    image = f'<div class="drawing"><svg data-figure="{name}"></svg></div>'
+    return f'<figure class="drawn" markdown="0">{image}<figcaption>{caption}</figcaption></figure>'
+
+
+def _indented(text: str, before: str) -> str:
+    """A block whose first line stands behind `before`: inside a tab or a list every line is indented."""
+    return text if before.strip() else text.replace("\n", f"\n{before}")
+
+
+def source(file: str, name: str = "") -> str:
+    """A function of a file, or the file, as a code block with the file's name above it."""
     path = ROOT / file
     text = path.read_text()
-    body = _python(text, name) if path.suffix == ".py" else _cuda(text, name)
-    if body is None:
-        raise LookupError(f"{file} has no function {name}")
+    if not name:
+        body = text.partition('"""\n\n')[2].strip("\n")
+    else:
+        body = _python(text, name) if path.suffix == ".py" else _cuda(text, name)
+    if not body:
+        raise LookupError(f"{file} has no {f'function {name}' if name else 'code behind a docstring'}")
     return f'```{LANGUAGES[path.suffix]} title="{file}"\n{body}\n```'
 
 
@@ -69,8 +117,7 @@ def _cuda(text: str, name: str) -> str | None:
 
 @functools.cache
 def _rows() -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
-    rows = (json.loads(line) for line in ROWS.read_text().splitlines())
-    return {(r["op"], r["backend"], r["shape"], r["dtype"], r["pass"]): r for r in rows if r.get("us") is not None}
+    return {(r["op"], r["backend"], r["shape"], r["dtype"], r["pass"]): r for r in rows()}
 
 
 def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:

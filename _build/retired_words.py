@@ -1,7 +1,6 @@
 """Refuse home-made words in the source: each has a term of the field, which a reader can search for.
 
-    python _build/retired_words.py            every tracked source file, save what NOT_CONVERTED excuses
-    python _build/retired_words.py --all      NOT_CONVERTED excuses nothing
+    python _build/retired_words.py            every tracked source file
     python _build/retired_words.py FILE…      these files alone
 
 The exit code is 1 where a word is found. Every finding is one line, ``file:line: word: use …``.
@@ -109,22 +108,6 @@ PARTS_OF_KERNELS = {
     "letters": REDUCE_SMEM,
 }
 
-#: Files that still hold retired words. Empty this table; never add to it.
-NOT_CONVERTED: frozenset[str] = frozenset(
-    {
-        "csrc/matmul/hopper.cuh",
-        "csrc/matmul/registers.cu",
-        "csrc/matmul/split_k.cu",
-        "triton_impl/attention/backward.py",
-        "triton_impl/attention/warp_specialized.py",
-        "triton_impl/bias_dropout_add_layer_norm/persistent_cluster.py",
-        "triton_impl/common/gluon/philox.py",
-        "triton_impl/runtime/aot.py",
-        "triton_impl/runtime/autotuner.py",
-        "triton_impl/runtime/row_configs.py",
-    }
-)
-
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NOT_CODE = re.compile(r"""#pragma once|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
@@ -191,26 +174,19 @@ def sources() -> list[str]:
         names: Iterable[str] = done.stdout.splitlines()
     else:
         folders = ("_build", "bench", "compile_impl", "csrc", "cuda_impl", "kernel_ladder", "tests", "torch_ref")
-        paths = (path for folder in (*folders, "triton_impl") for path in (ROOT / folder).rglob("*"))
+        paths = (path for folder in (*folders, "triton_impl", "xla_impl") for path in (ROOT / folder).rglob("*"))
         names = (path.relative_to(ROOT).as_posix() for path in paths)
     return sorted(n for n in names if n.endswith(SUFFIXES) and n not in EXEMPT and (ROOT / n).is_file())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 where a retired word is found that NOT_CONVERTED does not excuse."""
+    """Returns 1 where a retired word is found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", nargs="*", help="files relative to the root (default: every tracked source file)")
-    parser.add_argument("--all", action="store_true", help="report what NOT_CONVERTED excuses as well")
     args = parser.parse_args(argv)
-    found, clean = [], set(NOT_CONVERTED)
-    for file in args.file or sources():
-        if findings := check(file, (ROOT / file).read_text(encoding="utf-8")):
-            clean.discard(file)
-            found += findings if args.all or file not in NOT_CONVERTED else []
+    found = [f for file in args.file or sources() for f in check(file, (ROOT / file).read_text(encoding="utf-8"))]
     for finding in found:
         print(finding)
-    if clean and not args.file:
-        print(f"remove from NOT_CONVERTED in {EXEMPT[0]}: {', '.join(sorted(clean))}", file=sys.stderr)
     return 1 if found else 0
 
 

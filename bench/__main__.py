@@ -13,7 +13,7 @@ from rich.console import Console
 
 import kernel_ladder
 from bench import peers, sweep
-from bench.measure import environment
+from bench.measure import drawn, environment, sets
 from bench.measure.selection import LONG_TUNING, Selection
 from bench.rows import resume, store
 from bench.show import table
@@ -37,6 +37,8 @@ Other commands, all reading rows that a sweep has written:
   python -m bench readme [--check]     renew the tables in README.md from the committed rows in bench/results/
   python -m bench readme --folders     write the README.md of every folder of rungs, from its files' heads and the rows
   python -m bench merge FILE…          join the rows of several files, such as the shares of one sweep
+  python -m bench distribution FILE…   speedups and regret of each set of calls: mean, 5th percentile, worst
+  python -m bench select [FILE…]       make the tables by which a level's name and "auto" choose
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
   python -m bench peers                list the peers, their versions or how to get them
@@ -70,7 +72,15 @@ def _selection(args: argparse.Namespace) -> Selection:
         peers=names,
         named=named,
         share=_share(args.share),
+        set=known("set", args.set, list(sets.SETS)),
+        seed=_seed(args),
     )
+
+
+def _seed(args: argparse.Namespace) -> int:
+    if args.seed is not None and args.set != sets.RANDOM:
+        raise UsageError(f"--seed is for --set {sets.RANDOM}, got --set {args.set}")
+    return drawn.SEED if args.seed is None else args.seed
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -125,6 +135,16 @@ def _sweep_parser() -> argparse.ArgumentParser:
         **many,
         help="default: bfloat16, without --quick float32 too for the quick cases; float32 without a GPU",
     )
+    parser.add_argument(
+        "--set",
+        default=sets.SWEEP,
+        metavar="SET",
+        help="which calls: "
+        + "; ".join(f"{name}, {what}" for name, what in sets.SETS.items())
+        + f" (default: {sets.SWEEP}). "
+        "Sets other than the sweep measure what each level's name stands for, and the last rungs beside it",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help=f"of --set {sets.RANDOM} (default: {drawn.SEED})")
     parser.add_argument("--pass", dest="pass_", default="both", metavar="PASS", help="forward, backward or both")
     parser.add_argument(
         "--quick",
@@ -147,7 +167,12 @@ def _sweep_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--with", dest="files", action="append", default=[], type=Path, metavar="FILE", help="a file of own rungs too"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="rows (default: bench-results/<machine>.jsonl)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="rows (default: bench-results/<machine>.jsonl, of another set <set>/<machine>.jsonl)",
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -165,7 +190,7 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
     for path in args.files:
         user_rungs.load_file(path)
     selection = _selection(args)
-    output = args.output or environment.results_file()
+    output = args.output or environment.results_file(args.set)
     with store.writing(output):
         return _measure(args, selection, output, console)
 
@@ -250,6 +275,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.rows import merge
 
             return merge.main(argv[1:], console)
+        if argv[:1] == ["select"]:
+            from bench.select import command
+
+            return command.main(argv[1:], console)
+        if argv[:1] == ["distribution"]:
+            from bench.show import distribution
+
+            return distribution.main(argv[1:], console)
         if argv[:1] == ["compare"]:
             from bench.compare import command
 

@@ -16,15 +16,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kernel_ladder
 from bench import peers
-from bench.measure import candidates, ceilings, clocks, correctness, environment, intervals, phases, rounds, timing
-from bench.measure.cases import host_case
-from bench.measure.selection import LONG_TUNING, Group, Selection, groups
+from bench.measure import (
+    candidates,
+    ceilings,
+    clocks,
+    correctness,
+    environment,
+    intervals,
+    phases,
+    rounds,
+    sets,
+    timing,
+)
+from bench.measure.cases import host_case, layouts_of
+from bench.measure.selection import CONTENDERS, LONG_TUNING, Group, Selection, groups
 from bench.rows import resume, store
 from bench.rows.order import by_climb
 from bench.rows.ratio import baseline_of
 from bench.rows.store import Row
 from kernel_ladder import table
 from kernel_ladder.errors import is_for_memory
+from kernel_ladder.selection import explain, preferred_first
 from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.samples import empty_inputs
@@ -60,12 +72,13 @@ class Sweep:
     ) -> None:
         self.selection, self.emit, self.device, self.standing = selection, emit, device, standing or {}
         self.phases = phases.Phases()
-        self._last: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
+        self._chosen_rungs: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
+        self._names: dict[tuple[str, str, torch.dtype, str], dict[str, list[str]]] = {}
         self._host: dict[tuple[str, str, str, torch.dtype], tuple[float | None, float | None]] = {}
 
     def known(self, group: Group) -> dict[str, Variant]:
         """The variants of a group by name, before those are left out whose tuning takes too long."""
-        ours = table.variants(group.op) if group.case.climb else self._last_steps(group)
+        ours = table.variants(group.op) if group.case.climb else self._levels_choices(group)
         theirs = peers.variants(group.op, self.selection.peers)
         return {v.name: v for v in (*filter(self.selection.takes, ours), *theirs)}
 
@@ -73,19 +86,38 @@ class Sweep:
         """The variants to measure for a group, including those that already have rows."""
         return [v for name, v in self.known(group).items() if self.selection.tunes(name, group.case)]
 
-    def _last_steps(self, group: Group) -> list[Variant]:
-        """The baseline, the last step of each level that takes the case, and variants selected by name."""
+    def _levels_choices(self, group: Group) -> list[Variant]:
+        """The baseline, the rung that each level's name stands for in each pass, and variants selected by name."""
         key = (group.op, group.case.id, group.dtype)
-        if key not in self._last:
-            inputs = empty_inputs(group.case, group.dtype, self.device)
+        if key not in self._chosen_rungs:
+            inputs, options = empty_inputs(group.case, group.dtype, self.device), group.case.options
             wanted = {baseline_of(group.op), *(self.selection.backends or ())}
             for level in table.LEVELS:
                 climb = table.named(group.op, level)
-                fitting = (v for v in climb if v.unsupported(*inputs, **group.case.options) is None)
-                if climb:  # where none fits, a row gives the reason of the last step
-                    wanted.add(next(fitting, climb[0]).name)
-            self._last[key] = [v for v in table.variants(group.op) if v.name in wanted]
-        return self._last[key]
+                for pass_ in group.passes if climb else ():
+                    asked = as_leaves(inputs) if pass_ == "backward" else inputs
+                    order = preferred_first(climb, asked, options)
+                    fitting = [v for v in order if v.unsupported(*asked, **options) is None]
+                    wanted.add(next(iter(fitting), order[0]).name)  # where none fits, a row gives the first's reason
+                    if group.set != sets.SWEEP:
+                        wanted.update([v.name for v in climb if v in fitting][:CONTENDERS])
+            self._chosen_rungs[key] = [v for v in table.variants(group.op) if v.name in wanted]
+        return self._chosen_rungs[key]
+
+    def _stands_for(self, group: Group, pass_: str, backend: str) -> list[str]:
+        """The names among "auto" and the levels that stand for a rung in a call."""
+        key = (group.op, group.case.id, group.dtype, pass_)
+        if key not in self._names:
+            inputs = empty_inputs(group.case, group.dtype, self.device)
+            asked = as_leaves(inputs) if pass_ == "backward" else inputs
+            found: dict[str, list[str]] = {}
+            for name in ("auto", *table.LEVELS):
+                if name == "auto" or table.unavailable(group.op, name) is None:
+                    rung, reason = explain(group.op, name, asked, group.case.options)[-1]
+                    if reason is None:
+                        found.setdefault(rung, []).append(name)
+            self._names = {key: found}  # groups come one after the other
+        return self._names[key].get(backend, [])
 
     def pending(self, group: Group, pass_: str) -> list[Variant]:
         """The variants of a pass without a row in `standing`, and the baseline that they are paired with."""
@@ -253,6 +285,8 @@ class Sweep:
                 row.compile_s = timing.wall(lambda: call(0), self.device)[0]
             with self.phases(phases.PREPARE):
                 returned, seconds, row.peak_mib = self._another(call)
+                if variant.level == "xla":  # whose memory PyTorch does not count
+                    row.peak_mib = None
             with self.phases(phases.CHECK):  # of a later call: a kernel may be right only at its first
                 if backward and variant.level == peers.LEVEL:  # may overwrite what it saved: right once per graph
                     returned = make(variant, copies)(0)
@@ -337,6 +371,10 @@ class Sweep:
             shape=group.case.id,
             shapes=[shape and list(shape) for shape in group.case.shapes],
             options=dict(group.case.options),
+            layouts=layouts_of(group.case),
+            set=self.selection.set_name,
+            names=list(group.names),
+            chosen=self._stands_for(group, pass_, backend),
             interpreted=interpreted,
             bytes=spec.bytes(group.case, group.dtype.itemsize, backward),
             flops=spec.flops(group.case, backward),

@@ -12,7 +12,7 @@ from kernel_ladder import gpu
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.semantics.strides import has_rows_at
-from kernel_ladder.spec import Output
+from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
 from kernel_ladder.tracing import address
 
@@ -215,6 +215,12 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         gradients = run_backward(_read_by_kernels(step, grad), grad_lse, *saved, *_MORE.get(step, ()))
         return _gradients(gradients, needs)
 
+    def saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Options) -> tuple:
+        query, key, value = inputs
+        first, last = band(options["is_causal"], options["window_size"], query.shape[-2], key.shape[-2])
+        scale = scale_of(query.shape[-1], options["scale"])
+        return (query, key, value, *outputs, None, first, last, scale, options["enable_gqa"])
+
     @torch.library.register_fake(f"kernel_ladder::attention.{name}")
     def _(query, key, value, attn_mask, first, last, scale, enable_gqa):
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -227,7 +233,14 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         def _(grad, grad_lse, query, key, value, *others):
             return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
-    register("attention", f"cuda.{name}", forward=forward, backward=backward, unsupported=unsupported)
+    register(
+        "attention",
+        f"cuda.{name}",
+        forward=forward,
+        backward=backward,
+        unsupported=unsupported,
+        saved_from=saved_from if takes_output else None,
+    )
 
 
 _FLASH_BACKWARD = {256: "flash"}

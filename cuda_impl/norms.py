@@ -13,6 +13,7 @@ import torch
 from cuda_impl import unsupported, wants_gradient
 from cuda_impl.built_for import is_roomy, without_clusters
 from kernel_ladder import gpu
+from kernel_ladder.spec import mixed, names_of
 from kernel_ladder.tracing import address
 
 #: Threads of the largest block, and 16-byte vectors of the longest row that a block holds: csrc/reduce/rows.cuh.
@@ -171,8 +172,12 @@ def unsupported_rows(
 
     Of a call that wants the gradient of any operand or parameter, the backward pass must fit as well.
     """
-    if (reason := unsupported(operands[0])) is not None or rung in ("naive", "block"):
+    if (reason := unsupported(operands[0])) is not None:
         return reason
+    if mixed(operands[0], *parameters):
+        return f"takes parameters of the input's dtype, got float32 beside {names_of([operands[0].dtype])}"
+    if rung in ("naive", "block"):
+        return None
     if (reason := _forward_unsupported(rung, operands, dims, parameters)) is not None:
         return reason
     return _backward_unsupported(operands[0], dims) if wants_gradient(*operands, *parameters) else None

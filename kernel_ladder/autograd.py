@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from kernel_ladder import autocast
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.spec import Inputs, Options, Output, each
 from kernel_ladder.table import Variant
@@ -72,6 +73,9 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Run a rung's backward, with one gradient per output."""
     assert variant.backward is not None
+    if autocast.is_on():  # a backward pass inside the block: what it computes is stated in dtypes already
+        with autocast.off(grads[0].device.type):
+            return gradients(variant, saved, grads, needs)
     try:
         return variant.backward(saved, grads if len(grads) > 1 else grads[0], needs)
     except RuntimeError as error:

@@ -31,11 +31,15 @@ class RungFileError(ValueError):
     """A user's file of rungs does not exist, cannot be run, or registers nothing."""
 
 
+#: What errors for memory say: operators of the CUDA level, and XLA.
+_SIGNS_OF_MEMORY = ("could not allocate", "RESOURCE_EXHAUSTED")
+
+
 def is_for_memory(error: Exception) -> bool:
-    """Whether an error means out of memory. Operators on PyTorch's stable ABI have no exception type for it."""
+    """Whether an error means out of memory. PyTorch's stable ABI and XLA have no exception type for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "could not allocate" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_MEMORY)
 
 
 def raise_for_memory(error: RuntimeError) -> None:

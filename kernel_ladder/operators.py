@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_ladder import autograd, selection, table
+from kernel_ladder import autocast, autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
 from kernel_ladder.table import Variant
@@ -441,6 +441,12 @@ def _called(
     `source` says where the backend's name comes from, if not from the call.
     """
     inputs = tuple(inputs)
+    if autocast.is_on():
+
+        def run(given: Inputs) -> Output:
+            return _one_or_all(_called(op, backend, source, given, options, integers))
+
+        return list(as_tuple(autocast.call(run, op, inputs)))
     named = _options(options, integers)
     restated = table.spec(op).check(*inputs, **{name: _hinted(value) for name, value in named.items()})
     if restated is not None:

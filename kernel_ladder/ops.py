@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kernel_ladder import autograd, operators, selection, table
+from kernel_ladder import autocast, autograd, operators, selection, table
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.semantics.masks import NO_WINDOW, causal_of, is_causal_bias
 from kernel_ladder.semantics.reduction import Dim
@@ -21,11 +21,18 @@ from kernel_ladder.transforms import transforms_active
 
 def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
     compiling = is_compiling()  # read once: it costs as much as is_neg(), which torch.compile cannot trace
+    for x in inputs:
+        if type(x) not in _ON_ONE_GPU and x is not None and type(x).__name__ == "DTensor":
+            return _call_sharded(op, backend, inputs, options)
     if compiling:
         if not transforms_active() and forward_ad._current_level < 0:
             return operators.call(op, backend, inputs, options)
+        if autocast.applies_to(inputs):
+            return autocast.call(lambda given: _call(op, backend, given, options), op, inputs)
         restated = table.spec(op).check(*inputs, **options)
     else:
+        if autocast.is_on():
+            return autocast.call(lambda given: _call(op, backend, given, options), op, inputs)
         restated = (table.specs.get(op) or table.spec(op)).check(*inputs, **options)
     if restated is not None:
         return restated.output(_call(op, backend, restated.inputs, options))
@@ -40,6 +47,27 @@ def _call(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any])
     except RuntimeError as error:
         raise_for_memory(error)
         raise
+
+
+#: The classes of nearly all tensors, told at one comparison.
+_ON_ONE_GPU = (torch.Tensor, torch.nn.Parameter)
+
+
+def _call_sharded(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any]) -> Any:
+    from kernel_ladder.distributed import dtensor  # takes two seconds, which the caller has spent
+
+    restated = table.spec(op).check(*inputs, **options)
+    if restated is not None:
+        return restated.output(_call(op, backend, restated.inputs, options))
+    name = table.asked_for(op, backend)
+
+    def run(local: Inputs) -> Any:
+        return _call(op, backend, local, options)
+
+    def anew(other: str, inputs: Inputs, options: dict[str, Any]) -> Any:
+        return _call(other, name if other == op else name.partition(".")[0], inputs, options)
+
+    return dtensor.call(op, inputs, options, run, anew)
 
 
 # Options are cache keys and kernel constants, so numbers of other libraries are converted to Python's. Other values
@@ -134,6 +162,9 @@ def softmax(
     """
     if dtype is not None:
         input = _to_dtype("softmax", input, dtype)
+        if autocast.is_on() and isinstance(input, torch.Tensor):
+            with autocast.off(input.device.type):  # the dtype that is asked for stands
+                return softmax(input, dim, out=out, backend=backend)
     if out is not None:
         _no_out("softmax", out)
     return _call("softmax", backend, (input,), {"dim": dim if type(dim) is int else _int(dim)})
@@ -353,6 +384,9 @@ def sum(
     """
     if dtype is not None:
         input = _to_dtype("sum", input, dtype)
+        if autocast.is_on() and isinstance(input, torch.Tensor):
+            with autocast.off(input.device.type):  # the dtype that is asked for stands
+                return sum(input, dim, keepdim, out=out, backend=backend)
     if out is not None:
         _no_out("sum", out)
     dims = dim if dim is None or type(dim) is int else _ints(dim)
@@ -466,7 +500,7 @@ def layer_norm(
         input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch
             and compile levels). The 16-bit dtypes are computed in float32.
         normalized_shape: the last dimensions, together one row; at least one.
-        weight: of shape `normalized_shape` and the input's dtype, or None for ones.
+        weight: of shape `normalized_shape`; of the input's dtype, or float32 beside 16 bits; or None for ones.
         bias: likewise, or None for zeros.
         eps: added to the variance; finite. A sum below zero gives NaN, as in PyTorch.
         backend: see :func:`kernel_ladder.use`.
@@ -494,7 +528,7 @@ def rms_norm(
         input: any shape that ends in `normalized_shape`, any strides; float16, bfloat16, float32 (float64 at the torch
             and compile levels). The 16-bit dtypes are computed in float32.
         normalized_shape: the last dimensions, together one row; at least one.
-        weight: of shape `normalized_shape` and the input's dtype, or None for ones.
+        weight: of shape `normalized_shape`; of the input's dtype, or float32 beside 16 bits; or None for ones.
         eps: added to the mean of squares; finite. A sum below zero gives NaN, as in PyTorch. None means the machine
             epsilon of the computation's dtype: float32, or float64 for float64.
         backend: see :func:`kernel_ladder.use`.
@@ -524,7 +558,7 @@ def add_rms_norm(
     Args:
         input: ``(..., N)``, any strides; float16, bfloat16, float32 (float64 at the torch and compile levels).
         residual: of the same shape and dtype.
-        weight: ``(N,)`` of the same dtype, or None for ones.
+        weight: ``(N,)`` of the same dtype, or float32 beside 16 bits; or None for ones.
         eps: as for :func:`rms_norm`.
         backend: see :func:`kernel_ladder.use`.
 

@@ -21,6 +21,9 @@ PASSES = ("forward", "backward")
 #: Every dtype that an operation accepts. A rung may take fewer, and says so through ``unsupported``.
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: Those beside which parameters may be float32, where an operation says so.
+NARROW_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
 # Module globals, because every call reads them.
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 
@@ -39,7 +42,7 @@ class Case:
         quick: whether the short sweep measures the case.
         kinds: the kind of each argument that does not have the case's dtype, by the argument's index.
         passes: the passes that the benchmark measures.
-        climb: whether it measures every rung, or only each level's most optimised one.
+        climb: whether it measures every rung, or only the one that each level's name stands for.
     """
 
     id: str
@@ -159,6 +162,14 @@ def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return each(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 
+def mixed(input: torch.Tensor, *parameters: torch.Tensor | None) -> bool:
+    """Whether a parameter has another dtype than the input: float32 beside 16 bits, once the check has passed."""
+    for x in parameters:  # noqa: SIM110 - every call of a norm runs this, and a generator takes twice as long
+        if x is not None and x.dtype is not input.dtype:
+            return True
+    return False
+
+
 def as_leaves(inputs: Inputs) -> Inputs:
     """The tensors detached from any graph; each that can have a gradient requires one."""
     return each(lambda x: x.detach().requires_grad_(x.is_floating_point()), inputs)
@@ -170,11 +181,16 @@ def as_tuple(output: Output) -> tuple[torch.Tensor, ...]:
 
 
 def check_tensors(
-    op: str, dtypes: Sequence[torch.dtype] = DTYPES, optional: Sequence[str] = (), **tensors: object
+    op: str,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    optional: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    **tensors: object,
 ) -> None:
     """Raise unless every argument is a tensor of an accepted dtype, and all have one dtype and one device.
 
-    `optional` names the arguments that may be None, so that the message says so.
+    `optional` names the arguments that may be None, so that the message says so. `parameters` names those that may be
+    float32 beside 16-bit arguments.
     """
     # Every call of every operation runs this check. Test the good case first; find the fault only if it fails.
     first, *others = tensors.values()
@@ -185,7 +201,7 @@ def check_tensors(
                 break
         else:
             return
-    _raise_for_tensors(op, dtypes, optional, tensors)
+    _check_each(op, dtypes, optional, parameters, tensors)
 
 
 def names_of(dtypes: Sequence[torch.dtype]) -> str:
@@ -193,8 +209,12 @@ def names_of(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-def _raise_for_tensors(
-    op: str, dtypes: Sequence[torch.dtype], optional: Sequence[str], tensors: Mapping[str, object]
+def _check_each(
+    op: str,
+    dtypes: Sequence[torch.dtype],
+    optional: Sequence[str],
+    parameters: Sequence[str],
+    tensors: Mapping[str, object],
 ) -> None:
     first_name, first = next(iter(tensors.items()))
     for name, value in tensors.items():
@@ -208,10 +228,12 @@ def _raise_for_tensors(
                 f"{op}: argument `{name}` has dtype {names_of([value.dtype])}; accepted are {names_of(dtypes)}"
             )
         assert isinstance(first, torch.Tensor)
-        if value.dtype != first.dtype:
+        narrow = first.dtype in NARROW_DTYPES
+        if value.dtype != first.dtype and not (narrow and value.dtype == torch.float32 and name in parameters):
+            also = f"; `{name}` may also be float32" if narrow and name in parameters else ""
             raise TypeError(
                 f"{op}: arguments `{first_name}` and `{name}` must have the same dtype, "
-                f"got {names_of([first.dtype])} and {names_of([value.dtype])}"
+                f"got {names_of([first.dtype])} and {names_of([value.dtype])}{also}"
             )
         if value.device != first.device:
             raise ValueError(

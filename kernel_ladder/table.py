@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder.errors import BackendError, UnavailableError, VariableError
 from kernel_ladder.level_packages import load as load_package
-from kernel_ladder.spec import Output, Spec
+from kernel_ladder.spec import Inputs, Options, Output, Spec
 
 #: Operations, each a module of this name in every level's package.
 OPS: tuple[str, ...] = (
@@ -42,6 +42,7 @@ OPS: tuple[str, ...] = (
 LEVELS: dict[str, str] = {
     "torch": "torch_ref",
     "compile": "compile_impl",
+    "xla": "xla_impl",
     "triton": "triton_impl",
     "cuda": "cuda_impl",
 }
@@ -61,6 +62,8 @@ class Variant:
     ``inference(*inputs, **options)`` returns the output alone, where no gradient is wanted and `forward` would write
     more than it for the backward's sake; None where it would not.
     ``here()`` returns why this machine cannot run it whatever the inputs, though its level is available, or None.
+    ``saved_from(inputs, outputs, options)`` returns what `forward` would save, by outputs from elsewhere: those of a
+    larger call, of which these inputs are a part. None where the backward computes them again.
     """
 
     op: str
@@ -70,6 +73,7 @@ class Variant:
     unsupported: Callable[..., str | None]
     inference: Callable[..., Output] | None = None
     here: Callable[[], str | None] = lambda: None
+    saved_from: Callable[[Inputs, tuple[torch.Tensor, ...], Options], tuple[Any, ...]] | None = None
 
     def output(self, *inputs: torch.Tensor | None, **options: Any) -> Output:
         """The output alone, with nothing kept for a backward."""
@@ -119,6 +123,7 @@ def register(
     unsupported: Callable[..., str | None] = _supports_all,
     inference: Callable[..., Output] | None = None,
     here: Callable[[], str | None] = lambda: None,
+    saved_from: Callable[[Inputs, tuple[torch.Tensor, ...], Options], tuple[Any, ...]] | None = None,
 ) -> Variant:
     """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`."""
     level, _, step = name.partition(".")
@@ -127,7 +132,7 @@ def register(
     variants = _variants.setdefault((op, level), {})
     if name in variants:
         raise ValueError(f"register: {op} has a variant {name!r} already")
-    variants[name] = Variant(op, name, forward, backward, unsupported, inference, here)
+    variants[name] = Variant(op, name, forward, backward, unsupported, inference, here, saved_from)
     _changed()
     return variants[name]
 

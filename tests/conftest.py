@@ -74,10 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = parts[True]
 
 
+#: Levels that compile every shape anew.
+COMPILED_LEVELS = frozenset(("compile", "xla"))
+
+
 def _is_compiled(item: pytest.Item) -> bool:
-    """Whether a test's case is of the compile level."""
+    """Whether a test's case is of a level that compiles every shape."""
     params = getattr(item, "callspec", None) and item.callspec.params
-    return bool(params) and "compile" in (params.get("level"), getattr(params.get("variant"), "level", None))
+    of_case = {params.get("level"), getattr(params.get("variant"), "level", None)} if params else set()
+    return not COMPILED_LEVELS.isdisjoint(of_case)
 
 
 @pytest.hookimpl(wrapper=True)

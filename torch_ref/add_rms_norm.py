@@ -9,11 +9,11 @@ The norm reads the rounded sum: the next block adds to it, and the backward pass
 import math
 
 import torch
-import torch.nn.functional as F
 
 from kernel_ladder.semantics.norms import check_eps, computation_dtype, eps_or_default
 from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
+from torch_ref import rms_norm
 from torch_ref.norm_samples import cases, sweep
 
 
@@ -34,13 +34,13 @@ def builtin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's sum, then its rms_norm: two calls."""
     total = input + residual
-    return F.rms_norm(total, total.shape[-1:], weight, None if eps is None else float(eps)), total
+    return rms_norm.builtin(total, weight, normalized_shape=total.shape[-1:], eps=eps), total
 
 
 def check(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *, eps: float | None) -> None:
     op = "add_rms_norm"
     given = {} if weight is None else {"weight": weight}
-    check_tensors(op, optional=("weight",), input=input, residual=residual, **given)
+    check_tensors(op, optional=("weight",), parameters=("weight",), input=input, residual=residual, **given)
     if input.dim() == 0:
         raise ValueError(f"{op}: argument `input` must have at least one dimension, got a scalar")
     if residual.shape != input.shape:
@@ -65,6 +65,7 @@ def _options(row: tuple[int, ...]) -> dict:
 
 SAMPLES = [
     *cases(_shapes, _options),
+    Case("float32-weight", _shapes((17, 264), 1), _options((264,)), kinds={2: "parameter"}),
     Case("no-weight", ((17, 129), (17, 129), None), {"eps": None}),
     Case("no-weight-long", ((3, 16400), (3, 16400), None), {"eps": None}),
     Case("eps", _shapes((17, 64), 1), {"eps": 0.5}),

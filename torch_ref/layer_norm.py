@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_ladder.semantics.norms import check_normalized, computation_dtype
-from kernel_ladder.spec import Case, ErrorCase, Spec
+from kernel_ladder.spec import Case, ErrorCase, Spec, converted, mixed
 from kernel_ladder.table import register, register_spec
 from torch_ref.norm_samples import cases, sweep
 
@@ -45,7 +45,10 @@ def builtin(
     normalized_shape: tuple[int, ...],
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """PyTorch's fused kernel."""
+    """PyTorch's fused kernel; of float32 parameters beside 16 bits, which it takes on a CPU alone, in float32."""
+    if mixed(input, weight, bias):
+        wide = converted((input, weight, bias), torch.float32)
+        return F.layer_norm(wide[0], normalized_shape, wide[1], wide[2], float(eps)).to(input.dtype)
     return F.layer_norm(input, normalized_shape, weight, bias, float(eps))
 
 
@@ -73,6 +76,8 @@ SAMPLES = [
     Case("two-dims", _shapes((4, 3, 5, 8), 2), _options((5, 8))),
     Case("every-dim", _shapes((3, 7), 2), _options((3, 7))),
     Case("transposed-dims", _shapes((4, 37, 53), 2), _options((37, 53)), layout="transposed"),
+    Case("float32-both", _shapes((17, 264), 1), _options((264,)), kinds={1: "parameter", 2: "parameter"}),
+    Case("float32-bias-long", _shapes((3, 20000), 1), _options((20000,)), kinds={2: "parameter"}),
     Case("neither", ((17, 129), None, None), _options((129,))),
     Case("weight-only", ((17, 129), (129,), None), _options((129,))),
     Case("bias-only", ((17, 129), None, (129,)), _options((129,))),

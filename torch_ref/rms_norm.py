@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_ladder.semantics.norms import check_normalized, computation_dtype, eps_or_default
-from kernel_ladder.spec import Case, ErrorCase, Spec
+from kernel_ladder.spec import Case, ErrorCase, Spec, mixed
 from kernel_ladder.table import register, register_spec
 from torch_ref.norm_samples import cases, sweep
 
@@ -39,8 +39,11 @@ def builtin(
     normalized_shape: tuple[int, ...],
     eps: float | None = None,
 ) -> torch.Tensor:
-    """PyTorch's own function."""
-    return F.rms_norm(input, normalized_shape, weight, None if eps is None else float(eps))
+    """PyTorch's own function; of a float32 weight beside 16 bits, which it gives to no fused kernel, in float32."""
+    eps = None if eps is None else float(eps)
+    if mixed(input, weight):
+        return F.rms_norm(input.float(), normalized_shape, weight, eps).to(input.dtype)
+    return F.rms_norm(input, normalized_shape, weight, eps)
 
 
 def check(
@@ -62,6 +65,7 @@ SAMPLES = [
     Case("two-dims", _shapes((4, 3, 5, 8), 2), _options((5, 8))),
     Case("every-dim", _shapes((3, 7), 2), _options((3, 7))),
     Case("transposed-dims", _shapes((4, 37, 53), 2), _options((37, 53)), layout="transposed"),
+    Case("float32-weight", _shapes((17, 264), 1), _options((264,)), kinds={1: "parameter"}),
     Case("no-weight", ((17, 129), None), _options((129,))),
     Case("no-weight-long", ((3, 16400), None), _options((16400,))),
     Case("eps", _shapes((17, 64), 1), {"normalized_shape": (64,), "eps": 0.5}),

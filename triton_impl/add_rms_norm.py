@@ -6,7 +6,7 @@ import torch
 
 from kernel_ladder.semantics.norms import eps_or_default, forwards
 from triton_impl import register
-from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, wants_gradient
+from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter
 from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
 KIND = Kind(is_layernorm=False, has_residual=True)
@@ -35,7 +35,7 @@ def _register(name: str, rung: Rung) -> None:
     def unsupported(
         input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, *, eps
     ) -> str | None:
-        return rung.unsupported_rows(KIND, input, input.shape[-1], wants_gradient(input, residual, weight))
+        return rung.unsupported(KIND, input.shape[-1], input, residual, weight)
 
     register("add_rms_norm", name, **forwards(normalise), backward=backward, unsupported=unsupported, here=rung.here)
 

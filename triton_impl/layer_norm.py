@@ -9,7 +9,7 @@ import torch
 from kernel_ladder.semantics.norms import forwards
 from triton_impl import register
 from triton_impl.norm import naive
-from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, wants_gradient
+from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, dtype_of
 from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
 KIND = Kind(is_layernorm=True, has_residual=False)
@@ -27,11 +27,12 @@ def _register(name: str, rung: Rung) -> None:
     ) -> tuple[torch.Tensor, tuple]:
         x, w = as_matrix(input, len(normalized_shape)), as_parameter(weight)
         output, _, stats = rung.forward(KIND, input.shape, x, None, w, as_parameter(bias), float(eps), save_stats)
-        return output, (x, w, stats, tuple(input.shape), normalized_shape)
+        return output, (x, w, stats, tuple(input.shape), normalized_shape, dtype_of(bias))
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-        x, w, stats, shape, row = saved
-        grad_input, *grad_parameters = rung.backward(KIND, x, w, stats, as_matrix(grad, len(row)), None, Needs(*needs))
+        x, w, stats, shape, row, bias_dtype = saved
+        grad = as_matrix(grad, len(row))
+        grad_input, *grad_parameters = rung.backward(KIND, x, w, stats, grad, None, Needs(*needs), bias_dtype)
         grad_input = None if grad_input is None else grad_input.view(shape)
         return grad_input, *(None if g is None else g.view(row) for g in grad_parameters)
 
@@ -43,7 +44,7 @@ def _register(name: str, rung: Rung) -> None:
         normalized_shape,
         eps,
     ) -> str | None:
-        return rung.unsupported_rows(KIND, input, math.prod(normalized_shape), wants_gradient(input, weight, bias))
+        return rung.unsupported(KIND, math.prod(normalized_shape), input, weight, bias)
 
     register(
         "layer_norm",

@@ -9,7 +9,7 @@ import torch
 from kernel_ladder.semantics.norms import eps_or_default, forwards
 from triton_impl import register
 from triton_impl.norm import naive
-from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, wants_gradient
+from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter
 from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
 KIND = Kind(is_layernorm=False, has_residual=False)
@@ -34,7 +34,7 @@ def _register(name: str, rung: Rung) -> None:
         )
 
     def unsupported(input: torch.Tensor, weight: torch.Tensor | None = None, *, normalized_shape, eps) -> str | None:
-        return rung.unsupported_rows(KIND, input, math.prod(normalized_shape), wants_gradient(input, weight))
+        return rung.unsupported(KIND, math.prod(normalized_shape), input, weight)
 
     register("rms_norm", name, **forwards(normalise), backward=backward, unsupported=unsupported, here=rung.here)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 import torch
 
+from bench.measure.sets import Member
 from kernel_ladder.spec import Case, Spec, each
 
 #: Limits of a case without a GPU: Triton's interpreter takes milliseconds per block.
@@ -41,23 +43,40 @@ def shrink(case: Case, spec: Spec) -> Case:
     return case
 
 
+def layouts_of(case: Case) -> list[str]:
+    """The layout of each argument, as rows keep them; none where all are contiguous."""
+    layouts = [case.layout_of(place) for place in range(len(case.shapes))]
+    return [] if set(layouts) == {"contiguous"} else layouts
+
+
 def host_case(case: Case) -> Case:
     """`case` with no dimension larger than `HOST_DIM`."""
     sizes = {n: min(n, HOST_DIM) for shape in filter(None, case.shapes) for n in shape}
     return _resized(case, sizes)
 
 
-def sweep_cases(spec: Spec, device: torch.device, quick: bool) -> list[Case]:
-    """The cases to measure.
+def sweep_members(spec: Spec, members: Iterable[Member], device: torch.device, quick: bool) -> list[Member]:
+    """The cases of a set to measure, or of its quick subset.
 
-    On a GPU the spec's sweep, or its quick subset. Without one the same, each case shrunk to a tiny one (those that
-    shrink to the same are measured once); quick, only the first of them.
+    Without a GPU the same, each case shrunk to a tiny one; those that shrink to the same are measured once, with the
+    names of all. A quick sweep measures only the first of them.
     """
-    cases = [case for case in spec.sweep if case.quick or not quick]
+    chosen = [member for member in members if member.case.quick or not quick]
     if device.type == "cuda":
-        return cases
-    tiny = {case.id: case for case in (shrink(case, spec) for case in cases)}
-    return list(tiny.values())[:1] if quick else list(tiny.values())
+        return chosen
+    tiny: dict[str, Member] = {}
+    for case, names in chosen:
+        small = shrink(case, spec)
+        known = tiny.get(small.id, Member(small))
+        tiny[small.id] = Member(small, tuple(dict.fromkeys((*known.names, *names))))
+        if quick:
+            break
+    return list(tiny.values())
+
+
+def sweep_cases(spec: Spec, device: torch.device, quick: bool) -> list[Case]:
+    """The cases of a spec's own set to measure: see :func:`sweep_members`."""
+    return [case for case, _ in sweep_members(spec, map(Member, spec.sweep), device, quick)]
 
 
 def default_dtypes(case: Case, device: torch.device, quick: bool) -> list[torch.dtype]:

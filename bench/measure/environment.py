@@ -40,9 +40,13 @@ def machine_name() -> str:
     return found[1].strip() if found else platform.processor() or "cpu"
 
 
-def results_file() -> Path:
-    """Where this machine's rows go: one file per model of GPU, or of CPU where there is no GPU."""
-    return MEASURED / f"{re.sub(r'[^a-z0-9]+', '-', machine_name().lower()).strip('-')}.jsonl"
+def results_file(set_: str = "sweep") -> Path:
+    """Where this machine's rows go: one file per model of GPU, or of CPU where there is no GPU.
+
+    Rows of a set of calls other than the sweep go to a folder of its name.
+    """
+    folder = MEASURED if set_ == "sweep" else MEASURED / set_
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', machine_name().lower()).strip('-')}.jsonl"
 
 
 def _output(*command: str) -> str | None:

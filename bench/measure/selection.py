@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 import kernel_ladder
-from bench.measure.cases import default_dtypes, sweep_cases
+from bench.measure import drawn, sets
+from bench.measure.cases import default_dtypes, sweep_members
 from bench.rows.ratio import baseline_of
 from kernel_ladder.spec import PASSES, Case
 from kernel_ladder.table import Variant
@@ -16,6 +17,10 @@ from kernel_ladder.table import Variant
 #: Variants that tune for up to a minute per shape, dtype and pass. Unless the user names them, a quick sweep leaves
 #: them out, and a full sweep measures them at the quick cases only: otherwise they would take most of its time.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
+
+#: Rungs of each level that are measured beside its choice in sets other than the sweep: the last ones that take the
+#: call. The time of the choice over the best of them is its regret.
+CONTENDERS = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,13 @@ class Selection:
     peers: Sequence[str] = ()
     named: Sequence[str] = ()  # variants and peers that are asked for by name
     share: tuple[int, int] = (1, 1)  # which of how many parts of the groups
+    set: str = sets.SWEEP  # which calls: bench/measure/sets.py
+    seed: int = drawn.SEED  # of the random set
+
+    @property
+    def set_name(self) -> str:
+        """The set as rows name it: that of random calls with its seed."""
+        return f"{self.set}:{self.seed}" if self.set == sets.RANDOM else self.set
 
     def takes(self, variant: Variant) -> bool:
         """Whether a variant is to be measured. The baseline always is: speedups are paired with it."""
@@ -53,6 +65,8 @@ class Group:
     case: Case
     dtype: torch.dtype
     passes: Sequence[str]
+    set: str = sets.SWEEP
+    names: Sequence[str] = ()  # of those who make the call
 
     @property
     def dtype_name(self) -> str:
@@ -69,10 +83,16 @@ def groups(selection: Selection, device: torch.device) -> list[Group]:
     """
     part, parts = selection.share
     quick = selection.quick
-    cases = [(op, case) for op in selection.ops for case in sweep_cases(kernel_ladder.spec(op), device, quick)]
+    members = [
+        (op, *member)
+        for op in selection.ops
+        for member in sweep_members(
+            kernel_ladder.spec(op), sets.members(selection.set, op, selection.seed), device, quick
+        )
+    ]
     found = [
-        Group(op, case, dtype, _with_kernels(selection.passes, op, case))
-        for op, case in cases[part - 1 :: parts]
+        Group(op, case, dtype, _with_kernels(selection.passes, op, case), selection.set, names)
+        for op, case, names in members[part - 1 :: parts]
         for dtype in selection.dtypes or default_dtypes(case, device, quick)
     ]
     return [group for group in found if group.passes]

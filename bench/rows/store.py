@@ -42,6 +42,10 @@ class Row:
     shape: str  # the case's id, which names sizes and options
     shapes: list[list[int] | None] = field(default_factory=list)  # of the inputs, null for one that is absent
     options: dict[str, Any] = field(default_factory=dict)
+    layouts: list[str] = field(default_factory=list)  # of the inputs; none where all are contiguous
+    set: str = "sweep"  # of calls: sweep, models or random:SEED
+    names: list[str] = field(default_factory=list)  # of the models that make the call
+    chosen: list[str] = field(default_factory=list)  # "auto" and levels that stood for the rung in this call
     us: float | None = None  # median over rounds, of one call
     us_q1: float | None = None
     us_q3: float | None = None

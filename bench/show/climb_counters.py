@@ -35,6 +35,11 @@ def _over_least(mine: Counters) -> float | None:
     return None if moved is None or not least else moved / least
 
 
+def _l2_over_least(mine: Counters) -> float | None:
+    moved, least = mine.get("l2_bytes"), mine.get("least_bytes")
+    return None if moved is None or not least else moved / least
+
+
 def _top_stall(mine: Counters) -> str | None:
     stalls = mine.get("top_stalls") or {}
     return max(stalls, key=stalls.__getitem__) if stalls else None
@@ -47,6 +52,7 @@ def _number(name: str) -> Callable[[Counters], Any]:
 #: Heading, value and how it is written.
 COLUMNS: tuple[tuple[str, Callable[[Counters], Any], str], ...] = (
     ("DRAM bytes / least", _over_least, "{:.2f}"),
+    ("L2 bytes / least", _l2_over_least, "{:.2f}"),
     ("tensor pipe", _number("tensor_pipe_pct"), "{:.0f} %"),
     ("issue slots", _number("issue_pct"), "{:.0f} %"),
     ("occupancy", _number("occupancy_pct"), "{:.0f} %"),
@@ -66,6 +72,39 @@ def cells(mine: Counters, before: Counters) -> list[str]:
         text = "" if now is None else form.format(now)
         found.append(f"**{text}**" if moved(then, now) and text != form.format(then) else text)
     return found
+
+
+#: What a card shows of them, in this order.
+SHOWN = (
+    "DRAM bytes / least",
+    "L2 bytes / least",
+    "tensor pipe",
+    "issue slots",
+    "occupancy",
+    "registers",
+    "largest stall",
+)
+
+
+def changes(mine: Counters, before: Counters) -> list[str]:
+    """Each counter that a card shows, as ``name before → now``, or ``name now`` where the step before has none."""
+    found = []
+    for name, value, form in COLUMNS:
+        now, then = value(mine), value(before)
+        if name in SHOWN and now is not None:
+            was = "" if then is None else f"{form.format(then)} → "
+            found.append(f"{name} {was}{form.format(now)}")
+    return found
+
+
+def most_moved(mine: Counters, before: Counters) -> str:
+    """The counter whose ratio to the step before is farthest from one; empty where none moved."""
+    found: list[tuple[float, str]] = []
+    for name, value, form in COLUMNS:
+        now, then = value(mine), value(before)
+        if name in SHOWN and isinstance(now, int | float) and now and then and moved(then, now):
+            found.append((max(now / then, then / now), f"{name} {form.format(then)} → {form.format(now)}"))
+    return max(found)[1] if found else ""
 
 
 def moved(then: Any, now: Any) -> bool:

@@ -24,6 +24,7 @@ NOTE = "<!-- `python -m bench readme --folders` writes this page from the files'
 TITLES = {
     "torch": "the formulas, and PyTorch's own functions",
     "compile": "the formulas under torch.compile",
+    "xla": "the formulas in JAX, what JAX offers fused, and kernels in Pallas",
     "triton": "kernels in Triton and Gluon",
     "cuda": "kernels in CUDA C++",
 }

@@ -1,4 +1,4 @@
-"""The heads of the rungs' files: each rung's idea, and what limits it now.
+"""The heads of the rungs' files: each rung's idea, what it predicts, and what limits it now.
 
 Three forms are read, the first of them wins:
 
@@ -49,6 +49,8 @@ class Head:
     idea: str
     limit: str = ""
     place: str = ""  # "3 of 6", where the head says so
+    predicts: str = ""
+    next: str = ""
 
 
 def ladder(op: str, level: str) -> list[str]:
@@ -104,7 +106,10 @@ def _heads_in(file: Path, text: str) -> Iterator[tuple[tuple[str, ...], str, Hea
             names = set(re.findall(r"\w+", title["ops"]))
             ops = (*names, *(NORMS if names & {"norm", "norms"} else ()))
             limit = fields.get("Limit now", fields.get("Limit", ""))
-            yield ops, title["rung"].rpartition(".")[2], Head(file, fields.get("Idea", ""), limit, title["place"])
+            head = Head(
+                file, fields.get("Idea", ""), limit, title["place"], fields.get("Predicts", ""), fields.get("Next", "")
+            )
+            yield ops, title["rung"].rpartition(".")[2], head
 
 
 def _fields(lines: Sequence[str]) -> dict[str, str]:

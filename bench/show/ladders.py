@@ -1,7 +1,12 @@
-"""The ladder pictures of README.md: one bar a rung, in per cent of the best kernel that others offer, with its idea."""
+"""The ladder pictures: one bar a rung, in per cent of the best kernel that others offer, above the idea of its file.
+
+Narrow, so that a phone shows it legibly; its texts are legible on white and on black.
+"""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,65 +14,32 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
 from bench.show.climb import in_order
 from bench.show.headline import headline
+from bench.show.heads import heads
+from bench.show.panels import step_of
+from bench.show.pictures import COLOURS, OTHER
+from bench.show.roofline import operations
+from kernel_ladder.table import LEVELS
 
-#: Operation -> rung -> its idea in a few words. Operations without an entry have no such picture.
-IDEAS: dict[str, dict[str, str]] = {
-    "matmul": {
-        "torch.builtin": "cuBLAS",
-        "triton.naive": "one small tile a program",
-        "triton.tiled": "large tiles, pipelined loads",
-        "triton.tma": "tiles fetched by TMA",
-        "triton.persistent": "programs loop over tiles",
-        "triton.split_k": "programs share a tile's k",
-        "cuda.naive": "one thread an output",
-        "cuda.coalesced": "a warp reads one line",
-        "cuda.tiled": "operands reused in shared memory",
-        "cuda.thread_tile": "8 × 8 outputs a thread",
-        "cuda.vectorized": "16-byte loads",
-        "cuda.double_buffered": "loads under arithmetic",
-        "cuda.registers": "register tiles, two buffers",
-        "cuda.mma": "tensor cores (mma.sync)",
-        "cuda.wgmma": "wgmma on tiles fetched by TMA",
-        "cuda.warp_specialized": "a producer warp loads",
-        "cuda.cluster": "blocks share loads by multicast",
-        "cuda.persistent": "epilogue under the next mainloop",
-        "cuda.split_k": "blocks share a tile's k",
-        "cuda.stream_k": "equal shares of all work",
-    },
-    "attention": {
-        "torch.naive": "scores go through memory",
-        "torch.builtin": "PyTorch's choice (cuDNN)",
-        "torch.flash": "FlashAttention-2",
-        "torch.cudnn": "cuDNN",
-        "triton.flash": "online softmax over tiles",
-        "triton.tma": "tiles fetched by TMA",
-        "triton.warp_specialized": "warps with different work",
-        "cuda.flash": "online softmax on mma.sync",
-        "cuda.wgmma": "wgmma on tiles fetched by TMA",
-        "cuda.warp_specialized": "a producer warp loads",
-        "cuda.pingpong": "softmax under products",
-        "cuda.persistent": "blocks loop over tiles",
-        "peer.flash-attn-4": "FlashAttention-4",
-    },
-}
-COLOURS = {"torch": "#8c8c8c", "triton": "#3a8fd0", "cuda": "#12a67c", "peer": "#e0712a"}
-#: Text that is legible on white and on black.
 TEXT = "#7d7d7d"
-WIDTH_INCHES = 8.0  # 576 points: under 880 pixels in a browser
-BAR_INCHES = 0.3
+WIDTH_INCHES = 5.8  # 557 pixels in a browser; on a phone two thirds of that
+LINE_INCHES, BAR_INCHES, GAP_INCHES = 0.165, 0.19, 0.085
+HEAD_INCHES = 0.72
+#: Where bars begin, as a share of the width, and how much of it 100 % take.
+BARS_FROM, FULL = 0.36, 0.5
+CHARACTERS = 84  # of an idea
 
 
 def draw(results: Path, gpu: str | None = None) -> list[Path]:
-    """Draw the ladder of each operation of `IDEAS` that has forward times in a file of rows. Returns the files."""
+    """Draw the ladder of each operation that has forward times in a file of rows. Returns the files."""
     rows = of_one_machine(latest(read(results)), gpu)
     paths = []
-    for op in IDEAS:
-        bars = bars_of(op, rows)
-        if bars:
+    for op in dict.fromkeys(row.op for row in operations(rows)):
+        if bars := bars_of(op, rows):
             paths.append(picture_file(results, f"ladder-{op}"))
             paths[-1].parent.mkdir(exist_ok=True)
             _picture(op, bars, paths[-1])
@@ -80,32 +52,68 @@ def bars_of(op: str, rows: Sequence[Row]) -> list[tuple[Row, float]]:
     standing = headline(op, mine)
     if standing is None:
         return []
-    here = in_order([row for row in mine if (row.shape, row.dtype) == standing and row.backend in IDEAS[op]])
+    here = in_order([row for row in mine if (row.shape, row.dtype) == standing])
     others = [row.us for row in here if row.level in ("torch", "peer") and row.us is not None]
     if not others:
         return []
     return [(row, min(others) / row.us) for row in here if row.us is not None]
 
 
+def idea_of(op: str, backend: str) -> str:
+    """What fits on a line of a rung's idea: its first sentence without brackets, or that up to a comma or colon.
+
+    Empty where there is none, as of peers.
+    """
+    level, _, rung = backend.partition(".")
+    head = heads(op, level).get(rung) if level in LEVELS else None
+    if head is None:
+        return ""
+    text = re.sub(r" ?\([^()]*\)", "", head.idea).replace("`", "")
+    sentence = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;")
+    if len(sentence) <= CHARACTERS:
+        return sentence
+    breaks = [found.start() for found in re.finditer(r"[,:;] | so that ", sentence) if found.start() <= CHARACTERS]
+    return sentence[: breaks[-1]] if breaks else textwrap.shorten(sentence, CHARACTERS, placeholder=" …")
+
+
 def _picture(op: str, bars: Sequence[tuple[Row, float]], path: Path) -> None:
-    first = bars[0][0]
-    with plt.rc_context({"font.size": 11, "svg.hashsalt": "kernel_ladder", "svg.fonttype": "none"}):
-        figure, axes = plt.subplots(figsize=(WIDTH_INCHES, BAR_INCHES * len(bars) + 0.9), layout="constrained")
-        for place, (row, share) in enumerate(bars):
-            axes.barh(place, 100 * share, height=0.72, color=COLOURS.get(row.level, TEXT))
-            label = f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.2g} %"
-            axes.text(100 * share + 1, place, f"{label}  {IDEAS[op][row.backend]}", va="center", color=TEXT)
-        axes.set_yticks(range(len(bars)), [row.backend for row, _ in bars], color=TEXT)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 190)
-        axes.set_xticks([0, 25, 50, 75, 100])
-        axes.tick_params(colors=TEXT, length=0)
-        axes.axvline(100, color=TEXT, linewidth=0.8, linestyle=":", alpha=0.5)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-        commits = sorted({(row.commit or "")[:7] for row, _ in bars})
-        source = commits[0] if len(commits) == 1 else f"{len(commits)} commits"
-        title = f"{op} {first.shape}, {first.dtype}: % of the best other kernel's rate"
-        axes.set_title(f"{title}\n{first.gpu}, {source}", color=TEXT, fontsize=11, loc="left")
+    ideas = [idea_of(op, row.backend) for row, _ in bars]
+    inches = HEAD_INCHES + sum(BAR_INCHES + LINE_INCHES * bool(idea) + GAP_INCHES for idea in ideas)
+    with plt.rc_context({"font.size": 9.5, "svg.hashsalt": "kernel_ladder", "svg.fonttype": "none"}):
+        figure = plt.figure(figsize=(WIDTH_INCHES, inches))
+        axes = figure.add_axes((0.01, 0, 0.98, 1))
+        axes.set_xlim(0, 1)
+        axes.set_ylim(inches, 0)
+        axes.axis("off")
+        _title(axes, op, bars)
+        at = HEAD_INCHES
+        backends = [row.backend for row, _ in bars]
+        for (row, share), idea in zip(bars, ideas, strict=True):
+            middle = at + BAR_INCHES / 2
+            axes.text(0, middle, row.backend, va="center", color=TEXT, fontweight="bold")
+            level, _, strength = step_of(row.backend, backends)
+            colour = mpl.colors.to_rgb(COLOURS.get(level, OTHER))
+            shade = tuple(1 - strength * (1 - c) for c in colour)
+            axes.barh(middle, FULL * min(share, 1.2), height=BAR_INCHES * 0.8, left=BARS_FROM, color=shade)
+            label = f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
+            axes.text(BARS_FROM + FULL * min(share, 1.2) + 0.01, middle, label, va="center", color=TEXT)
+            axes.text(0, at + BAR_INCHES + LINE_INCHES / 2, idea, va="center", color=TEXT, fontsize=9)
+            at += BAR_INCHES + LINE_INCHES * bool(idea) + GAP_INCHES
+        full = BARS_FROM + FULL
+        axes.plot([full, full], [HEAD_INCHES, inches], color=TEXT, linewidth=0.8, linestyle=":", alpha=0.6)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
+
+
+def _title(axes: Axes, op: str, bars: Sequence[tuple[Row, float]]) -> None:
+    first = bars[0][0]
+    commits = sorted({(row.commit or "")[:7] for row, _ in bars})
+    source = f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits"
+    axes.text(0, 0.12, f"{op} {first.shape}, {first.dtype}", color=TEXT, va="center", fontsize=11, fontweight="bold")
+    axes.text(0, 0.33, f"% of the best other library's rate; {first.gpu}, {source}", color=TEXT, va="center")
+    x = 0.0
+    for level in dict.fromkeys(row.level for row, _ in bars):
+        axes.text(x, 0.54, "■", color=COLOURS.get(level, OTHER), va="center")
+        axes.text(x + 0.03, 0.54, level, color=TEXT, va="center")
+        x += 0.05 + 0.015 * len(level)
+    axes.text(x, 0.54, "darker: higher on its ladder", color=TEXT, va="center")

@@ -6,6 +6,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``machine``: what the rows were measured with
 - an operation: its rates at every shape
 - ``climb OP``: the operation's steps at its headline shape, each beside the one before it, with the counters that moved
+- ``cards OP``: a card for every rung of the operation
 - ``picture OP``: the operation's picture
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
@@ -30,7 +31,7 @@ from bench.measure import environment, lengths
 from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import Row, picture_file
-from bench.show import climb, folders, headlines, log_index, markdown
+from bench.show import cards, climb, folders, headlines, log_index, markdown, predictions
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -93,6 +94,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "roofline": lambda path, found: _roofline("", path, found, folder),
     }
     of_one: dict[str, Callable[[Path, list[Row]], str]] = {
+        "cards": lambda path, found: cards.write(op, path, found),
         "climb": lambda path, found: climb.write(op, path, found),
         "picture": lambda path, found: _picture(op, path, found, folder),
         "ladder": lambda path, found: _ladder(op, path, found, folder),
@@ -286,7 +288,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             before = file.read_text(encoding="utf-8")
             after = renew(before, machines, file.resolve().parent)
-        except (OSError, UnicodeDecodeError, ReadmeError) as error:
+        except (OSError, UnicodeDecodeError, ReadmeError, predictions.PredictionError) as error:
             said = error.strerror if isinstance(error, OSError) else error
             print(f"python -m bench readme: {file}: {said}", file=sys.stderr)
             return 2

@@ -18,8 +18,8 @@ from bench.show.roofline import CAPTION, Roof, intensity, operations, roofline
 from kernel_ladder.spec import PASSES
 
 #: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines
-#: would lie on each other.
-ASIDE = 1.07
+#: would lie on each other: far under a flat roof, near under a slope, which they must not seem to pass.
+ASIDE, ASIDE_ON_SLOPE = 1.6, 1.07
 #: Names stand to the right of their points, and the axis goes on this far beyond the last of them.
 ROOM = 3000
 
@@ -64,7 +64,8 @@ def _picture(rows: Sequence[Row], found: Sequence[Row], path: Path, every: bool)
         ]
         title = f"{rows[0].op} on {rows[0].gpu}" if every else f"every operation on {rows[0].gpu}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-        figure.supxlabel(CAPTION.replace(", whatever", ",\nwhatever"), x=0.01, ha="left", fontsize=8, color="#555555")
+        note = CAPTION.replace(", whatever", ",\nwhatever") + " Levels stand side by side."
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="#555555")
         figure.draw_without_rendering()  # settles the layout, and with it how steep a slope looks
         figure.set_layout_engine("none")  # once is enough: it takes longer than all else
         for axes, limits in panels:
@@ -86,7 +87,7 @@ def _panel(axes: Axes, rows: Sequence[Row], found: Sequence[Row], every: bool) -
     axes.minorticks_off()
     _frame(axes, rows, limits)
     _draw_roofs(axes, limits)
-    points = [point for op in dict.fromkeys(row.op for row in rows) for point in _climbs(axes, op, rows)]
+    points = [point for op in dict.fromkeys(row.op for row in rows) for point in _climbs(axes, op, rows, every)]
     _label(axes, points, limits, every)
     if not every:
         levels = dict.fromkeys(row.level for row in rows)
@@ -163,7 +164,7 @@ LEADER = {"arrowstyle": "-", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relp
 Point = tuple[float, float, Row, tuple[float, ...]]
 
 
-def _climbs(axes: Axes, op: str, rows: Sequence[Row]) -> list[Point]:
+def _climbs(axes: Axes, op: str, rows: Sequence[Row], every: bool) -> list[Point]:
     """Draw the climb of each level of an operation in the order of the table; returns its points."""
     mine = [row for row in rows if row.op == op]
     backends = [row.backend for row in mine]
@@ -171,12 +172,13 @@ def _climbs(axes: Axes, op: str, rows: Sequence[Row]) -> list[Point]:
     points: list[Point] = []
     for i, level in enumerate(levels):
         climb = [row for row in mine if row.level == level]
-        xs = [intensity(row) * ASIDE ** (i - (len(levels) - 1) / 2) for row in climb]
+        apart = ASIDE_ON_SLOPE if mine[0].bytes_bound or not every else ASIDE
+        xs = [intensity(row) * apart ** (i - (len(levels) - 1) / 2) for row in climb]
         if level != "peer":  # peers are no steps of each other
             axes.plot(xs, [row.tflops for row in climb], color=COLOURS.get(level, OTHER), linewidth=1.2, alpha=0.7)
         for x, row in zip(xs, climb, strict=True):
             colour, marker = look(row.backend, backends)
-            axes.plot(x, row.tflops, ls="", marker=marker, color=colour, markersize=6, mec="white", mew=0.5)
+            axes.plot(x, row.tflops, ls="", marker=marker, color=colour, markersize=7, mec="white", mew=0.6)
             points.append((x, row.tflops, row, colour))
     return points
 
@@ -207,6 +209,7 @@ def _label(axes: Axes, points: Sequence[Point], limits: Sequence[Roof], every: b
                 textcoords="axes fraction",
                 fontsize=8.5,
                 va="center",
+                color=COLOURS.get(row.level, OTHER),
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
                 arrowprops=LEADER | {"color": colour},
             )

@@ -343,14 +343,15 @@ PYBIND11_MODULE(_C, module) {
              py::arg("of_batch"), py::arg("of_tile"), py::arg("per_batch"));
     module.def(
         "matmul_parts",
-        [](int64_t batches, int64_t M, int64_t N, const kl::CopiedOperand& a, const kl::CopiedOperand& b, int64_t most,
-           int64_t sms) {
+        [](int64_t batches, int64_t M, int64_t N, int64_t row_bytes, const kl::CopiedOperand& a,
+           const kl::CopiedOperand& b, int64_t most, int64_t sms) {
             std::vector<std::array<int64_t, 6>> found;
-            for (const kl::Part& p : kl::parts_of(batches, M, N, a, b, most, sms)) {
+            for (const kl::Part& p : kl::parts_of(batches, M, N, row_bytes, a, b, most, sms)) {
                 found.push_back({p.batch, p.batches, p.m, p.M, p.n, p.N});
             }
             return found;
         },
-        py::arg("batches"), py::arg("M"), py::arg("N"), py::arg("a"), py::arg("b"), py::arg("most"), py::arg("sms"),
+        py::arg("batches"), py::arg("M"), py::arg("N"), py::arg("row_bytes"), py::arg("a"), py::arg("b"),
+        py::arg("most"), py::arg("sms"),
         "Parts (batch, batches, m, M, n, N) of a product whose copied operands take at most so many bytes at a time.");
 }

@@ -2,6 +2,8 @@
 
 #include "matmul/hopper.cuh"
 
+#include "matmul/chunked_copy.h"
+
 namespace kl {
 
 namespace {
@@ -91,6 +93,11 @@ int tile_count(const TileRaster& order, const Tiled& p) {
     const int64_t count = int64_t{order.tiles_m} * order.tiles_n * p.batches;
     KL_CHECK(count * 2 <= std::numeric_limits<int32_t>::max(), "matmul: too many tiles for 32 bits: ", count);
     return static_cast<int>(count);
+}
+
+bool worth_sharing(const Tiled& p, int64_t k_tiles, int64_t workers) {
+    const int64_t pairs = tile_count(pair_order(p, PART_TILE_M, PART_TILE_N).tiles, p);
+    return shared_stages(pairs, k_tiles, workers) < ceil_div(pairs, workers) * k_tiles;
 }
 
 TmaTensor output_tensor(const HopperCall& call) {

@@ -43,6 +43,17 @@ struct TmaOperands {
 
 // ---- host: hopper.cu ------------------------------------------------------------------------------------------------
 
+// The padded copy of an operand of X rows (columns), kept for the parts that follow: the next may have the same operand.
+struct KeptCopy {
+    Tensor memory;
+    int64_t room = 0;  // elements
+    const void* of = nullptr;
+    int64_t X = 0, batches = 0;
+};
+struct KeptCopies {
+    KeptCopy a, b;
+};
+
 // A call as the rungs on Hopper see it.
 struct HopperCall {
     Product product;
@@ -54,9 +65,10 @@ struct HopperCall {
 
     const void *a_data, *b_data;
     void* c;
-    bool copied = true;     // whether operands may be copied
-    bool part = false;      // a part of a call that is worth its copies
-    bool a_copied = false;  // A is a copy
+    bool copied = true;          // whether operands may be copied
+    KeptCopies* kept = nullptr;  // a part of a call that is worth its copies
+    bool a_copied = false;       // A is a copy
+    bool part() const { return kept != nullptr; }
     bool done() const { return product.batches * product.M * product.N == 0 || product.K == 0; }
     bool by_tma() const { return a_by_tma && b_by_tma; }
     TmaOperands operands() const { return {tensor_map(a), tensor_map(b)}; }
@@ -74,7 +86,7 @@ bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, i
               int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major);
 
 // Copies the operands of a call that TMA cannot read to rows that it can, where the product is worth it, and points the
-// call to the copies. They live as long as what is returned.
+// call to the copies. They live as long as what is returned; those of a part, as long as its `kept`.
 Tensor pad_operands(HopperCall* call, ScalarType dtype, const Launch& on);
 // Runs a call of which TMA cannot read an operand: as a whole, or, where copies would take more than 64 MiB, in parts
 // of its outputs one after the other; without copies where parts would be too small.
@@ -84,6 +96,9 @@ void pad_operands_attributes(std::vector<KernelAttributes>& attributes, ScalarTy
 // Copies an A of few rows that lies along M to lie along K, where that pays, and points the call to the copy. The
 // kernel that reads the copy may be launched with programmatic dependent launch. Returns nothing where A is not copied.
 std::optional<Tensor> transpose_small_a(HopperCall* call, ScalarType dtype, const Launch& on);
+
+// Whether to share the last waves of 128×256 tiles (stream-K), by an estimate.
+bool worth_sharing(const Tiled& p, int64_t k_tiles, int64_t workers);
 
 // `persistent`'s kernel with plain loads, for operands that TMA cannot read: every rung here uses it.
 void launch_plain(const HopperCall& call, ScalarType dtype, const Launch& on);
@@ -138,7 +153,7 @@ void dispatch_hopper(const HopperCall& call, ScalarType dtype, F&& f) {
 
 struct HopperGrid {
     int blocks, cluster, threads, shared;
-    bool early = false;  // programmatic dependent launch: the kernel waits at griddepcontrol.wait
+    bool pdl = false;  // programmatic dependent launch: the kernel waits at griddepcontrol.wait
 };
 
 // Launches a kernel of the given name; checks once for each kernel and device that it can run there.
@@ -150,7 +165,7 @@ void launch_hopper(void (*kernel)(Parameters...), const char* name, const Hopper
         allow_shared(kernel, grid.shared, on.device, asked);
     }
     LaunchConfig config(dim3(grid.blocks), dim3(grid.threads), grid.shared, on);
-    config.clusters_of(grid.cluster).pdl(grid.early).run(kernel, std::forward<Arguments>(arguments)...);
+    config.clusters_of(grid.cluster).pdl(grid.pdl).run(kernel, std::forward<Arguments>(arguments)...);
 }
 
 // ---- device ---------------------------------------------------------------------------------------------------------

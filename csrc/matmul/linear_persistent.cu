@@ -85,15 +85,6 @@ __global__ void __launch_bounds__((Loader::WARPGROUPS + CONSUMERS) * WARPGROUP, 
     multiply_tiles<Loader>({c, to, by_tma}, from, p, order, schedule, space, layer);
 }
 
-// Whether linear's last waves are shared (stream-K). Storing and adding 128 KiB of partial sums takes a block about as
-// long as 16 k-tiles. The estimate is rough, so it must promise a gain of 1/16.
-bool worth_sharing(const Tiled& p, int k_tiles, int workers) {
-    constexpr int64_t SHARE = 16;
-    const int64_t pairs = tile_count(pair_order(p, BM, BN).tiles, p);
-    const int64_t whole = ceil_div(pairs, workers) * k_tiles, shared = ceil_div(pairs * k_tiles, workers) + SHARE;
-    return shared < whole - whole / 16;
-}
-
 }  // namespace
 
 // TMA reads inputs along k, and weights along k or along their rows. Plain loads read any other input.
@@ -123,8 +114,8 @@ std::tuple<Tensor, Tensor> linear_persistent(const Tensor& input, const Tensor& 
             if (bias) epilogue.formula.bias += offset % call.tiled.c_row * epilogue.formula.bias_step;
             const auto by_tma = [&](auto b_major) {
                 using Loader = TmaLoader<T, Major::K, b_major()>;
-                const bool share = worth_sharing(part.tiled, static_cast<int>(ceil_div(p.K, BLOCK_K<T>)),
-                                                 multiprocessors(on.device) / Loader::BLOCKS);
+                const bool share =
+                    worth_sharing(part.tiled, ceil_div(p.K, BLOCK_K<T>), multiprocessors(on.device) / Loader::BLOCKS);
                 launch<linear_persistent_kernel<Loader>, Loader>("linear.persistent", part, part.operands(),
                                                                  pair_order(part.tiled, BM, BN), on, share, epilogue);
             };

@@ -9,7 +9,8 @@
 // transpose_small_a: an A of few rows that lie along M. A TMA box is 64 wide, and costs as much as if it were full. The
 // time of `split_k` for few rows is that of reading B, so it copies such an A to lie along K.
 //
-// chunked_copy: copies take at most 64 MiB at a time; a larger product is computed in parts of its outputs.
+// chunked_copy: copies take at most 64 MiB at a time; a larger product is computed in parts of its outputs, columns of
+// parts one after the other. The parts of a column share one copy of B.
 
 #include "core/pdl.cuh"
 #include "matmul/chunked_copy.h"
@@ -119,7 +120,7 @@ struct Copies {
         const int64_t copied = (call.a_by_tma ? 0 : a.elements()) + (call.b_by_tma ? 0 : b.elements());
         const double products = static_cast<double>(p.M) * p.N * p.K * p.batches;
         const bool worth = products >= static_cast<double>(std::max(copied * WORTH_PER_ELEMENT, WORTH_ALTOGETHER));
-        return can && (worth || call.part) ? std::optional<Copies>{{a, b}} : std::nullopt;
+        return can && (worth || call.part()) ? std::optional<Copies>{{a, b}} : std::nullopt;
     }
     int64_t bytes(const HopperCall& call, int64_t item) const {
         return ((call.a_by_tma ? 0 : a.room(item)) + (call.b_by_tma ? 0 : b.room(item))) * item;
@@ -127,10 +128,10 @@ struct Copies {
 };
 
 // A part of a call. It is worth its copies if the whole is.
-HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of) {
+HopperCall part_of(const HopperCall& whole, ScalarType dtype, const Part& of, KeptCopies* kept) {
     const int64_t item = whole.output.element_size();
     HopperCall part = whole;
-    part.part = true;
+    part.kept = kept;
     Product& p = part.product;
     const int64_t a_batch = p.batch_dims > 0 ? p.a_batch[0] : 0, b_batch = p.batch_dims > 0 ? p.b_batch[0] : 0;
     part.a_data = static_cast<const char*>(whole.a_data) + (of.batch * a_batch + of.m * p.a_m) * item;
@@ -156,14 +157,15 @@ void chunked_copy(HopperCall& call, ScalarType dtype, const Launch& on, const st
         return {operand.room(item) * item / operand.batches, of_tile.room(item) * item, operand.batches > 1};
     };
     const std::vector<Part> parts =
-        parts_of(p.batches, p.M, p.N, copied(copies->a, call.a_by_tma, PART_TILE_M),
+        parts_of(p.batches, p.M, p.N, p.K * item, copied(copies->a, call.a_by_tma, PART_TILE_M),
                  copied(copies->b, call.b_by_tma, PART_TILE_N), MOST_BYTES, multiprocessors(on.device));
     if (parts.empty()) {
         call.copied = false;
         return run(call);
     }
+    KeptCopies kept;
     for (const Part& of : parts) {
-        HopperCall part = part_of(call, dtype, of);
+        HopperCall part = part_of(call, dtype, of, &kept);
         run(part);
     }
 }
@@ -176,23 +178,45 @@ Tensor pad_operands(HopperCall* call, ScalarType dtype, const Launch& on) {
     const auto& [a, b] = *copies;
 
     const int64_t a_room = call->a_by_tma ? 0 : a.room(item), b_room = call->b_by_tma ? 0 : b.room(item);
-    const Tensor memory = empty(call->output, dtype, {a_room + b_room});
-    auto* const first = static_cast<char*>(memory.data_ptr());
-    const auto move = [&](const Operand& from, char* to, const void** data, TmaTensor* tensor, Major* major) {
-        const int64_t step = from.to_step(item), outer = from.outer();
+    Tensor memory;
+    if (!call->part()) memory = empty(call->output, dtype, {a_room + b_room});
+    // Moves an operand to its copy, `before` elements behind the start of `memory`; a part's copy stands alone, and may
+    // be that of the part before.
+    const auto move = [&](const Operand& from, KeptCopy* kept, int64_t before, const void** data, TmaTensor* tensor,
+                          Major* major) {
+        const int64_t step = from.to_step(item), outer = from.outer(), room = from.room(item);
+        bool has = false;
+        if (kept != nullptr) {
+            has = kept->of == from.data && kept->X == from.X && kept->batches == from.batches;
+            if (room > kept->room) {
+                kept->memory = Tensor();
+                kept->memory = empty(call->output, dtype, {room});
+                kept->room = room;
+            }
+            kept->of = from.data, kept->X = from.X, kept->batches = from.batches;
+        }
+        char* const to = static_cast<char*>((kept != nullptr ? kept->memory : memory).data_ptr()) + before * item;
         const bool along_k = from.major == Major::K;
         const bool can = readable(dtype, to, from.X, along_k ? step : 1, from.K, along_k ? 1 : step, from.batches,
                                   from.batches > 1 ? outer * step : 0, tensor, major);
         KL_CHECK(can, "matmul: a copy of an operand cannot be described");
         *data = to;
+        if (has) return PaddedRows{};
         return PaddedRows{from.data,       to,   from.batches * outer,           outer, from.step(),
                           from.batch_step, step, static_cast<int>(from.length())};
     };
     PaddedRows a_rows{}, b_rows{};
-    if (!call->a_by_tma) a_rows = move(a, first, &call->a_data, &call->a, &call->a_major);
-    if (!call->b_by_tma) b_rows = move(b, first + a_room * item, &call->b_data, &call->b, &call->b_major);
+    KeptCopies* const kept = call->kept;
+    if (!call->a_by_tma) {
+        a_rows = move(a, kept != nullptr ? &kept->a : nullptr, 0, &call->a_data, &call->a, &call->a_major);
+    }
+    if (!call->b_by_tma) {
+        const int64_t before = kept != nullptr ? 0 : a_room;
+        b_rows = move(b, kept != nullptr ? &kept->b : nullptr, before, &call->b_data, &call->b, &call->b_major);
+    }
     call->a_by_tma = call->b_by_tma = true;
 
+    if (a_rows.count + b_rows.count == 0) return memory;  // both are those of the part before
     const unsigned int blocks = grid_size(ceil_div(a_rows.count + b_rows.count, THREADS / WARP));
     dispatch(dtype, "matmul", [&](auto zero) {
         matmul_persistent_pad_kernel<decltype(zero)><<<blocks, THREADS, 0, on.stream>>>(a_rows, b_rows);

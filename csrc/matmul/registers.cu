@@ -45,31 +45,31 @@ __device__ inline void copy_or_zero(float* shared, const float* global, bool cop
 #endif
 }
 
-// How a block reads one operand. ALONG_K: its memory is walked along k, else along x. WHOLE: the walked axis has stride
+// How a block reads one operand. ALONG_K: its memory is walked along k, else along x. VECTORIZED: the walked axis has stride
 // 1, every run of 16 bytes is aligned, every tile lies inside the operand and spans less than 4 GiB.
-template <typename T, bool ALONG_K, bool WHOLE>
+template <typename T, bool ALONG_K, bool VECTORIZED>
 struct Loader {
     static constexpr int BK = BLOCK_K<T>;
     static constexpr bool ASYNC = sizeof(T) == sizeof(float);  // cp.async cannot convert
     // Elements per copy. A float32 operand along k is transposed by copies of one element.
-    static constexpr int V = WHOLE && !(ASYNC && ALONG_K) ? Vec<T>::size : 1;
+    static constexpr int V = VECTORIZED && !(ASYNC && ALONG_K) ? Vec<T>::size : 1;
     static constexpr int COPIES = BK / V;
     // A warp's single elements along k are 8 k of 4 x: whole sectors of 32 bytes. Longer runs are one row per thread.
     static constexpr int K_LANES = V == 1 ? 8 : 1, X_LANES = BLOCK_THREADS / K_LANES;  // where ALONG_K
     static constexpr int X_RUNS = BLOCK / V;                            // else: runs in a row of the tile
     static constexpr int OFFSETS = ALONG_K ? BLOCK / X_LANES : COPIES;  // copies after which k moves on
 
-    const T* source;  // of the next tile: its first element where WHOLE, else this thread's first
-    const T* cursor;  // where not WHOLE: the latest copy's source
+    const T* source;  // of the next tile: its first element where VECTORIZED, else this thread's first
+    const T* cursor;  // where not VECTORIZED: the latest copy's source
     int64_t stride_x, stride_k;
-    uint32_t offsets[OFFSETS];  // where WHOLE: bytes from `source` to this thread's runs
+    uint32_t offsets[OFFSETS];  // where VECTORIZED: bytes from `source` to this thread's runs
     int x_left;                 // rows or columns of the operand from this thread's first on
     int64_t k_left;             // the same along k, and no more than a tile's of it
     int k_inside;
     Vec<T> staged[ASYNC ? 1 : BK / Vec<T>::size];
 
     __device__ Loader(const T* operand, int64_t x0, int64_t X, int64_t K, int64_t stride_x, int64_t stride_k)
-        : source(operand + x0 * stride_x + (WHOLE ? 0 : x_of(0) * stride_x + k_of(0) * stride_k)),
+        : source(operand + x0 * stride_x + (VECTORIZED ? 0 : x_of(0) * stride_x + k_of(0) * stride_k)),
           stride_x(stride_x),
           stride_k(stride_k),
           x_left(static_cast<int>(min(X - x0 - x_of(0), int64_t{BLOCK}))),
@@ -94,17 +94,17 @@ struct Loader {
         if (i >= COPIES) return;
         const int x = x_of(i) - x_of(0), k = k_of(i) - k_of(0);  // known to the compiler
         const T* from;
-        if constexpr (WHOLE) {
+        if constexpr (VECTORIZED) {
             from = reinterpret_cast<const T*>(reinterpret_cast<const char*>(source) + offsets[i % OFFSETS]);
             if (ALONG_K) from += k;
         } else {
             cursor = i % OFFSETS != 0 ? cursor + (ALONG_K ? X_LANES * stride_x : stride_k) : source + k * stride_k;
             from = cursor;
         }
-        const bool inside = WHOLE || (x < x_left && k < k_inside);
+        const bool inside = VECTORIZED || (x < x_left && k < k_inside);
         if constexpr (ASYNC) {
             float* to = tile + k_of(i) * PITCH + x_of(i);
-            WHOLE ? __pipeline_memcpy_async(to, from, V * sizeof(T)) : copy_or_zero(to, from, inside);
+            VECTORIZED ? __pipeline_memcpy_async(to, from, V * sizeof(T)) : copy_or_zero(to, from, inside);
         } else if constexpr (V == 1) {
             staged[i / Vec<T>::size][i % Vec<T>::size] = inside ? *from : from_float<T>(0.0f);
         } else {
@@ -123,7 +123,7 @@ struct Loader {
         }
     }
 
-    // Moves to the next tile, if there is one. Else `fetch` copies the last tile of a WHOLE operand again, without a
+    // Moves to the next tile, if there is one. Else `fetch` copies the last tile of a VECTORIZED operand again, without a
     // branch, and nothing of any other operand.
     __device__ void advance(bool more) {
         k_left -= BK;
@@ -150,7 +150,7 @@ struct Fragment {
 
 constexpr uint32_t GROUP = 16;  // rasterization: rows of blocks that share B in the L2
 
-template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE, typename Epilogue>
+template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool VECTORIZED, typename Epilogue>
 __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Product& p, const Epilogue& epilogue) {
     constexpr int BK = BLOCK_K<T>;
     extern __shared__ float4 shared[];
@@ -164,8 +164,8 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     const int64_t n0 = int64_t{in_group / group_rows} * BLOCK;
     int64_t a_offset, b_offset;
     p.batch_offsets(batch, &a_offset, &b_offset);
-    Loader<T, A_ALONG_K, WHOLE> a_loader(a + a_offset, m0, p.M, p.K, p.a_m, p.a_k);
-    Loader<T, B_ALONG_K, WHOLE> b_loader(b + b_offset, n0, p.N, p.K, p.b_n, p.b_k);
+    Loader<T, A_ALONG_K, VECTORIZED> a_loader(a + a_offset, m0, p.M, p.K, p.a_m, p.a_k);
+    Loader<T, B_ALONG_K, VECTORIZED> b_loader(b + b_offset, n0, p.N, p.K, p.b_n, p.b_k);
 
     // A warp makes 64×64 outputs, its lanes standing 8×4. Shared memory serves 16 bytes per lane for half a warp at
     // once where neighbours, or every second lane, ask for the same: bit 0 of the lane chooses columns, bit 1 rows.
@@ -248,17 +248,17 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     }
 }
 
-template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool WHOLE>
+template <typename T, bool A_ALONG_K, bool B_ALONG_K, bool VECTORIZED>
 __global__ void __launch_bounds__(BLOCK_THREADS, 2)
     matmul_registers_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p) {
-    multiply<T, A_ALONG_K, B_ALONG_K, WHOLE>(c, a, b, p, Identity{});
+    multiply<T, A_ALONG_K, B_ALONG_K, VECTORIZED>(c, a, b, p, Identity{});
 }
 
-template <typename T, bool WHOLE>
+template <typename T, bool VECTORIZED>
 __global__ void __launch_bounds__(BLOCK_THREADS, 2)
     linear_registers_kernel(T* c, const T* a, const T* b, __grid_constant__ const Product p,
                             __grid_constant__ const BiasActivation<T> epilogue) {
-    multiply<T, true, true, WHOLE>(c, a, b, p, epilogue);
+    multiply<T, true, true, VECTORIZED>(c, a, b, p, epilogue);
 }
 
 // Whether every 16-byte run along the stride-1 axis begins at a multiple of 16 bytes, and 32 bits count a tile's bytes.

@@ -80,12 +80,12 @@ template <typename T, typename Tile>
 __device__ void reduce_and_store(const float (&sum)[Tile::BN / 2], T* c, const Tiled& p, int m0, int n0,
                                  uint32_t stages, uint32_t sums, int rank, int log_splits) {
     const int splits = 1 << log_splits, thread = threadIdx.x - WARPGROUP;
-    const int turns = (Tile::UNITS + splits - 1 - rank) >> log_splits;
+    const int units = (Tile::UNITS + splits - 1 - rank) >> log_splits;
     const auto place = [&](int unit, int part, int j) {  // of a thread's 16 bytes of 8 columns
         const int slot = (unit >> log_splits << log_splits) + part;
         return stages + slot * Tile::UNIT_BYTES + (j * Tile::CONSUMERS * WARPGROUP + thread) * 16;
     };
-    if (thread == 0) mbarrier_arrive_expect_tx(sums, turns * (splits - 1) * Tile::UNIT_BYTES);
+    if (thread == 0) mbarrier_arrive_expect_tx(sums, units * (splits - 1) * Tile::UNIT_BYTES);
     __syncwarp();
     cluster_leave();  // every block has read its last stage
 #pragma unroll
@@ -224,7 +224,7 @@ TmaTensor low(TmaTensor operand) {
 }
 
 template <typename Tile, typename T, Major A, Major B>
-void launch_split(const HopperCall& call, int log_splits, bool early, const Launch& on) {
+void launch_split(const HopperCall& call, int log_splits, bool pdl, const Launch& on) {
     static DeviceSet asked;
     const Tiled& p = call.tiled;
     const TileRaster tiles = tile_order(p, Tile::BM, Tile::BESIDE * Tile::BN);
@@ -232,7 +232,7 @@ void launch_split(const HopperCall& call, int log_splits, bool early, const Laun
     const int log_blocks = Tile::PAIR ? 1 : log_splits, blocks = 1 << log_blocks;
     const SplitKScheduler scheduler{Divisor(tiles.tiles_m), Divisor(tiles.tiles_n), log_blocks, a.box[1] * SWIZZLE_ROW,
                                     b.box[1] * SWIZZLE_ROW};
-    const HopperGrid grid{tile_count(tiles, p) * blocks, blocks, Tile::THREADS, Tile::SHARED, early};
+    const HopperGrid grid{tile_count(tiles, p) * blocks, blocks, Tile::THREADS, Tile::SHARED, pdl};
     launch_hopper(matmul_split_k_kernel<T, A, B, Tile>, "matmul.split_k", grid, on, asked, static_cast<T*>(call.c),
                   TmaOperands{tensor_map(a), tensor_map(b)}, p, scheduler);
 }

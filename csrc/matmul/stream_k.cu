@@ -15,10 +15,20 @@
 #include "matmul/hopper.cuh"
 
 namespace kl {
+namespace {
+
+// Each part of a product shares its last waves where that pays: fewer tiles fill them differently.
+bool shares(const HopperCall& call, ScalarType dtype, const Launch& on) {
+    const int64_t block_k = SWIZZLE_ROW / (dtype == ScalarType::Float ? sizeof(float) : sizeof(half));
+    const int64_t workers = multiprocessors(on.device) / CLUSTER;
+    return !call.part() || worth_sharing(call.tiled, ceil_div(call.tiled.K, block_k), workers);
+}
+
+}  // namespace
 
 Tensor matmul_stream_k(const Tensor& input, const Tensor& other, bool allow_tf32) {
     return run_hopper(input, other, allow_tf32, "stream_k", [&](const HopperCall& call, const Launch& on) {
-        launch_persistent(call, input.scalar_type(), on, true);
+        launch_persistent(call, input.scalar_type(), on, shares(call, input.scalar_type(), on));
     });
 }
 

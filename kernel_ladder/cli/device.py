@@ -76,6 +76,7 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "triton": version_of("triton"),
         "ptxas": ptxas(),
+        "jax": version_of("jax"),
         "nvcc": nvcc(),
         "driver": driver(),
     }

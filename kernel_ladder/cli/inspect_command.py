@@ -139,6 +139,8 @@ def show(console: Console, found: Inspection) -> None:
     facts = _grid("")
     if found.source is not None:
         facts.add_row("source", escape(found.source))
+    if found.chosen is not None:
+        facts.add_row("chosen by", escape(found.chosen))
     if found.kernel_count is not None:
         library = f", {found.library_count} of a library" if found.library_count else ""
         facts.add_row("kernels", f"{found.kernel_count} generated{library}")

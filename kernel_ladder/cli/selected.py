@@ -1,4 +1,4 @@
-"""``python -m kernel_ladder list OP --for SHAPE``: the rung that each backend's name stands for, and why no other."""
+"""``python -m kernel_ladder list OP --for SHAPE``: the rung that each backend's name stands for, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernel_ladder.testing.samples import empty_inputs
 
 
 def rows_selected(op: str, shape: str, dtype: torch.dtype, gradients: bool) -> list[dict[str, Any]]:
-    """For "auto" and every level: the rung that takes the call, and the rungs tried before it, each with its reason.
+    """For "auto" and every level: the rung that takes the call, why, and the rungs tried before it with their reasons.
 
     Raises:
         InspectError: no such shape, or its tensors cannot be made.
@@ -31,7 +31,9 @@ def rows_selected(op: str, shape: str, dtype: torch.dtype, gradients: bool) -> l
         tried = [] if unavailable else selection.explain(op, backend, inputs, case.options)
         chosen = tried[-1][0] if tried and tried[-1][1] is None else None
         passed = [{"variant": name, "reason": reason} for name, reason in tried if reason is not None]
-        rows.append({"backend": backend, "variant": chosen, "passed_over": passed, "unavailable": unavailable})
+        why = None if chosen is None else selection.why(op, backend, inputs, case.options)
+        row = {"backend": backend, "variant": chosen, "why": why, "passed_over": passed, "unavailable": unavailable}
+        rows.append(row)
     return rows
 
 
@@ -43,8 +45,13 @@ def print_selected(console: Console, rows: list[dict[str, Any]]) -> None:
             taken = Text(f"unavailable {reasons.mark(row['unavailable'])}", style="yellow")
         else:
             taken = Text(row["variant"], style="green") if row["variant"] else Text("none", style="yellow")
-        lines.append(Line([row["backend"], taken, passed]))
-    columns = [Column("backend"), Column("stands for"), Column("passed over", spare=1, folds=True)]
+        lines.append(Line([row["backend"], taken, row["why"] or "", passed]))
+    columns = [
+        Column("backend"),
+        Column("stands for"),
+        Column("by", spare=1, folds=True),
+        Column("passed over", spare=2, folds=True),
+    ]
     console.print(fit(console, columns, lines, left_out))
     reasons.show(console)
     left_out.show(console, "; so does --json")

@@ -40,6 +40,7 @@ class Request:
         arch: such as "sm_90a". None means this machine's GPU, else the newest that the kernels were built for.
         code: the kinds of :data:`CODE` whose text to return.
         kernel: part of the names of the kernels to return, or None for all kernels.
+        chosen: why a level's name stands for the rung in this case, or None where the rung was named.
     """
 
     variant: table.Variant
@@ -49,6 +50,7 @@ class Request:
     arch: str | None = None
     code: frozenset[str] = frozenset()
     kernel: str | None = None
+    chosen: str | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -123,6 +125,7 @@ class Inspection:
     shapes: list[list[int]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     source: str | None = None  # file:line of the variant
+    chosen: str | None = None  # why a level's name stands for the variant
     kernels: list[Kernel] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)  # PyTorch operators, in the order of their calls
@@ -160,6 +163,7 @@ def inspect(request: Request) -> Inspection:
     if request.arch is not None and not level.AHEAD_OF_TIME:
         raise InspectError(f"the {name} level compiles for this machine alone; `arch` is for cuda and triton")
     found: Inspection = level.inspect(request)
+    found.chosen = request.chosen
     unknown = name == "torch" and found.notes  # the note says why its operators could not be shown
     if not (found.kernels or found.operators or found.launches or found.kernel_count or unknown):
         found.notes.append(NO_KERNEL)
@@ -182,7 +186,9 @@ def select(candidates: Sequence[table.Variant], request: Request) -> Request:
     reasons = []
     for variant in selection.preferred_first(list(candidates), inputs, request.case.options):
         if (reason := refusal(variant)) is None:
-            return dataclasses.replace(request, variant=variant)
+            asked = as_leaves(inputs) if request.pass_ == "backward" else inputs
+            chosen = selection.why(variant.op, variant.level, asked, request.case.options)
+            return dataclasses.replace(request, variant=variant, chosen=chosen)
         reasons.append(f"{variant.name}: {reason}")
     raise InspectError(
         f"{candidates[0].op}: no variant at level {candidates[0].level!r} supports this call: {'; '.join(reasons)}"

@@ -2,8 +2,9 @@
 
 A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first;
 ``"auto"`` means the rungs that :mod:`kernel_ladder.selection.orders` lists. The first that supports the call is taken.
-Where another order is faster, a rule of :mod:`kernel_ladder.selection.rules` names the rungs to try before those. Host
-code of kernels chooses nothing. :func:`explain` tells why a rung was taken.
+Where another order is faster, a measurement, a table of measured choices or a rule names the rungs to try before those:
+:mod:`kernel_ladder.selection.measured`, ``tables`` and ``rules``. Host code of kernels chooses nothing. :func:`explain`
+tells why rungs were passed over, :func:`why` why one was taken.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import NamedTuple
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kernel_ladder import table
+from kernel_ladder import gpu, table
 from kernel_ladder.errors import BackendError, UnavailableError, UnsupportedError
+from kernel_ladder.selection import measured, tables
+from kernel_ladder.selection.choosers import Chooser
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES, Rule
 from kernel_ladder.spec import Inputs, Options
@@ -23,11 +26,15 @@ from kernel_ladder.transforms import is_wrapped, transforms_active
 
 
 class Preferred(NamedTuple):
-    """A rule, and the rungs among which it names some."""
+    """A rule, the rungs among which it names some, and the chooser whose rule it is, if it is one's."""
 
     rule: Rule
     rungs: dict[str, Variant]
+    chooser: Chooser | None = None
 
+
+#: Levels among which "auto" chooses by tables and measurements. The compile level must trace a call first.
+MEASURED_LEVELS = ("torch", "triton", "cuda")
 
 #: Candidates of calls met before, by operation, backend and device type.
 _known: dict[tuple[str, str, bool], tuple[Variant | Preferred, ...]] = {}
@@ -63,7 +70,7 @@ def choose(
     call = (op, backend, inputs[0].is_cuda)
     candidates = None if compiling else _known.get(call)
     if candidates is None:
-        candidates = _candidates(*call, source_of(given) if source is None else source)
+        candidates = _candidates(*call, source_of(given) if source is None else source, not compiling)
         if not compiling:
             _known[call] = candidates
     followed = transforms_active() or forward_ad._current_level >= 0
@@ -86,6 +93,15 @@ def choose(
     raise UnsupportedError(f"{op}: {source_of(given) if source is None else source}{why}")
 
 
+def check(op: str, backend: str | None) -> None:
+    """Raise as every call with this backend would, whatever its inputs.
+
+    Raises:
+        TypeError: `backend` is neither a str nor None. BackendError: no such backend. UnavailableError: not here.
+    """
+    _candidates(op, asked_for(op, backend), False, source_of(backend))
+
+
 def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> list[tuple[str, str | None]]:
     """The rungs in the order in which this call tries them, up to the one taken, each with why it was passed over.
 
@@ -104,7 +120,33 @@ def explain(op: str, backend: str | None, inputs: Inputs, options: Options) -> l
 
 def preferred_first(rungs: list[Variant], inputs: Inputs, options: Options) -> list[Variant]:
     """The rungs of one level in the order in which a call by the level's name tries them; `rungs`, last to first."""
-    return _in_order(_with_rules(rungs[0].op, tuple(rungs)), inputs, options)
+    first = inputs[0]
+    return _in_order(_with_rules(rungs[0].op, tuple(rungs), first is not None and first.is_cuda), inputs, options)
+
+
+def why(op: str, backend: str | None, inputs: Inputs, options: Options) -> str:
+    """Why a call takes its rung: a measurement, a table, a rule, or the order of the ladder.
+
+    A rung that is asked for by its own name is "named". The reason is that of the order in which rungs are tried:
+    :func:`explain` tells which of them refuse the call.
+    """
+    backend = asked_for(op, backend)
+    if backend not in ("auto", *LEVELS):
+        return "named"
+    taken = explain(op, backend, inputs, options)[-1][0]
+    for candidate in _candidates(op, backend, inputs[0].is_cuda, ""):
+        if not isinstance(candidate, Preferred):
+            if candidate.name == taken:
+                break
+            continue
+        if candidate.chooser is not None:
+            names, reason = candidate.chooser.choice(inputs, options)
+        else:
+            names = candidate.rule(inputs, options)
+            reason = f"rule: {(candidate.rule.__doc__ or '').strip().partition(chr(10))[0]}"
+        if taken in names:
+            return reason
+    return f"order: the {'first' if backend == 'auto' else 'last rung'} that takes the call"
 
 
 def _in_order(candidates: tuple[Variant | Preferred, ...], inputs: Inputs, options: Options) -> list[Variant]:
@@ -134,8 +176,13 @@ def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | No
     return None
 
 
-def _candidates(op: str, backend: str, on_gpu: bool, source: str) -> tuple[Variant | Preferred, ...]:
-    """What a backend's name may stand for, in the order to try; there is at least one rung."""
+def _candidates(
+    op: str, backend: str, on_gpu: bool, source: str, tabled: bool = True
+) -> tuple[Variant | Preferred, ...]:
+    """What a backend's name may stand for, in the order to try; there is at least one rung.
+
+    `tabled`: tables and measurements count, not rules alone. torch.compile can't trace them.
+    """
     if backend == "auto":
         first = ORDERS[op] if on_gpu else ()
         # What the order leaves out of a level comes last: some inputs nothing else takes.
@@ -147,7 +194,7 @@ def _candidates(op: str, backend: str, on_gpu: bool, source: str) -> tuple[Varia
             *(each for each in ("triton", "cuda") if each in named),
         ]
         rungs = dict.fromkeys(v for name in names for v in _available(op, name))
-        return _with_rules(op, tuple(rungs))
+        return _with_rules(op, tuple(rungs), on_gpu and tabled, auto=True)
     level = table.level_of(backend)
     if level is None:
         raise BackendError(table.unknown_backend(op, backend, table.known_to(op), source))
@@ -157,20 +204,53 @@ def _candidates(op: str, backend: str, on_gpu: bool, source: str) -> tuple[Varia
     if reason is not None:
         raise UnavailableError(f"{op}: {source}backend {backend!r} is unavailable: {reason}")
     rungs_of_level = tuple(_available(op, backend))
-    return _with_rules(op, rungs_of_level) if backend == level else rungs_of_level
+    return _with_rules(op, rungs_of_level, on_gpu and tabled) if backend == level else rungs_of_level
 
 
-def _with_rules(op: str, rungs: tuple[Variant, ...]) -> tuple[Variant | Preferred, ...]:
-    """`rungs`, before the first of each level the level's rule, if there is one."""
+def _with_rules(
+    op: str, rungs: tuple[Variant, ...], tabled: bool, auto: bool = False
+) -> tuple[Variant | Preferred, ...]:
+    """`rungs`, before the first of each level what names others of the level, if anything does.
+
+    Where there are tables or measurements, choosers take the place of rules, and ``"auto"`` begins with one of its own.
+    """
+    auto_tabled = auto and tabled and _has_table(op, "auto")
+    levels = dict.fromkeys(rung.level for rung in rungs)
+    if auto_tabled:  # a table may name levels that the order leaves out
+        levels |= dict.fromkeys(level for level in MEASURED_LEVELS if table.at_level(op, level)[0] is None)
+    choices: dict[str, tuple[Rule, list[Variant]]] = {}
+    first: dict[str, Preferred] = {}
+    for level in levels:
+        climb, rule = table.at_level(op, level)[1], RULES.get((op, level))
+        last_first = [*reversed(climb.values())]
+        if tabled and _has_table(op, level):
+            chooser = Chooser(op, level, last_first, rule)
+            first[level] = Preferred(chooser.rule_of_names, climb, chooser)
+        elif rule is not None:
+            first[level] = Preferred(rule, climb)
+        choices[level] = first[level].rule if level in first else _no_names, last_first
     found: list[Variant | Preferred] = []
-    seen: set[str] = set()
+    if auto_tabled:
+        every = {v.name: v for _, ladder in choices.values() for v in ladder}
+        chooser = Chooser(op, "auto", rungs, None, dict(choices))
+        found.append(Preferred(chooser.rule_of_names, every, chooser))
     for rung in rungs:
-        if rung.level not in seen:
-            seen.add(rung.level)
-            if (rule := RULES.get((op, rung.level))) is not None:
-                found.append(Preferred(rule, table.at_level(op, rung.level)[1]))
+        if (preferred := first.pop(rung.level, None)) is not None:
+            found.append(preferred)
         found.append(rung)
     return tuple(found)
+
+
+def _no_names(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    return ()
+
+
+def _has_table(op: str, backend: str) -> bool:
+    """Whether a visible GPU has a table for what a backend's name chooses, or choices are measured."""
+    if measured.enabled():
+        return True
+    found = (tables.of_device(i) for i in range(gpu.count()))
+    return any(each is not None and each.has(op, backend) for each in found)
 
 
 def _available(op: str, backend: str) -> list[Variant]:

@@ -7,12 +7,14 @@ which it predicts to a tenth. It also chooses the tile of `split_k`, and how man
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from kernel_ladder import gpu
+from kernel_ladder.selection import matmul_parts
+from kernel_ladder.selection.matmul_parts import Operand, Part
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.spec import Inputs, Options
@@ -143,6 +145,33 @@ class _Product(NamedTuple):
         )
 
 
+class _Parts(NamedTuple):
+    """Products that a call is computed in, each with their number, one after the other; or the call itself, once."""
+
+    products: tuple[tuple[_Product, int], ...]
+    in_parts: bool
+
+    def whole_cycles(self, workers: int) -> int:
+        """Cycles of `persistent`."""
+        return sum(count * p.whole_cycles(p.tile_pairs(), workers, False) for p, count in self.products)
+
+    def streamed_cycles(self, workers: int) -> int | None:
+        """Cycles of `stream_k`, or None where tiles are too few for it."""
+        total = 0
+        for p, count in self.products:
+            pairs = p.tile_pairs()
+            if not self.in_parts and pairs < workers:
+                return None
+            unshared = _up(pairs, workers) * p.k_tiles
+            share = not self.in_parts or matmul_parts.shared_stages(pairs, p.k_tiles, workers) < unshared
+            total += count * p.whole_cycles(pairs, workers, share)
+        return total
+
+    def split_cycles(self, tile: Tile, splits: int, at_once: int) -> int:
+        """Cycles of `split_k` with one tile for all parts."""
+        return sum(count * p.split_cycles(tile, splits, at_once) for p, count in self.products)
+
+
 _NOTHING = Plan("cuda.split_k", 64, 64, 1, False)
 
 
@@ -156,15 +185,24 @@ def plan_of(
     item: int,
     along_m: bool,
     at_once: tuple[int, ...],
+    parts: Sequence[tuple[Part, int]] = (),
 ) -> Plan:
-    """The plan of a product of `item` bytes an element. `along_m`: A lies along M, and its type can be read so."""
+    """The plan of a product of `item` bytes an element.
+
+    `along_m`: A lies along M, and its type can be read so. `parts` are those of :func:`matmul_parts.parts`.
+    """
     if m * n * k * batches == 0:
         return _NOTHING
-    product = _Product(m, n, _up(k, ROW_BYTES // item), batches, a_batches, b_batches)
-    workers, pairs = at_once[0] // WHOLE_BLOCKS, product.tile_pairs()
-    whole = product.whole_cycles(pairs, workers, False)
-    streamed = product.whole_cycles(pairs, workers, True)
-    stream_k = pairs >= workers and streamed < whole - whole // 128
+    k_tiles, workers = _up(k, ROW_BYTES // item), at_once[0] // WHOLE_BLOCKS
+    product = _Parts(((_Product(m, n, k_tiles, batches, a_batches, b_batches), 1),), False)
+    if parts:
+        shared = (a_batches == 1, b_batches == 1)
+        products = (
+            (_Product(p.m, p.n, k_tiles, p.batches, *(1 if s else p.batches for s in shared)), c) for p, c in parts
+        )
+        product = _Parts(tuple(products), True)
+    whole, streamed = product.whole_cycles(workers), product.streamed_cycles(workers)
+    stream_k = streamed is not None and streamed < whole - whole // 128
     transposed = (  # A is copied to lie along K
         m <= FEW_ROWS and batches == 1 and k >= FEW_ROWS_MIN_K and k * n >= FEW_ROWS_MIN_B and k * m <= FEW_ROWS_MAX_A
     )
@@ -173,12 +211,12 @@ def plan_of(
         if tile.pair and (not along_m or transposed):
             continue
         for log_splits, splits in enumerate(SPLITS):
-            if splits > (1 if tile.pair else product.k_tiles):
+            if splits > (1 if tile.pair else k_tiles):
                 break
             count = product.split_cycles(tile, splits, at_once[1 if tile.pair else log_splits])
             if best is _NOTHING or count < best_cycles:
                 best, best_cycles = Plan("cuda.split_k", tile.rows, tile.columns, splits, tile.pair), count
-    if best_cycles < (streamed if stream_k else whole):
+    if best_cycles < (streamed if stream_k and streamed is not None else whole):
         return best
     return best._replace(rung="cuda.stream_k" if stream_k else "cuda.persistent")
 
@@ -216,7 +254,17 @@ def _plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     m, n, k = _concrete(a.shape[-2]), _concrete(b.shape[-1]), _concrete(a.shape[-1])
     item = a.element_size()
     along_m = item == 2 and k != 1 and a.stride(-1) != 1
-    return plan_of(m, n, k, batches, a_batches, b_batches, item, along_m, blocks_at_once(a.get_device()))
+    at_once = blocks_at_once(a.get_device())
+    parts = matmul_parts.parts(
+        _operand(a, -2, m, a_batches), _operand(b, -1, n, b_batches), k, batches, item, at_once[0]
+    )
+    return plan_of(m, n, k, batches, a_batches, b_batches, item, along_m, at_once, parts)
+
+
+def _operand(x: torch.Tensor, rows: int, size: int, batches: int) -> Operand:
+    """An operand of `size` rows (columns), which are its dimension `rows`."""
+    batch_step = next((s for s in reversed(x.stride()[:-2]) if s), 0)
+    return Operand(size, _concrete(x.stride(rows)), _concrete(x.stride(-3 - rows)), batches, _concrete(batch_step))
 
 
 def rule(inputs: Inputs, options: Options) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Rules: for some calls other rungs of a level are faster than its last. Each file of this package has some.
+"""Rules: for some calls other rungs of a level are faster than its last. Files of this package have some.
 
 A rule takes the inputs and options of a call and returns the names of the rungs to try before the others, best first.
 A rung that does not support the call is passed over, and a name that is not registered is ignored. Rules depend on
@@ -24,7 +24,7 @@ def _collected() -> dict[tuple[str, str], Rule]:
     for file in pkgutil.iter_modules(package.__path__):
         if file.name in ("orders", "rules"):
             continue
-        rules = importlib.import_module(f"{package.__name__}.{file.name}").RULES
+        rules = getattr(importlib.import_module(f"{package.__name__}.{file.name}"), "RULES", {})
         assert not found.keys() & rules.keys(), f"two rules for {found.keys() & rules.keys()}"
         found.update(rules)
     return found

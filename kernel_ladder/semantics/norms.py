@@ -19,6 +19,9 @@ def _all_ints(shape: tuple[object, ...]) -> bool:
     return True
 
 
+_PARAMETERS = ("weight", "bias")
+
+
 def check_normalized(
     op: str,
     input: torch.Tensor,
@@ -29,7 +32,7 @@ def check_normalized(
 ) -> None:
     """Raise unless `normalized_shape` ends the input's shape and is the shape of each given parameter."""
     given: dict[str, Any] = {name: x for name, x in parameters.items() if x is not None}
-    check_tensors(op, optional=("weight", "bias"), input=input, **given)
+    check_tensors(op, optional=_PARAMETERS, parameters=_PARAMETERS, input=input, **given)
     shape = normalized_shape
     if not isinstance(shape, tuple) or not _all_ints(shape):
         raise TypeError(f"{op}: argument `normalized_shape` must be a tuple or list of ints, got {normalized_shape!r}")

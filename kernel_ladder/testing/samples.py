@@ -10,10 +10,11 @@ from unittest import mock
 
 import torch
 
+from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gradient
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
-KINDS = ("boolean", "hidden_rows", "offsets")
+KINDS = ("boolean", "hidden_rows", "offsets", "parameter")
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -65,6 +66,8 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
     def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
         if shape is None or place not in case.kinds:
             return None if shape is None else _layout(shape, case.layout_of(place), make)
+        if case.kinds[place] == "parameter":
+            return make(shape).to(computation_dtype(dtype))
         kind = torch.int32 if case.kinds[place].startswith("offsets") else torch.bool
         return torch.empty(shape, dtype=kind, device=device)
 
@@ -84,6 +87,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
 
     The arguments that ``case.kinds`` names are contiguous:
 
+    - ``parameter``: of float32 beside 16-bit arguments, else of their dtype
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
     - ``offsets@1``: int32, from 0 up to the first dimension of argument 1, as :func:`offsets` gives them;
       ``offsets:0,3,7``: exactly these
@@ -93,7 +97,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     device = torch.device(device)
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def make(shape: tuple[int, ...]) -> torch.Tensor:
+    def make(shape: tuple[int, ...], to: torch.dtype = dtype) -> torch.Tensor:
         draw = torch.float64 if dtype == torch.float64 else torch.float32
         x = torch.randn(shape, generator=generator, device=device, dtype=draw)
         if case.values == "large":
@@ -112,11 +116,13 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
         elif case.values == "inf":
             x.view(-1)[::7] = torch.inf
             x.view(-1)[3::14] = -torch.inf
-        return x.to(dtype)
+        return x.to(to)
 
     def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
         if shape is None:
             return None
+        if case.kinds.get(place) == "parameter":
+            return make(shape, computation_dtype(dtype))
         if place in case.kinds:
             return _of_kind(case, place, shape, generator)
         return _layout(shape, case.layout_of(place), make)

@@ -21,6 +21,7 @@ from bench.rows.store import FIELDS, Row
 from bench.show import pictures, readme
 from bench.show import table as bench_table
 from kernel_ladder import table
+from kernel_ladder.selection.rules import RULES
 from kernel_ladder.spec import Case, each
 from kernel_ladder.testing.samples import empty_inputs
 
@@ -172,7 +173,7 @@ def test_a_backward_that_moves_nothing_is_not_timed():
     assert {g.op for g in groups(backward_alone, torch.device("cuda"))} == {"add"}
 
 
-def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch):
+def test_a_case_without_a_climb_measures_the_rung_that_a_levels_name_stands_for(monkeypatch):
     (case,) = (c for c in kernel_ladder.spec("matmul").sweep if c.id == "512x512x512 NT")
     assert [x.stride() for x in empty_inputs(case, torch.bfloat16, "meta")] == [(512, 1), (1, 512)]
     group = Group("matmul", case, torch.bfloat16, case.passes)
@@ -181,12 +182,24 @@ def test_a_case_without_a_climb_measures_the_last_step_that_takes_it(monkeypatch
         chosen = sweep.Sweep(Selection(["matmul"], backends), print, DEVICE).chosen(group)
         return [v.name for v in chosen if v.level in ("torch", "triton")]
 
-    assert measured() == measured(["triton"]) == ["torch.builtin", "triton.split_k"]
+    # Few tiles and a short k: the last rung of the level, `split_k`, is not the one to take.
+    assert measured() == measured(["triton"]) == ["torch.builtin", "triton.tiled"]
     climb = table._variants["matmul", "triton"]
-    refusing = dataclasses.replace(climb["triton.split_k"], unsupported=lambda *inputs: "not today")
-    monkeypatch.setitem(climb, "triton.split_k", refusing)
-    assert measured() == ["torch.builtin", "triton.persistent"]
+    refusing = dataclasses.replace(climb["triton.tiled"], unsupported=lambda *inputs: "not today")
+    monkeypatch.setitem(climb, "triton.tiled", refusing)
+    assert measured() == ["torch.builtin", "triton.split_k"]
     assert measured(["triton.naive"]) == ["torch.builtin", "triton.naive"]
+
+
+def test_without_a_climb_each_pass_measures_its_own_choice(monkeypatch):
+    case = dataclasses.replace(kernel_ladder.spec("softmax").sweep[0], climb=False)
+    first, last = "triton.online", "triton.fused"
+    rule = lambda inputs, options: (last if inputs[0].requires_grad else first,)  # noqa: E731
+    monkeypatch.setitem(RULES, ("softmax", "triton"), rule)
+    for passes, rungs in ((["forward"], {first}), (["backward"], {last}), (["forward", "backward"], {first, last})):
+        group = Group("softmax", case, torch.float32, passes)
+        chosen = sweep.Sweep(Selection(["softmax"]), print, DEVICE).chosen(group)
+        assert {v.name for v in chosen if v.level == "triton"} == rungs
 
 
 @pytest.mark.parametrize(

@@ -162,24 +162,3 @@ def test_a_transform_inside_compile(transform, scratch_table):
     inside = torch.compile(lambda x: transform(function, x), backend="aot_eager")
     with pytest.raises(Exception, match=r"torch\.func .* follows PyTorch's own operators alone"):
         inside(x)
-
-
-@pytest.mark.parametrize("op", kernel_ladder.OPS)
-@pytest.mark.parametrize("level", [level for level in LEVELS if level in ("triton", "cuda")])
-def test_autocast_leaves_kernels_alone(op, level):
-    skip_unless_it_runs(kernel_ladder.variants(op, level)[-1])
-    dtype = torch.float16 if (op, level) == ("attention_varlen", "cuda") else torch.float32  # for tensor cores alone
-    function, x = of_first_input(op, dtype)
-    expected = function(x, level)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        found = function(x, level)
-    assert found.dtype is dtype
-    assert torch.equal(found, expected)
-
-
-def test_autocast_converts_no_argument():
-    x = torch.randn(4, 4, device=DEVICE)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        assert kernel_ladder.matmul(x, x, backend="torch.builtin").dtype is torch.bfloat16
-        with pytest.raises(TypeError, match="must have the same dtype, got float32 and bfloat16"):
-            kernel_ladder.add(x, torch.mm(x, x))

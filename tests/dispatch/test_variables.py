@@ -137,7 +137,7 @@ def test_a_choice_that_another_operation_has_not(monkeypatch):
 
 def test_every_variable_of_ours_is_documented():
     """Those that the sources name, and no other."""
-    folders = ("kernel_ladder", "torch_ref", "compile_impl", "triton_impl", "cuda_impl", "bench", "_build")
+    folders = ("kernel_ladder", "torch_ref", "compile_impl", "xla_impl", "triton_impl", "cuda_impl", "bench", "_build")
     sources = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     named = {name for path in sources for name in OURS.findall(path.read_text())}
     assert named == set(OURS.findall((ROOT / "docs" / "environment.md").read_text()))

@@ -66,6 +66,11 @@ def compiled_on_cpu(op: str) -> list[int]:
     return chosen
 
 
+#: Without a GPU, the xla level has every third sample, each in one dtype by turns: XLA compiles both passes of each.
+#: Pallas' interpreter becomes large programs: its rungs have a fifth of these.
+XLA_STRIDE = 3
+
+
 def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backward: bool) -> bool:
     """Whether a variant is tried on a sample in a dtype: on all in all, where that does not take hours.
 
@@ -73,9 +78,10 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
     it has them in one dtype by turns and backward alone, where the output is compared too, save the first, which runs
     forward as well. Triton's interpreter takes so long that each has one dtype by turns. The forward pass alone is
     tried at every third sample without a GPU, interpreted at every second: the backward pass has its output compared.
+    The xla level has a share of the samples, by :data:`XLA_STRIDE`.
     """
-    if variant.name == "compile.max_autotune":
-        return case.id == "prime"
+    if variant.name in ("compile.max_autotune", "compile.reduce_overhead"):  # the same code as compile.default
+        return index == compiled_on_cpu(variant.op)[0] and dtype is torch.bfloat16
     if variant.level == "compile":
         if DEVICE.type == "cuda":
             by_turns = index == 0 or DTYPES.index(dtype) == index // 7 % len(DTYPES)
@@ -85,6 +91,10 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
             return False
         turn = few.index(index)
         return DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)
+    if variant.level == "xla" and DEVICE.type == "cpu":
+        stride = XLA_STRIDE * (5 if variant.name == "xla.pallas" else 1)
+        by_turns = DTYPES.index(dtype) == index // stride % len(DTYPES)
+        return by_turns and index % stride == 0 and (backward or index % (4 * stride) == 0)
     if DEVICE.type == "cpu" and not backward and index % 3 != FORWARD_TURN.get(dtype, 0):
         return False
     if dtype is torch.float64 and variant.level in ("triton", "cuda"):
@@ -125,9 +135,12 @@ SINGLE_AND_DOUBLE = (torch.float32, torch.float64)
 
 #: Where the formula itself does, anywhere.
 KNOWN = [
-    Departure(
-        *("attention_varlen", "compile.default", ("nan", "inf")),
-        "the formula has every score: what is no number in one sequence makes NaN of all",
+    *(
+        Departure(
+            *("attention_varlen", rung, ("nan", "inf")),
+            "the formula has every score: what is no number in one sequence makes NaN of all",
+        )
+        for rung in ("compile.default", "xla.jit")
     ),
 ]
 
@@ -145,6 +158,12 @@ KNOWN_ON_CPU = [
         *("bias_gelu", "compile.default", ("none-many-rows", "tanh-many-rows")),
         "Inductor's CPU kernel adds up a long column in one chain",
         SINGLE_AND_DOUBLE,
+        ("backward",),
+    ),
+    Departure(
+        *("linear", "xla.jit", ("long-k",)),
+        "XLA's CPU code adds up a product of few elements in one chain, and the slope of gelu passes its error on",
+        (torch.float32,),
         ("backward",),
     ),
     Departure(

@@ -42,7 +42,16 @@ HIDDEN = (
 def sources(folder: Path) -> Path:
     """A copy of what is built, without what was built."""
     skip = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
-    for name in ("_build", "csrc", "kernel_ladder", "torch_ref", "compile_impl", "triton_impl", "cuda_impl"):
+    for name in (
+        "_build",
+        "csrc",
+        "kernel_ladder",
+        "torch_ref",
+        "compile_impl",
+        "xla_impl",
+        "triton_impl",
+        "cuda_impl",
+    ):
         shutil.copytree(ROOT / name, folder / name, ignore=skip)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         if (ROOT / name).exists():
@@ -98,7 +107,7 @@ def run(python: Path, code: str, folder: Path) -> str:
 
 
 LIST_CUDA = """
-import kernel_ladder, torch_ref, compile_impl, triton_impl, cuda_impl
+import kernel_ladder, torch_ref, compile_impl, xla_impl, triton_impl, cuda_impl
 print({name: reason for name, reason in kernel_ladder.backends("gelu").items() if name.startswith("cuda")})
 """
 

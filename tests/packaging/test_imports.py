@@ -20,6 +20,7 @@ ALLOWED = {
     "kernel_ladder": set(),
     "torch_ref": {"kernel_ladder"},
     "compile_impl": {"kernel_ladder", "torch_ref"},
+    "xla_impl": {"kernel_ladder"},
     "triton_impl": {"kernel_ladder"},
     "cuda_impl": {"kernel_ladder"},
     "bench": PACKAGES - {"tests"},
@@ -59,6 +60,7 @@ def test_importing_the_package_imports_no_level():
         "triton",
         "torch._dynamo",
         "torch._inductor",
+        "jax",
         "rich",
         "numpy.testing",
         "kernel_ladder._C",
@@ -76,9 +78,16 @@ def test_asking_for_one_level_imports_no_other():
     code = """
 import sys, torch, kernel_ladder
 kernel_ladder.gelu(torch.zeros(2), backend="torch")
-print(*[m for m in ("compile_impl", "triton_impl", "cuda_impl", "triton") if m in sys.modules])
+print(*[m for m in ("compile_impl", "xla_impl", "triton_impl", "cuda_impl", "triton", "jax") if m in sys.modules])
 """
     assert fresh(code) == ""
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES - {"xla_impl", "tests"}))
+def test_only_the_xla_level_names_jax(package):
+    """Nothing else imports an optional extra, nor waits for it."""
+    users = [path for path in (ROOT / package).rglob("*.py") if imports_of(path) & {"jax", "jaxlib"}]
+    assert not users, f"{', '.join(str(path.relative_to(ROOT)) for path in users)} import JAX"
 
 
 @alone

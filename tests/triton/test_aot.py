@@ -7,13 +7,14 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import pytest
 import triton
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 import kernel_ladder
+
+from ..conftest import DEVICE
 
 CAPABILITIES = (80, 90)
 
@@ -37,20 +38,26 @@ def for_hopper_alone(e) -> bool:
     return takes_descriptors(e) or isinstance(e.kernel, GluonJITFunction)
 
 
-def entries(op: str, capability: int) -> list:
-    """What to compile. Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first.
+def but_for_tiles(e) -> tuple:
+    """What tells an entry from others, but for tiles and launch options."""
+    return (*e.signature.values(), *((k, v) for k, v in e.constexprs.items() if not k.startswith(("BLOCK", "GROUP"))))
 
-    Kernels that take tensor descriptors, or are in Gluon, are for Hopper alone.
+
+def entries(op: str, capability: int) -> list:
+    """What to compile: with a GPU, beside which there are cores enough, everything for Hopper.
+
+    Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first. Without a GPU Hopper
+    takes a kernel's first and last entry, and Ampere the first. Kernels that take tensor descriptors, or are in Gluon,
+    are for Hopper alone.
     """
-    if capability >= 90:
+    everything, hopper = DEVICE.type == "cuda", capability >= 90
+    if everything and hopper:
         return listed(op)
-    first: dict[tuple, Any] = {}
+    kinds: dict[tuple, list] = {}
     for e in listed(op):
-        if for_hopper_alone(e):
-            continue
-        rest = tuple((k, v) for k, v in e.constexprs.items() if not k.startswith(("BLOCK", "GROUP")))
-        first.setdefault((e.kernel.__name__, *e.signature.items(), *rest), e)
-    return list(first.values())
+        if hopper or not for_hopper_alone(e):
+            kinds.setdefault((e.kernel.__name__, but_for_tiles(e) if everything else None), []).append(e)
+    return [e for each in kinds.values() for e in ([each[0], each[-1]] if hopper and len(each) > 1 else each[:1])]
 
 
 def name(e) -> str:

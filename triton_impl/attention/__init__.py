@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton_impl import register
 from triton_impl.attention import flash, naive, split_kv, tma, warp_specialized
 from triton_impl.attention.backward import attention_backward
-from triton_impl.attention.call import mask_grad_unsupported
+from triton_impl.attention.call import mask_grad_unsupported, saved_from
 from triton_impl.common.gluon import requirements
 
 register("attention", "triton.naive", forward=naive.attention, unsupported=naive.unsupported)
@@ -23,6 +23,7 @@ register(
     "triton.flash",
     forward=flash.attention,
     backward=attention_backward,
+    saved_from=saved_from,
     unsupported=mask_grad_unsupported,
 )
 register(
@@ -30,6 +31,7 @@ register(
     "triton.tma",
     forward=tma.attention,
     backward=attention_backward,
+    saved_from=saved_from,
     unsupported=tma.unsupported,
 )
 register(
@@ -37,6 +39,7 @@ register(
     "triton.warp_specialized",
     forward=warp_specialized.attention,
     backward=attention_backward,
+    saved_from=saved_from,
     unsupported=warp_specialized.unsupported,
     here=requirements.here,
 )
@@ -45,5 +48,6 @@ register(
     "triton.split_kv",
     forward=split_kv.attention,
     backward=attention_backward,
+    saved_from=saved_from,
     unsupported=split_kv.unsupported,
 )

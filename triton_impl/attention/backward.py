@@ -423,14 +423,14 @@ def _first_launches(
     is_causal = constants["BAND"] == BELOW_DIAGONAL
     for_keys = for_queries = None
     if grad_k is not None:
-        together = section(is_causal, 1, seqlen_q * row_bytes * group)
+        heads_per_section = section(is_causal, 1, seqlen_q * row_bytes * group)
         outputs = (*call.strides(grad_k), *call.strides(grad_v))
         for_keys = _key_value(
             lambda meta: (triton.cdiv(seqlen_k, meta["BLOCK_N"]) * num_heads_kv,),
             of_keys,
             (
                 call.score_scale, scale, *outputs, *inputs, *others,
-                num_heads_kv, heads_kv, group, *lengths, min(together, num_heads_kv), seqlen_class(seqlen_k),
+                num_heads_kv, heads_kv, group, *lengths, min(heads_per_section, num_heads_kv), seqlen_class(seqlen_k),
                 *call.totals,
             ),
             {

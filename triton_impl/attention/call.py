@@ -10,7 +10,7 @@ import torch
 
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
-from kernel_ladder.spec import Output
+from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported
 from triton_impl.attention.tiles import (
@@ -232,6 +232,15 @@ def finished(
         return output, saved
     lse = lse[0] + lse[1] * LN_2 if call.additive else lse * LN_2
     return (output, torch.ops.aten._unsafe_view(lse, query.shape[:-1])), saved
+
+
+def saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Options) -> tuple:
+    """What a forward without a mask saves, by outputs from elsewhere: see :class:`kernel_ladder.table.Variant`."""
+    query, key, value = inputs
+    output, lse = outputs
+    call = Call.of(query, key, value, None, options["is_causal"], options["scale"], options["window_size"])
+    lse = (lse / LN_2).reshape(-1, query.shape[-2])
+    return (_batched(output), lse, tuple(query.shape[:-3]), *call)
 
 
 def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
 """attention, rung 4 of 5: warp_specialized
 
-Idea      In Gluon, the language below Triton. A producer warp has the copy engine fetch K and V into stages of shared
-          memory. Consumer warpgroups of 64 queries each overlap softmax with wgmma: the scores of the next tile and the
-          product of the last weights with V are in flight meanwhile (Shah et al., FlashAttention-3, arXiv:2407.08608).
+Idea      A producer warp has the copy engine fetch K and V into stages of shared memory. Consumer warpgroups of 64
+          queries each overlap softmax with wgmma: the scores of the next tile and the product of the last weights with
+          V are in flight meanwhile (Shah et al., FlashAttention-3, arXiv:2407.08608). In Gluon, the language below
+          Triton.
 Predicts  max(softmax, products) per tile instead of their sum.
 Limit now Registers: a consumer holds scores, weights and accumulator.
 Next      `split_kv` for few queries; cuda `pingpong` and `persistent` for many.
@@ -431,7 +432,7 @@ def configs(width: int) -> list[triton.Config]:
 _autotuner = Autotuner(_specialized_kernel)
 
 
-def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_once: int) -> tuple[int, int]:
+def _programs(tiles: int, num_heads: int, heads_per_section: int, is_causal: bool, at_once: int) -> tuple[int, int]:
     """(programs, `fold` of :func:`_schedule`).
 
     Persistent, as many as run at once, where their work is equal; else one program per tile, started as others end.
@@ -439,7 +440,7 @@ def _programs(tiles: int, num_heads: int, together: int, is_causal: bool, at_onc
     total = tiles * num_heads
     if not is_causal:
         return min(total, at_once), 1
-    in_pairs = tiles % 2 == 0 or together % 2 == num_heads % 2 == 0
+    in_pairs = tiles % 2 == 0 or heads_per_section % 2 == num_heads % 2 == 0
     return (at_once, 2) if in_pairs and total // 2 >= 3 * at_once else (total, 1)
 
 

@@ -98,7 +98,7 @@ def _evens(x):
 @gluon.jit
 def _first_pass(
     sum_ptr, iteration, centre, i, key_low, key_high, threshold, scale, n_rows, n_cols,
-    SAVE_STATS: gl.constexpr, DTYPE: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr, WIDE: gl.constexpr,
+    SAVE_STATS: gl.constexpr, DTYPE: gl.constexpr, BLOCK: gl.constexpr, EVEN: gl.constexpr, DRAWN_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Compute an iteration's row of s, and contribute Σ (s − centre) and Σ (s − centre)² to the cluster's."""
     LAYOUT: gl.constexpr = i.type.layout
@@ -111,7 +111,7 @@ def _first_pass(
     made = ()
     for v in gl.static_range(BLOCK // (gl.num_warps() * OF_WARP)):
         j = i + v * OF_WARP
-        drawn = factors(call + v * (OF_WARP // 4), key_low, key_high, threshold, scale, WIDE)
+        drawn = factors(call + v * (OF_WARP // 4), key_low, key_high, threshold, scale, DRAWN_LAYOUT)
         kept_low, kept_high = _even_and_odd(drawn)
         in_low, in_high = halves(load_vector(_INPUT, j, BLOCK), DTYPE)
         bias_low, bias_high = halves(load_vector(_BIAS, j, BLOCK), DTYPE)
@@ -144,7 +144,7 @@ def _chain_persistent_cluster_kernel(
     """
     blocks: gl.constexpr = gl.num_ctas()
     LAYOUT: gl.constexpr = row_layout(blocks, gl.num_warps(), VECTOR)
-    WIDE: gl.constexpr = row_layout(blocks, gl.num_warps(), 2 * VECTOR)
+    DRAWN_LAYOUT: gl.constexpr = row_layout(blocks, gl.num_warps(), 2 * VECTOR)
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
     words: gl.constexpr = gl.pointer_type(gl.int32)
     out_ptr = out_ptr.to(words, bitcast=True)
@@ -170,14 +170,14 @@ def _chain_persistent_cluster_kernel(
     wait_stage(_OF_PARAMETERS, 0)
     kept = _first_pass(
         sum_ptr, 0, before, i, key_low, key_high, threshold, scale, n_rows, n_cols,
-        SAVE_STATS, DTYPE, BLOCK, EVEN, WIDE,
+        SAVE_STATS, DTYPE, BLOCK, EVEN, DRAWN_LAYOUT,
     )  # fmt: skip
     _fetch(1, input_ptr, residual_ptr, in_stride, residual_stride, n_rows, n_cols, BLOCK)
     for iteration in range(1, iterations):
         heads = _heads(iteration + 1, input_ptr, bias_ptr, residual_ptr, in_stride, residual_stride, n_rows, LAYOUT)
         made = _first_pass(
             sum_ptr, iteration, centre, i, key_low, key_high, threshold, scale, n_rows, n_cols,
-            SAVE_STATS, DTYPE, BLOCK, EVEN, WIDE,
+            SAVE_STATS, DTYPE, BLOCK, EVEN, DRAWN_LAYOUT,
         )  # fmt: skip
         _fetch(iteration + 1, input_ptr, residual_ptr, in_stride, residual_stride, n_rows, n_cols, BLOCK)
         second_pass(

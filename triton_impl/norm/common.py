@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder.semantics.norms import as_rows
+from kernel_ladder.spec import mixed, names_of
 from kernel_ladder.tracing import shapes_only
 from triton_impl.common.column_sum import sum_partials
 from triton_impl.common.dot import INTERPRETED
@@ -106,6 +107,23 @@ def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.reshape(-1).contiguous()
 
 
+def dtype_of(x: torch.Tensor | None) -> torch.dtype | None:
+    """A parameter's dtype, which its gradient gets; None for an absent one."""
+    return None if x is None else x.dtype
+
+
+def not_one_dtype(*inputs: torch.Tensor | None) -> str | None:
+    """Why a rung that takes one dtype refuses a call with a float32 parameter beside 16-bit rows, or None."""
+    if inputs[0] is None or not mixed(inputs[0], *inputs[1:]):
+        return None
+    return f"takes parameters of the input's dtype, got float32 beside {names_of([inputs[0].dtype])}"
+
+
+def dtypes_of(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.dtype, ...]:
+    """The dtypes that decide a forward launch: of input, weight and bias, from the tensors that it takes."""
+    return tensors[3].dtype, tensors[-2].dtype, tensors[-1].dtype
+
+
 def wants_gradient(*inputs: torch.Tensor | None) -> bool:
     """Whether autograd will differentiate a call with these inputs."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -167,16 +185,18 @@ class Needs(NamedTuple):
 #: Of the rows (n_rows, n_cols), of weight and of bias (n_cols,); None where not wanted.
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-#: ``backward(kind, x, weight, stats, grad, grad_sum, needs)`` → :data:`Gradients`.
+#: ``backward(kind, x, weight, stats, grad, grad_sum, needs, bias_dtype=None)`` → :data:`Gradients`.
 Backward = Callable[..., Gradients]
 
 
-def empty_gradients(x: torch.Tensor, needs: Needs) -> Gradients:
-    """Uninitialised memory for the gradients of rows `x`."""
+def empty_gradients(
+    x: torch.Tensor, needs: Needs, weight: torch.Tensor | None, bias_dtype: torch.dtype | None
+) -> Gradients:
+    """Uninitialised memory for the gradients of rows `x` and of parameters, each in its own dtype."""
     n_rows, n_cols = x.shape
     grad_input = x.new_empty((n_rows, n_cols)) if needs.input else None
-    grad_weight = x.new_empty((n_cols,)) if needs.weight else None
-    grad_bias = x.new_empty((n_cols,)) if needs.bias else None
+    grad_weight = x.new_empty((n_cols,), dtype=None if weight is None else weight.dtype) if needs.weight else None
+    grad_bias = x.new_empty((n_cols,), dtype=bias_dtype) if needs.bias else None
     return grad_input, grad_weight, grad_bias
 
 
@@ -195,9 +215,13 @@ def backward_by(launch: Callable[..., torch.Tensor | None]) -> Backward:
         grad: torch.Tensor,
         grad_sum: torch.Tensor | None,
         needs: Needs,
+        bias_dtype: torch.dtype | None = None,
     ) -> Gradients:
-        """Gradients of the rows (n_rows, n_cols), of weight and of bias (n_cols,); None where not wanted."""
-        grad_input, grad_weight, grad_bias = empty_gradients(x, needs)
+        """Gradients of the rows (n_rows, n_cols), of weight and of bias (n_cols,); None where not wanted.
+
+        `bias_dtype` is that of the bias; None is that of the rows.
+        """
+        grad_input, grad_weight, grad_bias = empty_gradients(x, needs, weight, bias_dtype)
         if shapes_only() or not any(needs):
             return grad_input, grad_weight, grad_bias
         if x.numel() == 0:
@@ -206,12 +230,14 @@ def backward_by(launch: Callable[..., torch.Tensor | None]) -> Backward:
                     grad_parameter.zero_()
             return grad_input, grad_weight, grad_bias
         partials = launch(kind, x, weight, stats, grad, grad_sum, needs, grad_input)
-        if grad_weight is not None:
+        if grad_weight is not None and grad_bias is not None and grad_weight.dtype == grad_bias.dtype:
             assert partials is not None
-            sum_partials(grad_weight, partials if grad_bias is not None else partials[0], grad_bias)
-        elif grad_bias is not None:
-            assert partials is not None
-            sum_partials(grad_bias, partials[1])
+            sum_partials(grad_weight, partials, grad_bias)
+            return grad_input, grad_weight, grad_bias
+        for place, grad_parameter in enumerate((grad_weight, grad_bias)):
+            if grad_parameter is not None:
+                assert partials is not None
+                sum_partials(grad_parameter, partials[place])
         return grad_input, grad_weight, grad_bias
 
     return backward

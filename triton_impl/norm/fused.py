@@ -25,6 +25,7 @@ from triton_impl.norm.common import (
     Needs,
     add_pairs,
     backward_by,
+    dtypes_of,
     forward_by,
     load_stats,
     normalize,
@@ -227,7 +228,7 @@ def _launch_forward(
         arguments = (*strides, n_rows, n_cols, eps)
         return _forward(lambda meta: (triton.cdiv(n_rows, meta["ROWS"]),), tensors, arguments, constants)
 
-    key = ("forward", kind, save_stats, n_rows, n_cols, strides, present, x.dtype, x.device, eps)
+    key = ("forward", kind, save_stats, n_rows, n_cols, strides, present, *dtypes_of(tensors), x.device, eps)
     _launches.run(key, make, tensors)
 
 
@@ -260,7 +261,7 @@ def _launch_backward(
         }  # fmt: skip
         return _backward(lambda meta: (programs,), tensors, (*strides, n_rows, n_cols), constants)
 
-    key = ("backward", kind, n_rows, n_cols, strides, weight is None, needs, x.dtype, x.device)
+    key = ("backward", kind, n_rows, n_cols, strides, weight is None, needs, x.dtype, w.dtype, x.device)
     _launches.run(key, make, tensors)
     return partials
 

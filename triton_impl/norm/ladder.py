@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import triton
 
 from triton_impl.common.column_sum import sum_partials_kernel, sum_tile, sum_warps
 from triton_impl.common.gluon import requirements
 from triton_impl.norm import cluster, cluster_backward, fused, online, persistent_cluster
-from triton_impl.norm.common import Backward, Forward, Kind
+from triton_impl.norm.common import Backward, Forward, Kind, not_one_dtype, wants_gradient
 from triton_impl.runtime.aot import Entry, entry
 
 
 class Rung(NamedTuple):
-    """A rung: its forward and backward pass, why it takes no such rows, and why this machine cannot run it."""
+    """A rung: its forward and backward pass, why it takes no such rows, and why this machine cannot run it.
+
+    `one_dtype`: it takes no float32 parameters beside 16-bit rows.
+    """
 
     forward: Forward
     backward: Backward | None
     unsupported_rows: Callable[..., str | None]
     here: Callable[[], str | None] = lambda: None
+    one_dtype: bool = False
+
+    def unsupported(self, kind: Kind, n_cols: int, *inputs: torch.Tensor | None) -> str | None:
+        """Why a call with these inputs, the first of which is there, cannot be taken, or None."""
+        if self.one_dtype and (reason := not_one_dtype(*inputs)) is not None:
+            return reason
+        return self.unsupported_rows(kind, inputs[0], n_cols, wants_gradient(*inputs))
 
 
 def rungs(kind: Kind) -> dict[str, Rung]:
@@ -28,11 +39,11 @@ def rungs(kind: Kind) -> dict[str, Rung]:
     found = {
         "online": Rung(online.forward, online.backward, online.unsupported_rows),
         "fused": Rung(fused.forward, fused.backward, fused.unsupported_rows),
-        "cluster": Rung(cluster.forward, cluster_backward.backward, cluster.unsupported_rows, requirements.here),
+        "cluster": Rung(cluster.forward, cluster_backward.backward, cluster.unsupported_rows, requirements.here, True),
     }
     if kind == persistent_cluster.KIND:
         unsupported = persistent_cluster.unsupported_rows
-        found["persistent_cluster"] = Rung(persistent_cluster.forward, None, unsupported, requirements.here)
+        found["persistent_cluster"] = Rung(persistent_cluster.forward, None, unsupported, requirements.here, True)
     return found
 
 

@@ -144,9 +144,16 @@ def _warps_of(block: int) -> int:
 
 
 def _parameter_gradients(
-    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, n_cols: int, is_layernorm: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    n_cols: int,
+    is_layernorm: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    grad_weight, grad_bias = x.new_zeros(n_cols), x.new_zeros(n_cols)
+    """Gradients of weight and bias, in `dtypes`."""
+    grad_weight, grad_bias = (x.new_zeros(n_cols, dtype=dtype) for dtype in dtypes)
     if not shapes_only() and x.numel() > 0:
         _parameter_gradients_kernel[(triton.cdiv(n_cols, TILE_COLS),)](
             grad_weight, grad_bias, grad, x, mean, rstd, rstd.numel(), n_cols,
@@ -163,11 +170,11 @@ def layer_norm(
     output = torch.empty_like(input)
     mean, rstd = input.new_empty((2, n_rows), dtype=torch.float32)
     _launch(_layer_norm_kernel, n_rows, n_cols, output, mean, rstd, input, weight, bias, n_cols, float(eps))
-    return output, (input, weight, mean, rstd, normalized_shape)
+    return output, (input, weight, mean, rstd, normalized_shape, bias.dtype)
 
 
 def layer_norm_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
-    x, weight, mean, rstd, shape = saved
+    x, weight, mean, rstd, shape, bias_dtype = saved
     grad, n_cols = grad.contiguous(), math.prod(shape)
     grad_input = torch.empty_like(x) if needs[0] else None
     if grad_input is not None:
@@ -175,7 +182,8 @@ def layer_norm_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...
         _launch(_layer_norm_backward_kernel, rstd.numel(), n_cols, *arguments)
     if not (needs[1] or needs[2]):
         return grad_input, None, None
-    grad_weight, grad_bias = _parameter_gradients(grad, x, mean, rstd, n_cols, True)
+    dtypes = weight.dtype, bias_dtype
+    grad_weight, grad_bias = _parameter_gradients(grad, x, mean, rstd, dtypes, n_cols, True)
     return grad_input, grad_weight.view(shape) if needs[1] else None, grad_bias.view(shape) if needs[2] else None
 
 
@@ -197,7 +205,8 @@ def rms_norm_backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...])
         _launch(_rms_norm_backward_kernel, rstd.numel(), n_cols, grad_input, grad, x, rstd, weight, n_cols)
     if not needs[1]:
         return grad_input, None
-    return grad_input, _parameter_gradients(grad, x, rstd, rstd, n_cols, False)[0].view(shape)
+    dtypes = weight.dtype, weight.dtype
+    return grad_input, _parameter_gradients(grad, x, rstd, rstd, dtypes, n_cols, False)[0].view(shape)
 
 
 def layer_norm_unsupported(

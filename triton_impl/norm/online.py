@@ -27,6 +27,7 @@ from triton_impl.norm.common import (
     Kind,
     Needs,
     backward_by,
+    dtypes_of,
     forward_by,
     load_stats,
     normalize,
@@ -250,7 +251,7 @@ def _launch_forward(
         }  # fmt: skip
         return _forward(lambda meta: (n_rows,), tensors, (*strides, n_rows, n_cols, eps), constants)
 
-    key = ("forward", kind, save_stats, n_rows, n_cols, strides, present, x.dtype, x.device, eps)
+    key = ("forward", kind, save_stats, n_rows, n_cols, strides, present, *dtypes_of(tensors), x.device, eps)
     _launches.run(key, make, tensors)
 
 
@@ -274,7 +275,7 @@ def _launch_backward(
     )
     s, w = (grad if grad_sum is None else grad_sum), (x if weight is None else weight)
     strides = (grad.stride(0), s.stride(0), x.stride(0))
-    key = (kind, n_rows, n_cols, strides, weight is None, needs, x.dtype, x.device)
+    key = (kind, n_rows, n_cols, strides, weight is None, needs, x.dtype, w.dtype, x.device)
     shared = {
         "IS_LAYERNORM": kind.is_layernorm,
         "HAS_WEIGHT": weight is not None,

@@ -154,7 +154,7 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[TracedLaunch]]:
             # Whatever GPUs are here.
             mock.patch.object(pdl, "possible", return_value=capability >= 90),
             mock.patch.object(requirements, "traced_for", capability),
-            mock.patch.object(PersistentLaunch, "_held", lambda staying, *of: staying.programs),
+            mock.patch.object(PersistentLaunch, "_held", lambda launch, *of: launch.programs),
         ):
             yield calls
     finally:

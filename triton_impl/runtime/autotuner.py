@@ -153,7 +153,7 @@ def time_in_rounds(compiled: dict[triton.Config, bool], run: Run) -> dict[triton
     runs: dict[triton.Config, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
-    def once(config: triton.Config) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def timed_run(config: triton.Config) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         flush.zero_()
         begin.record()
@@ -165,7 +165,7 @@ def time_in_rounds(compiled: dict[triton.Config, bool], run: Run) -> dict[triton
         if made:
             try:
                 run(config, False)
-                runs[config] = [once(config)]
+                runs[config] = [timed_run(config)]
             except triton.OutOfResources:
                 pass
     if not runs:
@@ -175,7 +175,7 @@ def time_in_rounds(compiled: dict[triton.Config, bool], run: Run) -> dict[triton
     least, most = ROUNDS
     for _ in range(max(least, min(most, int(SECONDS / max(of_a_round, 1e-6))))):
         for config, events in runs.items():
-            events.append(once(config))
+            events.append(timed_run(config))
     torch.cuda.synchronize()
     for config, events in runs.items():
         timings[config] = statistics.median(begin.elapsed_time(end) for begin, end in events[1:])

@@ -37,21 +37,23 @@ def backward_shapes(block: int) -> list[tuple[int, int]]:
     return _shapes(block, (8, 16), (2048, 4096), 16)
 
 
-#: Rows of up to so many elements are a warp's alone where programs stay and go through many of them, LEAST at least:
-#: then no warp waits for another. So many warps of a multiprocessor have loads enough under way: fewer where rows are
-#: whole blocks, of which each has more, and the fewer there are, the fewer sums of theirs there are to add up.
-ALONE, LEAST, STAYING_WARPS, OF_WHOLE_BLOCKS = 512, 8, 12, 10
+#: A persistent program of one warp takes rows of up to ALONE elements, at least LEAST of them, so that no warp waits
+#: for another. PERSISTENT_WARPS a multiprocessor keep enough loads in flight; fewer do (OF_WHOLE_BLOCKS) where a row
+#: is a whole block, since each warp then has more loads, and fewer warps leave fewer partial sums to add.
+ALONE, LEAST, PERSISTENT_WARPS, OF_WHOLE_BLOCKS = 512, 8, 12, 10
 
 
 def persistent_shapes(block: int) -> list[tuple[int, int]]:
-    """The same of a program that stays, and adds up columns over its rows."""
+    """The same of a persistent program, which sums columns over its rows."""
     return _shapes(block, (16,), (512, 256), 1) if block <= ALONE else backward_shapes(block)
 
 
 def persistent_programs(length: int, block: int, count: int, multiprocessors: int) -> int:
     """How many such programs share rows: as many as run at once, since later ones would wait for memory once more."""
     if block <= ALONE:
-        return min(triton.cdiv(count, LEAST), multiprocessors * (OF_WHOLE_BLOCKS if length == block else STAYING_WARPS))
+        return min(
+            triton.cdiv(count, LEAST), multiprocessors * (OF_WHOLE_BLOCKS if length == block else PERSISTENT_WARPS)
+        )
     return min(count, multiprocessors * min(4, max(1, 8192 // block)))
 
 

@@ -40,7 +40,7 @@ def _drawing():
     tie = "xor.b32 d, c{0}, both; abs.f16x2 d, d;"
     ties = tie.format(0) + "mov.b32 nearest, d;"
     ties += "".join(tie.format(i) + "min.f16x2 nearest, nearest, d;" for i in range(1, 4))
-    settle = (
+    stabilize = (
         "and.b32 d, w{0}, 0xffff0000; shr.u32 e, c{0}, 16; or.b32 d, d, e; setp.ge.u32 p, d, least;"
         "selp.b32 d, 0xffff0000, 0, p;"
         "shl.b32 e, w{0}, 16; and.b32 c{0}, c{0}, 0xffff; or.b32 e, e, c{0}; setp.ge.u32 p, e, least;"
@@ -56,7 +56,7 @@ def _drawing():
         + "".join(f"mov.b32 w{i}, c{i};" for i in range(4))
         + "mov.b32 d, 0; setp.neu.f16x2 p|q, nearest, d; and.pred p, p, q; @p bra settled;"
         + _rounds(1)
-        + "".join(settle.format(i) for i in range(4))
+        + "".join(stabilize.format(i) for i in range(4))
         + "settled:"
         + "".join(f"mov.b32 ${i}, w{i};" for i in range(4))
         + "}"

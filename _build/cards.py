@@ -1,0 +1,67 @@
+"""Refuse a page of ``docs/climb`` whose cards are not whole.
+
+Every card, a heading of the second level with the name of a rung, has the same lines in the same order, at most 25 of
+them. Its counters are there, or the line says why they are not.
+
+    python _build/cards.py            every page
+    python _build/cards.py FILE…      these pages alone
+
+The exit code is 1 where a page is refused. Every finding is one line, ``file:line: rung: what is wrong``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES = ("Idea", "Diff", "Prediction", "Measured", "Counters", "Verdict", "Limits it now", "Try this")
+LONGEST = 25
+HEADING = re.compile(r"^## (\w+\.\w+)$")
+FIELD = re.compile(r"^- \*\*([^*]+)\*\*: *(.*)$")
+#: A counter with its value, as `registers 32 → 64`; or the reason for having none.
+COUNTERS = re.compile(r"\d.* · .*\d")
+NONE = re.compile(r"^none committed yet: \w.{8,}")
+
+
+def faults(text: str) -> Iterator[tuple[int, str, str]]:
+    """Line, rung and what is wrong, of every fault of a page."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if HEADING.match(line)]
+    if not starts:
+        yield 1, "page", "has no card; `python -m bench readme` writes them"
+    for start in starts:
+        name = HEADING.match(lines[start])[1]
+        end = next((i for i in range(start + 1, len(lines)) if lines[i].startswith(("#", "<!--"))), len(lines))
+        card = [line for line in lines[start:end] if line.strip()]
+        if len(card) > LONGEST:
+            yield start + 1, name, f"{len(card)} lines; at most {LONGEST}"
+        found = [match for line in card[1:] if (match := FIELD.match(line))]
+        if [match[1] for match in found] != list(LINES):
+            yield start + 1, name, f"has the lines {', '.join(m[1] for m in found)}; wanted are {', '.join(LINES)}"
+            continue
+        for match in found:
+            if not match[2]:
+                yield start + 1, name, f"{match[1]} is empty"
+        counters = found[LINES.index("Counters")][2]
+        if not COUNTERS.search(counters) and not NONE.match(counters):
+            yield start + 1, name, "has no counters and does not say why: `none committed yet: …`"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python _build/cards.py", description="Check the cards of docs/climb.")
+    parser.add_argument("file", type=Path, nargs="*", help="pages (default: docs/climb/*.md)")
+    pages = parser.parse_args(arguments).file or sorted((ROOT / "docs" / "climb").glob("*.md"))
+    refused = False
+    for page in pages:
+        for line, name, fault in faults(page.read_text(encoding="utf-8")):
+            refused = True
+            print(f"{page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}:{line}: {name}: {fault}")
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""``python -m bench select``: make each GPU's table of measured choices, and say what it is worth."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import environment
+from bench.profile import counters
+from bench.rows import store
+from bench.rows.store import CEILING, Row
+from bench.select import build, points
+from bench.select.build import Part, Regret
+from kernel_ladder.selection import tables
+
+#: Folders of committed rows that no table is made from: short sweeps.
+LEFT_OUT = ("quick",)
+
+
+def default_files() -> list[Path]:
+    """The committed rows of every set."""
+    found = sorted(environment.PUBLISHED.rglob("*.jsonl"))
+    return [f for f in found if not f.name.endswith(counters.SUFFIX) and f.parent.name not in LEFT_OUT]
+
+
+def by_gpu(files: Sequence[Path]) -> dict[str, list[Row]]:
+    """The rows of each GPU, those of a CPU left out."""
+    found: dict[str, list[Row]] = {}
+    for path in files:
+        for row in store.read_given(path):
+            if row.gpu and row.op != CEILING and row.driver:
+                found.setdefault(row.gpu, []).append(row)
+    return found
+
+
+def text_of(gpu_name: str, parts: Sequence[Part]) -> str:
+    """A table's file. Parts that are not kept stand there with their regret alone."""
+    kept = {(part.op, part.backend, part.pass_): part.entries for part in parts if part.kept}
+    lines = [
+        json.dumps({"gpu": gpu_name, "made by": "python -m bench select", "tables": []})[:-2],
+        *_lines(_entry_lines(kept)),
+        '], "regret": [',
+        *_lines([json.dumps(_regret(part)) for part in parts]),
+        "]}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(items: Sequence[str]) -> list[str]:
+    return [f"{item}{',' if i + 1 < len(items) else ''}" for i, item in enumerate(items)]
+
+
+def _entry_lines(kept: dict[tuple[str, str, str], tuple[tables.Entry, ...]]) -> list[str]:
+    found = []
+    for part in tables.to_json(kept):
+        entries = part.pop("entries")
+        head = json.dumps(part)[:-1] + ', "entries": ['
+        found.append("\n".join([head, *_lines([" " + json.dumps(entry) for entry in entries]), "]}"]))
+    return found
+
+
+def _regret(part: Part) -> dict[str, Any]:
+    def shown(regret: Regret | None) -> dict[str, Any] | None:
+        if regret is None:
+            return None
+        mean, p95, worst, call, count = regret
+        return {"mean": round(mean, 4), "p95": round(p95, 4), "worst": round(worst, 4), "at": call, "points": count}
+
+    return {
+        "op": part.op,
+        "backend": part.backend,
+        "pass": part.pass_,
+        "kept": part.kept,
+        "rules": shown(part.rules),
+        "table": shown(part.table),
+        "held out, rules": shown(part.held_out_rules),
+        "held out, table": shown(part.held_out_table),
+    }
+
+
+def show(gpu_name: str, parts: Sequence[Part], console: Console) -> None:
+    """Prints the regret of rules and tables: time of the choice over that of the best rung."""
+    shown = Table(title=f"Regret on {gpu_name}: time of the choice over the best rung's", title_justify="left")
+    for name in ("operation", "backend", "pass", "points", "rules", "table", "worst rules", "worst table"):
+        shown.add_column(name, justify="left" if name in ("operation", "backend", "pass") else "right")
+    for name in ("held out", "rules", "table", "kept"):
+        shown.add_column(name, justify="right")
+    for part in parts:
+        out_rules, out_table = part.held_out_rules, part.held_out_table
+        shown.add_row(
+            *(part.op, part.backend, part.pass_, str(part.rules.points)),
+            *(f"{part.rules.mean:.3f}", f"{part.table.mean:.3f}", f"{part.rules.worst:.2f}", f"{part.table.worst:.2f}"),
+            *("0" if out_table is None else str(out_table.points), _mean(out_rules), _mean(out_table)),
+            "yes" if part.kept else "no",
+        )
+    console.print(shown)
+    for part in parts:
+        if part.kept:
+            line = f"{part.op} {part.backend} {part.pass_}: worst by rules at {part.rules.call}"
+            console.print(f"{line}, by the table at {part.table.call}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _mean(regret: Regret | None) -> str:
+    return "" if regret is None else f"{regret.mean:.3f}"
+
+
+def main(argv: Sequence[str], console: Console) -> int:
+    """Make the tables of measured choices, one file for each GPU.
+
+    Returns the exit code, 1 where --check finds others.
+    """
+    parser = argparse.ArgumentParser(prog="python -m bench select", description=main.__doc__.partition(chr(10))[0])
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="rows (default: all of bench/results)")
+    folder = Path(os.environ.get(tables.ENV_FOLDER) or tables.FOLDER)
+    parser.add_argument(
+        "--into", type=Path, default=folder, metavar="FOLDER", help="of the tables (default: %(default)s)"
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a table is stale")
+    args = parser.parse_args(argv)
+    found = by_gpu(args.files or default_files())
+    if not found:
+        raise store.ResultsError("no row of a GPU is there: `python -m bench` on a GPU writes some")
+    stale = False
+    for gpu_name, rows in sorted(found.items()):
+        parts = build.parts(list(points.points(rows, points.machine_of(rows))))
+        file, text = args.into / f"{tables.slug(gpu_name)}.json", text_of(gpu_name, parts)
+        before = file.read_text(encoding="utf-8") if file.exists() else None
+        stale |= before != text
+        if not args.check:
+            show(gpu_name, parts, console)
+            store.replace(file, text)
+            kept = sum(part.kept for part in parts)
+            console.print(f"{kept} of {len(parts)} tables are kept in {file}; elsewhere rules choose", soft_wrap=True)
+        elif before != text:
+            console.print(f"{file} is stale; `python -m bench select` renews it", soft_wrap=True)
+    return 1 if args.check and stale else 0

@@ -1,0 +1,165 @@
+"""Matrix products whose operand is gathered, or whose result is summed and scattered, while they compute.
+
+Tensor parallelism with the sequence sharded in between needs both: rows are gathered before the first product of a
+block, and the last one's summands are added up and scattered by rows. Each is the other's gradient. The data travels
+around a ring in n parts, one hop a step, beside the product of the part that is there (Wang et al., Overlap
+Communication with Dependent Computation via Decomposition, ASPLOS 2023). The order of sums is fixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kernel_ladder import ops
+from kernel_ladder.distributed.exchange import Exchange, check_group
+
+
+def _gather(caller: str, group: Any, part: torch.Tensor, use: Any) -> None:
+    """Call ``use(owner, part)`` with every rank's part, this rank's first, while the next one comes."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    part = part.contiguous()
+    for step in range(size):
+        coming = Exchange(caller, group, part) if step + 1 < size else None
+        use((rank - step) % size, part)
+        if coming is not None:
+            part = coming.wait()
+
+
+def _gather_matmul(
+    caller: str, group: Any, part: torch.Tensor, other: torch.Tensor, backend: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of all ranks' rows with `other`, and these rows."""
+    rows, size = part.shape[0], dist.get_world_size(group)
+    output = part.new_empty((size * rows, other.shape[1]))
+    gathered = part.new_empty((size * rows, part.shape[1]))
+
+    def use(owner: int, part: torch.Tensor) -> None:
+        place = slice(owner * rows, (owner + 1) * rows)
+        output[place] = ops.matmul(part, other, backend=backend)
+        gathered[place] = part
+
+    _gather(caller, group, part, use)
+    return output, gathered
+
+
+def _matmul_scatter(
+    caller: str, group: Any, input: torch.Tensor, other: torch.Tensor, backend: str | None
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of ``input @ other``.
+
+    The sum of part c begins at rank c + 1, and each rank on the way to c adds its summand.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = input.shape[0] // size
+    coming = None
+    for step in range(size):
+        owner = (rank - 1 - step) % size
+        summand = ops.matmul(input[owner * rows : (owner + 1) * rows], other, backend=backend)
+        total = summand if coming is None else coming.wait() + summand
+        coming = Exchange(caller, group, total) if step + 1 < size else None
+    return total
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, backend: str | None, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        output, _ = _gather_matmul("all_gather_matmul", group, input, other, backend)
+        ctx.save_for_backward(input, other)
+        ctx.call = group, backend
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, other = ctx.saved_tensors
+        group, backend = ctx.call
+        of_input = of_other = None
+        if ctx.needs_input_grad[2]:
+            of_input = _matmul_scatter("all_gather_matmul", group, grad, other.mT, backend)
+        if ctx.needs_input_grad[3]:  # one product of the rows gathered again: their memory is not kept from the forward
+            gathered = input.new_empty((grad.shape[0], input.shape[1]))
+            dist.all_gather_into_tensor(gathered, input.contiguous(), group)
+            of_other = ops.matmul(gathered.mT, grad, backend=backend)
+        return None, None, of_input, of_other
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, backend: str | None, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, other)
+        ctx.call = group, backend
+        return _matmul_scatter("matmul_reduce_scatter", group, input, other, backend)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, other = ctx.saved_tensors
+        group, backend = ctx.call
+        of_input, gathered = _gather_matmul("matmul_reduce_scatter", group, grad, other.mT, backend)
+        of_other = ops.matmul(input.mT, gathered, backend=backend) if ctx.needs_input_grad[3] else None
+        return None, None, of_input, of_other
+
+
+def _check(caller: str, input: Any, other: Any) -> None:
+    check_group(caller)
+    for name, x in (("input", input), ("other", other)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{caller}: argument `{name}` must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 2:
+            raise ValueError(f"{caller}: argument `{name}` must be a matrix, got shape {tuple(x.shape)}")
+    if input.shape[1] != other.shape[0]:
+        raise ValueError(
+            f"{caller}: the columns of `input` must be as many as the rows of `other`, got shapes "
+            f"{tuple(input.shape)} and {tuple(other.shape)}"
+        )
+
+
+def all_gather_matmul(
+    input: torch.Tensor, other: torch.Tensor, *, group: Any = None, backend: str | None = None
+) -> torch.Tensor:
+    """``gather(input) @ other``, the rows of all ranks gathered while the product computes.
+
+    Args:
+        input: this rank's rows ``(M / n, K)``, of the same shape on each of the n ranks.
+        other: ``(K, N)``, this rank's columns of a weight, say; of the same dtype, any strides.
+        group: the process group; None: the default one. Every rank of it must call.
+        backend: see :func:`kernel_ladder.use`; of the product.
+
+    Returns:
+        ``(M, N)``, rows in the order of ranks. Differentiable once: the gradient of `input` is that of
+        :func:`matmul_reduce_scatter`.
+
+    Raises:
+        ValueError, TypeError: operands that do not fit. RuntimeError: no process group, or a neighbour that is gone.
+    """
+    _check("all_gather_matmul", input, other)
+    return _AllGatherMatmul.apply(group, backend, input, other)
+
+
+def matmul_reduce_scatter(
+    input: torch.Tensor, other: torch.Tensor, *, group: Any = None, backend: str | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of ``input @ other``, summed and sent while the product computes.
+
+    Args:
+        input: ``(M, K)``; M is a multiple of the number n of ranks.
+        other: ``(K, N)``, this rank's rows of a weight, say; of the same dtype, any strides.
+        group: the process group; None: the default one. Every rank of it must call, with the same M and N.
+        backend: see :func:`kernel_ladder.use`; of the product.
+
+    Returns:
+        ``(M / n, N)``, of the inputs' dtype: each of the n − 1 additions rounds to it. Differentiable once.
+
+    Raises:
+        ValueError, TypeError: operands that do not fit. RuntimeError: no process group, or a neighbour that is gone.
+    """
+    _check("matmul_reduce_scatter", input, other)
+    size = dist.get_world_size(group)
+    if input.shape[0] % size:
+        raise ValueError(
+            f"matmul_reduce_scatter: the rows of `input` must be a multiple of the {size} ranks, got {input.shape[0]}"
+        )
+    return _MatmulReduceScatter.apply(group, backend, input, other)

@@ -1,0 +1,289 @@
+"""Attention over a sequence that several GPUs share (Liu et al., Ring Attention, arXiv:2310.01889).
+
+Each GPU keeps its queries. Keys and values travel around the ring, one hop a step, while the GPU attends to those that
+it has. A step's result is merged into a float32 accumulator by its log-sum-exp L:
+
+    L = log(exp(L₁) + exp(L₂)),  O = exp(L₁ − L) · O₁ + exp(L₂ − L) · O₂
+
+The backward pass sends keys and values around again, and with them their gradients, which arrive home after a last hop.
+A step's gradient needs no step's result: with the whole O and L, its weights are exp(S − L).
+
+The order of all sums is fixed, so two runs give the same bits where the attention's backward pass does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kernel_ladder import autograd, ops, selection
+from kernel_ladder.distributed.exchange import Exchange, check_group
+from kernel_ladder.distributed.sequence import LAYOUTS, chunks_of
+from kernel_ladder.semantics.masks import NO_WINDOW
+
+
+class _Block(NamedTuple):
+    """Queries and keys of one call of attention: ranges of local rows, and the call's mask."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+    window_size: tuple[int, int]
+
+
+class _Ring(NamedTuple):
+    group: Any
+    layout: str
+    causal: bool
+    window: tuple[int, int]
+    options: dict[str, Any]
+    backend: str | None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def blocks(self, step: int, length: int) -> Iterator[_Block]:
+        """What to compute in a step, in which this rank has the keys of rank − step."""
+        owner = (self.rank - step) % self.size
+        everything, half = slice(0, length), length // 2
+        if self.layout == "zigzag" and self.causal and self.window == NO_WINDOW:
+            # Both halves of the local sequence are in order, so that one call covers them.
+            if owner == self.rank:
+                yield _Block(everything, everything, True, NO_WINDOW)
+            elif owner < self.rank:
+                yield _Block(everything, slice(0, half), False, NO_WINDOW)
+            else:
+                yield _Block(slice(half, length), everything, False, NO_WINDOW)
+            return
+        if not self.causal and self.window == NO_WINDOW:
+            yield _Block(everything, everything, False, NO_WINDOW)
+            return
+        left, right = self.window
+        right = 0 if self.causal else right
+        for start, first_query in chunks_of(self.layout, self.rank, self.size, length):
+            for at, first_key in chunks_of(self.layout, owner, self.size, length):
+                size = length // 2 if self.layout == "zigzag" else length
+                block = _band(start, at, size, first_query - first_key, left, right)
+                if block is not None:
+                    yield block
+
+
+def _band(q: int, k: int, size: int, distance: int, left: int, right: int) -> _Block | None:
+    """The rows and keys of two chunks that see each other, or None.
+
+    `q` and `k` are the chunks' first local rows, `distance` their distance in the sequence. Query i sees the keys from
+    ``i + distance − left`` to ``i + distance + right``; −1 is no limit.
+    """
+    keys = (max(0, distance - left) if left >= 0 else 0, min(size, size + distance + right) if right >= 0 else size)
+    rows = (max(0, -distance - right) if right >= 0 else 0, min(size, size - distance + left) if left >= 0 else size)
+    if keys[0] >= keys[1] or rows[0] >= rows[1]:
+        return None
+    count_q, count_k = rows[1] - rows[0], keys[1] - keys[0]
+    shift = distance + rows[0] - keys[0] - (count_k - count_q)  # relative to the lower right corner
+    before = -1 if left < 0 or left - shift >= count_k + count_q else left - shift
+    after = -1 if right < 0 or right + shift >= count_k + count_q else right + shift
+    queries, seen = slice(q + rows[0], q + rows[1]), slice(k + keys[0], k + keys[1])
+    if (before, after) == (-1, 0) and count_q == count_k:
+        return _Block(queries, seen, True, NO_WINDOW)
+    return _Block(queries, seen, False, (before, after))
+
+
+def _merge(output: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> None:
+    """Merge a step's result into the float32 accumulators, in place."""
+    total = torch.logaddexp(lse, found_lse)
+    shift = torch.where(total == -math.inf, 0.0, total)  # a row that has seen no key yet stays zero
+    output.mul_(torch.exp(lse - shift)[..., None]).add_(found * torch.exp(found_lse - shift)[..., None])
+    lse.copy_(total)
+
+
+def _forward(
+    ring: _Ring, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length = query.shape[-2]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+    lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
+    travelling = torch.cat((key, value), -1)
+    for step in range(ring.size):
+        sent = Exchange("ring_attention", ring.group, travelling) if step + 1 < ring.size else None
+        key, value = travelling.split((key.shape[-1], value.shape[-1]), -1)
+        for block in ring.blocks(step, length):
+            found, found_lse = ops.attention(
+                query[..., block.queries, :], key[..., block.keys, :], value[..., block.keys, :],
+                is_causal=block.is_causal, window_size=block.window_size, return_lse=True, backend=ring.backend,
+                **ring.options,
+            )  # fmt: skip
+            _merge(output[..., block.queries, :], lse[..., block.queries], found, found_lse)
+        if sent is not None:
+            travelling = sent.wait()
+    return output.to(query.dtype), lse
+
+
+def _backward(
+    ring: _Ring,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    length, widths = query.shape[-2], (key.shape[-1], value.shape[-1])
+    grad_query = torch.zeros_like(query, dtype=lse.dtype)
+    travelling = torch.cat((key, value), -1)
+    gradients = torch.zeros_like(travelling, dtype=lse.dtype)  # of the keys and values that this rank has now
+    returning = None
+    for step in range(ring.size):
+        sent = Exchange("ring_attention", ring.group, travelling) if step + 1 < ring.size else None
+        key, value = travelling.split(widths, -1)
+        found = torch.zeros_like(gradients)
+        of_key, of_value = found.split(widths, -1)
+        for block in ring.blocks(step, length):
+            rows = block.queries
+            dq, dk, dv = _block_gradients(
+                ring, block, query[..., rows, :], key[..., block.keys, :], value[..., block.keys, :],
+                output[..., rows, :], lse[..., rows], grad[..., rows, :],
+                None if grad_lse is None else grad_lse[..., rows],
+            )  # fmt: skip
+            grad_query[..., rows, :] += dq
+            of_key[..., block.keys, :] += dk
+            of_value[..., block.keys, :] += dv
+        if returning is not None:
+            gradients = returning.wait()
+        gradients = gradients + found
+        # They follow their keys: one hop behind the step that adds to them.
+        returning = Exchange("ring_attention", ring.group, gradients) if ring.size > 1 else None
+        if sent is not None:
+            travelling = sent.wait()
+    gradients = gradients if returning is None else returning.wait()
+    grad_key, grad_value = gradients.split(widths, -1)
+    return grad_query.to(query.dtype), grad_key.to(query.dtype), grad_value.to(query.dtype)
+
+
+def _block_gradients(
+    ring: _Ring,
+    block: _Block,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+) -> Sequence[torch.Tensor]:
+    """Gradients of a block's query, key and value, by the whole output and log-sum-exp."""
+    leaves = tuple([x.detach().requires_grad_() for x in (query, key, value)])
+    options = {
+        **ring.options, "is_causal": block.is_causal, "window_size": block.window_size, "return_lse": True,
+    }  # fmt: skip
+    with torch.enable_grad():
+        variant = selection.resolve("attention", ring.backend, leaves, options)
+    if variant.saved_from is not None:
+        with torch.no_grad():
+            saved = variant.saved_from((query, key, value), (output.contiguous(), lse.contiguous()), options)
+            of_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+            return autograd.gradients(variant, saved, (grad, of_lse), (True, True, True))  # type: ignore[return-value]
+    # The rung cannot take another output: differentiate the merge instead. With w = exp(L₁ − L), dO₁ = w · dO and
+    # dL₁ = w · (Σ dO · (O₁ − O) + dL).
+    with torch.enable_grad():
+        found, found_lse = autograd.run(variant, leaves, options)
+    weight = torch.exp(found_lse.detach() - torch.where(lse == -math.inf, 0.0, lse))
+    of_lse = (grad.to(lse.dtype) * (found.detach().to(lse.dtype) - output.to(lse.dtype))).sum(-1)
+    of_lse = weight * (of_lse if grad_lse is None else of_lse + grad_lse)
+    return torch.autograd.grad(
+        (found, found_lse), leaves, ((weight[..., None] * grad).to(found.dtype), of_lse.to(found_lse.dtype))
+    )
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ring: _Ring, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        output, lse = _forward(ring, query, key, value)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.ring = ring
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
+        query, key, value, output, lse = ctx.saved_tensors
+        grad = torch.zeros_like(output) if grad is None else grad
+        return (None, *_backward(ctx.ring, query, key, value, output, lse, grad, grad_lse))
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool = False,
+    *,
+    group: Any = None,
+    layout: str = "zigzag",
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: Sequence[int] | None = NO_WINDOW,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """:func:`kernel_ladder.attention` over a sequence that the ranks of a group share, each with an equal part.
+
+    Every rank of the group must call it, with parts of the same shape. :func:`kernel_ladder.distributed.shard_sequence`
+    makes the parts.
+
+    Args:
+        query: this rank's part ``(B, H, S / n, D)`` of n ranks, in any dtype that the backend takes.
+        key: this rank's part ``(B, H_kv, S / n, D)``.
+        value: this rank's part ``(B, H_kv, S / n, D_v)``.
+        is_causal: query i of the sequence sees keys 0 … i.
+        group: the process group; None: the default one.
+        layout: ``"zigzag"``: rank r has the chunks r and 2n − 1 − r of 2n, which shares causal work equally;
+            ``"contiguous"``: rank r has the r-th of n.
+        scale: as in :func:`kernel_ladder.attention`, like `enable_gqa`.
+        window_size: (left, right): query i of the sequence sees only keys i − left … i + right. −1 or None: no limit.
+        return_lse: also return the log-sum-exp ``(B, H, S / n)``, in float32 (float64 for float64).
+        backend: as in :func:`kernel_ladder.attention`: a level, or a rung that returns the log-sum-exp.
+
+    Returns:
+        This rank's part ``(B, H, S / n, D_v)`` of the output. Differentiable once. Memory grows with S / n: at most two
+        parts of keys, values and their gradients are on a rank at once.
+
+    Raises:
+        ValueError: shapes or options that do not fit. RuntimeError: no process group, or a neighbour that is gone.
+
+    Source: Liu et al., Ring Attention, arXiv:2310.01889; zigzag: Zhu, ring-flash-attention.
+    """
+    op = "ring_attention"
+    check_group(op)
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: argument `layout` must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"{op}: argument `is_causal` must be a bool, got {is_causal!r}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: argument `{name}` must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{op}: argument `{name}` must be (B, H, S, D), got {x.dim()} dimensions")
+        if x.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{op}: `query`, `key` and `value` must be equal parts of one sequence, got {query.shape[2]} rows of "
+                f"`query` and {x.shape[2]} of `{name}`"
+            )
+    if layout == "zigzag" and query.shape[2] % 2:
+        raise ValueError(f"{op}: layout='zigzag' needs parts of two equal chunks, got {query.shape[2]} rows")
+    window = NO_WINDOW if window_size is None else tuple(window_size)
+    if len(window) != 2 or not all(isinstance(n, int) and n >= -1 for n in window):
+        raise ValueError(f"{op}: argument `window_size` must be two ints from -1 on, got {window_size!r}")
+    ring = _Ring(group, layout, is_causal, window, {"scale": scale, "enable_gqa": enable_gqa}, backend)
+    output, lse = _RingAttention.apply(ring, query, key, value)
+    return (output, lse) if return_lse else output

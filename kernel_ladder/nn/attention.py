@@ -1,0 +1,253 @@
+"""Attention layers: PyTorch's MultiheadAttention, and grouped attention with a key-value cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernel_ladder import ops
+from kernel_ladder.nn.backend import HasBackend, only
+from kernel_ladder.nn.linear import Linear
+
+
+class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
+    """:class:`torch.nn.MultiheadAttention` by :func:`kernel_ladder.linear` and :func:`kernel_ladder.attention`.
+
+    Attention weights are never in memory, so they are neither returned nor dropped.
+
+    Args:
+        embed_dim, num_heads: width of queries and output, and heads that share it.
+        dropout: must be 0. bias: whether projections have biases.
+        add_bias_kv, add_zero_attn: must be False.
+        kdim, vdim: widths of keys and values; None is `embed_dim`.
+        batch_first: whether tensors are ``(B, S, E)`` instead of ``(S, B, E)``.
+        device, dtype: of the parameters.
+        backend: see :func:`kernel_ladder.use`; None leaves the choice to each call.
+    """
+
+    OPS = ("linear", "attention")
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        name = "MultiheadAttention"
+        only(name, "dropout", dropout, 0.0, "attention weights are not dropped here")
+        only(name, "add_bias_kv", add_bias_kv, False, "keys and values are those of the call")
+        only(name, "add_zero_attn", add_zero_attn, False, "keys and values are those of the call")
+        super().__init__(
+            embed_dim, num_heads, 0.0, bias, False, False, kdim, vdim, batch_first, device, dtype
+        )  # fmt: skip
+        self.backend = backend
+
+    def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        b = self.in_proj_bias
+        if self._qkv_same_embed_dim and query is key and key is value:
+            return ops.linear(query, self.in_proj_weight, b, backend=self._backend).chunk(3, -1)
+        weights = (
+            self.in_proj_weight.chunk(3)
+            if self._qkv_same_embed_dim
+            else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        )
+        biases = (None,) * 3 if b is None else b.chunk(3)
+        return tuple(
+            ops.linear(x, w, bias, backend=self._backend)
+            for x, w, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+
+    def forward(  # type: ignore[override]
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend to `value`, as :meth:`torch.nn.MultiheadAttention.forward`, without the weights.
+
+        Args:
+            query, key, value: ``(S, B, E)``, ``(B, S, E)`` if `batch_first`, or ``(S, E)``.
+            key_padding_mask: ``(B, S_k)``, True where a key is hidden, or numbers that are added to scores.
+            need_weights: must be False.
+            attn_mask: ``(S_q, S_k)`` or ``(B · num_heads, S_q, S_k)``, True where a key is hidden, or numbers that are
+                added to scores.
+            average_attn_weights: without meaning, as there are no weights.
+            is_causal: as a hint that `attn_mask` is causal, as in PyTorch; without a mask, query i sees keys 0 … i.
+
+        Returns:
+            The output in the layout of `query`, and None for the weights.
+        """
+        only("MultiheadAttention", "need_weights", need_weights, False, "attention weights are never in memory")
+        swap = query.dim() == 3 and not self.batch_first
+        same = query is key and key is value
+        if swap:
+            query = query.transpose(0, 1)
+            key, value = (query, query) if same else (key.transpose(0, 1), value.transpose(0, 1))
+        q, k, v = (
+            x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-2, -3)
+            for x in self._project(query, key, value)
+        )  # fmt: skip
+        mask = _mask(attn_mask, key_padding_mask, q, k)
+        output = ops.attention(q, k, v, mask, is_causal=is_causal and mask is None, backend=self._backend)
+        output = output.transpose(-2, -3).flatten(-2)
+        output = ops.linear(output, self.out_proj.weight, self.out_proj.bias, backend=self._backend)
+        return (output.transpose(0, 1) if swap else output), None
+
+    def extra_repr(self) -> str:
+        return self._with_backend(f"{self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}")
+
+
+def _mask(
+    attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor | None:
+    """Both masks as one of :func:`kernel_ladder.attention`: True where a key is seen, or added to scores."""
+    masks = []
+    if attn_mask is not None:
+        masks.append(attn_mask.unflatten(0, q.shape[:2]) if attn_mask.dim() == 3 else attn_mask)
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask if q.dim() == 3 else key_padding_mask[:, None, None, :])
+    if not masks:
+        return None
+    if all(m.dtype == torch.bool for m in masks):
+        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        return ~hidden
+    added = [
+        torch.zeros_like(m, dtype=q.dtype).masked_fill_(m, -torch.inf) if m.dtype == torch.bool else m.to(q.dtype)
+        for m in masks
+    ]
+    return added[0] if len(added) == 1 else added[0] + added[1]
+
+
+class KVCache:
+    """Keys and values of the tokens before, in memory allocated once: ``(B, H_kv, max_length, D)`` each.
+
+    Args:
+        batch_size, num_kv_heads, max_length, head_dim: sizes.
+        device, dtype: of the memory.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (batch_size, num_kv_heads, max_length, head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values, ``(B, H_kv, S, D)``, and return all so far, as views."""
+        end = self.length + key.shape[-2]
+        if end > self.keys.shape[-2]:
+            raise ValueError(f"KVCache: {end} tokens do not fit in a cache of max_length {self.keys.shape[-2]}")
+        self.keys[:, :, self.length : end] = key
+        self.values[:, :, self.length : end] = value
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        self.length = 0
+
+
+class GroupedQueryAttention(HasBackend, torch.nn.Module):
+    """Causal self-attention whose query heads share keys and values, with Llama's parameter names.
+
+    Args:
+        embed_dim: width of input and output.
+        num_heads: query heads. num_kv_heads: key and value heads, a divisor of `num_heads`; None is as many.
+        head_dim: width of a head; None is ``embed_dim / num_heads``.
+        bias: whether the four projections have biases.
+        window_size: keys that a query sees before its own; None is all.
+        device, dtype: of the parameters.
+        backend: see :func:`kernel_ladder.use`; None leaves the choice to each call.
+
+    Source: Ainslie et al., GQA, arXiv:2305.13245.
+    """
+
+    OPS = ("linear", "attention")
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        window_size: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % kv_heads:
+            raise ValueError(
+                "GroupedQueryAttention: argument `num_kv_heads` must divide `num_heads`, "
+                f"got {kv_heads} and {num_heads}"
+            )
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"GroupedQueryAttention: argument `num_heads` must divide `embed_dim` unless `head_dim` is given, "
+                f"got {num_heads} and {embed_dim}"
+            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.window_size = window_size
+        more = {"bias": bias, "device": device, "dtype": dtype, "backend": backend}
+        self.q_proj = Linear(embed_dim, num_heads * self.head_dim, **more)  # type: ignore[arg-type]
+        self.k_proj = Linear(embed_dim, kv_heads * self.head_dim, **more)  # type: ignore[arg-type]
+        self.v_proj = Linear(embed_dim, kv_heads * self.head_dim, **more)  # type: ignore[arg-type]
+        self.o_proj = Linear(num_heads * self.head_dim, embed_dim, **more)  # type: ignore[arg-type]
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """Attend from each token of `x`, ``(B, S, E)``, to those up to it, and to those in `cache`, which grows."""
+        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        window = (-1, -1) if self.window_size is None else (self.window_size, -1)
+        causal: bool | str = "lower_right" if k.shape[-2] != q.shape[-2] else True
+        output = ops.attention(
+            q, k, v, is_causal=causal, enable_gqa=self.num_kv_heads != self.num_heads, window_size=window,
+            backend=self._backend,
+        )  # fmt: skip
+        return self.o_proj(output.transpose(1, 2).flatten(-2))
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache for this layer, with its device and dtype."""
+        w = self.k_proj.weight
+        return KVCache(batch_size, self.num_kv_heads, max_length, self.head_dim, w.device, w.dtype)
+
+    def reset_parameters(self) -> None:
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            projection.reset_parameters()
+
+    def extra_repr(self) -> str:
+        heads = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return self._with_backend(f"{heads}, head_dim={self.head_dim}")

@@ -1,0 +1,46 @@
+"""The ``backend`` of a module: checked when it is set, not in the first forward pass."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kernel_ladder import selection
+
+
+def check_backend(ops: tuple[str, ...], backend: str | None) -> None:
+    """Raise unless every operation has this backend on this machine.
+
+    Raises:
+        TypeError: `backend` is neither a str nor None. BackendError: an operation has no such backend.
+        UnavailableError: not on this machine.
+    """
+    if backend is not None:
+        for op in ops:
+            selection.check(op, backend)
+
+
+class HasBackend:
+    """A module that passes its ``backend`` to calls of the operations in ``OPS``; None is the calls' own default."""
+
+    OPS: ClassVar[tuple[str, ...]] = ()
+    _backend: str | None = None
+
+    @property
+    def backend(self) -> str | None:
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: str | None) -> None:
+        check_backend(self.OPS, backend)
+        self._backend = backend
+
+    def _with_backend(self, representation: str) -> str:
+        if self._backend is None:
+            return representation
+        return ", ".join(part for part in (representation, f"backend={self._backend!r}") if part)
+
+
+def only(module: str, name: str, given: object, accepted: object, why: str) -> None:
+    """Raise unless an argument has the one value that a module takes."""
+    if given != accepted:
+        raise ValueError(f"{module}: argument `{name}` must be {accepted!r}, got {given!r}: {why}")

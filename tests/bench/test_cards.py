@@ -1,0 +1,142 @@
+"""The cards of the climbs: predictions as times, verdicts, counters before and after; and the check of whole pages."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+import kernel_ladder
+from bench.profile import counters
+from bench.rows import store
+from bench.rows.store import Row
+from bench.show import cards, predictions
+from bench.show.heads import ladder
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("cards_check", ROOT / "_build" / "cards.py")
+check = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check)
+
+SHAPE, LEAST = "16384x4096 tanh", 2**28
+
+
+def _row(backend: str, us: float | None, **fields) -> Row:
+    base = {"op": "gelu", "backend": backend, "level": backend.partition(".")[0], "dtype": "bfloat16", "shape": SHAPE}
+    base |= {"us": us, "bytes": LEAST, "flops": 2 * LEAST, "ceiling_gbs": 4000.0, "ceiling_tflops": 700.0}
+    if us is not None:
+        base |= {"us_q1": us, "us_q3": us, "rounds": 25, "gbs": LEAST / us / 1e3, "of_ceiling": 67.1 / us}
+    return Row(**{**base, "pass_": "forward", "gpu": "GPU 1", "when": "2026-01-01T00:00:00+00:00", **fields})
+
+
+NAIVE, VECTORIZED = _row("cuda.naive", 200.0), _row("cuda.vectorized", 68.0)
+HERE = {row.backend: row for row in (NAIVE, VECTORIZED)}
+
+
+@pytest.mark.parametrize(
+    ("note", "said"),
+    [
+        ({"bytes": 1}, "268 MB / 4,000 GB/s → **67.1 µs**"),
+        ({"bytes": [1, 1.5]}, "1 to 1.5 × 268 MB / 4,000 GB/s → **67.1 µs to 101 µs**"),
+        ({"share": 0.5}, "268 MB / 0.5 of 4,000 GB/s → **134 µs**"),
+        ({"matrix": 0.5}, "1 GFLOP / (0.5 of 700 TFLOP/s) → **1.53 µs**"),
+        ({"over": 4}, "time of `cuda.naive` / 4 (200 µs) → **50 µs**"),
+        ({"times": 2, "as": "cuda.vectorized"}, "2 × time of `cuda.vectorized` (68 µs) → **136 µs**"),
+    ],
+)
+def test_a_formula_becomes_a_time(note, said):
+    assert str(predictions.predict(note, HERE, NAIVE)) == said
+
+
+def test_without_what_a_formula_needs_there_is_no_prediction():
+    assert predictions.predict({}, HERE, NAIVE) is None
+    assert predictions.predict({"bytes": 1}, {}, None) is None
+    assert predictions.predict({"over": 2}, HERE, None) is None
+    assert predictions.predict({"times": 1, "as": "cuda.gone"}, HERE, NAIVE) is None
+
+
+@pytest.mark.parametrize(
+    ("us", "verdict"),
+    [
+        (67.1, "As predicted."),
+        (73.0, "As predicted."),
+        (134.2, "2.00 × slower than predicted."),
+        (50.0, "1.34 × faster than predicted."),
+    ],
+)
+def test_a_verdict_compares(us, verdict):
+    assert predictions.predict({"bytes": 1}, HERE, None).verdict(us) == verdict
+
+
+def test_ratios_are_held_more_closely():
+    predicted = predictions.predict({"over": 1.05}, HERE, NAIVE)
+    assert predicted.verdict(190.0) == "As predicted."
+    assert predicted.verdict(200.0) == "1.05 × slower than predicted."
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("byte = 1", "unknown key 'byte'; known are bytes, "),
+        ("bytes = 1\nshare = 0.5", "two formulas, bytes and share; give one"),
+        ("bytes = [2, 1]", r"bytes = \[2, 1\]; give a number above 0, or two that rise"),
+        ("share = 0", "share = 0; give a number above 0"),
+        ("times = 2", "`times` and `as` stand together"),
+    ],
+)
+def test_a_wrong_table_is_refused_by_name(text, said, tmp_path, monkeypatch):
+    (tmp_path / "predictions.toml").write_text(f'[gelu."cuda.naive"]\n{text}\n')
+    monkeypatch.setattr(predictions, "FILE", tmp_path / "predictions.toml")
+    with pytest.raises(predictions.PredictionError, match=rf'^predictions.toml: \[gelu."cuda.naive"\]: {said}'):
+        predictions.notes.__wrapped__()
+
+
+def test_every_prediction_is_of_a_rung():
+    for op, rungs in predictions.notes().items():
+        for rung in rungs:
+            level, _, name = rung.partition(".")
+            assert op in kernel_ladder.OPS
+            assert name in ladder(op, level), f'[{op}."{rung}"] names no rung'
+
+
+def test_cards_show_counters_before_and_after_and_pass_the_check(tmp_path):
+    file = tmp_path / "gpu.jsonl"
+    store.replace(file, "")
+    key = {"op": "gelu", "pass": "forward", "dtype": "bfloat16", "shape": SHAPE, "gpu": "GPU 1", "kernels": []}
+    counted = [
+        {**key, "backend": "cuda.naive", "counters": {"least_bytes": LEAST, "dram_bytes": LEAST, "registers": 16}},
+        {**key, "backend": "cuda.vectorized", "counters": {"least_bytes": LEAST, "dram_bytes": LEAST, "registers": 32}},
+    ]
+    counters.file_beside(file).write_text("".join(json.dumps(each) + "\n" for each in counted))
+    page = cards.write("gelu", file, [NAIVE, VECTORIZED])
+    assert list(check.faults(page)) == []
+    vectorized = page[page.index("## cuda.vectorized") :]
+    assert f"DRAM bytes / least 1.00 → 1.00 · registers 16 → 32 ({SHAPE}, since `cuda.naive`)." in vectorized
+    assert "**Measured**: 68 µs, 3,948 GB/s, 0.99 of the ceiling, 2.94 × `cuda.naive`" in vectorized
+    assert "**Verdict**: As predicted." in vectorized
+    assert "**Measured**: not yet in the committed rows." in page[: page.index("## cuda.naive")]
+
+
+CARD = "## cuda.naive\n\n" + "\n".join(f"- **{line}**: text" for line in cards.LINES) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# gelu\n", "has no card"),
+        (CARD, "has no counters and does not say why"),
+        (CARD.replace("- **Verdict**: text\n", ""), "wanted are Idea, Diff, "),
+        (CARD.replace("**Idea**: text", "**Idea**: "), "Idea is empty"),
+        (CARD + "more\n" * 20, "29 lines; at most 25"),
+    ],
+)
+def test_a_page_that_is_not_whole_is_refused(text, said):
+    assert any(said in fault for _, _, fault in check.faults(text))
+
+
+def test_a_reason_stands_for_counters():
+    reason = "**Counters**: none committed yet: the profiler has not been run on this rung."
+    assert list(check.faults(CARD.replace("**Counters**: text", reason))) == []
+    assert check.LINES == cards.LINES

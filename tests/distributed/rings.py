@@ -1,0 +1,60 @@
+"""What each rank of a group checks about ring attention: its part against attention over the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import kernel_ladder
+from kernel_ladder.distributed import ring_attention, shard_sequence, unshard_sequence
+
+#: Heads of queries and of keys, D and D_v, mask, layout and window.
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal-contiguous": {"is_causal": True, "layout": "contiguous"},
+    "grouped": {"is_causal": True, "enable_gqa": True, "heads": (4, 2)},
+    "value-width": {"is_causal": True, "widths": (16, 8)},
+    "window": {"window_size": (5, 3)},
+    "window-wide": {"window_size": (37, -1), "layout": "contiguous"},
+    "window-causal": {"is_causal": True, "window_size": (9, 0)},
+    "window-causal-contiguous": {"is_causal": True, "window_size": (20, -1), "layout": "contiguous"},
+    "window-right": {"window_size": (-1, 21)},
+    "window-none": {"window_size": (0, 0)},
+}
+
+
+def compare(name: str, backend: str, dtype: torch.dtype, tolerance: float, rows: int) -> None:
+    """Output, log-sum-exp and gradients; twice, for the same bits."""
+    case = dict(CASES[name])
+    (heads, heads_kv), (d, d_v) = case.pop("heads", (2, 2)), case.pop("widths", (16, 16))
+    layout = case.pop("layout", "zigzag")
+    generator = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    inputs = made(2, heads, rows, d), made(2, heads_kv, rows, d), made(2, heads_kv, rows, d_v)
+    grads = made(2, heads, rows, d_v), made(2, heads, rows)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = kernel_ladder.attention(*leaves, **case, return_lse=True, backend="torch.naive")
+    # A sequence of equal lengths has one corner: a window is aligned alike on both sides.
+    expected += torch.autograd.grad(expected, leaves, (grads[0], grads[1].to(expected[1].dtype)))
+
+    def found() -> list[torch.Tensor]:
+        parts = [shard_sequence(x, layout=layout).requires_grad_() for x in inputs]
+        outputs = ring_attention(*parts, **case, layout=layout, return_lse=True, backend=backend)
+        of_outputs = shard_sequence(grads[0], layout=layout), shard_sequence(grads[1], -1, layout=layout)
+        of_outputs = of_outputs[0], of_outputs[1].to(outputs[1].dtype)
+        results = [*outputs, *torch.autograd.grad(outputs, parts, of_outputs)]
+        return [unshard_sequence(x, -1 if i == 1 else -2, layout=layout) for i, x in enumerate(results)]
+
+    first = found()
+    torch.testing.assert_close(first, list(expected), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+    assert all(torch.equal(x, y) for x, y in zip(first, found(), strict=True))
+
+
+def compare_all(backend: str, dtype: torch.dtype, tolerance: float, names: list[str], rows: int) -> None:
+    for name in names:
+        compare(name, backend, dtype, tolerance, rows)

@@ -1,0 +1,77 @@
+"""The drawn figures of the documentation show what is so: addresses, sums, schedules, and rates from committed rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("figures", ROOT / "_build" / "figures" / "__init__.py")
+figures = importlib.util.module_from_spec(SPEC)
+sys.modules["figures"] = figures  # its modules import each other by this name
+SPEC.loader.exec_module(figures)
+
+from figures import addresses, schedules, softmax  # noqa: E402
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_a_figure_is_svg_that_takes_the_pages_colours(name):
+    image, caption = figures.draw(name)
+    root = ElementTree.fromstring(image)
+    assert root.tag.endswith("svg")
+    assert "width" not in root.attrib, "the page sets the width"
+    assert "currentColor" in image
+    assert "#000000" not in image, "black text or lines would vanish on a dark page"
+    assert caption.endswith(".")
+    _, _, width, _ = map(float, root.attrib["viewBox"].split())
+    assert width * 96 / 72 <= 880, "pixels"
+
+
+def test_an_unknown_figure_is_refused_by_name():
+    with pytest.raises(LookupError, match=r"no figure 'swizle'; figures are .*swizzle"):
+        figures.draw("swizle")
+
+
+def test_the_swizzle_is_a_permutation_without_bank_conflicts():
+    offsets = {addresses.swizzled(row, chunk) for row in range(8) for chunk in range(8)}
+    assert offsets == set(range(0, 1024, 16))
+    for chunk in range(8):
+        assert len({addresses.bank_group(addresses.swizzled(row, chunk)) for row in range(8)}) == 8
+
+
+@pytest.mark.parametrize(("width", "stride", "sectors"), [(2, 2, 2), (4, 4, 4), (16, 16, 16), (2, 8192, 32), (4, 8, 8)])
+def test_sectors_of_a_warps_load(width, stride, sectors):
+    assert addresses.sectors(width, stride) == sectors
+
+
+def test_the_online_softmax_is_the_formulas():
+    *_, (_, _, total, output) = softmax.steps()
+    assert output / total == pytest.approx(softmax.direct(), rel=1e-12)
+
+
+@pytest.mark.parametrize(("tiles", "sms"), [(9, 4), (3, 4), (8, 4), (13, 5), (517, 132)])
+def test_stream_k_does_every_tile_once_in_equal_shares(tiles, sms):
+    parts = schedules.split(tiles, sms)
+    done = dict.fromkeys(range(tiles), 0.0)
+    for mine in parts:
+        for tile, begin, end in mine:
+            done[tile] += end - begin
+        assert sum(end - begin for _, begin, end in mine) == pytest.approx(tiles / sms)
+    assert list(done.values()) == pytest.approx([1.0] * tiles)
+
+
+def test_more_stages_are_never_slower_and_stop_helping():
+    ends = [schedules.pipelined(12, stages)[-1][1] for stages in range(1, 7)]
+    assert ends == sorted(ends, reverse=True)
+    assert ends[0] > ends[3] == ends[4] == ends[5]
+
+
+def test_pages_name_figures_that_exist():
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    named = set(re.findall(r"\{\{ figure (\w+) \}\}", pages))
+    assert named == set(figures.FIGURES)

@@ -1,0 +1,1 @@
+"""The XLA level: how tensors pass to JAX and back."""
