@@ -171,6 +171,13 @@ def _read_by_kernels(name: str, grad: torch.Tensor) -> torch.Tensor:
     return grad.clone(memory_format=torch.contiguous_format)
 
 
+def _with_dense_output(name: str, saved: tuple) -> tuple:
+    """What a step saved, with a dense output: one that was merged from parts of the keys may have other strides."""
+    if name not in HOPPER_BACKWARD or (saved[3].is_contiguous() and address(saved[3]) % 16 == 0):
+        return saved
+    return (*saved[:3], saved[3].clone(memory_format=torch.contiguous_format), *saved[4:])
+
+
 def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
     """Add a step of the climb.
 
@@ -212,6 +219,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
         step = next(step for largest, step in backward_of.items() if head_dim <= largest)
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
+        saved = _with_dense_output(step, saved)
         gradients = run_backward(_read_by_kernels(step, grad), grad_lse, *saved, *_MORE.get(step, ()))
         return _gradients(gradients, needs)
 

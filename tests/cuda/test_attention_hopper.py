@@ -91,6 +91,18 @@ def test_the_gradient_of_the_output_is_copied_where_tma_cannot_read_it():
     assert attention._read_by_kernels("flash", expanded) is expanded
 
 
+def test_an_output_of_other_strides_is_copied_for_the_backward():
+    output = torch.randn(2, 4, 100, 64, dtype=torch.bfloat16)
+    saved = (None, None, None, output.transpose(1, 2), "lse", None)
+    assert attention._with_dense_output("flash", saved) is saved
+    for name in attention.HOPPER_BACKWARD:
+        assert attention._with_dense_output(name, (None, None, None, output, "lse"))[3] is output
+        found = attention._with_dense_output(name, saved)
+        assert found[3].is_contiguous()
+        assert torch.equal(found[3], saved[3])
+        assert found[4:] == saved[4:]
+
+
 def test_the_default_is_the_last_step():
     """After it comes `split_kv`, which takes few queries only."""
     names = [v.name for v in table.variants("attention", "cuda")]
