@@ -245,6 +245,31 @@ __device__ inline void gemm_rows(float (&d)[QUERY_TILE / 2], uint32_t a, int a_p
     wgmma_commit();
 }
 
+/// Loads 64 rows of a tile into registers, in the layout of wgmma's A operand. Each warp has 16 of them.
+template <int HEAD_DIM>
+__device__ inline void load_operand(uint32_t (&operand)[HEAD_DIM / 16][4], uint32_t tile, int panel) {
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    const int row = warp_index() % (WARPGROUP / WARP) * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        ldmatrix(operand[i], tile + i / 4 * panel + swizzled(row, i % 4 * 2 + lane / 16));
+    }
+}
+
+/// The same product as gemm_rows, with A in registers.
+template <typename T, int HEAD_DIM>
+__device__ inline void gemm_rows(float (&d)[QUERY_TILE / 2], const uint32_t (&a)[HEAD_DIM / 16][4], uint32_t b,
+                                 int b_panel) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        const uint64_t of_b =
+            matrix_descriptor<Major::K>(b + i / 4 * b_panel, b_panel) + i % 4 * DESCRIPTOR_STEP<Major::K>;
+        Wgmma<QUERY_TILE>::template multiply<T, Major::K>(d, a[i], of_b, i > 0);
+    }
+    wgmma_commit();
+}
+
 /// Issues d += A · B, with A of 64 × 64 in registers and 64 rows of B.
 template <typename T, int HEAD_DIM>
 __device__ inline void gemm_columns(float (&d)[HEAD_DIM / 2], const uint32_t (&a)[4][4], uint32_t b, int b_panel) {

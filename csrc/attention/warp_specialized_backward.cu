@@ -3,7 +3,7 @@
 //           the operand of dQ; a producer warp loads tiles, another adds dQ to memory in float32, in bulk.
 // Predicts  5 products instead of 7, 1.4 × `wgmma` at the same rate; dQ's sums cost 4·S_q·S_k·D / 128 bytes a head.
 // Limit now Shared memory's bandwidth: operands of products with 64 columns, and dQ on its way to memory.
-// Next      Keep keys and values in registers at head dimension 64, and store dQ without zeros and conversion.
+// Next      A persistent kernel that loads the next keys under the epilogue; the last block of a dQ tile converts it.
 //
 // The two consumer warpgroups have 64 keys each. They take turns at dQ: of step i, warpgroup i mod 2 multiplies dS of both
 // by the keys. So a warpgroup waits for the other on its turn only, and dS has two stages (the plan of FlashAttention-3,
@@ -19,10 +19,12 @@
 namespace kl {
 namespace {
 
-/// Tile shape: head dimension, padded on chip, and stages of queries. 64 queries by 128 keys.
-template <int HEAD_DIM_, int Q_STAGES_>
+/// Tile shape: head dimension, padded on chip, and stages of queries. 64 queries by 128 keys. Where registers last,
+/// consumers keep keys and values there, as operands of S and dP: that halves what these products read of shared memory.
+template <int HEAD_DIM_, int Q_STAGES_, bool IN_REGISTERS_>
 struct SpecializedShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, Q_STAGES = Q_STAGES_, KEYS = 128;
+    static constexpr bool IN_REGISTERS = IN_REGISTERS_;
     static constexpr int THREADS = 3 * WARPGROUP, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr int PANELS = HEAD_DIM / PANEL, K_PANEL = KEYS * SWIZZLE_ROW, Q_PANEL = QUERY_TILE * SWIZZLE_ROW;
     static constexpr int K_BYTES = PANELS * K_PANEL, Q_BYTES = PANELS * Q_PANEL;
@@ -33,8 +35,8 @@ struct SpecializedShape {
                                   DQ_BYTES + (BARRIERS + 1) * 8;
     static_assert(SHARED <= 227 * 1024);
 };
-using Specialized64Backward = SpecializedShape<64, 4>;
-using Specialized128Backward = SpecializedShape<128, 2>;
+using Specialized64Backward = SpecializedShape<64, 4, true>;
+using Specialized128Backward = SpecializedShape<128, 2, false>;
 
 /// dQ's accumulator, the counters of its tiles, and the counter from which blocks draw. Both counters are null where the
 /// order of the sums is free.
@@ -247,16 +249,26 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     const float scale = a.scale * LOG2E;
     float acc_key[S::HEAD_DIM / 2] = {}, acc_value[S::HEAD_DIM / 2] = {}, weights[32], grads[32];
     uint32_t of_value[4][4], of_key[4][4];
+    uint32_t own_keys[S::HEAD_DIM / 16][4], own_values[S::HEAD_DIM / 16][4];
     PipelineState<S::Q_STAGES> state;
     StepCursor step(tile);
 
     if (steps > 0) mbarrier_wait(smem.key_full(), 0);
+    if constexpr (S::IN_REGISTERS) {
+        load_operand<S::HEAD_DIM>(own_keys, keys, S::K_PANEL);
+        load_operand<S::HEAD_DIM>(own_values, values, S::K_PANEL);
+    }
     for (int i = 0; i < steps; ++i, state.advance(), step.advance(tile)) {
         const uint32_t q = smem.query(state.stage), grad = smem.grad(state.stage), of_tile = smem.stats(state.stage);
         const int q0 = step.tile * QUERY_TILE;
         mbarrier_wait(smem.full(state.stage), state.phase);
-        gemm_rows<T, S::HEAD_DIM>(weights, keys, S::K_PANEL, q, S::Q_PANEL);
-        gemm_rows<T, S::HEAD_DIM>(grads, values, S::K_PANEL, grad, S::Q_PANEL);
+        if constexpr (S::IN_REGISTERS) {
+            gemm_rows<T, S::HEAD_DIM>(weights, own_keys, q, S::Q_PANEL);
+            gemm_rows<T, S::HEAD_DIM>(grads, own_values, grad, S::Q_PANEL);
+        } else {
+            gemm_rows<T, S::HEAD_DIM>(weights, keys, S::K_PANEL, q, S::Q_PANEL);
+            gemm_rows<T, S::HEAD_DIM>(grads, values, S::K_PANEL, grad, S::Q_PANEL);
+        }
         wgmma_wait<1>();
         wgmma_pin(weights);
         scores_to_weights(weights, of_tile, scale);
