@@ -6,8 +6,8 @@
 // Next      A persistent kernel that loads the next keys under the epilogue; the last block of a dQ tile converts it.
 //
 // The two consumer warpgroups have 64 keys each. They take turns at dQ: of step i, warpgroup i mod 2 multiplies dS of both
-// by the keys. So a warpgroup waits for the other on its turn only, and dS has two stages (the plan of FlashAttention-3,
-// hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp, splits each dQ instead, behind a barrier of both).
+// by the keys. So a warpgroup waits for the other on its turn only, and dS has two stages. (FlashAttention-3,
+// hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp, divides each dQ between the warpgroups, behind a barrier of both.)
 //
 // Deterministic: blocks add to a tile of dQ in the order of their keys. A counter for each tile says whose turn it is.
 // Blocks draw their tiles of keys from a counter too, in that order, so that a block only ever waits for blocks that have
