@@ -127,7 +127,6 @@ def with_graphs(written: Callable[..., Output], **settings: Any) -> Forward:
             return run(*inputs, **options)
         if gpu.capturing():
             raise UnsupportedError(_graph_unsupported(*inputs) or "")
-        torch.compiler.cudagraph_mark_step_begin()
         if torch.is_grad_enabled():
             inputs = each(lambda x: _OwnGradients.apply(x) if x.requires_grad else x, inputs)
         output, saved = run(*inputs, **options)

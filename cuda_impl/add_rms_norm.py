@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, fake_like
-from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows
+from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows, widening
 from kernel_ladder.semantics.norms import eps_or_default, forwards
 from kernel_ladder.table import register
 
@@ -40,7 +40,8 @@ def _register(name: str) -> None:
     def _(input, residual, weight, eps, keep):
         return fake_like(input), fake_like(input), empty_stats(input, 1, keep)
 
-    register("add_rms_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
+    run_any, back = widening(normalise, backward)
+    register("add_rms_norm", f"cuda.{name}", **forwards(run_any), backward=back, unsupported=unsupported)
 
 
 def _register_fake_backward(rung: str) -> None:

@@ -6,7 +6,7 @@ import torch
 
 # LayerNorm's backward operator tells its shapes where its module registers them.
 from cuda_impl import climb, fake_like, layer_norm  # noqa: F401
-from cuda_impl.norms import as_parameter, backward_of, empty_stats, unsupported_rows
+from cuda_impl.norms import as_parameter, backward_of, empty_stats, unsupported_rows, widening
 from kernel_ladder.semantics import philox
 from kernel_ladder.semantics.norms import forwards
 from kernel_ladder.table import register
@@ -66,7 +66,8 @@ def _register(name: str) -> None:
         output = input.new_empty(input.shape)
         return output, input.new_empty(input.shape if keep else (0,)), empty_stats(input, 3, keep)
 
-    register(OP, f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
+    run_any, back = widening(normalise, backward)
+    register(OP, f"cuda.{name}", **forwards(run_any), backward=back, unsupported=unsupported)
 
 
 def _register_fake_backward(rung: str) -> None:

@@ -7,13 +7,16 @@ does not hold. ``smem_pipeline`` and ``persistent_cluster`` take 16-bit rows of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from cuda_impl import unsupported, wants_gradient
 from cuda_impl.built_for import is_roomy, without_clusters
 from kernel_ladder import gpu
-from kernel_ladder.spec import mixed, names_of
+from kernel_ladder.semantics.norms import eps_or_default
+from kernel_ladder.spec import as_tuple, converted, mixed, names_of
 from kernel_ladder.tracing import address
 
 #: Threads of the largest block, and 16-byte vectors of the longest row that a block holds: csrc/reduce/rows.cuh.
@@ -152,10 +155,25 @@ def _forward_unsupported(
     return None
 
 
-def _backward_unsupported(input: torch.Tensor, dims: int) -> str | None:
-    """Why the backward kernels that all rungs from `registers` on share do not take rows like these, or None."""
+def _widened_unsupported(rung: str, input: torch.Tensor, dims: int) -> str | None:
+    """Why a rung from `registers` on does not take rows that are converted to float32 first, or None."""
+    if rung not in ("registers", "cluster"):
+        return f"takes parameters of the input's dtype, got float32 beside {names_of([input.dtype])}"
     device, length = input.get_device(), row_length(input, dims)
-    chunks = -(-length * input.element_size() // 16)
+    fits = length <= MAX_BLOCK_CHUNKS * 4
+    if rung == "registers":
+        return None if fits else _too_long(length, MAX_BLOCK_CHUNKS * 4, "the registers of a block")
+    if fits:
+        return f"rows of {length} elements fit in a block; cuda.registers takes them"
+    if (reason := without_clusters(device)) is not None:
+        return reason
+    longest = max_cluster_chunks(device) * 4
+    return _too_long(length, longest, "a cluster") if length > longest else None
+
+
+def _backward_unsupported(device: int, length: int, element_size: int) -> str | None:
+    """Why the backward kernels that all rungs from `registers` on share do not take rows like these, or None."""
+    chunks = -(-length * element_size // 16)
     if chunks > MAX_BLOCK_CHUNKS and (reason := without_clusters(device)) is not None:
         return f"the backward pass of rows of {length} elements: {reason}"
     if (limit := _small(device)) is not None:
@@ -174,13 +192,51 @@ def unsupported_rows(
     """
     if (reason := unsupported(operands[0])) is not None:
         return reason
-    if mixed(operands[0], *parameters):
-        return f"takes parameters of the input's dtype, got float32 beside {names_of([operands[0].dtype])}"
     if rung in ("naive", "block"):
         return None
-    if (reason := _forward_unsupported(rung, operands, dims, parameters)) is not None:
+    input, widened = operands[0], mixed(operands[0], *parameters)
+    reason = (
+        _widened_unsupported(rung, input, dims) if widened else _forward_unsupported(rung, operands, dims, parameters)
+    )
+    if reason is not None:
         return reason
-    return _backward_unsupported(operands[0], dims) if wants_gradient(*operands, *parameters) else None
+    if not wants_gradient(*operands, *parameters):
+        return None
+    return _backward_unsupported(input.get_device(), row_length(input, dims), 4 if widened else input.element_size())
+
+
+def widening(
+    normalise: Callable[..., tuple[Any, tuple]], backward: Callable[..., tuple[torch.Tensor | None, ...]]
+) -> tuple[Callable[..., tuple[Any, tuple]], Callable[..., tuple[torch.Tensor | None, ...]]]:
+    """A rung's two passes, made to take float32 parameters beside 16-bit rows.
+
+    The kernels take one dtype. Such rows are converted to float32 before a pass and rounded after it, which costs a
+    read and a write of each.
+    """
+
+    def widened(keep: bool, *inputs: torch.Tensor | None, eps: float | None, **options: Any) -> tuple[Any, tuple]:
+        input, *others = inputs
+        assert input is not None
+        if not mixed(input, *others):
+            output, saved = normalise(keep, *inputs, eps=eps, **options)
+            return output, (None, *saved)
+        dtypes = tuple(None if x is None else x.dtype for x in inputs)
+        eps = eps_or_default(eps, input.dtype)
+        output, saved = normalise(keep, *converted(inputs, torch.float32), eps=eps, **options)
+        narrow = tuple(x.to(input.dtype) for x in as_tuple(output))
+        return narrow if isinstance(output, tuple) else narrow[0], (dtypes, *saved)
+
+    def narrowed(
+        saved: tuple, grads: torch.Tensor | tuple[torch.Tensor, ...], needs: tuple[bool, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        dtypes, *others = saved
+        if dtypes is None:
+            return backward(tuple(others), grads, needs)
+        wide = converted(as_tuple(grads), torch.float32)
+        found = backward(tuple(others), wide if isinstance(grads, tuple) else wide[0], needs)
+        return tuple(None if x is None else x.to(dtype) for x, dtype in zip(found, dtypes, strict=False))
+
+    return widened, narrowed
 
 
 def backward_of(rung: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, fake_like
-from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows
+from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows, widening
 from kernel_ladder.semantics.norms import as_rows, eps_or_default, forwards
 from kernel_ladder.table import register
 
@@ -37,7 +37,8 @@ def _register(name: str) -> None:
     def _(input, weight, eps, keep):
         return fake_like(input), empty_stats(input, 1, keep)
 
-    register("rms_norm", f"cuda.{name}", **forwards(normalise), backward=backward, unsupported=unsupported)
+    run_any, back = widening(normalise, backward)
+    register("rms_norm", f"cuda.{name}", **forwards(run_any), backward=back, unsupported=unsupported)
 
 
 def _register_fake_backward(rung: str) -> None:

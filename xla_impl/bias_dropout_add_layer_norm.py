@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernel_ladder.semantics import philox
 from xla_impl.dropout import unsupported
-from xla_impl.formulas import affine, kept, normalised, wide
+from xla_impl.formulas import affine, dropped, normalised, wide
 from xla_impl.rung import register
 
 
@@ -23,8 +22,7 @@ def formula(
     eps: float,
 ) -> Any:
     branch = wide(jax, input) + wide(jax, bias)
-    mask = kept(jax, input.shape, seed, p).astype(branch.dtype)
-    total = wide(jax, residual) + branch * mask * jax.numpy.asarray(philox.scale(p), branch.dtype)
+    total = wide(jax, residual) + dropped(jax, branch, seed, p)
     return affine(normalised(jax, total, (-1,), float(eps)), weight, norm_bias).astype(input.dtype)
 
 

@@ -27,6 +27,9 @@ CAPTURED = "JAX launches on streams of its own, which a CUDA graph cannot captur
 #: Dtypes that JAX converts to 32 bits in silence, unless 64-bit types are switched on around the call.
 WIDE = (torch.float64, torch.int64)
 
+#: Bytes that divide the address of an argument on a GPU; XLA's kernels refuse others.
+ALIGNMENT = 16
+
 
 @functools.cache
 def jax() -> Any:
@@ -72,12 +75,14 @@ def wide(*tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
 
 
 def to_jax(x: torch.Tensor | None) -> Any:
-    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous."""
+    """`x` as an argument of a compiled function: its own memory, or a copy where it is not contiguous or aligned."""
     if x is None:
         return None
     x = x.detach()
     if not x.is_contiguous():  # DLPack refuses other strides, and XLA is slow with other layouts
         x = x.contiguous()
+    if x.is_cuda and x.data_ptr() % ALIGNMENT:
+        x = x.clone()
     if x.device.type == "cpu" and _numpy_arrays_stay_on_cpu():
         if x.dtype is torch.bfloat16:  # which NumPy has not
             return x.view(torch.int16).numpy().view(_bfloat16())

@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from kernel_ladder.semantics import philox
-from xla_impl.formulas import kept
+from xla_impl.formulas import dropped
 from xla_impl.rung import register
 
 
 def formula(jax: Any, input: Any, *, p: float, seed: Any) -> Any:
-    mask = kept(jax, input.shape, seed, p)
-    return input * mask.astype(input.dtype) * jax.numpy.asarray(philox.scale(p), input.dtype)
+    return dropped(jax, input, seed, p)
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> str | None:

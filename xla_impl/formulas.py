@@ -85,6 +85,16 @@ def kept(jax: Any, shape: tuple[int, ...], seed: Any, p: float) -> Any:
     return (word >= jnp.uint32(philox.threshold(p))).reshape(shape)
 
 
+def dropped(jax: Any, x: Any, seed: Any, p: float) -> Any:
+    """`x` with dropout. A dropped infinity or NaN gives NaN, as in a product with the mask.
+
+    XLA's GPU compiler rewrites a product with a mask into a selection of 0, which hides them. So zero times `x` is
+    selected here.
+    """
+    jnp = jax.numpy
+    return jnp.where(kept(jax, x.shape, seed, p), x * jnp.asarray(philox.scale(p), x.dtype), x * 0)
+
+
 def _philox(jax: Any, counter: tuple[Any, Any, Any, Any], seed: Any) -> tuple[Any, Any, Any, Any]:
     """Four words for each counter; `seed` is an array of two words, the lower first."""
     u32 = jax.numpy.uint32

@@ -76,7 +76,9 @@ def store(ref: Any, value: Any, leading: Sequence[Any], starts: Sequence[Any], b
 
 def dot(a: Any, b: Any, trans_a: bool = False, trans_b: bool = False) -> Any:
     """A product of two blocks with float32 sums, without TF32."""
-    return pl.dot(a, b, trans_a, trans_b, precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
+    inner = (0 if trans_a else 1,), (1 if trans_b else 0,)
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, (inner, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: Any) -> str | None:

@@ -124,8 +124,8 @@ def load(path: Path) -> Table | None:
 
 @gpu.cached
 def of_device(device: int) -> Table | None:
-    """The table of a GPU, or None where it has none: then rules choose."""
-    if not gpu.visible() or _off:
+    """The table of a GPU, or None where it has none: then rules choose. A CPU, whose index is −1, has none."""
+    if device < 0 or not gpu.visible() or _off:
         return None
     folder = Path(os.environ.get(ENV_FOLDER) or FOLDER)
     found = load(folder / f"{slug(gpu.of(device).name)}.json")

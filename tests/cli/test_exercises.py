@@ -92,7 +92,7 @@ def test_the_solution_passes(exercise, folder, scratch_table):
         skip_unless_available(exercise.op, "triton")
     path = written(folder, f"solved_{exercise.name}", template.solution(exercise))
     event = last_event(path)
-    assert event["event"] == "passed", event
+    assert event["event"] == "passed", json.dumps(event, default=str)
     assert event["passed"] == event["of"] >= 8
     assert event["refused"] == 0
 
@@ -137,7 +137,7 @@ def test_a_wrong_solution_is_told_why(name, right, wrong, said, folder, scratch_
     text = template.solution(exercise)
     assert right in text
     event = last_event(written(folder, f"wrong_{name}", text.replace(right, wrong)))
-    assert event["event"] == "wrong", event
+    assert event["event"] == "wrong", json.dumps(event, default=str)
     explained = f"{event.get('reason')} {event.get('cause')}"
     assert re.search(said, explained), event
 

@@ -54,7 +54,7 @@ def recorded() -> dict[str, tuple]:
     """One call of every overload, found by running every CUDA variant forward and backward on some samples."""
     recorder = Recorder()
     for variant in every_variant("cuda"):
-        for case in sorted(plain_cases(variant.op), key=elements, reverse=True)[:8]:
+        for case in sorted(plain_cases(variant.op), key=elements, reverse=True)[:12]:
             for dtype in (torch.bfloat16, torch.float32):
                 inputs = make_inputs(case, dtype, DEVICE)
                 leaves = inputs if variant.backward is None else as_leaves(inputs)

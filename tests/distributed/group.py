@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TextIO
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ def run(world_size: int, folder: Path, checks: list[Check]) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        mp.spawn(_work, (world_size, _free_port(), str(folder), checks), nprocs=world_size)
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # the groups are of CPUs, everywhere
+            mp.spawn(_work, (world_size, _free_port(), str(folder), checks), nprocs=world_size)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         said = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
         raise AssertionError("\n".join(each for each in said if "Traceback" in each) or str(error)) from None

@@ -88,6 +88,9 @@ def unsupported(
         lengths = f"{query.shape[-2]} and {key.shape[-2]}"
         return f"a mask aligned to the lower right needs as many queries as keys, got {lengths}"
     if query.is_cuda:
+        trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if trains and (query.shape[-2] % 2 or key.shape[-2] % 2):
+            return f"cuDNN's gradients take even lengths, got {query.shape[-2]} queries and {key.shape[-2]} keys"
         return _cudnn_unsupported(query, window_size, is_causal)
     return "XLA's CPU products of float16 have no float32 sums" if query.dtype is torch.float16 else None
 
