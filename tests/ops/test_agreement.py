@@ -66,8 +66,8 @@ def compiled_on_cpu(op: str) -> list[int]:
     return chosen
 
 
-#: The xla level has every third sample on a GPU and every eleventh without one, each in one dtype by turns: XLA compiles
-#: both passes of each. Pallas' interpreter becomes large programs: there its rungs have a third of these.
+#: The xla level has every third sample on a GPU and every eleventh without one, each in one dtype by turns, because XLA
+#: compiles both passes of each. Pallas' interpreter becomes large programs: there its rungs have a third of these.
 XLA_STRIDE = 3 if DEVICE.type == "cuda" else 11
 
 
