@@ -29,7 +29,7 @@ from bench.measure import (
     timing,
 )
 from bench.measure.cases import host_case, layouts_of
-from bench.measure.selection import LONG_TUNING, Group, Selection, groups
+from bench.measure.selection import LONG_TUNING, ONE_BACKWARD, Group, Selection, groups
 from bench.rows import resume, store
 from bench.rows.order import by_climb
 from bench.rows.ratio import baseline_of
@@ -256,6 +256,8 @@ class Sweep:
         reason = table.unavailable(variant.op, variant.level) if variant.level in table.LEVELS else None
         asked = as_leaves(expected.inputs) if backward else expected.inputs
         reason = reason or variant.unsupported(*asked, **group.case.options)
+        if reason is None and backward:
+            reason = ONE_BACKWARD.get(variant.name)
         if reason is not None:
             raise _Refused(reason)
         try:

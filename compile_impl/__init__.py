@@ -45,6 +45,9 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
     A ladder compares each shape at its best. So shapes, strides and options are compile-time constants, and each
     combination of them compiles once. Dynamo limits the compilations per code object, so each gets a copy of it.
     """
+    if "mode" in settings and "options" in settings:  # of which torch.compile takes one
+        of_mode = torch._inductor.list_mode_options(settings.pop("mode"))
+        settings["options"] = {**of_mode, **settings["options"]}
 
     def signature(inputs: Inputs, options: dict[str, Any]) -> tuple:
         tensors = each(lambda x: (x.shape, x.stride(), x.dtype, x.device, x.requires_grad), inputs)

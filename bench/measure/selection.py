@@ -18,6 +18,11 @@ from kernel_ladder.table import Variant
 #: them out, and a full sweep measures them at the quick cases only: otherwise they would take most of its time.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
 
+#: Variants whose backward pass cannot be timed, and why: a pass is timed by repeating it after one forward pass.
+ONE_BACKWARD = {
+    "compile.reduce_overhead": "its backward pass can run once: a CUDA graph uses the memory it reads again"
+}
+
 #: Rungs of each level that are measured beside its choice in sets other than the sweep: the last ones that take the
 #: call. The time of the choice over the best of them is its regret.
 CONTENDERS = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, opti
     q, k, v = query.float(), key.float(), value.float()
     scale = query.shape[-1] ** -0.5 if options["scale"] is None else float(options["scale"])
     if how.get("unscaled"):
-        scale = 1.0
+        scale = math.log(2)  # the powers are of two
     elif how.get("scaled_by_d"):
         scale = 1 / query.shape[-1]
     rows, columns = q.shape[-2], k.shape[-2]
@@ -143,15 +144,15 @@ A group has GROUP_M rows of tiles; inside it, tiles go down a column first.""",
         difficulty="hard",
         teaches="attention without its matrix of scores: the online softmax over tiles of keys",
         formula="""\
-S = scale · q · kᵀ for BLOCK_M queries and BLOCK_N keys, −inf where a key is not seen
-m' = max(m, max S),  P = exp(S − m'),  r = exp(m − m')
+S = scale · log2 e · q · kᵀ for BLOCK_M queries and BLOCK_N keys, −inf where a key is not seen
+m' = max(m, max S),  P = 2^(S − m'),  r = 2^(m − m')
 s' = r · s + Σ P,    O' = r · O + P · v
 output = O / s""",
         hints=(
             "It is the online softmax with a matrix product: the output is rescaled as the sum is.",
             "scores = tl.dot(q, tl.trans(k), input_precision='ieee') * scale.",
             "seen = (k_rows < seqlen_k)[None, :], and if CAUSAL also k_rows[None, :] <= q_rows[:, None].",
-            "new_max = tl.maximum(row_max, tl.max(scores, axis=1)); rescale = tl.exp(row_max - new_max).",
+            "new_max = tl.maximum(row_max, tl.max(scores, axis=1)); rescale = tl.exp2(row_max - new_max).",
             "acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision='ieee').",
         ),
         asks=_plain_attention,

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from kernel_ladder import gpu
 from kernel_ladder.selection import matmul as selection
 from kernel_ladder.selection import matmul_parts
 from kernel_ladder.selection.matmul_parts import MOST_BYTES, Operand, Part
@@ -41,7 +42,13 @@ def test_every_plan_is_one_that_split_k_takes():
         assert not plan.pair or (along_m and plan.splits == 1)
 
 
-def test_batches_are_counted_as_the_kernels_fold_them():
+@pytest.fixture
+def hopper():
+    with gpu.pretend("H100"):
+        yield
+
+
+def test_batches_are_counted_as_the_kernels_fold_them(hopper):
     weight = torch.empty(64, 256, dtype=torch.bfloat16)
     rows = selection.plan(torch.empty(4, 1024, 64, dtype=torch.bfloat16), weight)
     assert rows == selection.plan(torch.empty(4096, 64, dtype=torch.bfloat16), weight)
@@ -123,17 +130,17 @@ def test_parts_of_random_products_are_no_slower_than_before():
     assert ratios[-1] < 1.15
 
 
-def test_the_plan_of_two_tensors_counts_their_parts():
+def test_the_plan_of_two_tensors_counts_their_parts(hopper):
     a, b = (
         torch.empty(8191, 8209, dtype=torch.bfloat16, device="meta"),
         torch.empty(8209, 8219, dtype=torch.bfloat16, device="meta"),
     )
-    parts = matmul_parts.parts(*operands(8191, 8219, 8209, "NN"), 8209, 1, 2, selection.blocks_at_once(-1)[0])
+    parts = matmul_parts.parts(*operands(8191, 8219, 8209, "NN"), 8209, 1, 2, selection.blocks_at_once(0)[0])
     assert sum(count * part.m * part.n for part, count in parts) == 8191 * 8219
     assert selection._plan(a, b) == selection.plan_of(
-        8191, 8219, 8209, 1, 1, 1, 2, False, selection.blocks_at_once(-1), parts
+        8191, 8219, 8209, 1, 1, 1, 2, False, selection.blocks_at_once(0), parts
     )
     aligned = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
     assert selection._plan(aligned, aligned) == selection.plan_of(
-        8192, 8192, 8192, 1, 1, 1, 2, False, selection.blocks_at_once(-1)
+        8192, 8192, 8192, 1, 1, 1, 2, False, selection.blocks_at_once(0)
     )

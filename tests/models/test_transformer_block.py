@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kernel_ladder import table
+from kernel_ladder.errors import UnsupportedError
 
 from ..conftest import DEVICE, needs_gpu
 from .transformer_block import SIZE, block, check, compiled, hidden, parameters, results
@@ -22,6 +23,8 @@ OPS = ("rms_norm", "linear", "attention", "swiglu")
 
 #: How often a block is compiled for any number of sequence lengths: once for the first, once for any other.
 COMPILATIONS = 2
+#: Where odd lengths are other kernels' on a GPU: cuDNN, which JAX calls, has no gradients of them.
+WITH_ODD_LENGTHS = {"xla": 3}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -57,7 +60,8 @@ def test_compiled_in_a_fresh_process(backend):
     )
     assert found.returncode == 0, found.stderr[-3000:]
     lines = found.stdout.splitlines()
-    assert f"compilations {COMPILATIONS}" in lines
+    expected = WITH_ODD_LENGTHS.get(backend, COMPILATIONS) if DEVICE.type == "cuda" else COMPILATIONS
+    assert f"compilations {expected}" in lines
     assert not [line for line in lines if line.startswith("warning")]
     assert "Warning" not in found.stderr, found.stderr
 
@@ -136,6 +140,10 @@ def test_in_a_cuda_graph(eager):
         results(run(eager), x, weights)  # what is tuned, compiled and allocated once
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    if eager == "xla":
+        with pytest.raises(UnsupportedError, match="which a CUDA graph cannot capture"), torch.cuda.graph(graph):
+            results(run(eager), x, weights)
+        return
     with torch.cuda.graph(graph):
         found = results(run(eager), x, weights)
     for tensor in found:

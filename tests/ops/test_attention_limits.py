@@ -97,7 +97,8 @@ def test_auto_gives_a_mask_its_gradient(dtype, of_query):
     (found,), (expected,) = (
         gradients(kernel_ladder.attention(*leaves, backend=backend), leaves[3:]) for backend in ("auto", "torch.naive")
     )
-    torch.testing.assert_close(found, expected)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"is_causal": LOWER_RIGHT}, {"window_size": (3, 0)}], ids=str)

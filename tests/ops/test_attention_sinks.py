@@ -112,7 +112,7 @@ def test_matrices_and_packed_sequences_take_sinks():
 def test_the_level_compile_takes_sinks():
     if (reason := table.unavailable("attention", "compile")) is not None:
         pytest.skip(reason)
-    holds("compile.default", case(is_causal=True), torch.float32)
+    holds("compile", case(is_causal=True), torch.float32)
 
 
 @pytest.mark.parametrize(

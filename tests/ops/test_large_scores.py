@@ -30,7 +30,13 @@ def test_large_scores(variant, dtype, is_causal, request):
     inputs = make_inputs(case, dtype, DEVICE)
     if (reason := variant.unsupported(*inputs, **case.options)) is not None:
         pytest.skip(reason)
-    if variant.name == "torch.builtin" and dtype == torch.float32 and is_causal and DEVICE.type == "cuda":
+    calls_pytorch = variant.name in (
+        "torch.builtin",
+        "compile.default",
+        "compile.reduce_overhead",
+        "compile.max_autotune",
+    )
+    if calls_pytorch and dtype == torch.float32 and is_causal and DEVICE.type == "cuda":
         known = "PyTorch's memory-efficient kernel departs from the formula by more than twice what the formula errs"
         request.applymarker(pytest.mark.xfail(reason=known, strict=False))
     spec = kernel_ladder.spec("attention")

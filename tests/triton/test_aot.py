@@ -96,7 +96,12 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 
 #: Bytes that Triton spills before 3.9, whose own compiler has no need to.
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-SPILT_BY_OLD_TRITON = {"_key_value_kernel": 8, "_sum_strided_kernel": 4096} if OLD_TRITON else {}
+SPILT_BY_OLD_TRITON = {"_key_value_kernel": 8, "sum_partials_kernel": 8, "_sum_strided_kernel": 4096}
+
+
+def spilt_by_old_triton(name: str) -> int:
+    """The bytes that the compiler here may spill of a kernel by itself."""
+    return SPILT_BY_OLD_TRITON.get(name, 0) if OLD_TRITON else 0
 
 
 def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
@@ -105,7 +110,7 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
         yield f"{found['cubin']} bytes for {found['target']}"
     # Configurations are for Hopper; on an Ampere, which has fewer, kernels may spill. Consumer warps of a persistent
     # kernel may spill where their tile lies, once a tile of queries.
-    allowed = 64 if "CONSUMERS" in e.constexprs else SPILT_BY_OLD_TRITON.get(e.kernel.__name__, 0)
+    allowed = 64 if "CONSUMERS" in e.constexprs else spilt_by_old_triton(e.kernel.__name__)
     if capability == 90 and found["local"] > allowed:
         yield f"{found['local']} bytes of registers spilt to local memory"
     if "USE_PDL" in e.kernel.arg_names and capability >= 90:

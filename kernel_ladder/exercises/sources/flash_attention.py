@@ -9,6 +9,7 @@ from kernel_ladder.table import register
 
 EXERCISE = "flash_attention"
 BLOCK_M, BLOCK_N = 32, 32
+LOG2E = 1.4426950408889634
 LARGEST_HEAD_DIM = 128
 
 
@@ -25,7 +26,10 @@ def flash_kernel(
     out_ptr, q_ptr, k_ptr, v_ptr, scale, seqlen_q, seqlen_k, head_dim,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of BLOCK_M queries, batch · heads). Scores stay in registers; keys come BLOCK_N at a time."""
+    """Grid: (tiles of BLOCK_M queries, batch · heads). Scores stay in registers; keys come BLOCK_N at a time.
+
+    `scale` holds log2 e as well, because a GPU computes powers of two: exp(x) = 2^(x · log2 e).
+    """
     head = tl.program_id(1).to(tl.int64)
     q_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     q_ptr += head * seqlen_q * head_dim
@@ -52,12 +56,12 @@ def flash_kernel(
             seen = seen & (k_rows[None, :] <= q_rows[:, None])
         scores = tl.where(seen, scores, -float("inf"))
         # end
-        # TODO 3: `new_max` per query, `weights` = exp(scores - new_max), and `rescale`, the factor that turns what was
+        # TODO 3: `new_max` per query, `weights` = 2^(scores - new_max), and `rescale`, the factor that turns what was
         # summed with row_max into what new_max would have given.
         # gap
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        weights = tl.exp(scores - new_max[:, None])
-        rescale = tl.exp(row_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
         # end
         # TODO 4: bring `row_sum` and `acc` up to date. Round the weights to v's dtype for the product.
         # gap
@@ -78,7 +82,7 @@ def attention(query, key, value, attn_mask=None, *, is_causal, scale, **others):
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k = key.shape[2]
     output = torch.empty_like(query)
-    scale = head_dim**-0.5 if scale is None else float(scale)
+    scale = (head_dim**-0.5 if scale is None else float(scale)) * LOG2E
     grid = (triton.cdiv(seqlen_q, BLOCK_M), batch * heads)
     block_d = max(16, triton.next_power_of_2(head_dim))
     lengths = (seqlen_q, seqlen_k, head_dim)
