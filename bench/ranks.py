@@ -72,7 +72,7 @@ class Group:
             self.wait()
         except (RuntimeError, ValueError) as error:
             raise RanksError(
-                f"rank {self.rank}: no group of {self.size} processes within {timeout_s:g} s: {_first_line(error)}"
+                f"rank {self.rank}: no group of {self.size} processes within {timeout_s:g} s: {first_line(error)}"
             ) from error
 
     def gather(self, value: T) -> list[T]:
@@ -83,7 +83,7 @@ class Group:
         try:
             dist.all_gather_object(values, value)  # over gloo: the host's part of the group
         except RuntimeError as error:
-            raise RanksError(f"rank {self.rank} of {self.size} lost another: {_first_line(error)}") from error
+            raise RanksError(f"rank {self.rank} of {self.size} lost another: {first_line(error)}") from error
         return values
 
     def wait(self) -> None:
@@ -98,7 +98,7 @@ class Group:
         except RanksError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
         reasons = self.gather(reason)
         for rank, found in enumerate(reasons):
             if found is not None:
@@ -112,5 +112,6 @@ class Group:
         dist.destroy_process_group()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
     return str(error).strip().partition("\n")[0]

@@ -40,11 +40,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny sizes, few rounds: every path and check, and no measure of speed"
     )
-    parser.add_argument("--time", type=float, metavar="SECONDS", help="of rounds for each way (default: 0.6; quick 0.2)")
+    parser.add_argument(
+        "--time", type=float, metavar="SECONDS", help="of rounds for each way (default: 0.6; quick 0.2)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="after which a rank that is gone ends the run"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="rows (default: bench-results/scaling/<machine>.jsonl)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="rows (default: bench-results/scaling/<machine>.jsonl)"
+    )
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import kernel_ladder as kl
-from bench.scaling.check import hold
+from bench.scaling.check import hold_model
 from bench.scaling.rows import ONE_GPU, OURS
 from bench.scaling.run import Problem, Run
 from bench.scaling.timing import Way
@@ -141,8 +142,12 @@ def _made(run: Run, of: Sizes, dtype: torch.dtype, sharded: bool, backend: str) 
 
 
 def check(run: Run) -> str | None:
-    """Why output and gradients on this group do not agree with float64 on one GPU; None where they do."""
-    of = Sizes(16 * run.gpus, 2 * run.gpus, run.gpus, 24 * run.gpus, 8 * run.gpus)
+    """Why output and gradients on this group do not agree with float64 on one GPU; None where they do.
+
+    The standard is the formulas' in the same dtype on the same group: sums over ranks round as often.
+    """
+    n, width = run.gpus, 8 if run.dry else 64
+    of = Sizes(2 * n * width, 2 * n, n, 3 * n * width, width * n)
 
     def results(dtype: torch.dtype, sharded: bool, backend: str) -> tuple[list[str], list[torch.Tensor]]:
         block, x = _made(run, of, dtype, sharded, backend)
@@ -151,21 +156,18 @@ def check(run: Run) -> str | None:
         return ["output", *named], [_whole(y), *(_whole(p.grad) for p in named.values())]
 
     names, found = results(run.dtype, True, run.backend)
-    _, exact = results(torch.float64, False, "torch")
-    _, naive = results(run.dtype, False, "torch")
-    return hold(names, found, exact, naive)
+    _, exact = results(torch.float64, False, "torch.naive")
+    _, naive = results(run.dtype, True, "torch.naive")
+    return hold_model(names, found, exact, naive)
 
 
 def measure(run: Run) -> None:
     """Emit the rows of every size."""
-    wrong, reason = run.group.agree(lambda: check(run))
-    fault = reason or next((found for found in run.group.gather(wrong) if found), None)
+    fault = run.fault(lambda: check(run))
     for of in sizes(run):
         problem = Problem(OP, "forward+backward", of.shape, of.flops, 0)
         if fault is not None:
-            row = run.row(problem, (OURS, run.backend))
-            row.wrong = fault
-            run.emit(row)
+            run.wrong(problem, run.backend, fault)
             continue
         made, reason = run.group.agree(
             lambda of=of: (_made(run, of, run.dtype, True, run.backend), _made(run, of, run.dtype, False, run.backend))
@@ -173,11 +175,10 @@ def measure(run: Run) -> None:
         if made is None:
             run.refuse(problem, (OURS, run.backend), str(reason))
             continue
-        sharded, whole = made
         ways = {
-            (OURS, run.backend): Way(lambda: _step(*sharded)),
-            (ONE_GPU, run.backend): Way(lambda: _step(*whole), alone=True),
+            (OURS, run.backend): Way(functools.partial(_step, *made[0])),
+            (ONE_GPU, run.backend): Way(functools.partial(_step, *made[1]), alone=True),
         }
         run.measure(problem, ways)
-        del made, sharded, whole, ways
+        del made, ways
         run.free()

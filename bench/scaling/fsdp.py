@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import kernel_ladder
 import kernel_ladder.models
-from bench.scaling.check import hold
+from bench.scaling.check import hold_model
 from bench.scaling.rows import ONE_GPU, OURS
 from bench.scaling.run import Problem, Run
 from bench.scaling.timing import Way
@@ -139,19 +139,22 @@ def loss_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def check(run: Run, of: Sizes) -> str | None:
-    """Why gradients on this group do not agree with float64 on one GPU, over all ranks' batches; None where they do."""
+    """Why gradients on this group do not agree with float64 on one GPU, over all ranks' batches; None where they do.
 
-    def alone(dtype: torch.dtype) -> list[torch.Tensor]:
-        model = made(run, of, dtype, False, None)
-        losses = [loss_of(model, _tokens(run, of, rank)) for rank in range(run.gpus)]
-        (sum(losses) / run.gpus).backward()
-        return [p.grad for p in model.parameters()]
+    The standard is PyTorch's own model in the same dtype on the same group.
+    """
 
-    model = made(run, of, run.dtype, True, run.backend)
-    loss_of(model, _tokens(run, of, run.group.rank)).backward()
-    found = [p.grad.full_tensor() for p in model.parameters()]
+    def sharded(backend: str | None) -> list[torch.Tensor]:
+        model = made(run, of, run.dtype, True, backend)
+        loss_of(model, _tokens(run, of, run.group.rank)).backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    model = made(run, of, torch.float64, False, None)
+    losses = [loss_of(model, _tokens(run, of, rank)) for rank in range(run.gpus)]
+    (sum(losses) / run.gpus).backward()
+    exact = [p.grad for p in model.parameters()]
     names = [name for name, _ in model.named_parameters()]
-    return hold(names, found, alone(torch.float64), alone(run.dtype))
+    return hold_model(names, sharded(run.backend), exact, sharded(None))
 
 
 def _stepping(run: Run, of: Sizes, sharded: bool, backend: str | None) -> Any:
@@ -169,14 +172,11 @@ def _stepping(run: Run, of: Sizes, sharded: bool, backend: str | None) -> Any:
 def measure(run: Run) -> None:
     """Emit the rows of a step: forward, backward and AdamW."""
     of = sizes(run)
-    small = Sizes(32, 2, 64, 2, 40, 8)
-    wrong, reason = run.group.agree(lambda: check(run, small))
-    fault = reason or next((found for found in run.group.gather(wrong) if found), None)
+    small = sizes(run) if run.dry else Sizes(256, 4, 512, 2, 512, 128)
+    fault = run.fault(lambda: check(run, small))
     problem = Problem(OP, "forward+backward", of.shape, run.gpus * of.flops(), 0, one_gpu_does=1 / run.gpus)
     if fault is not None:
-        row = run.row(problem, (OURS, run.backend))
-        row.wrong = fault
-        run.emit(row)
+        run.wrong(problem, run.backend, fault)
         return
     for backend in dict.fromkeys((run.backend, None)):
         steps, reason = run.group.agree(

@@ -17,10 +17,11 @@ def measure(run: Run) -> None:
     """Emit a row of each rate, and keep them as the run's machine."""
     size = MIB // 16 if run.dry else 64 * MIB
     source = torch.ones(size, dtype=torch.uint8, device=run.device)
+    target = torch.empty_like(source)
     rates = {}
     for op, backend, call, moved in (
         ("neighbour", "torch.distributed", lambda: Exchange("link", None, source).wait(), size),
-        ("memory", "torch.builtin", lambda target=torch.empty_like(source): target.copy_(source), 2 * size),
+        ("memory", "torch.builtin", lambda: target.copy_(source), 2 * size),
     ):
         if op == "neighbour" and run.gpus == 1:
             continue

@@ -82,7 +82,7 @@ def _ours(of: Sizes, x: torch.Tensor, weight: torch.Tensor, backend: str) -> tor
 
 def _symmetric(of: Sizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """torch's own fused operators."""
-    import torch.distributed._symmetric_memory  # noqa: F401  # defines the operators
+    import torch.distributed._symmetric_memory  # defines the operators
 
     name = dist.group.WORLD.group_name
     if of.op == GATHER:
@@ -114,18 +114,13 @@ def small(run: Run, op: str) -> Sizes:
 
 def measure(run: Run) -> None:
     """Emit the rows of every size."""
-    faults: dict[str, str | None] = {}
-    for op in (GATHER, SCATTER):
-        wrong, reason = run.group.agree(lambda op=op: check(run, small(run, op)))
-        faults[op] = reason or next((found for found in run.group.gather(wrong) if found), None)
+    faults = {op: run.fault(lambda op=op: check(run, small(run, op))) for op in (GATHER, SCATTER)}
     for of in sizes(run):
         part = of.m // run.gpus * (of.k if of.op == GATHER else of.n) * run.dtype.itemsize
         options = {"layers": of.layers} if of.layers else {}
         problem = Problem(of.op, "forward", of.shape, 2 * of.m * of.k * of.n, (run.gpus - 1) * part, options)
         if (fault := faults[of.op]) is not None:
-            row = run.row(problem, (OURS, run.backend))
-            row.wrong = fault
-            run.emit(row)
+            run.wrong(problem, run.backend, fault)
             continue
         ways, reason = run.group.agree(lambda of=of: _ways(run, of))
         if ways is None:

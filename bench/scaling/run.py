@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from bench.measure import environment, intervals
-from bench.ranks import Group
+from bench.ranks import Group, RanksError, first_line
 from bench.rows import store
 from bench.scaling import timing
 from bench.scaling.model import Machine
@@ -134,6 +134,18 @@ class Run:
         """Emit a row without a time, with the reason."""
         self.emit(self.row(problem, name, unsupported=reason))
 
+    def wrong(self, problem: Problem, backend: str, fault: str) -> None:
+        """Emit a row without a time, for ours is wrong."""
+        row = self.row(problem, (OURS, backend))
+        row.wrong = fault
+        self.emit(row)
+
+    def fault(self, check: Callable[[], str | None]) -> str | None:
+        """What `check` finds on any rank, or raises; the same on every rank. None where nothing is wrong."""
+        with self.guarded("checking", COMPILING):
+            found, reason = self.group.agree(check)
+            return reason or next((each for each in self.group.gather(found) if each), None)
+
     def measure(
         self,
         problem: Problem,
@@ -152,7 +164,7 @@ class Run:
             estimates, refused = timing.warm_up(self.group, plain)
         longest = sum(estimates.values()) * timing.MAX_ROUNDS + self.seconds * len(estimates)
         with self.guarded(what, 1 + longest / self.timeout_s):
-            times = timing.rounds(self.group, plain, estimates, self.seconds)
+            times = self._rounds(what, plain, estimates)
         medians = {named[text]: intervals.quartiles(found)[1] for text, found in times.items()}
         for text, reason in refused.items():
             self.refuse(problem, named[text], reason)
@@ -161,6 +173,14 @@ class Run:
             self.emit(self._timed(problem, named[text], found, medians, predicted))
         self.free()
         return medians
+
+    def _rounds(self, what: str, ways: Mapping[str, Way], estimates: Mapping[str, float]) -> dict[str, list[float]]:
+        try:
+            return timing.rounds(self.group, ways, estimates, self.seconds)
+        except RanksError:
+            raise
+        except Exception as error:  # what ran before fails only where another rank is gone
+            raise RanksError(f"rank {self.group.rank} of {self.gpus}, {what}: {first_line(error)}") from error
 
     def _timed(
         self,

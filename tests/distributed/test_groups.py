@@ -56,6 +56,7 @@ def test_two_ranks(tmp_path):
         *in_rings("triton", torch.float32, 1e-4, taking_the_whole_log_sum_exp, 64),
         Check("tensor parallelism", blocks.tensor_parallel, ("torch", False, "nothing")),
         Check("sequence parallelism, with checkpoints", blocks.tensor_parallel, ("torch", True, "checkpoint")),
+        Check("sequence parallelism at the triton level", blocks.tensor_parallel, ("triton", True, "nothing")),
         Check("sequence parallelism, compiled", blocks.tensor_parallel, ("triton", True, "compile")),
         Check("FSDP2", blocks.data_parallel, ("triton", "fsdp")),
         Check("DDP", blocks.data_parallel, ("torch", "ddp")),
