@@ -52,11 +52,11 @@ def test_two_ranks(tmp_path):
     checks = [
         *calls_on_dtensors(),
         Check("bad placements", sharded.check_errors),
+        Check("collectives that are not done", sharded.check_asynchronous),
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
         *in_rings("triton", torch.float32, 1e-4, taking_the_whole_log_sum_exp, 64),
         Check("tensor parallelism", blocks.tensor_parallel, ("torch", False, "nothing")),
         Check("sequence parallelism, with checkpoints", blocks.tensor_parallel, ("torch", True, "checkpoint")),
-        Check("sequence parallelism at the triton level", blocks.tensor_parallel, ("triton", True, "nothing")),
         Check("sequence parallelism, compiled", blocks.tensor_parallel, ("triton", True, "compile")),
         Check("FSDP2", blocks.data_parallel, ("triton", "fsdp")),
         Check("DDP", blocks.data_parallel, ("torch", "ddp")),
