@@ -53,23 +53,27 @@ class Group:
     Args:
         device: this process's own.
         timeout_s: seconds after which a call that another process never reaches is an error.
+        patience_s: the same for the calls of this class, once all have come; None: `timeout_s`.
 
     Raises:
         RanksError: not all processes came within the timeout.
     """
 
-    def __init__(self, device: Any, timeout_s: float) -> None:
+    def __init__(self, device: Any, timeout_s: float, patience_s: float | None = None) -> None:
         import torch.distributed as dist
 
         place = launched()
         assert place is not None
         self.rank, self.size, self.device = place.rank, place.size, device
+        self._on_host: Any = None
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if os.environ.get("LOCAL_WORLD_SIZE") == str(self.size):  # one host, whose own name need not resolve
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
             self.wait()
+            if patience_s is not None:
+                self._on_host = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
         except (RuntimeError, ValueError) as error:
             raise RanksError(
                 f"rank {self.rank}: no group of {self.size} processes within {timeout_s:g} s: {first_line(error)}"
@@ -81,7 +85,7 @@ class Group:
 
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value)  # over gloo: the host's part of the group
+            dist.all_gather_object(values, value, group=self._on_host)  # by gloo, the host's part of a group
         except RuntimeError as error:
             raise RanksError(f"rank {self.rank} of {self.size} lost another: {first_line(error)}") from error
         return values
@@ -113,5 +117,6 @@ class Group:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return str(error).strip().partition("\n")[0]
+    """The first line of an error's message, at most 200 characters of it."""
+    line = str(error).strip().partition("\n")[0]
+    return line if len(line) <= 200 else f"{line[:199]}…"
