@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from bench.scaling.model import Machine
@@ -26,6 +28,9 @@ def measure(run: Run) -> None:
         if op == "neighbour" and run.gpus == 1:
             continue
         problem = Problem(op, "forward", f"{size / MIB:g} MiB", 0, moved)
-        (seconds,) = run.measure(problem, {(LINK, backend): Way(call)}).values()
-        rates[op] = moved / seconds
-    run.machine = Machine(link=rates.get("neighbour", float("inf")), memory=rates["memory"])
+        for seconds in run.measure(problem, {(LINK, backend): Way(call)}).values():
+            rates[op] = moved / seconds
+    if run.gpus == 1:
+        rates["neighbour"] = math.inf
+    if len(rates) == 2:
+        run.machine = Machine(link=rates["neighbour"], memory=rates["memory"])

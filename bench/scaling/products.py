@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +89,7 @@ def _symmetric(of: Sizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.mT, "sum", 0, name)
 
 
-def check(run: Run, of: Sizes) -> str | None:
+def check(run: Run, of: Sizes, backend: str) -> str | None:
     """Why our result does not agree with float64; None where it does.
 
     The standard is the collective and the product in the same dtype: its sums over ranks round as often.
@@ -101,7 +100,7 @@ def check(run: Run, of: Sizes) -> str | None:
     exact = exact.chunk(run.gpus, 1 if of.op == GATHER else 0)[run.group.rank]
     return hold(
         ["output"],
-        [_ours(of, part, own, run.backend)],
+        [_ours(of, part, own, backend)],
         [exact],
         [_unfused(of, part, own, LIBRARY)],
     )
@@ -114,24 +113,30 @@ def small(run: Run, op: str) -> Sizes:
 
 def measure(run: Run) -> None:
     """Emit the rows of every size."""
-    faults = {op: run.fault(lambda op=op: check(run, small(run, op))) for op in (GATHER, SCATTER)}
+    backends = run.backends("cuda")
+    faults = {
+        (op, backend): run.fault(lambda op=op, backend=backend: check(run, small(run, op), backend))
+        for op in (GATHER, SCATTER)
+        for backend in backends
+    }
     for of in sizes(run):
         part = of.m // run.gpus * (of.k if of.op == GATHER else of.n) * run.dtype.itemsize
         options = {"layers": of.layers} if of.layers else {}
         problem = Problem(of.op, "forward", of.shape, 2 * of.m * of.k * of.n, (run.gpus - 1) * part, options)
-        if (fault := faults[of.op]) is not None:
-            run.wrong(problem, run.backend, fault)
-            continue
-        ways, reason = run.group.agree(lambda of=of: _ways(run, of))
+        right = [backend for backend in backends if faults[of.op, backend] is None]
+        for backend in backends:
+            if backend not in right:
+                run.wrong(problem, backend, str(faults[of.op, backend]))
+        ways, reason = run.group.agree(lambda of=of, right=right: _ways(run, of, right))
         if ways is None:
             run.refuse(problem, (OURS, run.backend), str(reason))
             continue
-        run.measure(problem, ways, lambda seconds, of=of: _predicted(run, of, seconds))
+        run.measure(problem, ways, lambda seconds, backend, of=of: _predicted(run, of, seconds, backend))
         ways.clear()
         run.free()
 
 
-def _ways(run: Run, of: Sizes) -> dict[Name, Way]:
+def _ways(run: Run, of: Sizes, backends: list[str]) -> dict[Name, Way]:
     x, weight = _parts(run, of, *operands(run, of))
     whole = x if of.op == SCATTER else torch.randn(of.m, of.k, device=run.device).to(run.dtype)
     # What travels: rows that are gathered, or rows that are summed and scattered.
@@ -142,8 +147,10 @@ def _ways(run: Run, of: Sizes) -> dict[Name, Way]:
     else:
         target = x.new_empty((of.m // run.gpus, of.n))
         floor = lambda: dist.reduce_scatter_tensor(target, sent)  # noqa: E731
-    ways: dict[Name, Way] = {(OURS, run.backend): Way(lambda: _ours(of, x, weight, run.backend))}
-    for backend in dict.fromkeys((run.backend, LIBRARY)):
+    ways: dict[Name, Way] = {}
+    for backend in backends:
+        ways[OURS, backend] = Way(lambda backend=backend: _ours(of, x, weight, backend))
+    for backend in dict.fromkeys((*backends, LIBRARY)):
         ways[PRODUCT, backend] = Way(lambda backend=backend: kernel_ladder.matmul(whole, weight.mT, backend=backend))
         ways[UNFUSED, backend] = Way(lambda backend=backend: _unfused(of, x, weight, backend))
     if run.gpus > 1:
@@ -152,8 +159,8 @@ def _ways(run: Run, of: Sizes) -> dict[Name, Way]:
     return ways
 
 
-def _predicted(run: Run, of: Sizes, seconds: Mapping[Name, float]) -> float | None:
-    product: Any = seconds.get((PRODUCT, run.backend))
+def _predicted(run: Run, of: Sizes, seconds: Mapping[Name, float], backend: str) -> float | None:
+    product = seconds.get((PRODUCT, backend))
     if run.machine is None or product is None:
         return None
     if of.op == GATHER:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +58,12 @@ def _random(run: Run, count: int, of: Sizes, rows: int, grad: bool) -> list[torc
     return [torch.randn(shape, device=run.device, dtype=run.dtype).requires_grad_(grad) for _ in range(count)]
 
 
-def rung(run: Run, whole: list[torch.Tensor] | None, part: list[torch.Tensor]) -> str:
-    """The rung that takes one GPU's problem and every step of the ring; else the backend as it was given."""
+def rung(backend: str, whole: list[torch.Tensor] | None, part: list[torch.Tensor]) -> str:
+    """The rung that `backend` chooses for one GPU's problem, or else for a step of the ring, and that takes all calls.
+
+    Raises:
+        UnsupportedError: `backend` has no rung for one of the calls. ValueError: no rung takes them all.
+    """
     half = part[0].shape[-2] // 2
     q, k, v = part
     options: dict[str, Any] = {"scale": None, "enable_gqa": False, "window_size": NO_WINDOW, "return_lse": True}
@@ -68,29 +74,28 @@ def rung(run: Run, whole: list[torch.Tensor] | None, part: list[torch.Tensor]) -
         ((q[..., half:, :], k, v), {**options, "is_causal": False}),
     ]
     for inputs, given in calls:
-        found = selection.resolve("attention", run.backend, inputs, given)
+        found = selection.resolve("attention", backend, inputs, given)
         if all(found.unsupported(*x, **o) is None for x, o in calls):
             return found.name
-    return run.backend
+    raise ValueError(f"no rung of {backend} takes both the whole problem and every step of the ring")
 
 
-def check(run: Run, backend: str) -> str | None:
-    """Why results and gradients on this group do not agree with float64; None where they do."""
+def check(run: Run, backend: str, backward: bool) -> str | None:
+    """Why the output, and gradients, on this group do not agree with float64; None where they do."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, 4, 16 * run.gpus, 16) if run.dry else (1, 2, 512 * run.gpus, 128)
     q, k, v, grad = (torch.randn(shape, generator=generator).to(run.device, run.dtype) for _ in range(4))
 
     def whole(dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        leaves = [x.to(dtype).requires_grad_(backward) for x in (q, k, v)]
         y = kernel_ladder.attention(*leaves, is_causal=True, backend="torch.naive")
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
+        return [y.detach(), *(torch.autograd.grad(y, leaves, grad.to(dtype)) if backward else ())]
 
-    parts = [shard_sequence(x).requires_grad_() for x in (q, k, v)]
+    parts = [shard_sequence(x).requires_grad_(backward) for x in (q, k, v)]
     y = ring_attention(*parts, is_causal=True, backend=backend)
-    found = [y.detach(), *torch.autograd.grad(y, parts, shard_sequence(grad))]
-    whole_again = [unshard_sequence(x) for x in found]
-    names = ("output", "grad of query", "grad of key", "grad of value")
-    return hold(names, whole_again, whole(torch.float64), whole(run.dtype), grad)
+    found = [y.detach(), *(torch.autograd.grad(y, parts, shard_sequence(grad)) if backward else ())]
+    names = ("output", "grad of query", "grad of key", "grad of value")[: len(found)]
+    return hold(names, [unshard_sequence(x) for x in found], whole(torch.float64), whole(run.dtype), grad)
 
 
 def _communication(part: list[torch.Tensor], backward: bool, gpus: int) -> Any:
@@ -117,58 +122,81 @@ def _sent(of: Sizes, run: Run, backward: bool) -> int:
 
 def measure(run: Run) -> None:
     """Emit the rows of every length and pass."""
-    faults: dict[str, str | None] = {}  # by rung
-    alone: dict[str, float] = {}  # seconds of one GPU at the length before, by pass
-    one: dict[tuple[int, str], float] = {}
+    faults: dict[tuple[str, bool], str | None] = {}  # by rung and whether with gradients
+    one: dict[tuple[str, int, str], float] = {}  # seconds of one GPU by rung, length and pass
     for of in sizes(run):
         for pass_ in PASSES:
             backward = pass_ != PASSES[0]
             problem = Problem(OP, pass_, of.shape, of.flops(backward), _sent(of, run, backward))
-            fits = 4 * alone.get(pass_, 0.0) <= LONGEST_ALONE_S
-            ways, reason = run.group.agree(lambda of=of, backward=backward, fits=fits: _ways(run, of, backward, fits))
-            if ways is None:
+
+            def fits(name: str, of: Sizes = of, pass_: str = pass_) -> bool:
+                """Whether one GPU is measured: by its time at half the length, of which it takes four times as long."""
+                if run.quick or of == sizes(run)[0]:
+                    return True
+                return 4 * one.get((name, of.length // 2, pass_), math.inf) <= LONGEST_ALONE_S
+
+            some = run.quick or of == sizes(run)[0] or any(fits(name) for name, _, _ in one)
+            tensors, reason = run.group.agree(lambda of=of, b=backward, some=some: _tensors(run, of, b, some))
+            if tensors is None:
                 run.refuse(problem, (OURS, run.backend), str(reason))
                 run.free()
                 continue
-            name = next(backend for role, backend in ways if role == OURS)
-            if name not in faults:
-                faults[name] = run.fault(lambda name=name: check(run, name))
-            if (fault := faults[name]) is not None:
-                run.wrong(problem, name, fault)
-                continue
+            part, whole = tensors
+            names: list[str] = []
+            for backend in run.backends("triton", "cuda"):
+                name, reason = run.group.agree(lambda backend=backend, t=tensors: rung(backend, t[1], t[0]))
+                if name is None:
+                    run.refuse(problem, (OURS, backend), str(reason))
+                    continue
+                if (name, backward) not in faults:
+                    faults[name, backward] = run.fault(lambda name=name, b=backward: check(run, name, b))
+                if (fault := faults[name, backward]) is not None:
+                    run.wrong(problem, name, fault)
+                elif name not in names:
+                    names.append(name)
+            ways = _ways(run, names, [name for name in names if fits(name)], part, whole, backward)
 
-            def predict(seconds: Mapping[Name, float], of: Sizes = of, pass_: str = pass_) -> float | None:
-                found = next((s for (role, _), s in seconds.items() if role == ONE_GPU), None)
-                if found is not None:
-                    one[of.length, pass_] = found
-                return _predicted(run, of, {p: one.get((of.length, p)) for p in PASSES}, pass_)
+            def predict(seconds: Mapping[Name, float], name: str, of: Sizes = of, pass_: str = pass_) -> float | None:
+                for (role, backend), found in seconds.items():
+                    if role == ONE_GPU:
+                        one[backend, of.length, pass_] = found
+                return _predicted(run, of, {p: one.get((name, of.length, p)) for p in PASSES}, pass_)
 
-            medians = run.measure(problem, ways, predict)
-            ways.clear()
-            alone[pass_] = next((s for (role, _), s in medians.items() if role == ONE_GPU), float("inf"))
+            run.measure(problem, ways, predict)
+            del tensors, part, whole, ways
             run.free()
 
 
-def _ways(run: Run, of: Sizes, backward: bool, fits: bool) -> dict[Name, Way]:
+def _tensors(run: Run, of: Sizes, backward: bool, alone: bool) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """This rank's part of queries, keys and values, and one GPU's whole ones where they are measured."""
     part = _random(run, 3, of, of.length // run.gpus, backward)
-    whole = _random(run, 3, of, of.length, backward) if fits else None
-    name = rung(run, whole, part)
-    grad = _random(run, 1, of, of.length // run.gpus, False)[0] if backward else None
+    return part, _random(run, 3, of, of.length, backward) if alone else None
 
-    def ours() -> Any:
+
+def _ways(
+    run: Run,
+    names: list[str],
+    alone: list[str],
+    part: list[torch.Tensor],
+    whole: list[torch.Tensor] | None,
+    backward: bool,
+) -> dict[Name, Way]:
+    grad = torch.randn_like(part[0]) if backward else None
+    whole_grad = torch.randn_like(whole[0]) if backward and whole is not None else None
+
+    def ours(name: str) -> Any:
         y = ring_attention(*part, is_causal=True, backend=name)
         return y if grad is None else torch.autograd.grad(y, part, grad)
 
-    ways: dict[Name, Way] = {(OURS, name): Way(ours)}
+    def one_gpu(name: str) -> Any:
+        assert whole is not None
+        y = kernel_ladder.attention(*whole, is_causal=True, backend=name)
+        return y if whole_grad is None else torch.autograd.grad(y, whole, whole_grad)
+
+    ways: dict[Name, Way] = {(OURS, name): Way(functools.partial(ours, name)) for name in names}
     if whole is not None:
-        whole_grad = torch.randn_like(whole[0]) if backward else None
-
-        def one_gpu() -> Any:
-            y = kernel_ladder.attention(*whole, is_causal=True, backend=name)
-            return y if whole_grad is None else torch.autograd.grad(y, whole, whole_grad)
-
-        ways[ONE_GPU, name] = Way(one_gpu, alone=True)
-    if run.gpus > 1:
+        ways |= {(ONE_GPU, name): Way(functools.partial(one_gpu, name), alone=True) for name in alone}
+    if run.gpus > 1 and names:
         ways[COMMUNICATION, "torch.distributed"] = Way(_communication(part, backward, run.gpus))
     return ways
 

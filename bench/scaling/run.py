@@ -71,6 +71,11 @@ class Run:
     def device(self) -> torch.device:
         return self.group.device
 
+    def backends(self, *levels: str) -> list[str]:
+        """The backend that was asked for; on a GPU these levels too where that is "auto"."""
+        chooses = self.backend == "auto" and self.device.type == "cuda"
+        return [self.backend, *levels] if chooses else [self.backend]
+
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -150,11 +155,11 @@ class Run:
         self,
         problem: Problem,
         ways: Mapping[Name, Way],
-        predict: Callable[[Mapping[Name, float]], float | None] = lambda seconds: None,
+        predict: Callable[[Mapping[Name, float], str], float | None] = lambda seconds, backend: None,
     ) -> dict[Name, float]:
         """Time all ways of a problem, and emit their rows. Returns the medians, in seconds.
 
-        `predict` computes what ours should take from the medians.
+        `predict` computes what ours by a backend should take, from the medians.
         """
         what = f"{problem.op} {problem.shape} {problem.pass_}"
         self.say(f"… {what}")
@@ -168,9 +173,11 @@ class Run:
         medians = {named[text]: intervals.quartiles(found)[1] for text, found in times.items()}
         for text, reason in refused.items():
             self.refuse(problem, named[text], reason)
-        predicted = predict(medians) if any(role == OURS for role, _ in medians) else None
         for text, found in times.items():
-            self.emit(self._timed(problem, named[text], found, medians, predicted))
+            row = self._timed(problem, named[text], found, medians)
+            if row.role == OURS and (predicted := predict(medians, row.backend)) is not None:
+                row.predicted_us = 1e6 * predicted
+            self.emit(row)
         self.free()
         return medians
 
@@ -188,7 +195,6 @@ class Run:
         name: Name,
         times: list[float],
         medians: Mapping[Name, float],
-        predicted: float | None,
     ) -> ScalingRow:
         role = name[0]
         q1, seconds, q3 = intervals.quartiles(times)
@@ -203,8 +209,6 @@ class Run:
             row.bytes, row.gbs = problem.sent, problem.sent / seconds / 1e9
         if role in (OURS, SYMMETRIC, UNFUSED):
             shares(row, seconds, medians, problem.one_gpu_does)
-        if role == OURS and predicted is not None:
-            row.predicted_us = 1e6 * predicted
         return row
 
 

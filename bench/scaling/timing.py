@@ -19,7 +19,7 @@ SAMPLE_S = 4e-3  # least length of a sample: what ranks differ by at its start i
 MAX_REPEATS = 200
 MAX_ROUNDS = 30
 MIN_ROUNDS = intervals.LEAST_VALUES + 1
-LONG_S = 1.0  # calls this long get the fewest rounds
+LONG_S = 0.3  # calls this long get the fewest rounds
 LONG_ROUNDS = 3
 #: GPU clock cycles, about a millisecond, in which the host launches ahead, so that no kernel waits for it.
 HEAD_START = 2_000_000
