@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import kernel_ladder
 import kernel_ladder.models
 from bench.scaling.check import hold_model
-from bench.scaling.rows import ONE_GPU, OURS
+from bench.scaling.rows import ONE_GPU, OURS, UNPATCHED
 from bench.scaling.run import Problem, Run
 from bench.scaling.timing import Way
 
@@ -182,11 +182,11 @@ def measure(run: Run) -> None:
         steps, reason = run.group.agree(
             lambda backend=backend: [_stepping(run, of, sharded, backend) for sharded in (True, False)]
         )
-        name = backend or "torch.builtin"
+        role, name = (OURS, backend) if backend else (UNPATCHED, "torch.builtin")
         if steps is None:
-            run.refuse(problem, (OURS, name), str(reason))
+            run.refuse(problem, (role, name), str(reason))
             continue
         sharded, whole = steps
-        run.measure(problem, {(OURS, name): Way(sharded), (ONE_GPU, name): Way(whole, alone=True)})
+        run.measure(problem, {(role, name): Way(sharded), (ONE_GPU, name): Way(whole, alone=True)})
         del steps, sharded, whole
         run.free()

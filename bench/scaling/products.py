@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -79,11 +81,21 @@ def _ours(of: Sizes, x: torch.Tensor, weight: torch.Tensor, backend: str) -> tor
     return (all_gather_matmul if of.op == GATHER else matmul_reduce_scatter)(x, weight.mT, backend=backend)
 
 
-def _symmetric(of: Sizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """torch's own fused operators."""
-    import torch.distributed._symmetric_memory  # defines the operators
+@functools.cache
+def _in_symmetric_memory() -> str:
+    """The name of the group of all ranks, which torch's operators may use from now on."""
+    import torch.distributed._symmetric_memory as symmetric_memory  # defines the operators
 
     name = dist.group.WORLD.group_name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 no longer needs it, 2.11 does
+        symmetric_memory.enable_symm_mem_for_group(name)
+    return name
+
+
+def _symmetric(of: Sizes, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """torch's own fused operators."""
+    name = _in_symmetric_memory()
     if of.op == GATHER:
         return torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.mT], 0, name, return_A=False)[1][0]
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.mT, "sum", 0, name)
@@ -113,7 +125,7 @@ def small(run: Run, op: str) -> Sizes:
 
 def measure(run: Run) -> None:
     """Emit the rows of every size."""
-    backends = run.backends("cuda")
+    backends = run.backends("matmul", "cuda")
     faults = {
         (op, backend): run.fault(lambda op=op, backend=backend: check(run, small(run, op), backend))
         for op in (GATHER, SCATTER)

@@ -143,7 +143,7 @@ def measure(run: Run) -> None:
                 continue
             part, whole = tensors
             names: list[str] = []
-            for backend in run.backends("triton", "cuda"):
+            for backend in run.backends("attention", "triton", "cuda"):
                 name, reason = run.group.agree(lambda backend=backend, t=tensors: rung(backend, t[1], t[0]))
                 if name is None:
                     run.refuse(problem, (OURS, backend), str(reason))

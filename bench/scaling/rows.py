@@ -21,9 +21,10 @@ PRODUCT = "product alone"
 COMMUNICATION = "communication alone"
 UNFUSED = "collective and product, one after the other"
 SYMMETRIC = "symmetric memory"
+UNPATCHED = "without our kernels"
 LINK = "link"
 #: What a row's time is of, in the order of the tables.
-ROLES = (OURS, ONE_GPU, PRODUCT, COMMUNICATION, UNFUSED, SYMMETRIC, LINK)
+ROLES = (OURS, ONE_GPU, PRODUCT, COMMUNICATION, UNFUSED, SYMMETRIC, UNPATCHED, LINK)
 
 
 @dataclass

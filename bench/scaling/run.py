@@ -20,8 +20,9 @@ from bench.ranks import Group, RanksError, first_line
 from bench.rows import store
 from bench.scaling import timing
 from bench.scaling.model import Machine
-from bench.scaling.rows import COMMUNICATION, LINK, ONE_GPU, OURS, PRODUCT, SYMMETRIC, UNFUSED, ScalingRow
+from bench.scaling.rows import COMMUNICATION, LINK, ONE_GPU, OURS, PRODUCT, SYMMETRIC, UNFUSED, UNPATCHED, ScalingRow
 from bench.scaling.timing import Way
+from kernel_ladder import table
 
 #: A way by what it is of (a role of :mod:`bench.scaling.rows`) and by the backend.
 Name = tuple[str, str]
@@ -71,10 +72,11 @@ class Run:
     def device(self) -> torch.device:
         return self.group.device
 
-    def backends(self, *levels: str) -> list[str]:
-        """The backend that was asked for; on a GPU these levels too where that is "auto"."""
-        chooses = self.backend == "auto" and self.device.type == "cuda"
-        return [self.backend, *levels] if chooses else [self.backend]
+    def backends(self, op: str, *levels: str) -> list[str]:
+        """The backend that was asked for; where that is "auto", on a GPU, these levels too if they are available."""
+        if self.backend != "auto" or self.device.type != "cuda":
+            return [self.backend]
+        return [self.backend, *(level for level in levels if table.unavailable(op, level) is None)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,15 +209,9 @@ class Run:
             row.tflops_per_gpu = row.tflops / row.gpus
         if role not in (ONE_GPU, PRODUCT) and problem.sent:
             row.bytes, row.gbs = problem.sent, problem.sent / seconds / 1e9
-        if role in (OURS, SYMMETRIC, UNFUSED):
+        if role in (OURS, SYMMETRIC, UNFUSED, UNPATCHED):
             shares(row, seconds, medians, problem.one_gpu_does)
         return row
-
-
-def _of(role: str, medians: Mapping[Name, float], backend: str) -> float | None:
-    """The seconds of a role, of this backend where it has them, else of the first that has."""
-    found = {given: seconds for (known, given), seconds in medians.items() if known == role}
-    return found.get(backend, next(iter(found.values()), None))
 
 
 def shares(row: ScalingRow, seconds: float, medians: Mapping[Name, float], one_gpu_does: float = 1.0) -> None:
@@ -223,10 +219,9 @@ def shares(row: ScalingRow, seconds: float, medians: Mapping[Name, float], one_g
 
     Where nothing unfused was measured (ring attention), its time is that of communication and of an n-th of one GPU's.
     """
-    backend = row.backend
-    library = "torch.builtin" if row.role == SYMMETRIC else backend
-    one, product = _of(ONE_GPU, medians, backend), _of(PRODUCT, medians, library)
-    communication, unfused = _of(COMMUNICATION, medians, backend), _of(UNFUSED, medians, library)
+    library = "torch.builtin" if row.role == SYMMETRIC else row.backend
+    one, product, unfused = (medians.get((role, library)) for role in (ONE_GPU, PRODUCT, UNFUSED))
+    communication = next((found for (role, _), found in medians.items() if role == COMMUNICATION), None)
     if one is not None:
         one /= one_gpu_does
         row.efficiency = one / (row.gpus * seconds)

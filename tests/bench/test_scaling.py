@@ -14,7 +14,18 @@ from bench.measure.environment import ROOT
 from bench.rows import store
 from bench.scaling import check, model
 from bench.scaling.__main__ import main
-from bench.scaling.rows import COMMUNICATION, ONE_GPU, OURS, PRODUCT, SYMMETRIC, UNFUSED, ScalingRow, latest, read
+from bench.scaling.rows import (
+    COMMUNICATION,
+    ONE_GPU,
+    OURS,
+    PRODUCT,
+    SYMMETRIC,
+    UNFUSED,
+    UNPATCHED,
+    ScalingRow,
+    latest,
+    read,
+)
 from bench.scaling.run import shares
 from bench.show import scaling
 
@@ -53,6 +64,7 @@ def test_a_dry_run_checks_and_times_everything(dry_run):
         *(("ring_attention", role) for role in (OURS, ONE_GPU, COMMUNICATION)),
         *(("all_gather_matmul", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
         *(("matmul_reduce_scatter", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
+        ("fsdp_step", UNPATCHED),
         *((op, role) for op in ("tensor_parallel_block", "fsdp_step") for role in (OURS, ONE_GPU)),
     }
     assert all(row.unsupported for row in rows if row.role == SYMMETRIC)
@@ -71,7 +83,7 @@ def test_rows_become_pages(dry_run, tmp_path):
     store.write(folder / "machine.jsonl", dry_run[1])
     machines = {tmp_path / "machine.jsonl": []}
     table = scaling.write("scaling", machines)
-    assert table.count("| ours |") == 2 + 1 + 1 + 1 + 2  # passes, two products, the block, FSDP with and without
+    assert table.count("| ours |") == 2 + 1 + 1 + 1 + 1  # passes, two products, the block, FSDP2
     lines = scaling.write("scaling model", machines).splitlines()
     assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")] == ["GPUs", "8", "64", "1024"]
 
