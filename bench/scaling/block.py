@@ -51,7 +51,7 @@ class Sizes:
 def sizes(run: Run) -> list[Sizes]:
     """Llama 3's 8B, and 70B without --quick."""
     if run.dry:
-        return [Sizes(16 * run.gpus, 2 * run.gpus, run.gpus, 24 * run.gpus, 8 * run.gpus)]
+        return [Sizes(32 * run.gpus, 2 * run.gpus, run.gpus, 48 * run.gpus, 16 * run.gpus)]
     eight = Sizes(4096, 32, 8, 14336, 8192)
     return [eight] if run.quick else [eight, Sizes(8192, 64, 8, 28672, 8192)]
 
@@ -146,7 +146,7 @@ def check(run: Run) -> str | None:
 
     The standard is the formulas' in the same dtype on the same group: sums over ranks round as often.
     """
-    n, width = run.gpus, 8 if run.dry else 64
+    n, width = run.gpus, 16 if run.dry else 64
     of = Sizes(2 * n * width, 2 * n, n, 3 * n * width, width * n)
 
     def results(dtype: torch.dtype, sharded: bool, backend: str) -> tuple[list[str], list[torch.Tensor]]:

@@ -49,7 +49,7 @@ class Sizes:
 def sizes(run: Run) -> Sizes:
     """A model of half a billion parameters, or a tiny one."""
     if run.dry:
-        return Sizes(16, 2, 32, 2, 40, 8)
+        return Sizes(32, 2, 64, 2, 48, 16)
     return Sizes(2048, 16, 5632, 4 if run.quick else 10, 32000, 4096)
 
 

@@ -43,7 +43,7 @@ class Sizes:
 def sizes(run: Run) -> list[Sizes]:
     """The cube of 8192, and Llama 70B's layers."""
     if run.dry:
-        return [Sizes(op, 8 * run.gpus, 6 * run.gpus, 10 * run.gpus) for op in (GATHER, SCATTER)]
+        return [Sizes(op, 16 * run.gpus, 16 * run.gpus, 32 * run.gpus) for op in (GATHER, SCATTER)]
     found = [Sizes(GATHER, 8192, 8192, 8192), Sizes(SCATTER, 8192, 8192, 8192, "out")]
     found += [Sizes(GATHER, 8192, 8192, 28672, "gate, up"), Sizes(SCATTER, 8192, 28672, 8192, "down")]
     return found[:2] if run.quick else [*found, Sizes(GATHER, 8192, 8192, 10240, "query, key, value")]
@@ -120,7 +120,7 @@ def check(run: Run, of: Sizes, backend: str) -> str | None:
 
 def small(run: Run, op: str) -> Sizes:
     """Sizes that float64 takes quickly."""
-    return Sizes(op, 8 * run.gpus, 6 * run.gpus, 10 * run.gpus) if run.dry else Sizes(op, 1024, 1024, 2048)
+    return Sizes(op, 16 * run.gpus, 16 * run.gpus, 32 * run.gpus) if run.dry else Sizes(op, 1024, 1024, 2048)
 
 
 def measure(run: Run) -> None:

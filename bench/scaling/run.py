@@ -28,6 +28,8 @@ from kernel_ladder import table
 Name = tuple[str, str]
 #: Warming up compiles kernels, and so may take this many times the timeout.
 COMPILING = 4
+#: How faults begin that are none: a backend does not take a call, or is not there.
+REFUSALS = ("UnsupportedError", "UnavailableError")
 #: One GPU is measured where a call takes fewer seconds.
 LONGEST_ALONE_S = 3.0
 
@@ -142,7 +144,10 @@ class Run:
         self.emit(self.row(problem, name, unsupported=reason))
 
     def wrong(self, problem: Problem, backend: str, fault: str) -> None:
-        """Emit a row without a time, for ours is wrong."""
+        """Emit a row without a time, for ours is wrong, or not there at all."""
+        if fault.startswith(REFUSALS):
+            self.refuse(problem, (OURS, backend), fault)
+            return
         row = self.row(problem, (OURS, backend))
         row.wrong = fault
         self.emit(row)
