@@ -9,7 +9,7 @@ from bench import ranks, shares
 from bench.__main__ import main
 from bench.rows import store
 
-QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--op", "gelu,add", "--backend", "torch"]
+QUICK = ["--quick", "--time", "0.02", "--no-pictures", "--no-ceilings", "--op", "gelu,add", "--backend", "torch"]
 
 
 class FakeGroup:
@@ -45,6 +45,7 @@ def keys(path):
     return sorted((row.op, row.backend, row.pass_, row.shape) for row in store.read(path))
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_ranks_share_a_sweep_and_rank_0_joins_it(tmp_path, as_rank, capsys):
     output = tmp_path / "rows.jsonl"
     argv = [*QUICK, "--output", str(output)]
@@ -61,15 +62,16 @@ def test_ranks_share_a_sweep_and_rank_0_joins_it(tmp_path, as_rank, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK")
         assert main([*QUICK, "--output", str(alone)]) == 0
-    assert keys(output) == keys(alone)
-    assert len(keys(output)) == 8
+    assert keys(output) == keys(alone) != []
 
 
+@pytest.mark.usefixtures("small_sweeps")
 def test_what_an_interrupted_sweep_left_is_joined(tmp_path, as_rank, capsys):
     output = tmp_path / "rows.jsonl"
     as_rank(1)
     assert main([*QUICK, "--output", str(output)]) == 0
     part = shares.part_file(output, 1, 2)
+    left = len(keys(part))
     with part.open("a") as file:
         file.write('{"op": "ge')  # cut short
     as_rank(0)
@@ -77,8 +79,8 @@ def test_what_an_interrupted_sweep_left_is_joined(tmp_path, as_rank, capsys):
         patch.delenv("RANK")
         assert main([*QUICK, "--resume", "--output", str(output)]) == 0
     assert not part.exists()
-    assert len(keys(output)) == 8
-    assert "4 rows and 0 ceilings" in capsys.readouterr().out
+    assert len(keys(output)) > left > 0
+    assert f"--resume: {left} rows and 0 ceilings" in capsys.readouterr().out
 
 
 def test_a_share_by_hand_is_refused_under_torchrun(tmp_path, as_rank, capsys):
