@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench import ranks
+
+ranks.take_own_gpu()  # before anything below asks CUDA for its GPUs
+
+# ruff: noqa: E402
 from rich.console import Console
 
 import kernel_ladder
-from bench import peers, sweep
+from bench import peers, shares, sweep
 from bench.measure import drawn, environment, sets
 from bench.measure.selection import LONG_TUNING, Selection
 from bench.rows import resume, store
+from bench.rows.store import Row
 from bench.show import table
 from bench.usage import DTYPES, UsageError, dtype_of, known, passes_of, split
 from kernel_ladder import user_rungs
@@ -42,6 +49,8 @@ Other commands, all reading rows that a sweep has written:
   python -m bench compare A B          what got faster, slower or broken between two files; a gate with an exit code
 and
   python -m bench peers                list the peers, their versions or how to get them
+Several GPUs: `torchrun --nproc-per-node N -m bench …` shares the cases among them;
+`torchrun --nproc-per-node N -m bench.scaling` measures what they do together.
 """
 
 
@@ -161,8 +170,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
         "--share",
         default="1/1",
         metavar="I/N",
-        help="the I-th of N parts, for N GPUs of one model side by side, each with an --output of its own; "
-        "`python -m bench merge` joins them",
+        help="the I-th of N parts, to be joined by `python -m bench merge`. Under `torchrun --nproc-per-node N` each "
+        "GPU takes a share by itself, and one file holds them all",
     )
     parser.add_argument(
         "--with", dest="files", action="append", default=[], type=Path, metavar="FILE", help="a file of own rungs too"
@@ -191,24 +200,37 @@ def _run_sweep(argv: Sequence[str], console: Console) -> int:
         user_rungs.load_file(path)
     selection = _selection(args)
     output = args.output or environment.results_file(args.set)
+    place = ranks.launched()
+    if place is not None and place.size > 1:
+        found, interrupted = shares.run(selection, output, console, args.resume, _announce)
+        if found is None:
+            return 130 if interrupted else 0
+        return _finish(args, found, output, interrupted, console)
+    if shares.parts_of(output):  # of a sweep of several ranks that was interrupted
+        shares.join(output)
     with store.writing(output):
-        return _measure(args, selection, output, console)
+        if args.resume and (repaired := store.drop_unfinished(output)) is not None:
+            console.print(repaired, soft_wrap=True)
+        before = store.read(output)  # a broken file is better found now than after the last kernel
+        store.check_writable(output)
+        standing = resume.standing(before, environment.facts()) if args.resume else {}
+        _announce(selection, console)
+        if args.resume:
+            console.print(resume.report(standing, environment.facts(), output), soft_wrap=True)
+        run, interrupted = sweep.run(selection, output, console, standing)
+        return _finish(args, run, output, interrupted, console)
 
 
-def _measure(args: argparse.Namespace, selection: Selection, output: Path, console: Console) -> int:
-    if args.resume and (repaired := store.drop_unfinished(output)) is not None:
-        console.print(repaired, soft_wrap=True)
-    before = store.read(output)  # a broken file is better found now than after the last kernel
-    store.check_writable(output)
-    standing = resume.standing(before, environment.facts()) if args.resume else {}
+def _announce(selection: Selection, console: Console) -> None:
     if environment.device().type == "cpu":
         console.print("No GPU: shapes are shrunk, and Triton runs in its interpreter. Correctness, not speed.")
     for name in selection.peers:
         if name in peers.PEERS and (reason := peers.PEERS[name].absent):
             console.print(f"peer {name}: {reason}", markup=False, soft_wrap=True)
-    if args.resume:
-        console.print(resume.report(standing, environment.facts(), output), soft_wrap=True)
-    run, interrupted = sweep.run(selection, output, console, standing)
+
+
+def _finish(args: argparse.Namespace, run: list[Row], output: Path, interrupted: bool, console: Console) -> int:
+    """Show the rows of a run, and say which are wrong. Returns the exit code."""
     table.show(run, console)
     if run:
         console.print(f"{len(run)} rows are in {output}", soft_wrap=True)
@@ -301,6 +323,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, RungFileError, store.ResultsError, UnavailableError, VariableError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2
+    except ranks.RanksError as error:
+        print(f"python -m bench: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # without destructors that wait for the ranks that are gone
     except KeyboardInterrupt:
         print("python -m bench: interrupted", file=sys.stderr)
         return 130

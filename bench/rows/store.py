@@ -152,7 +152,8 @@ _TIMED = ("us_q1", "us_q3", "bytes", "flops", "gbs", "tflops")
 
 def to_json(row: Row) -> str:
     """One line, without its end."""
-    values = {name: getattr(row, "pass_" if name == "pass" else name) for name in FIELDS}
+    names = [f.name for f in dataclasses.fields(row)]
+    values = {"pass" if name == "pass_" else name: getattr(row, name) for name in names}
     for name, value in values.items():
         if isinstance(value, float):
             # JSON has neither NaN nor infinity; six digits are far below the noise of any measurement.

@@ -20,8 +20,8 @@ from bench.select import build, points
 from bench.select.build import Part, Regret
 from kernel_ladder.selection import tables
 
-#: Folders of committed rows that no table is made from: short sweeps.
-LEFT_OUT = ("quick",)
+#: Folders of committed rows that no table is made from: short sweeps, and what several GPUs do.
+LEFT_OUT = ("quick", "scaling")
 
 
 def default_files() -> list[Path]:

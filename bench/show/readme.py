@@ -13,6 +13,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
 - ``memory``: attention's memory and time against the length
+- ``scaling``, ``scaling model``: what several GPUs measured, and what the paper model predicts of more
 
 With ``--folders`` it writes the README.md of every folder of rungs instead, whole: see :mod:`bench.show.folders`.
 """
@@ -31,7 +32,7 @@ from bench.measure import environment, lengths
 from bench.profile import counters
 from bench.rows import store
 from bench.rows.store import Row, picture_file
-from bench.show import cards, climb, folders, headlines, log_index, markdown, predictions
+from bench.show import cards, climb, folders, headlines, log_index, markdown, predictions, scaling
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -43,6 +44,7 @@ _EMPTY = "*No rows yet"
 PAGES = [
     *(environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")),
     *sorted((environment.ROOT / "docs" / "climb").glob("*.md")),
+    environment.ROOT / "docs" / "scaling.md",
 ]
 
 Machines = dict[Path, list[Row]]
@@ -76,6 +78,8 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 
 
 def _block(name: str, machines: Machines, folder: Path) -> str:
+    if name in scaling.BLOCKS:
+        return scaling.write(name, machines) or f"{_EMPTY}: `{scaling.COMMAND}` writes them.*"
     make, op = _maker(name, folder)
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
@@ -106,7 +110,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         return lambda path, found: _rates(name, found), name
     if word in of_one and op in kernel_ladder.OPS:
         return of_one[word], op
-    known = [*of_all, *(f"'{word} OP'" for word in of_one), "OP"]
+    known = [*of_all, *scaling.BLOCKS, *(f"'{word} OP'" for word in of_one), "OP"]
     raise ReadmeError(f"unknown block {name!r}; known are {', '.join(known)}, of {', '.join(kernel_ladder.OPS)}")
 
 
@@ -271,7 +275,7 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         nargs="*",
         default=PAGES,
-        help="Markdown files (default: README.md, RESULTS.md, KERNEL_LOG.md and docs/climb/*.md)",
+        help="Markdown files (default: README.md, RESULTS.md, KERNEL_LOG.md, docs/scaling.md and docs/climb/*.md)",
     )
     parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from kernel_ladder.distributed.sharding import Name, Names, Rule, rule_of
@@ -140,7 +141,33 @@ def _local(x: DTensor, names: Names | None, chosen: Sequence[Name]) -> torch.Ten
         Partial() if placement.is_replicate() and name is not None else placement
         for placement, name in zip(wanted, chosen, strict=True)
     ]
-    return x.to_local(grad_placements=gradient)
+    return _waited(x.to_local(grad_placements=gradient))
+
+
+class _Waited(torch.autograd.Function):
+    """A tensor, and in the backward pass its gradient, once the collective that writes it is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _arrived(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return _arrived(grad)
+
+
+def _arrived(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in which an asynchronous collective's result is; views of it are no wait for PyTorch."""
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x.view_as(x)
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    """`x` for kernels that take its address: PyTorch waits for a collective only before its own operators."""
+    if torch.compiler.is_compiling():  # the graph holds the wait
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Waited.apply(x)
+    return _arrived(x)
 
 
 def _global(local: torch.Tensor, names: Names, chosen: Sequence[Name], sizes: dict[str, int], mesh: Any) -> DTensor:
@@ -151,7 +178,7 @@ def _global(local: torch.Tensor, names: Names, chosen: Sequence[Name], sizes: di
     dims = range(len(names))
     shape = torch.Size([local.shape[i] if name is None else sizes[name] for i, name in enumerate(names)])
     stride = tuple([math.prod([max(shape[j], 1) for j in dims if _inside(local, j, i)]) for i in dims])
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(_waited(local), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _inside(x: torch.Tensor, j: int, i: int) -> bool:

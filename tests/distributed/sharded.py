@@ -120,3 +120,18 @@ def check_errors() -> None:
     dropped = kernel_ladder.dropout(placed, 0.5, seed=3, backend="torch")
     assert tuple(dropped.placements) == (Shard(0),)
     assert torch.equal(whole(dropped), kernel_ladder.dropout(x, 0.5, seed=3, backend="torch"))
+
+
+def check_asynchronous() -> None:
+    """A kernel that takes a tensor's address gets it after the collective, forward and backward."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    leaf, leaf_again = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_(), x.clone().requires_grad_()
+    placed = leaf.redistribute(mesh, [Replicate()], async_op=True)
+    found = kernel_ladder.gelu(placed, backend="triton").redistribute(mesh, [Shard(0)], async_op=True)
+    expected = kernel_ladder.gelu(leaf_again, backend="triton")
+    assert torch.equal(whole(found), expected)
+    whole(found).square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(whole(leaf.grad), leaf_again.grad)
