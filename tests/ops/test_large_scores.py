@@ -18,6 +18,7 @@ from kernel_ladder.testing.samples import make_inputs
 from ..conftest import DEVICE
 
 OPTIONS = {"scale": None, "enable_gqa": False}
+CALL_PYTORCH = ("torch.builtin", "compile.default", "compile.reduce_overhead", "compile.max_autotune")
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -30,13 +31,7 @@ def test_large_scores(variant, dtype, is_causal, request):
     inputs = make_inputs(case, dtype, DEVICE)
     if (reason := variant.unsupported(*inputs, **case.options)) is not None:
         pytest.skip(reason)
-    calls_pytorch = variant.name in (
-        "torch.builtin",
-        "compile.default",
-        "compile.reduce_overhead",
-        "compile.max_autotune",
-    )
-    if calls_pytorch and dtype == torch.float32 and is_causal and DEVICE.type == "cuda":
+    if variant.name in CALL_PYTORCH and dtype == torch.float32 and is_causal and DEVICE.type == "cuda":
         known = "PyTorch's memory-efficient kernel departs from the formula by more than twice what the formula errs"
         request.applymarker(pytest.mark.xfail(reason=known, strict=False))
     spec = kernel_ladder.spec("attention")
