@@ -13,9 +13,11 @@ import shutil
 import threading
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 
 from kernel_ladder import gpu, table
 from kernel_ladder.errors import UnsupportedError
@@ -29,6 +31,15 @@ ROUNDED = {"emulate_precision_casts": True}
 
 #: While one thread traces, Dynamo refuses the compiled functions that other threads call.
 _ONE_AT_A_TIME = threading.RLock()
+
+
+#: A traced backward pass gets gradients in their outputs' layout, PyTorch's default from 2.13 on. Older ones make them
+#: contiguous, of which PyTorch's attention can give wrong results: torch_ref/attention_builtin.py.
+_GRADIENTS_AS_OUTPUTS = (
+    nullcontext
+    if functorch_config.guess_tangent_strides_as_outputs
+    else lambda: functorch_config.patch(guess_tangent_strides_as_outputs=True)
+)
 
 
 @functools.cache
@@ -65,7 +76,7 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
             )
             copy.__kwdefaults__ = formula.__kwdefaults__
             runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, **settings)
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, _GRADIENTS_AS_OUTPUTS():
             output = runs[key](*inputs, **options)
         return near_gradients(output), ()
 

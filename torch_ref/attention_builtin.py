@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_ladder import gpu
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW
-from kernel_ladder.semantics.strides import near_gradients
+from kernel_ladder.semantics.strides import gradients_in_layout_of
 from kernel_ladder.tracing import in_graph
 from kernel_ladder.transforms import under_vmap
 
@@ -131,7 +131,9 @@ def builtin(
     )
     if not query.is_cuda or in_graph():
         return output
-    return near_gradients(output)  # cuDNN's backward takes 32-bit gradient strides
+    # PyTorch keeps a cuDNN plan by the strides of query, key and value. It was made for one layout of gradients, and
+    # gives wrong numbers for another (ATen/native/cudnn/MHA.cpp; PyTorch's pull request 141147 allows any layout).
+    return gradients_in_layout_of(output)
 
 
 def _other_options(

@@ -63,9 +63,11 @@ def inspect(request: Request) -> Inspection:
     if interpreted() or arch.number != here:
         return _in_a_process(request, arch)
     case, inputs = real_inputs(request, torch.device("cuda"))
-    call = one_pass(request, inputs, case)
     with launch_cache.recorded() as choices:
-        call()
+        if request.pass_ == "forward" or request.variant.backward is not None:
+            call = one_pass(request, inputs, case)
+            choices.clear()
+            call()
     found = _trace(request, case, arch)
     shown = {kernel.name for kernel in found.kernels}
     found.choices = [_choice(choice) for choice in choices if choice.kernel.fn.__name__ in shown]

@@ -61,6 +61,21 @@ def near_gradients(output: Output) -> Output:
     return output
 
 
+def gradients_in_layout_of(output: torch.Tensor) -> torch.Tensor:
+    """Return `output` with a hook that gives its gradient the strides that it has itself."""
+    if output.grad_fn is not None:
+        shape, strides = output.shape, output.stride()
+
+        def relaid(grads: Inputs) -> Inputs:
+            (grad, *others) = grads
+            if grad is None or (grad.stride() == strides and not grad.is_neg()):
+                return grads
+            return torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad), *others
+
+        output.grad_fn.register_prehook(relaid)
+    return output
+
+
 def _all_near(grads: Inputs) -> Inputs:
     return each(_near, grads)
 

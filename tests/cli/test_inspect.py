@@ -132,7 +132,7 @@ def test_compile_shows_its_kernels(variant, pass_, gpu_memory):
         pytest.skip(str(error))
     assert found.kernel_count is not None
     assert found.library_count is not None
-    assert found.kernel_count + found.library_count >= 1 or without_kernels(found)
+    assert found.kernel_count + found.library_count >= 1 or found.launches or without_kernels(found)
     assert found.compile_s is not None
     assert found.compile_s > 0
     *kernels, calls = found.code

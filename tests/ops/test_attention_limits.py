@@ -101,6 +101,26 @@ def test_auto_gives_a_mask_its_gradient(dtype, of_query):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+def in_layout(x: torch.Tensor, rows_first: bool) -> torch.Tensor:
+    """`x` with heads side by side in each row, as a model has them, or contiguous."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else x.contiguous()
+
+
+@pytest.mark.parametrize("variant", table.variants("attention"), ids=lambda v: v.name)
+def test_gradients_change_their_layout_between_calls(variant):
+    """PyTorch keeps a plan of cuDNN that was made for one layout, whatever the next call's."""
+    packed = make_inputs(Case("", ((2, 65, 3, 4, 64),)), torch.bfloat16, DEVICE)[0]
+    leaves = as_leaves(tuple(packed.permute(2, 0, 3, 1, 4).unbind()))
+    skip_unless_it_runs(variant, leaves, OPTIONS)
+    grad = make_inputs(Case("", ((2, 4, 65, 64),)), torch.bfloat16, DEVICE)[0]
+    expected = torch.autograd.grad(kernel_ladder.attention(*leaves, backend="torch.naive"), leaves, grad)
+    for rows_first in (False, True, False):
+        output = kernel_ladder.attention(*leaves, backend=variant.name)
+        found = torch.autograd.grad(output, leaves, in_layout(grad, rows_first))
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"is_causal": LOWER_RIGHT}, {"window_size": (3, 0)}], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_a_hidden_key_of_nan_stays_hidden(variant, options):
