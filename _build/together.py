@@ -25,6 +25,7 @@ GROUPS = {
         "attention/persistent.cu",
         "attention/varlen.cu",
     ],
+    "hopper_attention_backward": ["attention/wgmma_backward.cu", "attention/warp_specialized_backward.cu"],
     "hopper_matmul": [
         "matmul/hopper.cu",
         "matmul/wgmma.cu",

@@ -21,6 +21,11 @@ FLASH_KIB = {64: 48, 128: 64, 256: 96}
 FLASH_BACKWARD_KIB = {64: 65, 128: 129, 256: 129}
 SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 
+#: Steps whose backward kernels read dO by TMA: csrc/attention/hopper_backward.cuh.
+HOPPER_BACKWARD = ("wgmma", "warp_specialized")
+#: Arguments of a backward after those that all have: `deterministic`, dQ summed in one order.
+_MORE = {"warp_specialized": (True,)}
+
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
 
@@ -159,11 +164,27 @@ def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> 
     return (*(g if need else None for g, need in zip(gradients, needs[:3], strict=True)), *(None for _ in needs[3:]))
 
 
-def _register(name: str, unsupported, *, backward_of: str) -> None:
-    """Add a step of the climb. Its backward is its own, or that of an earlier step, which takes the same lse."""
+def _read_by_kernels(name: str, grad: torch.Tensor) -> torch.Tensor:
+    """The output's gradient as a step's backward reads it: TMA asks for dense rows that start on 16 bytes."""
+    if name not in HOPPER_BACKWARD or _read_by_tma(grad):
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+def _with_dense_output(name: str, saved: tuple) -> tuple:
+    """What a step saved, with a dense output: one that was merged from parts of the keys may have other strides."""
+    if name not in HOPPER_BACKWARD or (saved[3].is_contiguous() and address(saved[3]) % 16 == 0):
+        return saved
+    return (*saved[:3], saved[3].clone(memory_format=torch.contiguous_format), *saved[4:])
+
+
+def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
+    """Add a step of the climb.
+
+    Its backward, by the largest head dimension, is its own or that of an earlier step, which takes the same lse.
+    """
     run = getattr(torch.ops.kernel_ladder.attention, name)
-    run_backward = getattr(torch.ops.kernel_ladder.attention_backward, backward_of)
-    takes_output = backward_of != "naive"
+    takes_output = name != "naive"
 
     def in_two_parts(attn_mask: torch.Tensor | None) -> bool:
         """Whether the log-sum-exp is (2, …): maxima, and logarithms of sums, which an additive mask's numbers drown."""
@@ -195,7 +216,12 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
 
     def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
-        return _gradients(run_backward(grad, grad_lse, *saved), needs)
+        head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
+        step = next(step for largest, step in backward_of.items() if head_dim <= largest)
+        run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
+        saved = _with_dense_output(step, saved)
+        gradients = run_backward(_read_by_kernels(step, grad), grad_lse, *saved, *_MORE.get(step, ()))
+        return _gradients(gradients, needs)
 
     def saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Options) -> tuple:
         query, key, value = inputs
@@ -209,7 +235,7 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
         parts = (2,) if in_two_parts(attn_mask) else ()
         return output, query.new_empty((*parts, *query.shape[:-1]), dtype=torch.float32)
 
-    if name == backward_of:
+    if name in backward_of.values():
 
         @torch.library.register_fake(f"kernel_ladder::attention_backward.{name}")
         def _(grad, grad_lse, query, key, value, *others):
@@ -225,14 +251,16 @@ def _register(name: str, unsupported, *, backward_of: str) -> None:
     )
 
 
+_FLASH_BACKWARD = {256: "flash"}
+#: By step: what it asks of a call, and whose backward it has, by the largest head dimension.
 _STEPS = {
-    "naive": (_naive_unsupported, "naive"),
-    "flash": (_flash_unsupported, "flash"),
-    "wgmma": (hopper_unsupported("wgmma", 128), "flash"),
-    "warp_specialized": (hopper_unsupported("warp_specialized", 128), "flash"),
-    "pingpong": (hopper_unsupported("pingpong", 128), "flash"),
-    "persistent": (hopper_unsupported("persistent", 256), "flash"),
-    "split_kv": (_split_unsupported, "flash"),
+    "naive": (_naive_unsupported, {256: "naive"}),
+    "flash": (_flash_unsupported, _FLASH_BACKWARD),
+    "wgmma": (hopper_unsupported("wgmma", 128), {256: "wgmma"}),
+    "warp_specialized": (hopper_unsupported("warp_specialized", 128), {256: "warp_specialized"}),
+    "pingpong": (hopper_unsupported("pingpong", 128), _FLASH_BACKWARD),
+    "persistent": (hopper_unsupported("persistent", 256), _FLASH_BACKWARD),
+    "split_kv": (_split_unsupported, _FLASH_BACKWARD),
 }
 
 for _name in climb("attention"):

@@ -67,7 +67,7 @@ _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "Add
 
 #: Variants whose backward pass is that of an earlier step.
 _BACKWARD_OF = {
-    **{("attention", step): "flash" for step in ("wgmma", "warp_specialized", "pingpong", "persistent", "split_kv")},
+    **{("attention", step): "flash" for step in ("pingpong", "persistent", "split_kv")},
     ("softmax", "multirow"): "registers",
     ("bias_gelu", "vectorized"): "multirow",
     **{

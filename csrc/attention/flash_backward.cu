@@ -1,4 +1,4 @@
-// attention, backward pass of rung 2 of 7: flash. All rungs after it share these kernels.
+// attention, backward pass of rung 2 of 7: flash. Later rungs without kernels of their own use these.
 // Idea      Recompute the weights on chip, tile by tile, from the saved log-sum-exp (FlashAttention-2, Dao,
 //           arXiv:2307.08691).
 // Predicts  Reads of Q, K, V, O, dO per kernel and writes of dQ, dK, dV: no S_q × S_k matrix in memory.

@@ -197,6 +197,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                                                             const Tensor& output, const Tensor& lse,
                                                             const std::optional<Tensor>& attn_mask, int64_t first,
                                                             int64_t last, double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_wgmma(const Tensor& grad, const std::optional<Tensor>& grad_lse,
+                                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const Tensor& output, const Tensor& lse,
+                                                            const std::optional<Tensor>& attn_mask, int64_t first,
+                                                            int64_t last, double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_backward_warp_specialized(
+    const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& attn_mask, int64_t first,
+    int64_t last, double scale, bool enable_gqa, bool deterministic);
 void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
@@ -206,6 +215,8 @@ void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attri
 void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_warp_specialized_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
 // add.cu
 Tensor add_naive(const Tensor& input, const Tensor& other);

@@ -135,6 +135,9 @@ struct PipelineState {
 /// Makes shared memory written by ordinary stores visible to wgmma and TMA. Each writing thread calls it before a barrier.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/// The same for global memory: orders a thread's ordinary accesses before its bulk copies that follow.
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // ---- TMA -----------------------------------------------------------------------------------------------------------
 //
 // One thread requests a box of a tensor (CUtensorMap, a __grid_constant__ kernel parameter). TMA writes the box, with zeros
@@ -196,6 +199,18 @@ __device__ inline void tma_store_wait_read() {
 template <int PENDING>
 __device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+/// Copies contiguous shared memory to global memory, or adds its float32 elements there, each sum atomic: a multiple of 16
+/// bytes, by one thread, which commits and waits.
+__device__ inline void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+__device__ inline void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+                 "r"(shared), "r"(bytes)
+                 : "memory");
 }
 
 /// Bulk copy of contiguous global memory to shared memory, a multiple of 16 bytes; one thread calls it, and `barrier` counts
@@ -274,6 +289,9 @@ __device__ inline void cluster_leave() {
 __device__ inline void store_release(uint32_t* flag, uint32_t value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
+__device__ inline void add_release(uint32_t* flag, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
 __device__ inline uint32_t load_acquire(const uint32_t* flag) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
@@ -339,18 +357,18 @@ struct Wgmma;
 #define KL_P88 KL_P80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define KL_P96 KL_P80 KL_P10(8) ", %90, %91, %92, %93, %94, %95"
 #define KL_P128 KL_P80 KL_P10(8) KL_P10(9) KL_P10(10) KL_P10(11) ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define KL_D8(i)                                                                                                \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
-#define KL_D16 KL_D8(0), KL_D8(8)
-#define KL_D32 KL_D16, KL_D8(16), KL_D8(24)
-#define KL_D40 KL_D32, KL_D8(32)
-#define KL_D48 KL_D40, KL_D8(40)
-#define KL_D64 KL_D48, KL_D8(48), KL_D8(56)
-#define KL_D80 KL_D64, KL_D8(64), KL_D8(72)
-#define KL_D88 KL_D80, KL_D8(80)
-#define KL_D96 KL_D88, KL_D8(88)
-#define KL_D128 KL_D96, KL_D8(96), KL_D8(104), KL_D8(112), KL_D8(120)
+#define KL_D8(C, i) C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
+#define KL_D16(C) KL_D8(C, 0), KL_D8(C, 8)
+#define KL_D32(C) KL_D16(C), KL_D8(C, 16), KL_D8(C, 24)
+#define KL_D40(C) KL_D32(C), KL_D8(C, 32)
+#define KL_D48(C) KL_D40(C), KL_D8(C, 40)
+#define KL_D64(C) KL_D48(C), KL_D8(C, 48), KL_D8(C, 56)
+#define KL_D80(C) KL_D64(C), KL_D8(C, 64), KL_D8(C, 72)
+#define KL_D88(C) KL_D80(C), KL_D8(C, 80)
+#define KL_D96(C) KL_D88(C), KL_D8(C, 88)
+#define KL_D128(C) KL_D96(C), KL_D8(C, 96), KL_D8(C, 104), KL_D8(C, 112), KL_D8(C, 120)
+#define KL_UPDATED(x) "+f"(x)
+#define KL_WRITTEN(x) "=f"(x)
 
 // N outputs a row in R registers. P0 … P6 number the operands after them: from shared memory the descriptors of A and
 // B, whether to accumulate, and the transposing bits of A and B; from registers A's four, B's descriptor, accumulate,
@@ -360,15 +378,23 @@ struct Wgmma;
                  ", 0;\n"                                                                        \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k" K ".f32." TYPE "." TYPE " {" KL_P##R \
                  "}, " A ", " B ", accumulate, 1, 1" BITS ";\n}"                                 \
-                 : KL_D##R                                                                       \
+                 : KL_D##R(KL_UPDATED)                                                           \
                  : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))__VA_ARGS__)
 #define KL_WGMMA_REGISTERS(N, K, TYPE, R, A, B, ACCUMULATE, BITS, ...)                           \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE                \
                  ", 0;\n"                                                                        \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k" K ".f32." TYPE "." TYPE " {" KL_P##R \
                  "}, {" A "}, " B ", accumulate, 1, 1" BITS ";\n}"                               \
-                 : KL_D##R                                                                       \
+                 : KL_D##R(KL_UPDATED)                                                           \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate))__VA_ARGS__)
+// A product that overwrites its outputs. An output that is read, if only by name, would keep its registers alive.
+#define KL_WGMMA_FIRST(N, TYPE, R, A, B, BITS)                                                                        \
+    asm volatile(                                                                                                     \
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, 0, 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" KL_P##R "}, " A ", " B                   \
+                                                                                     ", accumulate, 1, 1" BITS ";\n}" \
+        : KL_D##R(KL_WRITTEN)                                                                                         \
+        : "l"(a), "l"(b)KL_BITS_AB)
 #define KL_BITS_AB , "n"(A == Major::MN), "n"(B == Major::MN)
 #define KL_BIT_B , "n"(B == Major::MN)
 
@@ -385,6 +411,16 @@ struct Wgmma;
                 KL_WGMMA_SHARED(N, "16", "f16", R, P0, P1, P2, ", " P3 ", " P4, KL_BITS_AB);                      \
             } else {                                                                                              \
                 KL_WGMMA_SHARED(N, "8", "tf32", R, P0, P1, P2, "");                                               \
+            }                                                                                                     \
+        }                                                                                                         \
+        /* The same, d = A · B, for 16-bit types. */                                                              \
+        template <typename T, Major A, Major B>                                                                   \
+        __device__ static void multiply_first(float (&d)[N / 2], uint64_t a, uint64_t b) {                        \
+            static_assert(sizeof(T) == 2);                                                                        \
+            if constexpr (std::is_same_v<T, bfloat16>) {                                                          \
+                KL_WGMMA_FIRST(N, "bf16", R, P0, P1, ", " P2 ", " P3);                                            \
+            } else {                                                                                              \
+                KL_WGMMA_FIRST(N, "f16", R, P0, P1, ", " P2 ", " P3);                                             \
             }                                                                                                     \
         }                                                                                                         \
         /* A in registers, B in shared memory. */                                                                 \

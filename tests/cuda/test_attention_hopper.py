@@ -78,6 +78,31 @@ def test_memory_that_does_not_begin_on_16_bytes_is_not_for_tma(monkeypatch):
     assert "those of `key` do not" in _reason(fine, off, fine)
 
 
+def test_the_gradient_of_the_output_is_copied_where_tma_cannot_read_it():
+    grad = torch.randn(2, 4, 100, 64, dtype=torch.bfloat16)
+    expanded, off = grad[:1, :1, :1].expand(2, 4, 100, 64), grad.flatten()[4 : 4 + 1024].view(1, 1, 16, 64)
+    for name in attention.HOPPER_BACKWARD:
+        assert attention._read_by_kernels(name, grad) is grad
+        assert attention._read_by_kernels(name, grad.transpose(1, 2)).data_ptr() == grad.data_ptr()
+        for x in (expanded, off):
+            read = attention._read_by_kernels(name, x)
+            assert torch.equal(read, x)
+            assert attention._read_by_tma(read)
+    assert attention._read_by_kernels("flash", expanded) is expanded
+
+
+def test_an_output_of_other_strides_is_copied_for_the_backward():
+    output = torch.randn(2, 4, 100, 64, dtype=torch.bfloat16)
+    saved = (None, None, None, output.transpose(1, 2), "lse", None)
+    assert attention._with_dense_output("flash", saved) is saved
+    for name in attention.HOPPER_BACKWARD:
+        assert attention._with_dense_output(name, (None, None, None, output, "lse"))[3] is output
+        found = attention._with_dense_output(name, saved)
+        assert found[3].is_contiguous()
+        assert torch.equal(found[3], saved[3])
+        assert found[4:] == saved[4:]
+
+
 def test_the_default_is_the_last_step():
     """After it comes `split_kv`, which takes few queries only."""
     names = [v.name for v in table.variants("attention", "cuda")]
@@ -164,3 +189,73 @@ def test_steps_repeat_in_every_bit(name):
         first = variant.forward(*inputs, **options)[0]
         for _ in range(100):
             torch.testing.assert_close(variant.forward(*inputs, **options)[0], first, rtol=0, atol=0)
+
+
+OWN_BACKWARD = ("cuda.wgmma", "cuda.warp_specialized")
+
+
+def _backward_agrees(variant: table.Variant, shapes: tuple, dtype: torch.dtype, band: dict, layout: str) -> None:
+    options = {"scale": None, "enable_gqa": True, "return_lse": True, **band}
+    inputs = make_inputs(Case("", shapes, options, layout=layout), dtype, DEVICE)
+    skip_unless_it_runs(variant, inputs, options)
+    sizes = (*shapes[0][:-1], shapes[2][-1])
+    grad = (torch.randn(sizes, device=DEVICE).to(dtype), torch.randn(sizes[:-1], device=DEVICE))
+    run = lambda *x, **o: autograd.run(variant, x, o)  # noqa: E731
+    result = agreement(kernel_ladder.spec("attention"), run, inputs, options, grad)
+    assert result.agrees, f"{shapes}: {result}"
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", OWN_BACKWARD)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype"),
+    [(64, 64, torch.bfloat16), (128, 128, torch.bfloat16), (128, 128, torch.float16), (40, 72, torch.bfloat16)],
+    ids=str,
+)
+def test_backward_at_the_edges_of_tiles(name, band, d, d_v, dtype):
+    """Lengths around tiles of 64 and 128 rows, few and many steps, heads that share keys."""
+    for seqlen_q, seqlen_k in [(1, 1), (127, 127), (128, 128), (129, 129), (255, 255), (1, 300), (300, 1), (129, 700)]:
+        shapes = ((2, 6, seqlen_q, d), (2, 2, seqlen_k, d), (2, 2, seqlen_k, d_v))
+        _backward_agrees(step(name), shapes, dtype, BANDS[band], "bshd")
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", OWN_BACKWARD)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("d", [64, 128])
+def test_backward_of_many_tiles(name, band, d):
+    """More tiles than a GPU has room for at once, which add to one dQ."""
+    for seqlen_q, seqlen_k in [(1500, 3300), (2000, 1000)]:
+        shapes = ((4, 12, seqlen_q, d), (4, 4, seqlen_k, d), (4, 4, seqlen_k, d))
+        _backward_agrees(step(name), shapes, torch.bfloat16, BANDS[band], "contiguous")
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", OWN_BACKWARD)
+@pytest.mark.parametrize("d", [64, 128])
+def test_backward_repeats_in_every_bit(name, d):
+    """Blocks of other heads run beside, so that the order in which blocks come to a tile of dQ changes."""
+    inputs = make_inputs(Case("", ((4, 16, 1500, d), (4, 8, 1500, d), (4, 8, 1500, d))), torch.bfloat16, DEVICE)
+    variant = step(name)
+    for is_causal in (False, True):
+        options = {"is_causal": is_causal, "scale": None, "enable_gqa": True}
+        skip_unless_it_runs(variant, inputs, options)
+        output, saved = variant.forward(*inputs, **options)
+        grad = torch.randn(output.shape, device=DEVICE).to(output.dtype)
+        first = variant.backward(saved, grad, (True,) * 3)
+        for _ in range(50):
+            again = variant.backward(saved, grad, (True,) * 3)
+            assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", OWN_BACKWARD)
+def test_backward_of_an_expanded_gradient(name):
+    inputs = make_inputs(Case("", ((2, 4, 300, 64),) * 3), torch.bfloat16, DEVICE)
+    options = {"is_causal": True, "scale": None, "enable_gqa": False}
+    skip_unless_it_runs(step(name), inputs, options)
+    grad = torch.ones((), device=DEVICE, dtype=torch.bfloat16).expand(2, 4, 300, 64)
+    run = lambda *x, **o: autograd.run(step(name), x, o)  # noqa: E731
+    result = agreement(kernel_ladder.spec("attention"), run, inputs, options, grad)
+    assert result.agrees, str(result)

@@ -1,0 +1,370 @@
+// Backward pass of attention on Hopper's wgmma: what the rungs wgmma and warp_specialized share. Checks and workspaces, the
+// preprocess kernel, masks and weights of transposed tiles, and the epilogue.
+//
+// With P the weights and dP = dO · Vᵀ, the gradient of the scores is dS = P ∘ (dP − delta), where delta is the sum of
+// dO ∘ O over a query's row, less the gradient of its log-sum-exp. Then dV = Pᵀ · dO, dK = scale · dSᵀ · Q and
+// dQ = scale · dS · K.
+//
+// Transposed tiles, Sᵀ = K · Qᵀ and dPᵀ = V · dOᵀ, have a key a row. wgmma leaves them in registers in the layout of its A
+// operand, so that Pᵀ and dSᵀ enter the products of dV and dK without a copy (FlashAttention-3, Shah et al.,
+// arXiv:2407.08608; Dao-AILab/flash-attention, hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp).
+#pragma once
+
+#include "attention/hopper.cuh"
+
+namespace kl {
+
+constexpr int QUERY_TILE = 64;  // queries of a streamed tile; statistics are padded to whole tiles
+constexpr int STATS_BYTES = 2 * QUERY_TILE * static_cast<int>(sizeof(float));
+constexpr int PREPROCESS_THREADS = 256;
+
+/// Statistics of a tile of queries: 64 logarithms of weights' sums, in base 2, then 64 deltas. Of every 16 queries, a
+/// thread of a transposed tile has the columns 2t, 2t + 1, 2t + 8, 2t + 9 (t = lane mod 4): one load of 16 bytes.
+__host__ __device__ constexpr int stat_place(int query) {
+    return query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2;
+}
+
+struct BackwardMaps {
+    CUtensorMap query, key, value, grad;
+};
+
+/// The part of a head's rows that a kernel reads or writes: dense (B, H, S, columns).
+template <typename T>
+struct Gradient {
+    T* data;
+    int rows, columns;
+
+    __device__ T* at(int64_t outer, int row) const { return data + (outer * rows + row) * columns; }
+};
+
+// ---- host -----------------------------------------------------------------------------------------------------------
+
+/// One call: checks the operands and allocates gradients and statistics.
+struct BackwardCall {
+    const std::string rung;
+    const Tensor &grad, &query, &key, &value, &output, &lse;
+    const Attention a;
+    const float* grad_lse;
+    const Launch launch;
+    Tensor grad_query, grad_key, grad_value, stats;
+
+    BackwardCall(const char* rung, const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                 const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
+                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last, double scale, bool enable_gqa)
+        : rung(rung),
+          grad(grad),
+          query(query),
+          key(key),
+          value(value),
+          output(output),
+          lse(lse),
+          a(prepare_attention(query, key, value, first, last, scale, enable_gqa)),
+          grad_lse(grad_lse_pointer(grad_lse, query, a)),
+          launch(query) {
+        KL_CHECK(!attn_mask.has_value(), "attention_backward: ", rung, " takes no mask in memory");
+        KL_CHECK(query.dim() == 4, "attention_backward: ", rung, " takes 4 dimensions (B, H, S, D), got ", query.dim());
+        KL_CHECK(a.D % 8 == 0 && a.D_v % 8 == 0, "attention_backward: ", rung,
+                 " takes head dimensions that are multiples of 8");
+        check_attention_output(grad, query, a, "grad");
+        check_attention_output(output, query, a, "output");
+        check_cuda(lse, "attention_backward", "lse");
+        KL_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
+                     lse.get_device_index() == query.get_device_index() && lse.numel() == a.rows(),
+                 "attention_backward: argument `lse` must be what the forward pass returned");
+        KL_CHECK(output.is_contiguous() && is_aligned16(output.data_ptr()),
+                 "attention_backward: argument `output` must be what the forward pass returned");
+        grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
+    }
+
+    int64_t query_tiles() const { return ceil_div(a.S_q, QUERY_TILE); }
+
+    /// Returns the gradients. Calls f(zero, shape) to launch the kernels, unless there are no summands, with a zero of
+    /// the operands' type and the first of the shapes into which the head dimension fits.
+    template <typename... Shapes, typename F>
+    std::tuple<Tensor, Tensor, Tensor> results(F&& f) {
+        if (a.rows() * a.S_k == 0) {
+            for (Tensor* gradient : {&grad_query, &grad_key, &grad_value}) fill_zero(*gradient, launch.stream);
+            return {grad_query, grad_key, grad_value};
+        }
+        stats = empty(query, ScalarType::Float, {a.batches, a.heads, query_tiles(), 2 * QUERY_TILE});
+        const int head_dim = std::max(a.D, a.D_v);
+        dispatch_16bit(query.scalar_type(), "attention_backward", [&](auto zero) {
+            bool found = false;
+            const auto offer = [&](auto shape) {
+                if (found || head_dim > decltype(shape)::HEAD_DIM) return;
+                found = true;
+                f(zero, shape);
+            };
+            (offer(Shapes{}), ...);
+            KL_CHECK(found, "attention_backward: ", rung, " takes no head dimension of ", head_dim);
+        });
+        return {grad_query, grad_key, grad_value};
+    }
+
+    /// Tensor maps that read tiles of `query_rows` queries and `key_rows` keys.
+    BackwardMaps maps(int query_rows, int key_rows) const {
+        return {tensor_map(tma_operand(query, query_rows)), tensor_map(tma_operand(key, key_rows)),
+                tensor_map(tma_operand(value, key_rows)), tensor_map(tma_operand(grad, query_rows))};
+    }
+
+    float* stats_pointer() const { return static_cast<float*>(stats.data_ptr()); }
+
+    /// Makes a kernel ready to launch: raises where it cannot run.
+    template <auto* KERNEL>
+    void prepare(int shared) const {
+        check_hopper(reinterpret_cast<const void*>(KERNEL), launch.device, ("attention_backward." + rung).c_str());
+        static DeviceSet asked;
+        allow_shared(KERNEL, shared, launch.device, asked);
+    }
+};
+
+// ---- preprocess -----------------------------------------------------------------------------------------------------
+
+/// Writes the statistics of a tile of 64 queries, and zeros to dQ's accumulator, of which a tile has `zeros` elements. One
+/// block per tile; sixteen lanes read a row of up to 128 columns, four rows each.
+template <typename T>
+__device__ inline void preprocess_tile(float* stats, float* accumulator, int zeros, const float* lse,
+                                       const float* grad_lse, const T* output, const View<T>& grad,
+                                       const Attention& a) {
+    constexpr int LANES = 16, ROWS_AT_ONCE = PREPROCESS_THREADS / LANES;
+    const int tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
+    const int64_t outer = blockIdx.x / tiles;
+    const int q0 = static_cast<int>(blockIdx.x % tiles) * QUERY_TILE, lane = threadIdx.x % LANES;
+    const T* of_output = output + outer * a.S_q * a.D_v;
+    const T* of_grad = grad.at(outer / a.heads, static_cast<int>(outer % a.heads));
+    float sums[QUERY_TILE / ROWS_AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < QUERY_TILE / ROWS_AT_ONCE; ++i) {
+        const int row = q0 + i * ROWS_AT_ONCE + static_cast<int>(threadIdx.x) / LANES, column = lane * Vec<T>::size;
+        sums[i] = 0.0f;
+        if (row < a.S_q && column < a.D_v) {
+            float x[Vec<T>::size], y[Vec<T>::size];
+            unpack(load_vec(of_output + int64_t{row} * a.D_v + column), x);
+            unpack(load_vec(of_grad + row * grad.row + column), y);
+#pragma unroll
+            for (int e = 0; e < Vec<T>::size; ++e) sums[i] = fmaf(x[e], y[e], sums[i]);
+        }
+    }
+    float* tile_stats = stats + int64_t{blockIdx.x} * 2 * QUERY_TILE;
+#pragma unroll
+    for (int i = 0; i < QUERY_TILE / ROWS_AT_ONCE; ++i) {
+        float sum = sums[i];
+#pragma unroll
+        for (int lanes = 1; lanes < LANES; lanes *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, lanes);
+        const int within = i * ROWS_AT_ONCE + static_cast<int>(threadIdx.x) / LANES, row = q0 + within;
+        if (lane != 0) continue;
+        // Past the end, and where a query sees no key, the logarithm is infinite: weights are 2^(−∞) = 0.
+        const float log_sum = row < a.S_q ? lse[outer * a.S_q + row] : -INFINITE;
+        if (grad_lse != nullptr && row < a.S_q) sum -= grad_lse[outer * a.S_q + row];
+        tile_stats[stat_place(within)] = log_sum == -INFINITE ? INFINITE : log_sum * LOG2E;
+        tile_stats[QUERY_TILE + stat_place(within)] = sum;
+    }
+    float4* to_zero = reinterpret_cast<float4*>(accumulator + int64_t{blockIdx.x} * zeros);
+    for (int i = threadIdx.x; i < zeros / 4; i += PREPROCESS_THREADS) to_zero[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
+/// Launches a rung's preprocess kernel, whose parameters are those of preprocess_tile.
+template <typename T, typename Kernel>
+void run_preprocess(Kernel* kernel, const BackwardCall& call, float* accumulator, int zeros) {
+    const auto grid = grid_size(call.a.batches * call.a.heads * call.query_tiles());
+    kernel<<<grid, PREPROCESS_THREADS, 0, call.launch.stream>>>(
+        call.stats_pointer(), accumulator, zeros, static_cast<const float*>(call.lse.data_ptr()), call.grad_lse,
+        static_cast<const T*>(call.output.data_ptr()), make_view<T>(call.grad), call.a);
+    KL_LAUNCH_CHECK();
+}
+
+#if KL_SM90A
+
+// ---- tiles of keys --------------------------------------------------------------------------------------------------
+
+/// A tile of KEYS keys of one head, and the tiles of queries that see one of them, for each query head that shares the keys.
+template <int KEYS>
+struct KeyTile {
+    int batch, head_kv, k0;
+    int begin, end;  // tiles of queries
+    int heads;       // query heads that share the keys; none where no query sees them
+
+    __device__ KeyTile(const Attention& a, unsigned outer_kv, unsigned tile)
+        : batch(static_cast<int>(outer_kv / a.heads_kv)),
+          head_kv(static_cast<int>(outer_kv % a.heads_kv)),
+          k0(static_cast<int>(tile) * KEYS) {
+        const int key_end = min(k0 + KEYS, a.S_k);
+        begin = max(k0 - a.last, 0) / QUERY_TILE;
+        end = (max(min(a.S_q, key_end - a.first), 0) + QUERY_TILE - 1) / QUERY_TILE;
+        heads = begin < end ? a.group() : 0;
+    }
+    __device__ int steps() const { return heads * (end - begin); }
+};
+
+/// Walks over a key tile's steps: all tiles of queries of a head, from the last to the first, then those of the next head.
+struct StepCursor {
+    int head, tile;  // query head; tile of queries
+
+    template <int KEYS>
+    __device__ StepCursor(const KeyTile<KEYS>& keys) : head(keys.head_kv * keys.heads), tile(keys.end - 1) {}
+    template <int KEYS>
+    __device__ void advance(const KeyTile<KEYS>& keys) {
+        if (--tile >= keys.begin) return;
+        tile = keys.end - 1;
+        ++head;
+    }
+};
+
+/// A tile of statistics in global memory.
+__device__ inline const float* stats_tile(const float* stats, const Attention& a, int batch, int head, int tile) {
+    const int64_t tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
+    return stats + ((int64_t{batch} * a.heads + head) * tiles + tile) * 2 * QUERY_TILE;
+}
+
+/// Bulk copy of statistics to shared memory, whose bytes `barrier` counts.
+__device__ inline void load_stats(uint32_t shared, const float* stats, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(stats), "n"(STATS_BYTES), "r"(barrier)
+        : "memory");
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+/// Issues d = A · Bᵀ, 64 rows of A by 64 of B, over HEAD_DIM columns.
+template <typename T, int HEAD_DIM>
+__device__ inline void gemm_rows(float (&d)[QUERY_TILE / 2], uint32_t a, int a_panel, uint32_t b, int b_panel) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        const uint64_t of_a =
+            matrix_descriptor<Major::K>(a + i / 4 * a_panel, a_panel) + i % 4 * DESCRIPTOR_STEP<Major::K>;
+        const uint64_t of_b =
+            matrix_descriptor<Major::K>(b + i / 4 * b_panel, b_panel) + i % 4 * DESCRIPTOR_STEP<Major::K>;
+        if (i == 0) {
+            Wgmma<QUERY_TILE>::template multiply_first<T, Major::K, Major::K>(d, of_a, of_b);
+        } else {
+            Wgmma<QUERY_TILE>::template multiply<T, Major::K, Major::K>(d, of_a, of_b, true);
+        }
+    }
+    wgmma_commit();
+}
+
+/// Loads 64 rows of a tile into registers, in the layout of wgmma's A operand. Each warp has 16 of them.
+template <int HEAD_DIM>
+__device__ inline void load_operand(uint32_t (&operand)[HEAD_DIM / 16][4], uint32_t tile, int panel) {
+    const int lane = static_cast<int>(threadIdx.x) % WARP;
+    const int row = warp_index() % (WARPGROUP / WARP) * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        ldmatrix(operand[i], tile + i / 4 * panel + swizzled(row, i % 4 * 2 + lane / 16));
+    }
+}
+
+/// The same product as gemm_rows, with A in registers.
+template <typename T, int HEAD_DIM>
+__device__ inline void gemm_rows(float (&d)[QUERY_TILE / 2], const uint32_t (&a)[HEAD_DIM / 16][4], uint32_t b,
+                                 int b_panel) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        const uint64_t of_b =
+            matrix_descriptor<Major::K>(b + i / 4 * b_panel, b_panel) + i % 4 * DESCRIPTOR_STEP<Major::K>;
+        Wgmma<QUERY_TILE>::template multiply<T, Major::K>(d, a[i], of_b, i > 0);
+    }
+    wgmma_commit();
+}
+
+/// Issues d += A · B, with A of 64 × 64 in registers and 64 rows of B.
+template <typename T, int HEAD_DIM>
+__device__ inline void gemm_columns(float (&d)[HEAD_DIM / 2], const uint32_t (&a)[4][4], uint32_t b, int b_panel) {
+    wgmma_fence();
+    const uint64_t of_b = matrix_descriptor<Major::MN>(b, b_panel);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        Wgmma<HEAD_DIM>::template multiply<T, Major::MN>(d, a[i], of_b + i * DESCRIPTOR_STEP<Major::MN>, true);
+    }
+    wgmma_commit();
+}
+
+// ---- elementwise ----------------------------------------------------------------------------------------------------
+
+/// Sets elements of a transposed tile to 0 where a query does not see a key, or one of them is outside: 64 keys from `k0`
+/// on, the warpgroup's rows; 64 queries from `q0` on.
+__device__ inline void apply_mask_transposed(float (&x)[QUERY_TILE / 2], const Attention& a, int k0, int q0) {
+    const int q_last = q0 + QUERY_TILE - 1;
+    if (k0 + 64 <= min(a.S_k, q0 + a.last + 1) && q_last < a.S_q && k0 >= q_last + a.first) return;
+    const int row = k0 + warp_index() % (WARPGROUP / WARP) * 16 + static_cast<int>(threadIdx.x) % WARP / 4;
+    const int column = q0 + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int key = row + 8 * h;
+        const int begin = (key < a.S_k ? key - a.last : q_last + 1) - column,
+                  end = min(a.S_q, key - a.first + 1) - column;
+#pragma unroll
+        for (int j = 0; j < QUERY_TILE / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                if (8 * j + e < begin || 8 * j + e >= end) x[4 * j + 2 * h + e] = 0.0f;
+            }
+        }
+    }
+}
+
+/// Replaces scores by weights, 2^(score − log_sum). `stats`: the tile's, in shared memory.
+__device__ inline void scores_to_weights(float (&scores)[QUERY_TILE / 2], uint32_t stats, float scale) {
+#pragma unroll
+    for (int j = 0; j < QUERY_TILE / 16; ++j) {
+        const uint4 words = load_shared16(stats + j * 64 + threadIdx.x % 4 * 16);
+        const float log_sum[4] = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+                                  __uint_as_float(words.w)};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& x = scores[8 * j + i];
+            x = exp2_approx(fmaf(x, scale, -log_sum[i / 4 * 2 + i % 2]));
+        }
+    }
+}
+
+/// Replaces dP by dS = P ∘ (dP − delta). Masked elements must be masked again: 0 · ∞ is no number.
+__device__ inline void grad_of_scores(float (&grads)[QUERY_TILE / 2], const float (&weights)[QUERY_TILE / 2],
+                                      uint32_t stats) {
+#pragma unroll
+    for (int j = 0; j < QUERY_TILE / 16; ++j) {
+        const uint4 words = load_shared16(stats + QUERY_TILE * 4 + j * 64 + threadIdx.x % 4 * 16);
+        const float delta[4] = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+                                __uint_as_float(words.w)};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float& x = grads[8 * j + i];
+            x = weights[8 * j + i] * (x - delta[i / 4 * 2 + i % 2]);
+        }
+    }
+}
+
+// ---- epilogue -------------------------------------------------------------------------------------------------------
+
+/// Stores 64 rows of an accumulator, times `factor`, 16 bytes per store. `first`: the warpgroup's first row, of which
+/// `rows_left` (may exceed 64) are inside.
+template <typename T, int HEAD_DIM>
+__device__ inline void store_gradient(T* first, int columns, int rows_left, const float (&acc)[HEAD_DIM / 2],
+                                      float factor) {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = warp_index() % (WARPGROUP / WARP) * 16 + static_cast<int>(threadIdx.x) % WARP / 4 + 8 * h;
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j += 4) {
+            uint32_t x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = acc + 4 * (j + i) + 2 * h;
+                x[i] = pack(pair[0] * factor, pair[1] * factor, T{});
+            }
+            transpose_quad(x);
+            const int column = 8 * (j + lane);
+            if (row < rows_left && column < columns) {  // a multiple of 8
+                *reinterpret_cast<uint4*>(first + int64_t{row} * columns + column) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+        }
+    }
+}
+
+#endif
+
+}  // namespace kl
