@@ -1,4 +1,4 @@
-"""Attention of packed sequences in CUDA C++: ``csrc/attention/varlen.cu``."""
+"""Attention of packed sequences in CUDA C++: ``csrc/attention/varlen.cu`` and ``varlen_backward.cu``."""
 
 from __future__ import annotations
 
@@ -32,28 +32,33 @@ def _pingpong(
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
 ) -> tuple[Output, tuple]:
+    longest_q = query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, LONGEST)
+    longest_k = key.shape[0] if max_seqlen_k is None else min(max_seqlen_k, LONGEST)
     left, right = window_size
+    band = min(left, LONGEST), 0 if is_causal else min(right, LONGEST)
+    others = (*band, scale_of(query.shape[-1], scale), enable_gqa)
     output, lse = torch.ops.kernel_ladder.attention_varlen.pingpong(
-        *_as_one_batch(query, key, value),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, LONGEST),
-        min(left, LONGEST),
-        0 if is_causal else min(right, LONGEST),
-        scale_of(query.shape[-1], scale),
-        enable_gqa,
+        *_as_one_batch(query, key, value), cu_seqlens_q, cu_seqlens_k, longest_q, *others
     )
-    return ((output, lse) if return_lse else output), ()
+    saved = (query, key, value, output, lse, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, *others)
+    return ((output, lse) if return_lse else output), saved
 
 
-_takes = hopper_unsupported("pingpong", 128)
+def _backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
+    query, key, value, output, lse, *others = saved
+    gradients = torch.ops.kernel_ladder.attention_varlen_backward.flash(
+        *_as_one_batch(grad), grad_lse, *_as_one_batch(query, key, value, output), lse, *others
+    )
+    return (*(g if need else None for g, need in zip(gradients, needs[:3], strict=True)), None, None)
+
+
+_takes = hopper_unsupported("pingpong", 256)
 
 
 def _unsupported(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offsets: torch.Tensor, **options: object
 ) -> str | None:
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return "the gradients of attention_varlen are given at the triton, torch and compile levels only"
     return _takes(*_as_one_batch(query, key, value))
 
 
@@ -65,4 +70,8 @@ if "pingpong" in climb("attention_varlen"):
         output = query.new_empty((total, heads, value.shape[-1]))
         return output, query.new_empty((heads, total), dtype=torch.float32)
 
-    register("attention_varlen", "cuda.pingpong", forward=_pingpong, unsupported=_unsupported)
+    @torch.library.register_fake("kernel_ladder::attention_varlen_backward.flash")
+    def _(grad, grad_lse, query, key, value, *others):
+        return tuple(x.new_empty((x.shape[2], x.shape[1], x.shape[3])) for x in (query, key, value))
+
+    register("attention_varlen", "cuda.pingpong", forward=_pingpong, backward=_backward, unsupported=_unsupported)

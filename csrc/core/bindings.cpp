@@ -139,6 +139,10 @@ const std::vector<Schema>& schemas() {
               " Tensor value, Tensor output, Tensor lse, Tensor? attn_mask, SymInt first, SymInt last, float scale,"
               " bool enable_gqa, bool deterministic) -> (Tensor, Tensor, Tensor)",
               attention_backward_warp_specialized),
+        KL_OP("attention_varlen_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor output, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,"
+              " SymInt max_seqlen_k, int left, int right, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+              attention_varlen_backward_flash),
         KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),
         KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),
         KL_OP("sum.naive(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_naive),
@@ -286,6 +290,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     attention_split_kv_kernel_attributes(attributes, dtype);
     attention_varlen_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
+    attention_varlen_backward_kernel_attributes(attributes, dtype);
     attention_wgmma_backward_kernel_attributes(attributes, dtype);
     attention_warp_specialized_backward_kernel_attributes(attributes, dtype);
     add_kernel_attributes(attributes, dtype);

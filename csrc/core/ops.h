@@ -206,6 +206,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_warp_specialized(
     const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& attn_mask, int64_t first,
     int64_t last, double scale, bool enable_gqa, bool deterministic);
+std::tuple<Tensor, Tensor, Tensor> attention_varlen_backward_flash(
+    const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t left, int64_t right, double scale,
+    bool enable_gqa);
 void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
@@ -215,6 +220,7 @@ void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attri
 void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_varlen_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_warp_specialized_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
