@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_impl import climb, unsupported, wants_gradient
+from cuda_impl import climb, unsupported
 from cuda_impl.built_for import no_code, without_wgmma
 from kernel_ladder import gpu
 from kernel_ladder.semantics.masks import NO_WINDOW, band
@@ -16,9 +16,8 @@ from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
 from kernel_ladder.tracing import address
 
-#: KiB of shared memory a block by the largest head dimension: csrc/attention/flash.cu, flash_backward.cu, split_kv.cu.
-FLASH_KIB = {64: 48, 128: 64, 256: 96}
-FLASH_BACKWARD_KIB = {64: 65, 128: 129, 256: 129}
+#: KiB of shared memory a block by the largest head dimension: csrc/attention/split_kv.cu. Tiles of flash.cuh and of
+#: flash_backward.cuh fit in the 99 KiB that every GPU has.
 SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 
 #: Steps whose backward kernels read dO by TMA: csrc/attention/hopper_backward.cuh.
@@ -57,44 +56,32 @@ def _naive_unsupported(
 def _small(device: int) -> int | None:
     """Shared memory of a block, where there are tiles that need more; None where it holds them all."""
     limit = gpu.of(device).shared_per_block
-    return None if limit >= 2**10 * max(max(kib.values()) for kib in (FLASH_BACKWARD_KIB, SPLIT_KIB)) else limit
+    return None if limit >= 2**10 * max(SPLIT_KIB.values()) else limit
 
 
-def _too_large(limit: int, tiles: str, kib: dict[int, int], query: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Why tiles for a head dimension do not fit in a block's shared memory, or None."""
-    head_dim = max(query.shape[-1], value.shape[-1])
-    needed = 2**10 * next((k for largest, k in kib.items() if head_dim <= largest), max(kib.values()))
-    if needed <= limit:
-        return None
-    return (
-        f"{tiles} for head dimensions of {head_dim} need {needed} bytes of shared memory a block; this GPU has {limit}"
-    )
-
-
-def _backward_too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Why a call that wants gradients cannot have them of csrc/attention/flash_backward.cu, or None."""
-    if (limit := _small(query.get_device())) is None or not wants_gradient(query, key, value):
-        return None
-    return _too_large(limit, "tiles of the backward pass", FLASH_BACKWARD_KIB, query, value)
-
-
-def _flash_unsupported(
+def flash_unsupported(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    return _mma_unsupported(query, attn_mask) or _tiles_too_large("tiles", FLASH_KIB, query, key, value)
+    """What ``flash`` asks of a call, of batches or of packed sequences."""
+    return _mma_unsupported(query, attn_mask)
 
 
-def _tiles_too_large(
-    tiles: str, kib: dict[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> str | None:
-    """Why a step's tiles, or those of the backward pass where one is to come, do not fit in a block, or None."""
+def _split_too_large(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why the tiles of ``split_kv`` do not fit in a block's shared memory, or None."""
     if (limit := _small(query.get_device())) is None:
         return None
-    return _too_large(limit, tiles, kib, query, value) or _backward_too_large(query, key, value)
+    head_dim = max(query.shape[-1], value.shape[-1])
+    needed = 2**10 * next((k for largest, k in SPLIT_KIB.items() if head_dim <= largest), max(SPLIT_KIB.values()))
+    if needed <= limit:
+        return None
+    return (
+        f"tiles of split_kv for head dimensions of {head_dim} need {needed} bytes of shared memory a block; "
+        f"this GPU has {limit}"
+    )
 
 
 def _mma_unsupported(query: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
@@ -157,7 +144,7 @@ def _split_unsupported(
     rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
     if rows > SPLIT_ROWS:
         return f"split_kv is for few queries: at most {SPLIT_ROWS} share a head of keys, got {rows}"
-    return _mma_unsupported(query, attn_mask) or _tiles_too_large("tiles of split_kv", SPLIT_KIB, query, key, value)
+    return _mma_unsupported(query, attn_mask) or _split_too_large(query, value)
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -255,7 +242,7 @@ _FLASH_BACKWARD = {256: "flash"}
 #: By step: what it asks of a call, and whose backward it has, by the largest head dimension.
 _STEPS = {
     "naive": (_naive_unsupported, {256: "naive"}),
-    "flash": (_flash_unsupported, _FLASH_BACKWARD),
+    "flash": (flash_unsupported, _FLASH_BACKWARD),
     "wgmma": (hopper_unsupported("wgmma", 128), {256: "wgmma"}),
     "warp_specialized": (hopper_unsupported("warp_specialized", 128), {256: "warp_specialized"}),
     "pingpong": (hopper_unsupported("pingpong", 128), _FLASH_BACKWARD),

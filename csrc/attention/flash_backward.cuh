@@ -24,11 +24,15 @@ namespace {
 using QueryShape64 = FlashShape<64, 128, 64, 8>;
 using QueryShape128 = FlashShape<128, 128, 64, 8>;
 using QueryShape256 = FlashShape<256, 64, 32, 4>;
+using SmallQueryShape128 = FlashShape<128, 128, 32, 8>;  // in 99 KiB of shared memory, as these two are
+using SmallQueryShape256 = FlashShape<256, 64, 16, 4>;
 
 //                             head dim, keys, queries, warps; two blocks share the columns of 256
 using KeyShape64 = FlashShape<64, 128, 64, 8>;
 using KeyShape128 = FlashShape<128, 128, 64, 8>;
 using KeyShape256 = FlashShape<256, 64, 32, 4, 128>;
+using SmallKeyShape128 = FlashShape<128, 128, 32, 8>;
+using SmallKeyShape256 = FlashShape<256, 64, 16, 4, 128>;
 
 constexpr int DELTA_THREADS = 256;
 
@@ -37,6 +41,21 @@ template <typename S>
 constexpr int SHARED = 2 * S::BLOCK_BYTES + 4 * S::STREAM_BYTES;
 template <typename S>
 constexpr int KEY_SHARED = SHARED<S> + 6 * S::STREAM * static_cast<int>(sizeof(float));
+
+// The least that a GPU gives a block: compute capabilities 8.6, 8.9 and 12.x.
+constexpr int LEAST_SHARED = 99 * 1024;
+static_assert(KEY_SHARED<KeyShape64> <= LEAST_SHARED && KEY_SHARED<SmallKeyShape128> <= LEAST_SHARED &&
+              KEY_SHARED<SmallKeyShape256> <= LEAST_SHARED);
+
+// Code for 9.0a runs on GPUs that hold the larger tiles, so that the small ones are left out of it.
+template <typename S>
+constexpr bool SMALL = std::is_same_v<S, SmallQueryShape128> || std::is_same_v<S, SmallQueryShape256> ||
+                       std::is_same_v<S, SmallKeyShape128> || std::is_same_v<S, SmallKeyShape256>;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool SMALL_TILES = false;
+#else
+constexpr bool SMALL_TILES = true;
+#endif
 
 template <typename T>
 struct Operands {
@@ -92,6 +111,7 @@ __global__ void __launch_bounds__(S::THREADS)
     attention_flash_query_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention all,
                                  const __grid_constant__ Sequences sequences) {
 #if __CUDA_ARCH__ >= 800
+    if constexpr (SMALL<S> && !SMALL_TILES) return;
     constexpr int N = S::STREAM / 8, D = S::HEAD_DIM;
     static_assert(S::ROWS == 16);
     extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -134,7 +154,7 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = q0 + warp_row + lane_row(0, h);
-        const int64_t index = sequence.first_row(head) + row;
+        const int64_t index = sequence.first_row(head, outer) + row;
         of_row[h] = row_shift(p, index, row < a.S_q);
         delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
     }
@@ -180,6 +200,7 @@ __global__ void __launch_bounds__(S::THREADS)
     attention_flash_key_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention all,
                                const __grid_constant__ Sequences sequences) {
 #if __CUDA_ARCH__ >= 800
+    if constexpr (SMALL<S> && !SMALL_TILES) return;
     constexpr int N = S::STREAM / 8, D = S::HEAD_DIM, PARTS = D / S::COLUMNS;
     static_assert(S::ROWS == 16 && 3 * S::STREAM <= S::THREADS);
     constexpr int STATS = MASKED ? 3 : 2;
@@ -302,18 +323,24 @@ template <typename T, bool MASKED, typename Sequences>
 void launch_products(const Operands<T>& operands, const Attention& a, const Sequences& sequences,
                      const Launch& launch) {
     const int head_dim = std::max(a.D, a.D_v);
-    dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, [&](auto shape) {
+    const bool small = shared_limit(launch.device) < std::max(KEY_SHARED<KeyShape128>, KEY_SHARED<KeyShape256>);
+    const auto query = [&](auto shape) {
         using S = decltype(shape);
         const auto kernel = attention_flash_query_kernel<T, S, MASKED, Sequences>;
         static DeviceSet asked;
         allow_shared(kernel, SHARED<S>, launch.device, asked);
         const auto grid = grid_size(sequences.count(a) * a.heads * ceil_div(sequences.longest_q(a), S::BLOCK));
         kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a, sequences);
-    });
+    };
+    if (small) {
+        dispatch_shape<QueryShape64, SmallQueryShape128, SmallQueryShape256>(head_dim, query);
+    } else {
+        dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, query);
+    }
     KL_LAUNCH_CHECK();
     Operands<T> by_key = operands;  // there, heads of key and value count, not those of query
     by_key.key.group = by_key.value.group = 1;
-    dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, [&](auto shape) {
+    const auto key = [&](auto shape) {
         using S = decltype(shape);
         const auto kernel = attention_flash_key_kernel<T, S, MASKED, Sequences>;
         static DeviceSet asked;
@@ -322,7 +349,12 @@ void launch_products(const Operands<T>& operands, const Attention& a, const Sequ
         const auto grid =
             grid_size(sequences.count(a) * a.heads_kv * ceil_div(sequences.longest_k(a), S::BLOCK) * parts);
         kernel<<<grid, S::THREADS, KEY_SHARED<S>, launch.stream>>>(by_key, a, sequences);
-    });
+    };
+    if (small) {
+        dispatch_shape<KeyShape64, SmallKeyShape128, SmallKeyShape256>(head_dim, key);
+    } else {
+        dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, key);
+    }
     KL_LAUNCH_CHECK();
 }
 
@@ -405,6 +437,8 @@ void flash_backward_attributes(std::vector<KernelAttributes>& attributes, Scalar
         add("64", QueryShape64{}, KeyShape64{});
         add("128", QueryShape128{}, KeyShape128{});
         add("256", QueryShape256{}, KeyShape256{});
+        add("128.small", SmallQueryShape128{}, SmallKeyShape128{});
+        add("256.small", SmallQueryShape256{}, SmallKeyShape256{});
     });
 }
 

@@ -21,6 +21,11 @@ struct BatchedSequence {
     }
     /// Index of the first query's log-sum-exp.
     __device__ int64_t first_row(int head) const { return (int64_t{batch} * a.heads + head) * a.S_q; }
+    /// The same where the block has one query head, number `outer` of all batches' heads: registers are short.
+    template <typename Integer>
+    __device__ int64_t first_row(int, Integer outer) const {
+        return int64_t{outer} * a.S_q;
+    }
     __device__ int64_t mask(const Mask& mask, int head) const { return mask.at(batch, head); }
 };
 
@@ -49,6 +54,10 @@ struct PackedSequence {
         return view.at(0, head) + key_row * view.row;
     }
     __device__ int64_t first_row(int head) const { return int64_t{head} * total_q + query_row; }
+    template <typename Integer>
+    __device__ int64_t first_row(int head, Integer) const {
+        return first_row(head);
+    }
     __device__ int64_t mask(const Mask&, int) const { return 0; }
 };
 

@@ -1,4 +1,4 @@
-// attention_varlen, rung 1 of 1: pingpong
+// attention_varlen, rung 2 of 2: pingpong
 // Idea      The ping-pong schedule of `attention`, on sequences of several lengths packed one after the other. Each block
 //           looks up where its sequence begins.
 // Predicts  The rate of `attention`'s pingpong on the tiles that the sequences fill.

@@ -118,6 +118,10 @@ const std::vector<Schema>& schemas() {
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_split_kv),
         // Operands are (1, H, T, D), sequences one after the other.
+        KL_OP("attention_varlen.flash(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
+              " Tensor cu_seqlens_k, SymInt max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
+              " -> (Tensor, Tensor)",
+              attention_varlen_flash),
         KL_OP("attention_varlen.pingpong(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
               " Tensor cu_seqlens_k, SymInt max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
               " -> (Tensor, Tensor)",
@@ -288,6 +292,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     attention_pingpong_kernel_attributes(attributes, dtype);
     attention_persistent_kernel_attributes(attributes, dtype);
     attention_split_kv_kernel_attributes(attributes, dtype);
+    attention_varlen_flash_kernel_attributes(attributes, dtype);
     attention_varlen_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
     attention_varlen_backward_kernel_attributes(attributes, dtype);

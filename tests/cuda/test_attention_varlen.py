@@ -17,7 +17,7 @@ from kernel_ladder.testing.samples import make_inputs, on_absent_gpu
 
 from ..conftest import DEVICE, needs_gpu, skip_unless_it_runs
 
-NAMES = ("cuda.pingpong",)
+NAMES = ("cuda.flash", "cuda.pingpong")
 
 needs_extension = pytest.mark.skipif(
     not hasattr(cuda_impl.extension(), "architectures"), reason="kernel_ladder._C was not built from these sources"
@@ -46,12 +46,13 @@ def rung(name: str) -> table.Variant:
 @pytest.mark.parametrize(
     ("gpu_name", "d", "d_v", "taken", "inference", "training"),
     [
-        ("H100", 64, 64, {"cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
-        ("H100", 96, 96, {"cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
-        ("H100", 192, 128, {"cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
-        ("H100", 256, 256, {"cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
-        ("H100", 60, 64, set(), "triton.flash", "triton.flash"),
-        ("A10", 128, 128, set(), "triton.flash", "triton.flash"),
+        ("H100", 64, 64, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 96, 96, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 192, 128, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 256, 256, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 60, 64, {"cuda.flash"}, "triton.flash", "triton.flash"),
+        ("A10", 128, 128, {"cuda.flash"}, "triton.flash", "triton.flash"),
+        ("RTX 5090", 256, 256, {"cuda.flash"}, "triton.flash", "triton.flash"),
     ],
 )
 def test_what_is_taken_and_chosen(monkeypatch, gradients, gpu_name, d, d_v, taken, inference, training):
