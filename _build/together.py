@@ -61,6 +61,7 @@ LONGEST = [
     "attention/flash.cu",
     "attention/flash_backward.cu",
     "attention/varlen_backward.cu",
+    "attention/flash_dropout_backward.cu",
     "matmul/mma.cu",
     "matmul/registers.cu",
 ]

@@ -9,6 +9,7 @@ import torch
 from cuda_impl import climb, unsupported
 from cuda_impl.built_for import no_code, without_wgmma
 from kernel_ladder import gpu
+from kernel_ladder.semantics import philox
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.semantics.strides import has_rows_at
@@ -24,6 +25,9 @@ SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 HOPPER_BACKWARD = ("wgmma", "warp_specialized")
 #: Arguments of a backward after those that all have: `deterministic`, dQ summed in one order.
 _MORE = {"warp_specialized": (True,)}
+
+#: Values that a fused forward saves where no weight is dropped; else those of dropout's mask follow.
+KEEPING_ALL = 10
 
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
@@ -172,6 +176,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
     """
     run = getattr(torch.ops.kernel_ladder.attention, name)
     takes_output = name != "naive"
+    dropping = name in climb("attention_dropout")
 
     def in_two_parts(attn_mask: torch.Tensor | None) -> bool:
         """Whether the log-sum-exp is (2, …): maxima, and logarithms of sums, which an additive mask's numbers drown."""
@@ -188,15 +193,22 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         enable_gqa: bool,
         window_size: tuple[int, int] = NO_WINDOW,
         return_lse: bool = False,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
     ) -> tuple[Output, tuple]:
         sizes, seqlen_k = query.shape, key.shape[-2]
         first, last = band(is_causal, window_size, sizes[-2], seqlen_k)
         scale = scale_of(sizes[-1], scale)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*sizes[:-1], seqlen_k)
-        output, lse = run(query, key, value, attn_mask, first, last, scale, enable_gqa)
+        others = (attn_mask, first, last, scale, enable_gqa)
+        if seed is None:
+            output, lse = run(query, key, value, *others)
+        else:  # of a rung that drops weights
+            others = (*others, philox.threshold(dropout_p), philox.scale(dropout_p), seed)
+            output, lse = torch.ops.kernel_ladder.attention_dropout.flash(query, key, value, *others)
         results = (output, lse) if takes_output else ()
-        saved = (query, key, value, *results, attn_mask, first, last, scale, enable_gqa)
+        saved = (query, key, value, *results, *others)
         if not return_lse:
             return output, saved
         return (output, lse[0] + lse[1] if in_two_parts(attn_mask) else lse), saved
@@ -206,6 +218,8 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
         step = next(step for largest, step in backward_of.items() if head_dim <= largest)
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
+        if len(saved) > KEEPING_ALL:
+            run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash
         saved = _with_dense_output(step, saved)
         gradients = run_backward(_read_by_kernels(step, grad), grad_lse, *saved, *_MORE.get(step, ()))
         return _gradients(gradients, needs)
@@ -216,17 +230,19 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         scale = scale_of(query.shape[-1], options["scale"])
         return (query, key, value, *outputs, None, first, last, scale, options["enable_gqa"])
 
-    @torch.library.register_fake(f"kernel_ladder::attention.{name}")
-    def _(query, key, value, attn_mask, first, last, scale, enable_gqa):
+    def fake(query, key, value, attn_mask, *others):
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         parts = (2,) if in_two_parts(attn_mask) else ()
         return output, query.new_empty((*parts, *query.shape[:-1]), dtype=torch.float32)
 
-    if name in backward_of.values():
+    def fake_gradients(grad, grad_lse, query, key, value, *others):
+        return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
-        @torch.library.register_fake(f"kernel_ladder::attention_backward.{name}")
-        def _(grad, grad_lse, query, key, value, *others):
-            return tuple(x.new_empty(x.shape) for x in (query, key, value))
+    operators = ("attention", "attention_dropout") if dropping else ("attention",)
+    for operator in operators:
+        torch.library.register_fake(f"kernel_ladder::{operator}.{name}", fake)
+        if name in backward_of.values():
+            torch.library.register_fake(f"kernel_ladder::{operator}_backward.{name}", fake_gradients)
 
     register(
         "attention",
@@ -235,6 +251,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         backward=backward,
         unsupported=unsupported,
         saved_from=saved_from if takes_output else None,
+        drops_weights=dropping,
     )
 
 

@@ -13,18 +13,7 @@ std::tuple<Tensor, Tensor> attention_flash(const Tensor& query, const Tensor& ke
                                            const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                            double scale, bool enable_gqa) {
     const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
-    const Mask mask = make_mask(attn_mask, query, a);
-    const Launch launch(query);
-    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
-    Tensor lse = empty_lse(query, mask);
-    if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
-    dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
-        using T = decltype(zero);
-        const Operands<T> operands{make_view<T>(output),           make_view<T>(query),    make_view<T>(key, a.group()),
-                                   make_view<T>(value, a.group()), make_lse(lse, mask, a), mask};
-        launch_flash(operands, a, Batched{}, a.hides_left(), launch);
-    });
-    return {output, lse};
+    return flash_forward(query, key, value, attn_mask, a, Batched{});
 }
 
 void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {

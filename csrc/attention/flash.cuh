@@ -154,9 +154,16 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 float sum[2] = {};
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    const float x[2] = {exponential(scores.x[m][j][2 * h]), exponential(scores.x[m][j][2 * h + 1])};
+                    float x[2] = {exponential(scores.x[m][j][2 * h]), exponential(scores.x[m][j][2 * h + 1])};
 #pragma unroll
                     for (int e = 0; e < 2; ++e) sum[e] += x[e];
+                    if constexpr (Sequences::DROPS) {  // after they were summed
+                        const int64_t row = sequence.first_row(head, outer) + q0 + warp_row + lane_row(m, h);
+                        float drop[2];
+                        sequences.factors(drop, row, n * S::STREAM + lane_column(j), a);
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) x[e] *= drop[e];
+                    }
                     weights.x[j / 2][m][j % 2 * 2 + h] = pack(x[0], x[1], T{});  // as round_squares places them
                 }
                 row_sum[m][h] = fmaf(row_sum[m][h], rescale, sum[0] + sum[1]);
@@ -216,19 +223,41 @@ void launch_flash(const Operands<T>& operands, const Attention& a, const Sequenc
                   const Launch& launch) {
     const int head_dim = std::max(a.D, a.D_v);
     const bool whole = operands.query.whole && operands.key.whole && operands.value.whole;
-    // Packed operands that are not whole take the instance that tests every score, to have fewer instances.
-    if (operands.mask.kind != MaskKind::NONE || hides_left || (Sequences::PACKED && !whole)) {
+    // To have fewer instances, the one that tests every score takes packed operands that are not whole, and dropped
+    // weights.
+    if (operands.mask.kind != MaskKind::NONE || hides_left || Sequences::DROPS || (Sequences::PACKED && !whole)) {
         return dispatch_shape<MaskedShape64, MaskedShape128, Shape256>(head_dim, [&](auto shape) {
             launch_flash<T, decltype(shape), false, true>(operands, a, sequences, launch);
         });
     }
-    dispatch_shape<Shape64, Shape128, Shape256>(head_dim, [&](auto shape) {
-        using S = decltype(shape);
-        if constexpr (!Sequences::PACKED) {
-            if (!whole) return launch_flash<T, S, false, false>(operands, a, sequences, launch);
-        }
-        launch_flash<T, S, true, false>(operands, a, sequences, launch);
+    if constexpr (!Sequences::DROPS) {
+        dispatch_shape<Shape64, Shape128, Shape256>(head_dim, [&](auto shape) {
+            using S = decltype(shape);
+            if constexpr (!Sequences::PACKED) {
+                if (!whole) return launch_flash<T, S, false, false>(operands, a, sequences, launch);
+            }
+            launch_flash<T, S, true, false>(operands, a, sequences, launch);
+        });
+    }
+}
+
+/// Output and log-sum-exp of batches.
+template <typename Sequences>
+std::tuple<Tensor, Tensor> flash_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const std::optional<Tensor>& attn_mask, const Attention& a,
+                                         const Sequences& sequences) {
+    const Mask mask = make_mask(attn_mask, query, a);
+    const Launch launch(query);
+    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
+    Tensor lse = empty_lse(query, mask);
+    if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
+    dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
+        using T = decltype(zero);
+        const Operands<T> operands{make_view<T>(output),           make_view<T>(query),    make_view<T>(key, a.group()),
+                                   make_view<T>(value, a.group()), make_lse(lse, mask, a), mask};
+        launch_flash(operands, a, sequences, a.hides_left(), launch);
     });
+    return {output, lse};
 }
 
 /// Adds the attributes of the kernel's instances, named by head dimension below `prefix`.

@@ -177,6 +177,12 @@ __global__ void __launch_bounds__(S::THREADS)
             const int left = min(a.S_k, row + 1 + a.last) - k0;
 #pragma unroll
             for (int j = 0; j < N; ++j) {
+                if constexpr (Sequences::DROPS) {
+                    float drop[2];
+                    sequences.factors(drop, sequence.first_row(head, outer) + row, k0 + lane_column(j), a);
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) grad_weights.x[0][j][2 * h + e] *= drop[e];
+                }
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& s = scores.x[0][j][2 * h + e];
@@ -300,8 +306,14 @@ __global__ void __launch_bounds__(S::THREADS)
                         } else {
                             weight = exp2_approx(fmaf(weight, scale, -log2_sum[column]));
                         }
-                        grad = inside ? weight * (grad - delta[column]) : 0.0f;
-                        weight = inside ? weight : 0.0f;
+                        if constexpr (Sequences::DROPS) {
+                            const float drop = sequences.factor(sequence.first_row(head) + q0 + column, row, a);
+                            grad = inside ? weight * (grad * drop - delta[column]) : 0.0f;
+                            weight = inside ? weight * drop : 0.0f;
+                        } else {
+                            grad = inside ? weight * (grad - delta[column]) : 0.0f;
+                            weight = inside ? weight : 0.0f;
+                        }
                     }
                 }
             }
@@ -410,10 +422,11 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std:
         attention_flash_delta_kernel<T, Sequences><<<grid, DELTA_THREADS, 0, launch.stream>>>(
             static_cast<float*>(delta.data_ptr()), of_lse, operands.grad, make_view<T>(output), a);
         KL_LAUNCH_CHECK();
-        if (mask.kind != MaskKind::NONE || hides_left) {
+        // To have fewer instances, dropped weights take those that test every score.
+        if (mask.kind != MaskKind::NONE || hides_left || Sequences::DROPS) {
             return launch_products<T, true>(operands, a, sequences, launch);
         }
-        launch_products<T, false>(operands, a, sequences, launch);
+        if constexpr (!Sequences::DROPS) launch_products<T, false>(operands, a, sequences, launch);
     });
     return {grad_query, grad_key, grad_value};
 }

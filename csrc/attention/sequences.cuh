@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention.cuh"
+#include "core/philox.cuh"
 
 namespace kl {
 
@@ -31,12 +32,26 @@ struct BatchedSequence {
 
 /// The batches of a call.
 struct Batched {
-    static constexpr bool PACKED = false;
+    static constexpr bool PACKED = false, DROPS = false;
 
     __host__ __device__ int64_t count(const Attention& all) const { return all.batches; }
     __host__ __device__ int longest_q(const Attention& all) const { return all.S_q; }
     __host__ __device__ int longest_k(const Attention& all) const { return all.S_k; }
     __device__ BatchedSequence at(const Attention& all, int batch) const { return {all, batch}; }
+};
+
+/// Batches whose weights are dropped (kernel_ladder/semantics/weight_dropout.py).
+struct Dropped : Batched {
+    static constexpr bool DROPS = true;
+    DropoutMask mask;
+
+    explicit Dropped(const DropoutMask& mask) : mask(mask) {}
+    /// Factor of the weight of a row of scores, counted over all heads of all batches, and a key.
+    __device__ float factor(int64_t row, int key, const Attention& a) const { return mask.of(row * a.S_k + key); }
+    /// The same of this key and the next.
+    __device__ void factors(float (&both)[2], int64_t row, int key, const Attention& a) const {
+        mask.of(both, row * a.S_k + key);
+    }
 };
 
 /// A sequence inside a batch: `a` has its own lengths and band.
@@ -64,7 +79,7 @@ struct PackedSequence {
 /// Sequences packed one after the other. Their offsets lie in device memory, so that the host does not know the lengths:
 /// a grid has tiles for the longest sequence, and blocks past the end of theirs exit.
 struct Packed {
-    static constexpr bool PACKED = true;
+    static constexpr bool PACKED = true, DROPS = false;
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
     int64_t sequences;
     int most_q, most_k;  // of a sequence, 1 or more

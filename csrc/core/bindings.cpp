@@ -143,6 +143,15 @@ const std::vector<Schema>& schemas() {
               " Tensor value, Tensor output, Tensor lse, Tensor? attn_mask, SymInt first, SymInt last, float scale,"
               " bool enable_gqa, bool deterministic) -> (Tensor, Tensor, Tensor)",
               attention_backward_warp_specialized),
+        // Weights are dropped: a seed may change from call to call, as that of `dropout`.
+        KL_OP("attention_dropout.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first,"
+              " SymInt last, float scale, bool enable_gqa, int threshold, float drop_scale, SymInt seed)"
+              " -> (Tensor, Tensor)",
+              attention_dropout_flash),
+        KL_OP("attention_dropout_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor output, Tensor lse, Tensor? attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa,"
+              " int threshold, float drop_scale, SymInt seed) -> (Tensor, Tensor, Tensor)",
+              attention_dropout_backward_flash),
         KL_OP("attention_varlen_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
               " Tensor output, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,"
               " SymInt max_seqlen_k, int left, int right, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
