@@ -160,6 +160,7 @@ def register(
     calling: Callable[[Forward], Forward] = lambda forward: forward,
     settings: dict[str, Any] | None = None,
     formula_settings: dict[str, Any] | None = None,
+    formula_drops_weights: bool = False,
 ) -> None:
     """Add an operation's rungs.
 
@@ -170,11 +171,18 @@ def register(
         unsupported: why `written` does not take some inputs, or None; of the formula, `formula_unsupported`.
         calling: wraps each rung's forward, for arguments that must not be compile-time constants.
         settings: of ``torch.compile``; of the formula, `formula_settings`.
+        formula_drops_weights: see :func:`kernel_ladder.table.register`.
     """
     settings = settings or {}
     if formula is not None:
         forward = compiled(formula, **formula_settings or {})
-        table.register(op, "compile.formula", forward=calling(forward), unsupported=formula_unsupported)
+        table.register(
+            op,
+            "compile.formula",
+            forward=calling(forward),
+            unsupported=formula_unsupported,
+            drops_weights=formula_drops_weights,
+        )
     modes: dict[str, tuple[Forward, Reason]] = {
         "default": (compiled(written, **settings), takes_all),
         "reduce_overhead": (with_graphs(written, **settings), _graph_unsupported),

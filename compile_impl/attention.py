@@ -7,8 +7,48 @@ reduce_overhead  that call launched as a CUDA graph
 max_autotune     the same call; what is tuned is the copies around it
 """
 
-from compile_impl import ROUNDED, register
+from typing import Any
+
+import torch
+
+from compile_impl import ROUNDED, Forward, register
+from kernel_ladder.semantics import philox
+from kernel_ladder.spec import Output
 from torch_ref.attention import naive
 from torch_ref.attention_builtin import builtin, unsupported
 
-register("attention", builtin, unsupported=unsupported, formula=naive, formula_settings={"options": ROUNDED})
+
+def _formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    **options: Any,
+) -> Output:
+    return naive(query, key, value, attn_mask, seed=seed, **options)
+
+
+def _with_seed(run: Forward) -> Forward:
+    """Pass the seed of dropped weights as a tensor: an integer would be a constant, and each seed would recompile."""
+
+    def forward(*inputs: torch.Tensor | None, **options: Any) -> tuple[Output, tuple]:
+        if "seed" not in options:
+            return run(*inputs, **options)
+        query, key, value, attn_mask = (*inputs, None)[:4]
+        assert query is not None
+        seed = philox.seed_tensor(options.pop("seed"), query.device)
+        return run(query, key, value, attn_mask, seed, **options)
+
+    return forward
+
+
+register(
+    "attention",
+    builtin,
+    unsupported=unsupported,
+    formula=_formula,
+    calling=_with_seed,
+    formula_settings={"options": ROUNDED},
+    formula_drops_weights=True,
+)

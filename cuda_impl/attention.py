@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_impl import climb, unsupported, wants_gradient
+from cuda_impl import climb, unsupported
 from cuda_impl.built_for import no_code, without_wgmma
 from kernel_ladder import gpu
+from kernel_ladder.semantics import philox
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.semantics.strides import has_rows_at
@@ -16,15 +17,17 @@ from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
 from kernel_ladder.tracing import address
 
-#: KiB of shared memory a block by the largest head dimension: csrc/attention/flash.cu, flash_backward.cu, split_kv.cu.
-FLASH_KIB = {64: 48, 128: 64, 256: 96}
-FLASH_BACKWARD_KIB = {64: 65, 128: 129, 256: 129}
+#: KiB of shared memory a block by the largest head dimension: csrc/attention/split_kv.cu. Tiles of flash.cuh and of
+#: flash_backward.cuh fit in the 99 KiB that every GPU has.
 SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 
 #: Steps whose backward kernels read dO by TMA: csrc/attention/hopper_backward.cuh.
 HOPPER_BACKWARD = ("wgmma", "warp_specialized")
 #: Arguments of a backward after those that all have: `deterministic`, dQ summed in one order.
 _MORE = {"warp_specialized": (True,)}
+
+#: Values that a fused forward saves where no weight is dropped; else those of dropout's mask follow.
+KEEPING_ALL = 10
 
 #: Queries, of all heads that share keys, that csrc/attention/split_kv.cu holds in one tile.
 SPLIT_ROWS = 16
@@ -57,44 +60,32 @@ def _naive_unsupported(
 def _small(device: int) -> int | None:
     """Shared memory of a block, where there are tiles that need more; None where it holds them all."""
     limit = gpu.of(device).shared_per_block
-    return None if limit >= 2**10 * max(max(kib.values()) for kib in (FLASH_BACKWARD_KIB, SPLIT_KIB)) else limit
+    return None if limit >= 2**10 * max(SPLIT_KIB.values()) else limit
 
 
-def _too_large(limit: int, tiles: str, kib: dict[int, int], query: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Why tiles for a head dimension do not fit in a block's shared memory, or None."""
-    head_dim = max(query.shape[-1], value.shape[-1])
-    needed = 2**10 * next((k for largest, k in kib.items() if head_dim <= largest), max(kib.values()))
-    if needed <= limit:
-        return None
-    return (
-        f"{tiles} for head dimensions of {head_dim} need {needed} bytes of shared memory a block; this GPU has {limit}"
-    )
-
-
-def _backward_too_large(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
-    """Why a call that wants gradients cannot have them of csrc/attention/flash_backward.cu, or None."""
-    if (limit := _small(query.get_device())) is None or not wants_gradient(query, key, value):
-        return None
-    return _too_large(limit, "tiles of the backward pass", FLASH_BACKWARD_KIB, query, value)
-
-
-def _flash_unsupported(
+def flash_unsupported(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     **options: object,
 ) -> str | None:
-    return _mma_unsupported(query, attn_mask) or _tiles_too_large("tiles", FLASH_KIB, query, key, value)
+    """What ``flash`` asks of a call, of batches or of packed sequences."""
+    return _mma_unsupported(query, attn_mask)
 
 
-def _tiles_too_large(
-    tiles: str, kib: dict[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> str | None:
-    """Why a step's tiles, or those of the backward pass where one is to come, do not fit in a block, or None."""
+def _split_too_large(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Why the tiles of ``split_kv`` do not fit in a block's shared memory, or None."""
     if (limit := _small(query.get_device())) is None:
         return None
-    return _too_large(limit, tiles, kib, query, value) or _backward_too_large(query, key, value)
+    head_dim = max(query.shape[-1], value.shape[-1])
+    needed = 2**10 * next((k for largest, k in SPLIT_KIB.items() if head_dim <= largest), max(SPLIT_KIB.values()))
+    if needed <= limit:
+        return None
+    return (
+        f"tiles of split_kv for head dimensions of {head_dim} need {needed} bytes of shared memory a block; "
+        f"this GPU has {limit}"
+    )
 
 
 def _mma_unsupported(query: torch.Tensor, attn_mask: torch.Tensor | None) -> str | None:
@@ -157,7 +148,7 @@ def _split_unsupported(
     rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
     if rows > SPLIT_ROWS:
         return f"split_kv is for few queries: at most {SPLIT_ROWS} share a head of keys, got {rows}"
-    return _mma_unsupported(query, attn_mask) or _tiles_too_large("tiles of split_kv", SPLIT_KIB, query, key, value)
+    return _mma_unsupported(query, attn_mask) or _split_too_large(query, value)
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -185,6 +176,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
     """
     run = getattr(torch.ops.kernel_ladder.attention, name)
     takes_output = name != "naive"
+    dropping = name in climb("attention_dropout")
 
     def in_two_parts(attn_mask: torch.Tensor | None) -> bool:
         """Whether the log-sum-exp is (2, …): maxima, and logarithms of sums, which an additive mask's numbers drown."""
@@ -201,15 +193,22 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         enable_gqa: bool,
         window_size: tuple[int, int] = NO_WINDOW,
         return_lse: bool = False,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
     ) -> tuple[Output, tuple]:
         sizes, seqlen_k = query.shape, key.shape[-2]
         first, last = band(is_causal, window_size, sizes[-2], seqlen_k)
         scale = scale_of(sizes[-1], scale)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*sizes[:-1], seqlen_k)
-        output, lse = run(query, key, value, attn_mask, first, last, scale, enable_gqa)
+        others = (attn_mask, first, last, scale, enable_gqa)
+        if seed is None:
+            output, lse = run(query, key, value, *others)
+        else:  # of a rung that drops weights
+            others = (*others, philox.threshold(dropout_p), philox.scale(dropout_p), seed)
+            output, lse = torch.ops.kernel_ladder.attention_dropout.flash(query, key, value, *others)
         results = (output, lse) if takes_output else ()
-        saved = (query, key, value, *results, attn_mask, first, last, scale, enable_gqa)
+        saved = (query, key, value, *results, *others)
         if not return_lse:
             return output, saved
         return (output, lse[0] + lse[1] if in_two_parts(attn_mask) else lse), saved
@@ -219,6 +218,8 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
         step = next(step for largest, step in backward_of.items() if head_dim <= largest)
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
+        if len(saved) > KEEPING_ALL:
+            run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash
         saved = _with_dense_output(step, saved)
         gradients = run_backward(_read_by_kernels(step, grad), grad_lse, *saved, *_MORE.get(step, ()))
         return _gradients(gradients, needs)
@@ -229,17 +230,19 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         scale = scale_of(query.shape[-1], options["scale"])
         return (query, key, value, *outputs, None, first, last, scale, options["enable_gqa"])
 
-    @torch.library.register_fake(f"kernel_ladder::attention.{name}")
-    def _(query, key, value, attn_mask, first, last, scale, enable_gqa):
+    def fake(query, key, value, attn_mask, *others):
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         parts = (2,) if in_two_parts(attn_mask) else ()
         return output, query.new_empty((*parts, *query.shape[:-1]), dtype=torch.float32)
 
-    if name in backward_of.values():
+    def fake_gradients(grad, grad_lse, query, key, value, *others):
+        return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
-        @torch.library.register_fake(f"kernel_ladder::attention_backward.{name}")
-        def _(grad, grad_lse, query, key, value, *others):
-            return tuple(x.new_empty(x.shape) for x in (query, key, value))
+    operators = ("attention", "attention_dropout") if dropping else ("attention",)
+    for operator in operators:
+        torch.library.register_fake(f"kernel_ladder::{operator}.{name}", fake)
+        if name in backward_of.values():
+            torch.library.register_fake(f"kernel_ladder::{operator}_backward.{name}", fake_gradients)
 
     register(
         "attention",
@@ -248,6 +251,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
         backward=backward,
         unsupported=unsupported,
         saved_from=saved_from if takes_output else None,
+        drops_weights=dropping,
     )
 
 
@@ -255,7 +259,7 @@ _FLASH_BACKWARD = {256: "flash"}
 #: By step: what it asks of a call, and whose backward it has, by the largest head dimension.
 _STEPS = {
     "naive": (_naive_unsupported, {256: "naive"}),
-    "flash": (_flash_unsupported, _FLASH_BACKWARD),
+    "flash": (flash_unsupported, _FLASH_BACKWARD),
     "wgmma": (hopper_unsupported("wgmma", 128), {256: "wgmma"}),
     "warp_specialized": (hopper_unsupported("warp_specialized", 128), {256: "warp_specialized"}),
     "pingpong": (hopper_unsupported("pingpong", 128), _FLASH_BACKWARD),

@@ -1,11 +1,13 @@
-"""Attention of packed sequences in CUDA C++: ``csrc/attention/varlen.cu``."""
+"""Attention of packed sequences in CUDA C++: ``csrc/attention/varlen*.cu``."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from cuda_impl import climb
-from cuda_impl.attention import hopper_unsupported
+from cuda_impl.attention import flash_unsupported, hopper_unsupported
 from kernel_ladder.semantics.masks import LONGEST, NO_WINDOW
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Output
@@ -17,52 +19,65 @@ def _as_one_batch(*packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in packed)
 
 
-def _pingpong(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    is_causal: bool | str,
-    scale: float | None,
-    enable_gqa: bool,
-    window_size: tuple[int, int] = NO_WINDOW,
-    return_lse: bool = False,
-) -> tuple[Output, tuple]:
-    left, right = window_size
-    output, lse = torch.ops.kernel_ladder.attention_varlen.pingpong(
-        *_as_one_batch(query, key, value),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, LONGEST),
-        min(left, LONGEST),
-        0 if is_causal else min(right, LONGEST),
-        scale_of(query.shape[-1], scale),
-        enable_gqa,
+def _backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
+    query, key, value, output, lse, *others = saved
+    gradients = torch.ops.kernel_ladder.attention_varlen_backward.flash(
+        *_as_one_batch(grad), grad_lse, *_as_one_batch(query, key, value, output), lse, *others
     )
-    return ((output, lse) if return_lse else output), ()
+    return (*(g if need else None for g, need in zip(gradients, needs[:3], strict=True)), None, None)
 
 
-_takes = hopper_unsupported("pingpong", 128)
+def _register(name: str, takes: Callable[..., str | None]) -> None:
+    """Add a rung. `takes` is asked about the operands as one batch. All rungs have the backward of `flash`."""
+    run = getattr(torch.ops.kernel_ladder.attention_varlen, name)
 
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        *,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        is_causal: bool | str,
+        scale: float | None,
+        enable_gqa: bool,
+        window_size: tuple[int, int] = NO_WINDOW,
+        return_lse: bool = False,
+    ) -> tuple[Output, tuple]:
+        longest_q = query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, LONGEST)
+        longest_k = key.shape[0] if max_seqlen_k is None else min(max_seqlen_k, LONGEST)
+        left, right = window_size
+        band = min(left, LONGEST), 0 if is_causal else min(right, LONGEST)
+        others = (*band, scale_of(query.shape[-1], scale), enable_gqa)
+        output, lse = run(*_as_one_batch(query, key, value), cu_seqlens_q, cu_seqlens_k, longest_q, *others)
+        saved = (query, key, value, output, lse, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, *others)
+        return ((output, lse) if return_lse else output), saved
 
-def _unsupported(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offsets: torch.Tensor, **options: object
-) -> str | None:
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return "the gradients of attention_varlen are given at the triton, torch and compile levels only"
-    return _takes(*_as_one_batch(query, key, value))
+    def unsupported(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offsets: torch.Tensor, **options: object
+    ) -> str | None:
+        return takes(*_as_one_batch(query, key, value))
 
-
-if "pingpong" in climb("attention_varlen"):
-
-    @torch.library.register_fake("kernel_ladder::attention_varlen.pingpong")
+    @torch.library.register_fake(f"kernel_ladder::attention_varlen.{name}")
     def _(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, left, right, scale, enable_gqa):
         _, heads, total, _ = query.shape
         output = query.new_empty((total, heads, value.shape[-1]))
         return output, query.new_empty((heads, total), dtype=torch.float32)
 
-    register("attention_varlen", "cuda.pingpong", forward=_pingpong, unsupported=_unsupported)
+    register("attention_varlen", f"cuda.{name}", forward=forward, backward=_backward, unsupported=unsupported)
+
+
+if "flash" in climb("attention_varlen_backward"):
+
+    @torch.library.register_fake("kernel_ladder::attention_varlen_backward.flash")
+    def _(grad, grad_lse, query, key, value, *others):
+        return tuple(x.new_empty((x.shape[2], x.shape[1], x.shape[3])) for x in (query, key, value))
+
+
+_TAKES = {"flash": flash_unsupported, "pingpong": hopper_unsupported("pingpong", 256)}
+
+for _name in climb("attention_varlen"):
+    _register(_name, _TAKES[_name])

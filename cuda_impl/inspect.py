@@ -68,6 +68,7 @@ _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "Add
 #: Variants whose backward pass is that of an earlier step.
 _BACKWARD_OF = {
     **{("attention", step): "flash" for step in ("pingpong", "persistent", "split_kv")},
+    ("attention_varlen", "pingpong"): "flash",
     ("softmax", "multirow"): "registers",
     ("bias_gelu", "vectorized"): "multirow",
     **{
@@ -104,8 +105,13 @@ class Instance:
         return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in types), None)
 
     @property
+    def packed(self) -> bool:
+        """Whether it reads packed sequences: a kernel of attention_varlen."""
+        return self.name.endswith(("Packed>", "Packed> >")) or self.function.startswith("attention_varlen_")
+
+    @property
     def launch_key(self) -> tuple[str, ...]:
-        """What decides how it is launched: its function, and tiles' shape or loader where they are an argument."""
+        """What decides how it is launched: its function, and what of tiles' shape, loader, packing is an argument."""
         return _launch_key(self.name)
 
     @property
@@ -116,7 +122,7 @@ class Instance:
 
 
 def _launch_key(name: str) -> tuple[str, ...]:
-    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)|(?<=<)\w+Norm(?=,)", name))
+    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)|(?<=<)\w+Norm(?=,)|Packed", name))
 
 
 def readable(symbol: str) -> str:
@@ -158,8 +164,10 @@ def of_variant(op: str, step: str) -> list[Instance]:
     # Of two names that fit, as "registers" and "registers_tma", the longer is the variant's.
     longer = [name for name in climb(op) if name.startswith(f"{step}_")]
     not_longer = f"(?!{'|'.join(f'{name}_' for name in longer)})" if longer else ""
-    named = re.compile(rf"{op}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
-    return [i for i in instances() if named.fullmatch(i.function)]
+    packed = op == "attention_varlen"  # which also has instances of attention's kernels
+    family = "attention(_varlen)?" if packed else op
+    named = re.compile(rf"{family}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
+    return [i for i in instances() if named.fullmatch(i.function) and i.packed == packed]
 
 
 def sources() -> Path | None:

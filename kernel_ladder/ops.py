@@ -203,6 +203,7 @@ def attention(
     window_size: Sequence[int] | None = NO_WINDOW,
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
+    seed: int | None = None,
     backend: str | None = None,
 ) -> Any:
     """``softmax(query · keyᵀ · scale + mask) · value``, as :func:`torch.nn.functional.scaled_dot_product_attention`.
@@ -218,7 +219,9 @@ def attention(
         attn_mask: broadcasts to the scores ``(B, H, S_q, S_k)`` and is read in place. Boolean, True where a query sees
             a key; or of the query's dtype, added to the scores; or PyTorch's own
             :func:`torch.nn.attention.bias.causal_upper_left` or ``causal_lower_right``, which is never expanded.
-        dropout_p: must be 0: attention weights are not dropped.
+        dropout_p: the probability to drop a weight, from 0 up to but not including 1; the others are divided by 1 − p,
+            after the softmax. Above 0 it needs `seed`, and is taken by ``torch.naive``, ``compile.formula``,
+            ``triton.flash`` and ``cuda.flash``. It is applied in every call: pass 0 outside of training.
         is_causal: True: query i sees keys 0 … i, aligned to the upper left as in PyTorch. ``"lower_right"``: the last
             query sees every key, query i keys 0 … i + S_k − S_q, as with ``causal_lower_right``. Both combine with a
             mask.
@@ -230,6 +233,8 @@ def attention(
         return_lse: also return the logarithm of each row's sum of exponentials.
         sinks: ``(H,)``, float32 or the query's dtype: one logit a head, which joins the softmax of each of its rows and
             has no value, as in gpt-oss. Differentiable. It takes one pass over the output, from the log-sum-exp.
+        seed: an integer from 0 to 2⁶³ − 1, with `dropout_p`: it gives the mask of :func:`dropout` for a tensor of the
+            shape ``(B, H, S_q, S_k)`` of the weights. The backward pass draws it again.
         backend: see :func:`kernel_ladder.use`.
 
     Returns:
@@ -239,8 +244,6 @@ def attention(
 
     Source: Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
-    if type(dropout_p) is not float or dropout_p:
-        _no_dropout("attention", dropout_p)
     if attn_mask is not None and type(attn_mask) is not torch.Tensor and is_causal_bias(attn_mask):
         is_causal, attn_mask = causal_of("attention", attn_mask, is_causal, query, key), None
     options = {
@@ -250,10 +253,20 @@ def attention(
         "window_size": NO_WINDOW if window_size is None or window_size is NO_WINDOW else _ints(window_size),
         "return_lse": return_lse,
     }
+    if type(dropout_p) is not float or dropout_p or seed is not None:
+        options |= _dropping(dropout_p, seed)
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     if sinks is not None:
         return _with_sinks("attention", backend, inputs, options, sinks)
     return _call("attention", backend, inputs, options)
+
+
+def _dropping(dropout_p: Any, seed: Any) -> dict[str, Any]:
+    """The options of a call that drops weights, and none of one that keeps all; what is wrong is left to the check."""
+    p, seed = _number(dropout_p), seed if type(seed) is int else _int(seed)
+    if type(p) is float and p == 0 and (seed is None or (type(seed) is int and seed >= 0)):
+        return {}
+    return {"dropout_p": p, "seed": seed}
 
 
 def _with_sinks(op: str, backend: str | None, inputs: Inputs, options: dict[str, Any], sinks: Any) -> Any:

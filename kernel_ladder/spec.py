@@ -125,7 +125,7 @@ class Spec:
     flops: Callable[[Case, bool], int]
     oracle: Callable[..., Output] | None = None
     yardstick: Callable[..., Output] | None = None
-    parts: Callable[[Inputs], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
+    parts: Callable[[Inputs, Options], Iterator[tuple[tuple[Any, ...], Any]]] | None = None
 
     @property
     def baseline(self) -> str:

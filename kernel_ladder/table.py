@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder.errors import BackendError, UnavailableError, VariableError
 from kernel_ladder.level_packages import load as load_package
+from kernel_ladder.semantics import weight_dropout
 from kernel_ladder.spec import Inputs, Options, Output, Spec
 
 #: Operations, each a module of this name in every level's package.
@@ -125,14 +126,20 @@ def register(
     inference: Callable[..., Output] | None = None,
     here: Callable[[], str | None] = lambda: None,
     saved_from: Callable[[Inputs, tuple[torch.Tensor, ...], Options], tuple[Any, ...]] | None = None,
+    drops_weights: bool = False,
 ) -> Variant:
-    """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`."""
+    """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`.
+
+    `drops_weights`: of attention, it takes ``dropout_p`` and ``seed``, which a call has only where weights are dropped.
+    """
     level, _, step = name.partition(".")
     if level not in LEVELS or not step:
         raise ValueError(f"register: `name` must be 'level.variant' with a level of {', '.join(LEVELS)}, got {name!r}")
     variants = _variants.setdefault((op, level), {})
     if name in variants:
         raise ValueError(f"register: {op} has a variant {name!r} already")
+    if op == "attention" and not drops_weights:
+        unsupported = weight_dropout.refused_by(unsupported)
     variants[name] = Variant(op, name, forward, backward, unsupported, inference, here, saved_from)
     _changed()
     return variants[name]

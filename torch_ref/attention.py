@@ -24,12 +24,14 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from kernel_ladder import gpu
+from kernel_ladder.semantics import weight_dropout
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW, band, hides_nothing, pairs, seen
 from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import (
     DTYPES,
     Case,
     Inputs,
+    Options,
     Output,
     Restated,
     Spec,
@@ -56,8 +58,13 @@ def naive(
     enable_gqa: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
     return_lse: bool = False,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
 ) -> Output:
-    """The formula: the whole matrix of scores goes to memory and comes back at every step."""
+    """The formula: the whole matrix of scores goes to memory and comes back at every step.
+
+    The seed may be a tensor of one int64, so that torch.compile does not take it for a constant.
+    """
     if enable_gqa and key.shape[-3]:
         group = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
@@ -78,7 +85,10 @@ def naive(
             return scores
         return scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -math.inf)
 
-    return weighted(scores_of, query, key, value, return_lse)
+    drop = None
+    if dropout_p and seed is not None:
+        drop = weight_dropout.factors((*query.shape[:-1], lengths[1]), dropout_p, seed, query.device)
+    return weighted(scores_of, query, key, value, return_lse, drop)
 
 
 def weighted(
@@ -87,15 +97,21 @@ def weighted(
     key: torch.Tensor,
     value: torch.Tensor,
     return_lse: bool,
+    drop: torch.Tensor | None = None,
 ) -> Output:
     """Softmax of the scores, times the values. A row that is −inf everywhere gives zeros.
+
+    `drop` multiplies the weights.
 
     With 16-bit operands, ``scores_of(query, key)`` rounds the scores to 16 bits, as every tensor. Rows are summed in
     float32. The log-sum-exp is float32 too, and is computed from float32 scores.
     """
     scores = scores_of(query, key)
     exp, _, row_sum = _exponentials(scores)
-    output = (exp / row_sum.masked_fill(row_sum == 0, 1)).to(value.dtype) @ value
+    weights = exp / row_sum.masked_fill(row_sum == 0, 1)
+    if drop is not None:
+        weights = weights * drop
+    output = weights.to(value.dtype) @ value
     if not return_lse:
         return output
     if (dtype := lse_dtype(scores)) != scores.dtype:
@@ -131,7 +147,10 @@ def check(
     enable_gqa: bool = False,
     window_size: object = NO_WINDOW,
     return_lse: bool = False,
+    **dropout: object,
 ) -> Restated | None:
+    if dropout:
+        weight_dropout.check("attention", **dropout)
     check_tensors("attention", query=query, key=key, value=value)
     q, k, v = query.shape, key.shape, value.shape
     # Every call runs this check. The common case is tested first; the detailed checks run only where it fails.
@@ -327,8 +346,13 @@ def _flops(case: Case, backward: bool) -> int:
     return 2 * math.prod(batch) * scores * (3 * d + 2 * d_v if backward else d + d_v)
 
 
-def _parts(inputs: Inputs) -> Iterator[tuple[tuple, tuple]]:
-    """One part per batch entry and head of key and value, with the query heads that share it."""
+def _parts(inputs: Inputs, options: Options) -> Iterator[tuple[tuple, tuple]]:
+    """One part per batch entry and head of key and value, with the query heads that share it.
+
+    None where weights are dropped: a mask belongs to the whole call.
+    """
+    if options.get("dropout_p"):
+        return
     query, key, _, *masks = inputs
     heads_kv = key.shape[-3]
     group = query.shape[-3] // max(heads_kv, 1)
@@ -384,6 +408,8 @@ def too_large(
     # exponentials and weights, two of their gradients and two intermediates.
     wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     needed = scores * query.element_size() * (6 if wants_grad else 3)
+    if options.get("dropout_p"):  # words of the mask, eight bytes each
+        needed += scores * 8 * 6
     if query.element_size() == 2:  # plus float32 weights before rounding; a log-sum-exp needs all of it again
         needed += scores * 4 * (1 + (6 if wants_grad else 3) * bool(options.get("return_lse")))
     total = gpu.of(query.get_device()).memory
@@ -400,7 +426,7 @@ def _builtin(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tu
     return own.builtin(*inputs, **options), ()
 
 
-register("attention", "torch.naive", forward=_naive, unsupported=too_large)
+register("attention", "torch.naive", forward=_naive, unsupported=too_large, drops_weights=True)
 register("attention", "torch.builtin", forward=_builtin, unsupported=own.unsupported)
 register("attention", "torch.flash", forward=own.pinned(SDPBackend.FLASH_ATTENTION), unsupported=own.flash_unsupported)
 register("attention", "torch.cudnn", forward=own.pinned(SDPBackend.CUDNN_ATTENTION), unsupported=own.cudnn_unsupported)

@@ -192,8 +192,10 @@ ERRORS = [
         "is-causal-array", _bad(is_causal=np.ones(2)), TypeError, r"`is_causal` must be a bool or .*, got ndarray"
     ),
     ErrorCase("return-lse", _bad(return_lse=1), TypeError, r"`return_lse` must be a bool, got int"),
-    ErrorCase("dropout", _bad(dropout_p=0.1), ValueError, r"`dropout_p` must be 0: .* got 0\.1"),
-    ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be 0: .* got NoneType"),
+    ErrorCase("dropout", _bad(dropout_p=1, seed=0), ValueError, r"`dropout_p` must be at least 0 and .* got 1\.0"),
+    ErrorCase("dropout-type", _bad(dropout_p=None), TypeError, r"`dropout_p` must be a number, got NoneType"),
+    ErrorCase("dropout-seed", _bad(dropout_p=0.1), TypeError, r"`seed` must be an int, got NoneType; every call draws"),
+    ErrorCase("seed", _bad(dropout_p=0.1, seed=-1), ValueError, r"`seed` must be from 0 to 2\^63 - 1, got -1"),
     ErrorCase("window-type", _bad(window_size=3), TypeError, r"`window_size` must be two ints .* or None, got 3"),
     ErrorCase(
         "window-array",

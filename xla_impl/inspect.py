@@ -115,10 +115,10 @@ def _costs(request: Request, case: Any, lowered: Any, compiled: Any) -> list[str
     before, after = (analysis or {} for analysis in (lowered.cost_analysis(), compiled.cost_analysis()))
     least = table.spec(request.variant.op).bytes(case, request.dtype.itemsize, request.pass_ == "backward")
     notes = []
-    if "bytes accessed" in before and "bytes accessed" in after:
+    if "bytes accessed" in after:
+        unfused = f"{before['bytes accessed']:.4g} before fusion, " if "bytes accessed" in before else ""  # CPUs alone
         notes.append(
-            f"bytes by XLA's count: {before['bytes accessed']:.4g} before fusion, {after['bytes accessed']:.4g} after; "
-            f"the least is {least:.4g}"
+            f"bytes by XLA's count: {unfused}{after['bytes accessed']:.4g} after fusion; the least is {least:.4g}"
         )
     memory = compiled.memory_analysis()
     if memory is not None:

@@ -98,12 +98,22 @@ def _as_on(machine: gpu.Gpu) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _pytorch_takes(rungs: Mapping[str, object]) -> Iterator[None]:
+    """In the block PyTorch says that its attention kernels take a call where they have been timed, on any machine."""
+    cudnn = mock.patch("torch.backends.cuda.can_use_cudnn_attention", lambda params: "torch.cudnn" in rungs)
+    flash = mock.patch("torch.backends.cuda.can_use_flash_attention", lambda params: "torch.flash" in rungs)
+    with cudnn, flash:
+        yield
+
+
 def _points(op: str, dtype: str, shape: str, pass_: str, rows: Mapping[str, tuple[Row, ...]]) -> Iterator[Point]:
     """The point of a pass, where any rung has its times."""
     if not rows:
         return
     case = case_of(next(iter(rows.values()))[0])
-    with on_absent_gpu(case, DTYPES[dtype], gradients=pass_ == tables.TRAINING) as inputs:
+    gradients = pass_ == tables.TRAINING
+    with _pytorch_takes(rows), on_absent_gpu(case, DTYPES[dtype], gradients=gradients) as inputs:
         point = Point(op, pass_, shape, dtype, FEATURES[op](inputs, case.options))
         for backend in ("auto", *AUTO_LEVELS):
             if backend == "auto" or table.unavailable(op, backend) is None:

@@ -12,7 +12,7 @@
 // query (…, H, S_q, D), key (…, H_kv, S_k, D), value (…, H_kv, S_k, D_v); query head h reads head h / (H / H_kv) of key
 // and value. Query i sees the keys j of a band, i + first ≤ j ≤ i + last: causal masks and windows are such bands. A mask
 // in memory adds to or hides single scores. Operands may have any strides. The rungs `pingpong`, `persistent` and
-// `split_kv` have the backward kernels of `flash` (flash_backward.cu).
+// `split_kv` have the backward kernels of `flash` (flash_backward.cuh).
 #pragma once
 
 #include <optional>

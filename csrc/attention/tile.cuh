@@ -1,4 +1,4 @@
-// attention on mma.sync: tiles in shared memory, and the two products. For flash.cu, flash_backward.cu, split_kv.cu.
+// attention on mma.sync: tiles in shared memory, and the two products. For flash.cuh, flash_backward.cuh, split_kv.cu.
 //
 // A tile is ROWS × HEAD_DIM elements of 16 bits, in rows of HEAD_DIM / 8 chunks of 16 bytes. Chunk c of row r is stored at
 // chunk c ^ (r mod 8): ldmatrix reads one chunk of eight consecutive rows, which then fall on different banks.

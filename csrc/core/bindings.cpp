@@ -118,6 +118,10 @@ const std::vector<Schema>& schemas() {
               " float scale, bool enable_gqa) -> (Tensor, Tensor)",
               attention_split_kv),
         // Operands are (1, H, T, D), sequences one after the other.
+        KL_OP("attention_varlen.flash(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
+              " Tensor cu_seqlens_k, SymInt max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
+              " -> (Tensor, Tensor)",
+              attention_varlen_flash),
         KL_OP("attention_varlen.pingpong(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
               " Tensor cu_seqlens_k, SymInt max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
               " -> (Tensor, Tensor)",
@@ -139,6 +143,19 @@ const std::vector<Schema>& schemas() {
               " Tensor value, Tensor output, Tensor lse, Tensor? attn_mask, SymInt first, SymInt last, float scale,"
               " bool enable_gqa, bool deterministic) -> (Tensor, Tensor, Tensor)",
               attention_backward_warp_specialized),
+        // Weights are dropped: a seed may change from call to call, as that of `dropout`.
+        KL_OP("attention_dropout.flash(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, SymInt first,"
+              " SymInt last, float scale, bool enable_gqa, int threshold, float drop_scale, SymInt seed)"
+              " -> (Tensor, Tensor)",
+              attention_dropout_flash),
+        KL_OP("attention_dropout_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor output, Tensor lse, Tensor? attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa,"
+              " int threshold, float drop_scale, SymInt seed) -> (Tensor, Tensor, Tensor)",
+              attention_dropout_backward_flash),
+        KL_OP("attention_varlen_backward.flash(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
+              " Tensor output, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,"
+              " SymInt max_seqlen_k, int left, int right, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+              attention_varlen_backward_flash),
         KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),
         KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),
         KL_OP("sum.naive(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_naive),
@@ -284,8 +301,10 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     attention_pingpong_kernel_attributes(attributes, dtype);
     attention_persistent_kernel_attributes(attributes, dtype);
     attention_split_kv_kernel_attributes(attributes, dtype);
+    attention_varlen_flash_kernel_attributes(attributes, dtype);
     attention_varlen_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
+    attention_varlen_backward_kernel_attributes(attributes, dtype);
     attention_wgmma_backward_kernel_attributes(attributes, dtype);
     attention_warp_specialized_backward_kernel_attributes(attributes, dtype);
     add_kernel_attributes(attributes, dtype);

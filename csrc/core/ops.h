@@ -184,6 +184,10 @@ std::tuple<Tensor, Tensor> attention_persistent(const Tensor& query, const Tenso
 std::tuple<Tensor, Tensor> attention_split_kv(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                               double scale, bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_varlen_flash(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                  const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                  int64_t max_seqlen_q, int64_t left, int64_t right, double scale,
+                                                  bool enable_gqa);
 std::tuple<Tensor, Tensor> attention_varlen_pingpong(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                      int64_t max_seqlen_q, int64_t left, int64_t right, double scale,
@@ -206,6 +210,19 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_warp_specialized(
     const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& attn_mask, int64_t first,
     int64_t last, double scale, bool enable_gqa, bool deterministic);
+std::tuple<Tensor, Tensor, Tensor> attention_varlen_backward_flash(
+    const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t left, int64_t right, double scale,
+    bool enable_gqa);
+std::tuple<Tensor, Tensor> attention_dropout_flash(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                   const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
+                                                   double scale, bool enable_gqa, int64_t threshold, double drop_scale,
+                                                   int64_t seed);
+std::tuple<Tensor, Tensor, Tensor> attention_dropout_backward_flash(
+    const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& attn_mask, int64_t first,
+    int64_t last, double scale, bool enable_gqa, int64_t threshold, double drop_scale, int64_t seed);
 void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
@@ -213,8 +230,10 @@ void attention_warp_specialized_kernel_attributes(std::vector<KernelAttributes>&
 void attention_pingpong_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_varlen_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_varlen_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_warp_specialized_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 

@@ -76,6 +76,26 @@ struct DropoutMask {
         return word >= threshold ? scale : 0.0f;
     }
 
+    // The factors of an element and the next: of one call, unless another begins between them.
+    __device__ void of(float (&factors)[2], int64_t index) const {
+        const int half = static_cast<int>(index % PHILOX_HALVES);
+        if (half + 1 == PHILOX_HALVES) {
+            factors[0] = of(index), factors[1] = of(index + 1);
+            return;
+        }
+        const auto lower = static_cast<uint32_t>(index / PHILOX_HALVES);
+        const auto upper = static_cast<uint32_t>(index / PHILOX_HALVES >> 32);
+        const uint4 w = philox<0>(lower, upper, keys);
+        uint32_t words[2] = {from_half(w, half), from_half(w, half + 1)};
+        if ((words[0] ^ threshold) >> 16 == 0 || (words[1] ^ threshold) >> 16 == 0) {
+            const uint4 more = philox<1>(lower, upper, keys);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) words[e] = (words[e] & 0xFFFF0000u) | from_half(more, half + e) >> 16;
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) factors[e] = words[e] >= threshold ? scale : 0.0f;
+    }
+
     // Words for SIZE elements, the first of which is number SIZE · (upper · 2^32 + lower).
     template <int SIZE>
     __device__ uint4 draw(uint32_t lower, uint32_t upper) const {

@@ -117,6 +117,9 @@ def _attention(
     window_size: Any = NO_WINDOW,
     **options: Any,
 ) -> Rule:
+    if "dropout_p" in options:  # a weight's random number depends on its position among all
+        whole = _whole(query, key, value, *masks)
+        return Rule(whole.inputs, (*whole.outputs, (None,) * (query.dim() - 1))[: 1 + bool(options["return_lse"])])
     batch = _numbered(max(query.dim(), key.dim(), value.dim()) - 3)
     # Positions decide what a causal or banded query sees, so its sequence stays whole.
     rows = "query" if is_causal is False and tuple(window_size) == NO_WINDOW else None

@@ -165,7 +165,7 @@ def _ops_of(file: Path) -> tuple[str, ...]:
     """The operations that a CUDA source is about, by its name, else by its folder's."""
     if file.stem in OPS:
         return (file.stem,)
-    return ("attention_varlen",) if file.stem == "varlen" else (file.parent.name,)
+    return ("attention_varlen",) if file.stem.startswith("varlen") else (file.parent.name,)
 
 
 def _own(op: str, file: Path, rung: str) -> Path:

@@ -55,7 +55,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: ``(B, H, S, D)`` tensors to ``(B, S_q, H, D_v)``, and None for the weights.
 
-    With dropout of attention weights, in training, PyTorch's function does the work: no rung drops weights.
+    With dropout of attention weights, in training, PyTorch's function does the work, with its own generator.
     """
     for name in ("softcap", "position_bias", "s_aux"):
         if more.get(name) is not None:

@@ -196,7 +196,7 @@ def _candidates(
             *(each for each in ("triton", "cuda") if each in named),
         ]
         rungs = dict.fromkeys(v for name in names for v in _available(op, name))
-        return _with_rules(op, tuple(rungs), on_gpu and tabled, auto=True)
+        return _with_rules(op, tuple(rungs), on_gpu and tabled, auto=on_gpu)
     level = table.level_of(backend)
     if level is None:
         raise BackendError(table.unknown_backend(op, backend, table.known_to(op), source))
@@ -214,7 +214,8 @@ def _with_rules(
 ) -> tuple[Variant | Preferred, ...]:
     """`rungs`, before the first of each level what names others of the level, if anything does.
 
-    Where there are tables or measurements, choosers take the place of rules, and ``"auto"`` begins with one of its own.
+    `auto`: these are what ``"auto"`` stands for on a GPU, where a rule may prefer a rung of any level. Where there are
+    tables or measurements, choosers take the place of rules.
     """
     auto_tabled = auto and tabled and _has_table(op, "auto")
     levels = dict.fromkeys(rung.level for rung in rungs)
@@ -234,12 +235,15 @@ def _with_rules(
             first[level] = Preferred(rule, climb)
         choices[level] = first[level].rule if level in first else _no_names, last_first
     found: list[Variant | Preferred] = []
+    rule = RULES.get((op, "auto")) if auto else None
+    every = {v.name: v for _, ladder in choices.values() for v in ladder}
     if auto_tabled:
         from kernel_ladder.selection.choosers import Chooser
 
-        every = {v.name: v for _, ladder in choices.values() for v in ladder}
-        chooser = Chooser(op, "auto", rungs, None, dict(choices))
+        chooser = Chooser(op, "auto", rungs, rule, dict(choices))
         found.append(Preferred(chooser.rule_of_names, every, chooser))
+    elif rule is not None:
+        found.append(Preferred(rule, every))
     for rung in rungs:
         if (preferred := first.pop(rung.level, None)) is not None:
             found.append(preferred)

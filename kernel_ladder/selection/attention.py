@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch.compiler import is_compiling
 
 from kernel_ladder.semantics.masks import NO_WINDOW, band
@@ -67,4 +68,13 @@ def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
     return ("cuda.wgmma",) if cheaper(seqlen_q, seqlen_k, is_causal, window) else ()
 
 
-RULES = {("attention", "cuda"): prefer_wgmma}
+def prefer_triton_for_gradients(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``triton.flash`` to the cuda level where a gradient is wanted.
+
+    The cuda rungs of packed sequences have the backward kernels of attention's ``cuda.flash``, on mma.sync.
+    """
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return ("triton.flash",) if wanted else ()
+
+
+RULES = {("attention", "cuda"): prefer_wgmma, ("attention_varlen", "auto"): prefer_triton_for_gradients}

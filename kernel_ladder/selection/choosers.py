@@ -67,7 +67,7 @@ def _two_tensors(inputs: Inputs, options: Options, gradient: bool) -> Kind:
 def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     query: Any = inputs[0]
     key: Any = inputs[1]
-    mask = len(inputs) > 3 and inputs[3] is not None
+    mask = len(inputs) > 3 and inputs[3] is not None, "dropout_p" in options
     return query.shape, key.shape, query.dtype, options["is_causal"], options.get("window_size"), mask, gradient
 
 

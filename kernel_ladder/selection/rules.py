@@ -33,5 +33,5 @@ def _collected() -> dict[tuple[str, str], Rule]:
     return found
 
 
-#: The rule of an operation at a level, where there is one.
+#: The rule of an operation at a level, or for ``"auto"`` on a GPU, where there is one.
 RULES: dict[tuple[str, str], Rule] = _collected()

@@ -77,7 +77,7 @@ def _by_parts(
     """:func:`evaluate` in `dtype`, one independent part at a time if the spec can split the case."""
     whole: Results = {}
     shapes = dict(enumerate(spec.output_shapes(inputs, options)))
-    for input_index, output_index in [] if spec.parts is None else spec.parts(inputs):
+    for input_index, output_index in [] if spec.parts is None else spec.parts(inputs, options):
         part = converted(tuple(x[i] for x, i in zip(inputs, input_index, strict=True)), dtype)
         part_grad = None if grad is None else tuple(g[output_index].to(dtype) for g in as_tuple(grad))
         for name, value in evaluate(run, part, options, part_grad).items():

@@ -76,7 +76,6 @@ def without_kernels(found: Inspection) -> bool:
     assert found.pass_ == "backward"
     given_elsewhere = (found.op, found.backend) == ("attention", "triton.naive")
     given_elsewhere |= found.backend == "triton.persistent_cluster"
-    given_elsewhere |= (found.op, found.backend) == ("attention_varlen", "cuda.pingpong")
     assert found.op in ("add", "sum", "linear") or given_elsewhere
     return True
 
@@ -262,7 +261,8 @@ def test_cuda_reads_the_extension(variant, pass_):
         assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
     for kernel in found.kernels:
         assert exists(kernel.source)
-        assert kernel.name.startswith(own) or kernel.name in launched
+        instance_of_attention = variant.op == "attention_varlen" and kernel.name.endswith("Packed>")
+        assert kernel.name.startswith(own) or instance_of_attention or kernel.name in launched
         assert kernel.registers is not None
         assert 0 < kernel.registers <= 255
         assert kernel.local is not None

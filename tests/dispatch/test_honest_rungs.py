@@ -33,7 +33,10 @@ SHARED: dict[tuple[str, str], dict[str, str]] = {
         " loads serves every rung on Hopper where TMA cannot read an operand and a padded copy does not pay",
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
     },
-    ("cuda", "attention"): {"attention_naive_fill_kernel": "writes the results of a call without keys"},
+    **{
+        ("cuda", op): {"attention_naive_fill_kernel": "writes the results of a call without keys"}
+        for op in ("attention", "attention_varlen")
+    },
     ("cuda", "sum"): dict.fromkeys(
         ("sum_coalesced_columns_kernel", "sum_coalesced_rows_kernel", "sum_coalesced_strided_rows_kernel"),
         "two_stage is coalesced's kernels, over parts of a long sum and then over the parts' sums",

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cuda_impl
 import kernel_ladder
 from kernel_ladder import table
-from kernel_ladder.spec import as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.spec import Case, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.testing.samples import empty_inputs, make_inputs
 
 from ..conftest import DEVICE, elements, every_variant, needs_gpu, plain_cases, typical_case, variant_id
@@ -41,6 +41,18 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+#: Calls of overloads that no sample calls.
+MORE = {
+    "attention": [
+        Case(
+            "",
+            ((2, 4, 9, 16),) * 3,
+            {"is_causal": True, "scale": None, "enable_gqa": False, "dropout_p": 0.3, "seed": 5},
+        ),
+    ]
+}
+
+
 def run_both_passes(variant, inputs, options):
     output, saved = variant.forward(*inputs, **options)
     if variant.backward is None:
@@ -54,7 +66,7 @@ def recorded() -> dict[str, tuple]:
     """One call of every overload, found by running every CUDA variant forward and backward on some samples."""
     recorder = Recorder()
     for variant in every_variant("cuda"):
-        for case in sorted(plain_cases(variant.op), key=elements, reverse=True)[:12]:
+        for case in (*sorted(plain_cases(variant.op), key=elements, reverse=True)[:12], *MORE.get(variant.op, ())):
             for dtype in (torch.bfloat16, torch.float32):
                 inputs = make_inputs(case, dtype, DEVICE)
                 leaves = inputs if variant.backward is None else as_leaves(inputs)

@@ -33,7 +33,7 @@ def small_case(op: str):
 def skip_unless_differentiable(op: str, level: str) -> None:
     skip_unless_it_runs(kernel_ladder.variants(op, level)[-1])
     if (op, level) == ("attention_varlen", "cuda"):
-        pytest.skip("has no gradients")
+        pytest.skip("takes 16 bits alone, in which rungs differ that read other strides")
 
 
 def elsewhere(x: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,6 @@ REFUSED: dict[tuple[str, str], tuple[Any, type[Exception], str]] = {
     **{(op, "out"): OUT for op in ("gelu", "softmax", "matmul", "add", "sum", "linear")},
     ("add", "alpha"): (2, ValueError, r"`alpha` must be 1, got 2; multiply `other` by it beforehand"),
     ("dropout", "inplace"): (True, ValueError, r"`inplace` must be False, got True"),
-    ("attention", "dropout_p"): (0.1, ValueError, r"`dropout_p` must be 0: weights are not dropped here, got 0\.1"),
     ("attention_varlen", "dropout_p"): (0.1, ValueError, r"`dropout_p` must be 0: .*, got 0\.1"),
 }
 
@@ -398,8 +397,8 @@ CALLED = {
     tuple: "tuple",
 }
 
-#: Taken in some calls alone: without training.
-SOMETIMES = {("dropout", "seed"): types.NoneType}
+#: Taken in some calls alone: without training, or where no weight is dropped.
+SOMETIMES = {("dropout", "seed"): types.NoneType, ("attention", "seed"): types.NoneType}
 
 
 def parts(annotation: Any) -> list[Any]:

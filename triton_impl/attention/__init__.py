@@ -12,7 +12,7 @@ from ``mask_grad.py``.
 
 from __future__ import annotations
 
-from triton_impl import register, unsupported
+from triton_impl import register
 from triton_impl.attention import flash, naive, split_kv, tma, warp_specialized
 from triton_impl.attention.backward import attention_backward
 from triton_impl.attention.call import saved_from
@@ -25,7 +25,8 @@ register(
     forward=flash.attention,
     backward=attention_backward,
     saved_from=saved_from,
-    unsupported=unsupported,
+    unsupported=flash.unsupported,
+    drops_weights=True,
 )
 register(
     "attention",

@@ -13,7 +13,14 @@ from triton_impl.attention.flash import _forward_kernel
 from triton_impl.attention.mask_grad import _mask_grad_kernel
 from triton_impl.attention.naive import _naive_kernel
 from triton_impl.attention.split_kv import _split_kernel
-from triton_impl.attention.tiles import ADDITIVE, BELOW_DIAGONAL, BETWEEN_DIAGONALS, BOOLEAN
+from triton_impl.attention.tiles import (
+    ADDITIVE,
+    BELOW_DIAGONAL,
+    BETWEEN_DIAGONALS,
+    BOOLEAN,
+    DROPOUT_BY_EIGHTS,
+    NO_DROPOUT,
+)
 from triton_impl.attention.tma import _tma_kernel
 from triton_impl.runtime.aot import Entry, entry
 
@@ -33,7 +40,14 @@ def ahead_of_time(
     """An entry of a kernel with tiles of `m` queries and `n` keys, for operands with dense rows."""
     precision = "ieee" if dtype == "fp32" else "tf32"
     constants = {"BAND": band, "MASK": mask, "PRECISION": precision, "BLOCK_D": head_dim, "BLOCK_DV": head_dim}
-    constants |= {"EVEN_D": True, "EVEN_DV": True, "INT64_OFFSETS": False, "EVEN_Q": True, "VARLEN": False}
+    constants |= {
+        "EVEN_D": True,
+        "EVEN_DV": True,
+        "INT64_OFFSETS": False,
+        "EVEN_Q": True,
+        "VARLEN": False,
+        "DROPOUT": NO_DROPOUT,
+    }
     constants |= {"LSE_GRAD": False, "HEAD_DIM": head_dim}
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")} | more
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -41,7 +55,9 @@ def ahead_of_time(
     types = dict.fromkeys(("lse_ptr", "delta_ptr", "grad_lse_ptr"), "*fp32") | dict.fromkeys(
         ("cu_q_ptr", "cu_k_ptr"), "*i32"
     )
-    types |= {"scale": "fp32", "scale_log2": "fp32"} | ({"mask_ptr": "*u8"} if mask == BOOLEAN else {})
+    types |= {"scale": "fp32", "scale_log2": "fp32", "drop_scale": "fp32"} | (
+        {"mask_ptr": "*u8"} if mask == BOOLEAN else {}
+    )
     made = entry(kernel, dtype, constants, config)
     return made._replace(signature={name: types.get(name, type) for name, type in made.signature.items()})
 
@@ -92,6 +108,7 @@ AOT = [
     ahead_of_time(_forward_kernel, 256, 16, 32, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
     ahead_of_time(_key_value_kernel, 128, 32, 16, 8, 1, dtype="fp32"),
     ahead_of_time(_key_value_kernel, 256, 16, 16, 8, 1, BELOW_DIAGONAL, dtype="fp32"),
+    ahead_of_time(_key_value_kernel, 64, 32, 64, 4, 2, DROPOUT=DROPOUT_BY_EIGHTS),
     ahead_of_time(_mask_grad_kernel, 128, 32, 64, 4, 1, BELOW_DIAGONAL, SUM_Q=False, SUM_K=False),
     ahead_of_time(_mask_grad_kernel, 256, 16, 16, 4, 1, dtype="fp32", SUM_Q=True, SUM_K=False),
     _tma(64, 128, 128, 8, 3),

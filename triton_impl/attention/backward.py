@@ -24,11 +24,13 @@ from triton_impl.attention.mask_grad import mask_gradient
 from triton_impl.attention.tiles import (
     BELOW_DIAGONAL,
     TUNING_KEY,
+    UNSPECIALIZED,
     TileTable,
     apply_mask,
     block,
     choose,
     configs,
+    drop_factors,
     key_range,
     load_lse,
     load_tile,
@@ -100,7 +102,8 @@ def _delta_kernel(
 def _gather_queries(
     grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n, start, end,
     scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-    MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    head, key_low, key_high, threshold, drop_scale,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
@@ -130,22 +133,32 @@ def _gather_queries(
         g = load_tile(
             g_base, start_m, g_s, g_d, seqlen_q, head_dim_v, BLOCK_M, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
         )
-        grad_v = dot(weights.to(g.dtype), g, grad_v, PRECISION)
+        kept = weights
+        if DROPOUT != 0:
+            drop = drop_factors(
+                head, start_m, start_n, seqlen_q, seqlen_k, key_low, key_high, threshold, drop_scale,
+                DROPOUT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            drop = tl.trans(drop)
+            kept = weights * drop
+        grad_v = dot(kept.to(g.dtype), g, grad_v, PRECISION)
         grad_weights = dot(v, tl.trans(g), None, PRECISION)
+        if DROPOUT != 0:
+            grad_weights *= drop
         grad_scores = weights * (grad_weights - delta[None, :])
         grad_k = dot(grad_scores.to(q.dtype), q, grad_k, PRECISION)
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _key_value_kernel(
     grad_k_ptr, grad_v_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
-    scale_log2, scale,
+    key_low, key_high, threshold, drop_scale, scale_log2, scale,
     dk_b, dk_h, dk_s, dk_d, dv_b, dv_h, dv_s, dv_d, g_b, g_h, g_s, g_d,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k, lse_b, lse_h,
     num_heads_kv, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
-    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     INT64_OFFSETS: tl.constexpr, EVEN_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -207,6 +220,7 @@ def _key_value_kernel(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 begin, diagonal, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
+                b * (heads_kv * group) + h, key_low, key_high, threshold, drop_scale, DROPOUT,
                 True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
         if not TEST_ALL:
@@ -214,6 +228,7 @@ def _key_value_kernel(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 diagonal, whole, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
+                b * (heads_kv * group) + h, key_low, key_high, threshold, drop_scale, DROPOUT,
                 False, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
         if not TEST_ALL and not EVEN_Q:
@@ -221,6 +236,7 @@ def _key_value_kernel(
                 grad_k, grad_v, k, v, q_base, g_base, mask_base, lse_base, delta_base, num_rows, start_n,
                 tl.maximum(diagonal, whole), seqlen_q, scale_log2, first, last, q_s, q_d, g_s, g_d, m_q, m_k,
                 seqlen_q, seqlen_k, head_dim, head_dim_v,
+                b * (heads_kv * group) + h, key_low, key_high, threshold, drop_scale, DROPOUT,
                 True, 0, 0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
             )  # fmt: skip
 
@@ -238,7 +254,8 @@ def _key_value_kernel(
 def _gather_keys(
     grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, start, end, scale_log2, first, last,
     k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-    MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    head, key_low, key_high, threshold, drop_scale,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
@@ -261,19 +278,25 @@ def _gather_keys(
             v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
         )
         grad_weights = dot(g, tl.trans(v), None, PRECISION)
+        if DROPOUT != 0:
+            grad_weights *= drop_factors(
+                head, start_m, start_n, seqlen_q, seqlen_k, key_low, key_high, threshold, drop_scale,
+                DROPOUT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         grad_scores = weights * (grad_weights - delta[:, None])
         grad_q = dot(grad_scores.to(k.dtype), k, grad_q, PRECISION)
     return grad_q
 
 
-@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _query_kernel(
-    grad_q_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, scale_log2, scale,
+    grad_q_ptr, grad_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
+    key_low, key_high, threshold, drop_scale, scale_log2, scale,
     dq_b, dq_h, dq_s, dq_d, g_b, g_h, g_s, g_d, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
     m_b, m_h, m_q, m_k, lse_b, lse_h,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
-    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -323,12 +346,14 @@ def _query_kernel(
         grad_q = _gather_keys(
             grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, 0, whole, scale_log2, first, last,
             k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+            head, key_low, key_high, threshold, drop_scale, DROPOUT,
             False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
         )  # fmt: skip
         begin = whole
     grad_q = _gather_keys(
         grad_q, q, g, row_max, lse, delta, k_base, v_base, mask_base, start_m, begin, end, scale_log2, first, last,
         k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+        head, key_low, key_high, threshold, drop_scale, DROPOUT,
         True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
     )  # fmt: skip
     store_tile(
@@ -399,9 +424,12 @@ def gradients(
         if known is None:
             _launches.remember(what, _first_launches(call, of_delta, of_keys, of_queries))
         else:
-            for launch, tensors in zip(known, (of_delta, of_keys, of_queries), strict=True):
-                if launch is not None:
-                    launch(*tensors)
+            for_delta, for_keys, for_queries = known
+            for_delta(*of_delta)
+            if for_keys is not None:
+                for_keys(*of_keys, values=call.of_mask)
+            if for_queries is not None:
+                for_queries(*of_queries, values=call.of_mask)
     return grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, delta
 
 
@@ -448,6 +476,7 @@ def _first_launches(
                 "INT64_OFFSETS": needs_int64(outputs, inputs, call.mask_strides),
                 "EVEN_Q": not call.packed and seqlen_q % MAX_BLOCK_M == 0,
             },
+            values=call.of_mask,
         )  # fmt: skip
     if grad_q is not None:
         outputs = call.strides(grad_q)
@@ -459,5 +488,6 @@ def _first_launches(
                 num_heads, heads, group, *lengths, call.heads_per_section, seqlen_class(seqlen_q), *call.totals,
             ),
             {**constants, "INT64_OFFSETS": needs_int64(outputs, inputs, call.mask_strides)},
+            values=call.of_mask,
         )  # fmt: skip
     return for_delta, for_keys, for_queries

@@ -15,16 +15,22 @@ from kernel_ladder.tracing import shapes_only
 from triton_impl.attention.tiles import (
     BELOW_DIAGONAL,
     BETWEEN_DIAGONALS,
+    DROPOUT_BY_EIGHTS,
+    DROPOUT_BY_ELEMENT,
     EVERYTHING,
     LN_2,
     LOG2_E,
+    NO_DROPOUT,
     band_kind,
     blocks,
     mask_kind,
     section,
 )
+from triton_impl.common.philox import arguments
 from triton_impl.runtime.launch_cache import LaunchCache
 
+#: A kernel's arguments of a mask where no weight is dropped.
+_NO_DROPOUT = (0, 0, 0, 0.0)
 #: Past every length, and such that a length can be added to it in 32 bits.
 UNLIMITED = 2**29
 
@@ -46,6 +52,7 @@ class Call(NamedTuple):
     limits: tuple[int, int]  # of the band; of packed sequences relative to the lower right corner of each
     kind: int  # BAND of the kernels
     scale: float
+    dropout: tuple[float, int] | None = None  # probability and seed, where weights are dropped
 
     @classmethod
     def of(
@@ -57,6 +64,7 @@ class Call(NamedTuple):
         is_causal: bool | str,
         scale: float | None,
         window_size: tuple[int, int],
+        dropout: tuple[float, int] | None = None,
     ) -> Call:
         """A call on (..., H, S, D)."""
         q, k, v = _batched(query), _batched(key), _batched(value)
@@ -64,8 +72,9 @@ class Call(NamedTuple):
         lengths = q.shape[2], k.shape[2]
         limits = band(is_causal, window_size, *lengths)
         return cls(
-            q, k, v, mask, None, None, lengths, limits, band_kind(*limits, *lengths), scale_of(query.shape[-1], scale)
-        )
+            q, k, v, mask, None, None, lengths, limits, band_kind(*limits, *lengths), scale_of(query.shape[-1], scale),
+            dropout,
+        )  # fmt: skip
 
     @classmethod
     def of_packed(
@@ -111,11 +120,24 @@ class Call(NamedTuple):
     @property
     def launch_key(self) -> tuple:
         """All that decides a launch."""
-        q, k, v, mask, _, _, lengths, limits, kind, scale = self
+        q, k, v, mask, _, _, lengths, limits, kind, scale, _ = self
         return (
             q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device,
             None if mask is None else (mask.stride(), mask.dtype), lengths, limits, kind, scale, self.packed,
+            self.dropping,
         )  # fmt: skip
+
+    @property
+    def dropping(self) -> int:
+        """The kernels' DROPOUT."""
+        if self.dropout is None:
+            return NO_DROPOUT
+        return DROPOUT_BY_ELEMENT if self.lengths[1] % 8 else DROPOUT_BY_EIGHTS
+
+    @property
+    def of_mask(self) -> tuple[int, int, int, float]:
+        """The kernels' arguments of dropout's mask: see :data:`triton_impl.common.philox.ARGUMENTS`."""
+        return _NO_DROPOUT if self.dropout is None else arguments(*self.dropout)
 
     @property
     def mask_and_offsets(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,6 +164,7 @@ class Call(NamedTuple):
             "BAND": self.kind,
             "MASK": mask_kind(self.mask),
             "VARLEN": self.packed,
+            "DROPOUT": self.dropping,
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
@@ -262,8 +285,11 @@ def forward_by(run: Callable[[Call], tuple[torch.Tensor, torch.Tensor]]) -> Call
         enable_gqa: bool,
         window_size: tuple[int, int] = NO_WINDOW,
         return_lse: bool = False,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
     ) -> tuple[Output, tuple]:
-        call = Call.of(query, key, value, attn_mask, is_causal, scale, window_size)
+        dropout = None if seed is None else (dropout_p, seed)
+        call = Call.of(query, key, value, attn_mask, is_causal, scale, window_size, dropout)
         output, lse = run(call)
         return finished(query, attn_mask, call, output, lse, return_lse)
 

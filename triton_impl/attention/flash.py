@@ -17,14 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
+import triton_impl
 from kernel_ladder.tracing import shapes_only
 from triton_impl.attention.call import Call, fill_without_keys, forward_by
 from triton_impl.attention.tiles import (
     TUNING_KEY,
+    UNSPECIALIZED,
     TileTable,
     apply_mask,
     choose,
     configs,
+    drop_factors,
     key_range,
     load_tile,
     mask_pointers,
@@ -54,7 +57,8 @@ TILES: TileTable = {
 def _attend(
     acc, row_sum, row_max, q, k_base, v_base, mask_base, start_m, start, end, scale_log2, first, last,
     k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
-    MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    head, key_low, key_high, threshold, drop_scale,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
@@ -73,6 +77,11 @@ def _attend(
                 scores, scale_log2, mask, start_m + rows, start_n + cols, seqlen_q, seqlen_k, first, last, BAND, MASK
             )
         weights, acc, row_sum, row_max = online_softmax(scores, scale_log2, acc, row_sum, row_max, MASK)
+        if DROPOUT != 0:  # after they were summed
+            weights *= drop_factors(
+                head, start_m, start_n, seqlen_q, seqlen_k, key_low, key_high, threshold, drop_scale,
+                DROPOUT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         v = load_tile(
             v_base, start_n, v_s, v_d, seqlen_k, head_dim_v, BLOCK_N, BLOCK_DV, not MASKED, EVEN_DV, INT64_OFFSETS
         )
@@ -80,13 +89,14 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["first", "last", "section", "seqlen_class", "total_q", "total_k"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _forward_kernel(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, scale_log2,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, cu_q_ptr, cu_k_ptr,
+    key_low, key_high, threshold, drop_scale, scale_log2,
     o_b, o_h, o_s, q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, m_b, m_h, m_q, m_k, lse_b, lse_h,
     num_heads, heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v, first, last, section, seqlen_class,
     total_q, total_k,
-    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    BAND: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -131,12 +141,14 @@ def _forward_kernel(
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, k_base, v_base, mask_base, start_m, 0, whole, scale_log2, first, last,
             k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+            head, key_low, key_high, threshold, drop_scale, DROPOUT,
             False, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
         )  # fmt: skip
         begin = whole
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, k_base, v_base, mask_base, start_m, begin, end, scale_log2, first, last,
         k_s, k_d, v_s, v_d, m_q, m_k, seqlen_q, seqlen_k, head_dim, head_dim_v,
+        head, key_low, key_high, threshold, drop_scale, DROPOUT,
         True, BAND, MASK, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, EVEN_D, EVEN_DV, INT64_OFFSETS,
     )  # fmt: skip
 
@@ -166,7 +178,7 @@ def forward(call: Call, results: tuple[torch.Tensor, torch.Tensor] | None = None
     what = call.launch_key
     known = _launches.get(what)
     if known is not None:
-        known(output, lse, call.q, call.k, call.v, *call.mask_and_offsets)
+        known(output, lse, call.q, call.k, call.v, *call.mask_and_offsets, values=call.of_mask)
     elif (launch := _first_forward(call, output, lse)) is not None:
         _launches.remember(what, launch)
     return output, lse
@@ -193,7 +205,16 @@ def _first_forward(call: Call, output: torch.Tensor, lse: torch.Tensor) -> Launc
         return (triton.cdiv(seqlen_q, meta["BLOCK_M"]) * num_heads,)
 
     tensors = (output, lse, q, k, v, *call.mask_and_offsets)
-    return _forward(grid, tensors, arguments, {**constants, "INT64_OFFSETS": needs_int64(*strides, call.mask_strides)})
+    constants["INT64_OFFSETS"] = needs_int64(*strides, call.mask_strides)
+    return _forward(grid, tensors, arguments, constants, values=call.of_mask)
+
+
+def unsupported(*inputs: torch.Tensor | None, **options: object) -> str | None:
+    """Why this rung does not take a call, or None."""
+    mask = inputs[3] if len(inputs) > 3 else None
+    if "dropout_p" in options and mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return "the gradient of an additive mask beside dropped weights is given at the torch and compile levels only"
+    return triton_impl.unsupported(*inputs)
 
 
 attention = forward_by(forward)

@@ -199,7 +199,7 @@ def _first_launches(
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     group = heads // heads_kv
     constants = call.constants
-    constants.pop("VARLEN")
+    del constants["VARLEN"], constants["DROPOUT"]
     constants["BLOCK_M"] = max(16, triton.next_power_of_2(group * seqlen_q))
     constants["INT64_OFFSETS"] = needs_int64(k.stride(), v.stride())
     splits = partial_out.shape[0] if partial_out is not output else 1

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from triton_impl import interpreted
 from triton_impl.common.fast_math import exp2
+from triton_impl.common.philox import factors_at, factors_of_rows
 from triton_impl.runtime.launch_cache import to_time
 
 # Softmax in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
@@ -21,6 +22,9 @@ LN_2 = 0.6931471805599453
 EVERYTHING, BELOW_DIAGONAL, BETWEEN_DIAGONALS = range(3)
 #: Values of MASK, the mask in memory: none, one byte per score, or a number to add to each score.
 NO_MASK, BOOLEAN, ADDITIVE = range(3)
+
+#: Values of DROPOUT: weights are kept, or dropped where rows have any length, or multiples of eight.
+NO_DROPOUT, DROPOUT_BY_ELEMENT, DROPOUT_BY_EIGHTS = range(3)
 
 #: Bytes of keys and values of one section of heads, at most: they stay in the L2, of which Hopper has 50 MB or more.
 L2_BYTES = 24 * 2**20
@@ -192,6 +196,20 @@ def recompute_weights(scores, factor, row_max, lse, MASK: tl.constexpr):
 
 
 @triton.jit
+def drop_factors(
+    head, start_m, start_n, seqlen_q, seqlen_k, key_low, key_high, threshold, drop_scale,
+    DROPOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What the weights of a tile of a head, of all batches' heads, are multiplied by: see ``weight_dropout``."""
+    rows = tl.cast(head, tl.int64) * seqlen_q + start_m + tl.arange(0, BLOCK_M)
+    first = rows * seqlen_k + start_n
+    if DROPOUT == 2:
+        return factors_of_rows(first // 8, key_low, key_high, threshold, drop_scale, BLOCK_N)
+    index = first[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    return factors_at(index, key_low, key_high, threshold, drop_scale)
+
+
+@triton.jit
 def sequence(cu_seqlens_ptr, b, total):
     """(first row, length) of packed sequence `b`, clamped to the `total` rows whatever the offsets hold."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
@@ -223,7 +241,7 @@ def choose(choices: TileTable, configs: list[triton.Config], constants: dict) ->
         return configs
     width = max(64, constants["BLOCK_D"], constants["BLOCK_DV"])
     row = choices[-width if constants["PRECISION"] == "ieee" else width]
-    if constants["MASK"]:  # the mask's values take registers that larger tiles do not have
+    if constants["MASK"] or constants.get("DROPOUT"):  # values of a mask take registers that larger tiles do not have
         row = row[-1:]
     return to_time([c for choice in row for c in configs if _is(c, choice)])
 
@@ -233,7 +251,13 @@ def _is(config: triton.Config, choice: tuple[int, int, int, int]) -> bool:
 
 
 #: Arguments whose values share a tuned configuration.
-TUNING_KEY = ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "seqlen_class")
+TUNING_KEY = ("BLOCK_D", "BLOCK_DV", "BAND", "MASK", "DROPOUT", "seqlen_class")
+
+#: Arguments that no kernel is compiled for: those of a mask of dropout change from call to call.
+UNSPECIALIZED = [
+    *("first", "last", "section", "seqlen_class", "total_q", "total_k"),
+    *("key_low", "key_high", "threshold", "drop_scale"),
+]
 
 
 def block(head_dim: int) -> int:

@@ -1,0 +1,285 @@
+// attention, rung 2 of 7: flash. The kernel, for batches (flash.cu) and for packed sequences (varlen_flash.cu).
+//
+// cp.async loads values while scores are computed, and the next keys while values are used. Each warp keeps maximum, sum
+// and output of its rows in registers and rescales them when the maximum grows (Milakov and Gimelshein,
+// arXiv:1805.02867). Warps exchange nothing. The log-sum-exp of each row is saved for the backward pass.
+//
+// A mask in memory, or a window, takes an instance of its own (MASKED), which tests every score; it skips tiles outside
+// the band. The other instances test scores only in the tiles on the diagonal and at the end.
+//
+// What bounds the tile shapes: a fragment of keys or values from ldmatrix serves as many 16-row squares as a warp has;
+// with one square, shared memory could not feed the tensor cores. But scores and output stay in registers, for two blocks
+// per SM, so that one block's softmax overlaps the other's products.
+#pragma once
+
+#include <string>
+
+#include "attention/sequences.cuh"
+#include "attention/tile.cuh"
+
+namespace kl {
+namespace {
+
+//                          head dim, queries, keys, warps
+using Shape64 = FlashShape<64, 128, 128, 4>;
+using Shape128 = FlashShape<128, 128, 64, 4>;
+using Shape256 = FlashShape<256, 64, 64, 4>;
+
+// Reading a mask takes registers, so that a warp has one square of rows.
+using MaskedShape64 = FlashShape<64, 64, 64, 4>;
+using MaskedShape128 = FlashShape<128, 64, 64, 4>;
+
+template <typename S>
+constexpr int SHARED = S::BLOCK_BYTES + 2 * S::STREAM_BYTES;  // Q, K and V
+
+template <typename T>
+struct Operands {
+    View<T> output, query, key, value;
+    Lse lse;
+    Mask mask;
+};
+
+// VECTORIZED: all operands consist of aligned 16-byte vectors. MASKED: there is a mask, or a band with a left side.
+template <typename T, typename S, bool VECTORIZED, bool MASKED, typename Sequences>
+__global__ void __launch_bounds__(S::THREADS, 2)
+    attention_flash_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention all,
+                           const __grid_constant__ Sequences sequences) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int M = S::ROWS / 16, N = S::STREAM / 8, D = S::HEAD_DIM;
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    const uint32_t q_tile = shared_address(shared_bytes);
+    const uint32_t k_tile = q_tile + S::BLOCK_BYTES, v_tile = k_tile + S::STREAM_BYTES;
+
+    // The tiles of a head run at the same time and share its keys and values in L2. Under a causal mask the longest tiles
+    // start first.
+    const unsigned tiles = (sequences.longest_q(all) + S::BLOCK - 1) / S::BLOCK, outer = blockIdx.x / tiles;
+    const int q0 = static_cast<int>(tiles - 1 - blockIdx.x % tiles) * S::BLOCK;
+    const int head = static_cast<int>(outer % all.heads);
+    const auto sequence = sequences.at(all, static_cast<int>(outer / all.heads));
+    const Attention& a = sequence.a;
+    if (Sequences::PACKED && q0 >= a.S_q) return;
+    const T* key = sequence.keys(p.key, head);
+    const T* value = sequence.keys(p.value, head);
+    const int keys = min(a.S_k, q0 + S::BLOCK + a.last);  // no later one is seen
+    const int steps = max((keys + S::STREAM - 1) / S::STREAM, 1);
+    // The number of tiles of keys without masked scores; edge and diagonal follow.
+    const int unmasked = max(min(a.S_k, q0 + 1 + a.last), 0) / S::STREAM;
+    const int begin = MASKED ? min(max(q0 + a.first, 0) / S::STREAM, steps - 1) : 0;
+
+    const auto load = [&](uint32_t tile, const T* source, const View<T>& view, int n, int columns, auto masked) {
+        const int k0 = n * S::STREAM;
+        if constexpr (MASKED) {
+            load_tile<S::STREAM, D, S::THREADS>(tile, source + k0 * view.row, view, a.S_k - k0, columns);
+        } else {
+            load_tile<S::STREAM, D, S::THREADS, VECTORIZED, decltype(masked)::value>(tile, source + k0 * view.row, view,
+                                                                                     a.S_k - k0, columns);
+        }
+        cp_async_commit();
+    };
+    if constexpr (MASKED) {
+        load_tile<S::BLOCK, D, S::THREADS>(q_tile, sequence.queries(p.query, head) + q0 * p.query.row, p.query,
+                                           a.S_q - q0, a.D);
+    } else {
+        load_tile<S::BLOCK, D, S::THREADS, VECTORIZED, true>(q_tile, sequence.queries(p.query, head) + q0 * p.query.row,
+                                                             p.query, a.S_q - q0, a.D);
+    }
+    load(k_tile, key, p.key, steps - 1, a.D, std::true_type{});
+
+    const int warp_row = threadIdx.x / WARP * S::ROWS;
+    const int64_t mask_offset = MASKED ? sequence.mask(p.mask, head) : 0;
+    const float scale = a.scale * LOG2E;  // exp(x) = 2^(x · log2 e)
+    const MaskedUnits units(p.mask, a);
+    float row_max[M][2], row_sum[M][2];  // the sum is of this lane's columns
+    Squares<M, D / 8> output;
+    output.clear();
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row_max[m][h] = -INFINITE, row_sum[m][h] = 0.0f;
+    }
+
+    // From the last tile of keys to the first: only the first steps have anything to mask.
+    const auto step = [&](int n, auto masked) {
+        cp_async_wait<0>();
+        __syncthreads();  // keys n have landed for all threads, and all have read values n + 1
+        load(v_tile, value, p.value, n, a.D_v, masked);
+
+        Squares<M, N> scores;
+        multiply_rows<T, D>(scores, q_tile, warp_row, k_tile);
+
+        cp_async_wait<0>();
+        __syncthreads();  // values n have landed for all threads, and all have read keys n
+        if (n > begin) load(k_tile, key, p.key, n - 1, a.D, std::false_type{});
+
+        if constexpr (MASKED) {
+            apply_mask<T>(scores, p.mask, mask_offset, q0 + warp_row, n * S::STREAM, a);
+        } else if constexpr (decltype(masked)::value) {
+            const int k0 = n * S::STREAM;
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int row = q0 + warp_row + lane_row(m, h);
+                    const int left = min(a.S_k, row + 1 + a.last) - k0;
+#pragma unroll
+                    for (int j = 0; j < N; ++j) {
+                        if (lane_column(j) >= left) scores.x[m][j][2 * h] = -INFINITE;
+                        if (lane_column(j) + 1 >= left) scores.x[m][j][2 * h + 1] = -INFINITE;
+                    }
+                }
+            }
+        }
+
+        // Weights exp(scores − row_max) are summed before they are rounded to 16 bits: the log-sum-exp is float32's.
+        Fragments<M, N> weights;
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                // fmaxf drops NaN; the exponential of such a score brings it back.
+                float new_max = row_max[m][h];
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    new_max = fmaxf(new_max, fmaxf(scores.x[m][j][2 * h], scores.x[m][j][2 * h + 1]));
+                }
+                new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
+                new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
+                // While a row has seen only −inf, nothing is subtracted: its exponentials are 0, not NaN.
+                const float base = new_max == -INFINITE ? 0.0f : new_max, shift = base * scale;
+                const auto exponential = [&](float x) {
+                    return exp2_approx(MASKED ? (x - base) * units.factor : fmaf(x, scale, -shift));
+                };
+                const float rescale = exponential(row_max[m][h]);
+                row_max[m][h] = new_max;
+                float sum[2] = {};
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    float x[2] = {exponential(scores.x[m][j][2 * h]), exponential(scores.x[m][j][2 * h + 1])};
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) sum[e] += x[e];
+                    if constexpr (Sequences::DROPS) {  // after they were summed
+                        const int64_t row = sequence.first_row(head, outer) + q0 + warp_row + lane_row(m, h);
+                        float drop[2];
+                        sequences.factors(drop, row, n * S::STREAM + lane_column(j), a);
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) x[e] *= drop[e];
+                    }
+                    weights.x[j / 2][m][j % 2 * 2 + h] = pack(x[0], x[1], T{});  // as round_squares places them
+                }
+                row_sum[m][h] = fmaf(row_sum[m][h], rescale, sum[0] + sum[1]);
+#pragma unroll
+                for (int j = 0; j < D / 8; ++j) {
+                    output.x[m][j][2 * h] *= rescale;
+                    output.x[m][j][2 * h + 1] *= rescale;
+                }
+            }
+        }
+        multiply_accumulate<T, D>(output, weights, v_tile, 0);
+    };
+    int n = steps - 1;
+    if constexpr (MASKED) {
+        for (; n >= begin; --n) step(n, std::true_type{});
+    } else {
+        for (; n >= unmasked; --n) step(n, std::true_type{});
+        for (; n >= 0; --n) step(n, std::false_type{});
+    }
+
+    const int rows_left = a.S_q - q0 - warp_row;
+    const int64_t first_row = sequence.first_row(head, outer) + q0 + warp_row;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = lane_row(m, h);
+            row_sum[m][h] = quad_sum(row_sum[m][h]);
+            if (threadIdx.x % 4 == 0 && row < rows_left) {
+                if constexpr (MASKED) {
+                    p.lse.store(first_row + row, row_max[m][h] * units.to_log, logf(row_sum[m][h]));
+                } else {
+                    p.lse.data[first_row + row] = row_max[m][h] * a.scale + logf(row_sum[m][h]);
+                }
+            }
+        }
+    }
+    // A row of nothing but −inf sums to 0, and its output is 0.
+    store_squares(output, sequence.queries(p.output, head) + (q0 + warp_row) * p.output.row, p.output.row, rows_left,
+                  a.D_v, [&](int m, int h) { return row_sum[m][h] == 0.0f ? 0.0f : 1.0f / row_sum[m][h]; });
+#endif
+}
+
+template <typename T, typename S, bool VECTORIZED, bool MASKED, typename Sequences>
+void launch_flash(const Operands<T>& operands, const Attention& a, const Sequences& sequences, const Launch& launch) {
+    const auto kernel = attention_flash_kernel<T, S, VECTORIZED, MASKED, Sequences>;
+    static DeviceSet asked;
+    allow_shared(kernel, SHARED<S>, launch.device, asked);
+    const auto grid = grid_size(sequences.count(a) * a.heads * ceil_div(sequences.longest_q(a), S::BLOCK));
+    kernel<<<grid, S::THREADS, SHARED<S>, launch.stream>>>(operands, a, sequences);
+    KL_LAUNCH_CHECK();
+}
+
+/// Launches the instance for the band and the layout of the operands.
+template <typename T, typename Sequences>
+void launch_flash(const Operands<T>& operands, const Attention& a, const Sequences& sequences, bool hides_left,
+                  const Launch& launch) {
+    const int head_dim = std::max(a.D, a.D_v);
+    const bool whole = operands.query.whole && operands.key.whole && operands.value.whole;
+    // To have fewer instances, the one that tests every score takes packed operands that are not whole, and dropped
+    // weights.
+    if (operands.mask.kind != MaskKind::NONE || hides_left || Sequences::DROPS || (Sequences::PACKED && !whole)) {
+        return dispatch_shape<MaskedShape64, MaskedShape128, Shape256>(head_dim, [&](auto shape) {
+            launch_flash<T, decltype(shape), false, true>(operands, a, sequences, launch);
+        });
+    }
+    if constexpr (!Sequences::DROPS) {
+        dispatch_shape<Shape64, Shape128, Shape256>(head_dim, [&](auto shape) {
+            using S = decltype(shape);
+            if constexpr (!Sequences::PACKED) {
+                if (!whole) return launch_flash<T, S, false, false>(operands, a, sequences, launch);
+            }
+            launch_flash<T, S, true, false>(operands, a, sequences, launch);
+        });
+    }
+}
+
+/// Output and log-sum-exp of batches.
+template <typename Sequences>
+std::tuple<Tensor, Tensor> flash_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const std::optional<Tensor>& attn_mask, const Attention& a,
+                                         const Sequences& sequences) {
+    const Mask mask = make_mask(attn_mask, query, a);
+    const Launch launch(query);
+    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
+    Tensor lse = empty_lse(query, mask);
+    if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
+    dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
+        using T = decltype(zero);
+        const Operands<T> operands{make_view<T>(output),           make_view<T>(query),    make_view<T>(key, a.group()),
+                                   make_view<T>(value, a.group()), make_lse(lse, mask, a), mask};
+        launch_flash(operands, a, sequences, a.hides_left(), launch);
+    });
+    return {output, lse};
+}
+
+/// Adds the attributes of the kernel's instances, named by head dimension below `prefix`.
+template <typename Sequences>
+void flash_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype, const std::string& prefix) {
+    if (dtype == ScalarType::Float) return;
+    dispatch_16bit(dtype, "attention", [&](auto zero) {
+        const auto add = [&](const char* name, auto shape, auto masked) {
+            using T = decltype(zero);
+            using S = decltype(shape);
+            constexpr bool MASKED = decltype(masked)::value;
+            attributes.push_back(kernel_attributes<attention_flash_kernel<T, S, !MASKED, MASKED, Sequences>>(
+                (prefix + name).c_str(), S::THREADS, SHARED<S>));
+        };
+        add("64", Shape64{}, std::false_type{});
+        add("128", Shape128{}, std::false_type{});
+        add("256", Shape256{}, std::false_type{});
+        add("masked.64", MaskedShape64{}, std::true_type{});
+        add("masked.128", MaskedShape128{}, std::true_type{});
+        add("masked.256", Shape256{}, std::true_type{});
+    });
+}
+
+}  // namespace
+}  // namespace kl

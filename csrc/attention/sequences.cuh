@@ -1,0 +1,144 @@
+// Where the sequences of a call lie. Kernels with sequences as a template parameter serve `attention`, whose sequences are
+// batches of one length, and `attention_varlen`, whose sequences of several lengths are packed in one batch.
+#pragma once
+
+#include "attention/attention.cuh"
+#include "core/philox.cuh"
+
+namespace kl {
+
+/// A sequence that is a batch of its own.
+struct BatchedSequence {
+    const Attention& a;
+    int batch;
+
+    template <typename T>
+    __device__ T* queries(const View<T>& view, int head) const {
+        return view.at(batch, head);
+    }
+    template <typename T>
+    __device__ T* keys(const View<T>& view, int head) const {
+        return view.at(batch, head);
+    }
+    /// Index of the first query's log-sum-exp.
+    __device__ int64_t first_row(int head) const { return (int64_t{batch} * a.heads + head) * a.S_q; }
+    /// The same where the block has one query head, number `outer` of all batches' heads: registers are short.
+    template <typename Integer>
+    __device__ int64_t first_row(int, Integer outer) const {
+        return int64_t{outer} * a.S_q;
+    }
+    __device__ int64_t mask(const Mask& mask, int head) const { return mask.at(batch, head); }
+};
+
+/// The batches of a call.
+struct Batched {
+    static constexpr bool PACKED = false, DROPS = false;
+
+    __host__ __device__ int64_t count(const Attention& all) const { return all.batches; }
+    __host__ __device__ int longest_q(const Attention& all) const { return all.S_q; }
+    __host__ __device__ int longest_k(const Attention& all) const { return all.S_k; }
+    __device__ BatchedSequence at(const Attention& all, int batch) const { return {all, batch}; }
+};
+
+/// Batches whose weights are dropped (kernel_ladder/semantics/weight_dropout.py).
+struct Dropped : Batched {
+    static constexpr bool DROPS = true;
+    DropoutMask mask;
+
+    explicit Dropped(const DropoutMask& mask) : mask(mask) {}
+    /// Factor of the weight of a row of scores, counted over all heads of all batches, and a key.
+    __device__ float factor(int64_t row, int key, const Attention& a) const { return mask.of(row * a.S_k + key); }
+    /// The same of this key and the next.
+    __device__ void factors(float (&both)[2], int64_t row, int key, const Attention& a) const {
+        mask.of(both, row * a.S_k + key);
+    }
+};
+
+/// A sequence inside a batch: `a` has its own lengths and band.
+struct PackedSequence {
+    Attention a;
+    int query_row, key_row;  // first rows in memory
+    int total_q;             // queries of all sequences
+
+    template <typename T>
+    __device__ T* queries(const View<T>& view, int head) const {
+        return view.at(0, head) + query_row * view.row;
+    }
+    template <typename T>
+    __device__ T* keys(const View<T>& view, int head) const {
+        return view.at(0, head) + key_row * view.row;
+    }
+    __device__ int64_t first_row(int head) const { return int64_t{head} * total_q + query_row; }
+    template <typename Integer>
+    __device__ int64_t first_row(int head, Integer) const {
+        return first_row(head);
+    }
+    __device__ int64_t mask(const Mask&, int) const { return 0; }
+};
+
+/// Sequences packed one after the other. Their offsets lie in device memory, so that the host does not know the lengths:
+/// a grid has tiles for the longest sequence, and blocks past the end of theirs exit.
+struct Packed {
+    static constexpr bool PACKED = true, DROPS = false;
+    const int32_t *cu_seqlens_q, *cu_seqlens_k;
+    int64_t sequences;
+    int most_q, most_k;  // of a sequence, 1 or more
+    int left, right;     // of the band around the diagonal that ends at the lower right
+
+    __host__ __device__ int64_t count(const Attention&) const { return sequences; }
+    __host__ __device__ int longest_q(const Attention&) const { return most_q; }
+    __host__ __device__ int longest_k(const Attention&) const { return most_k; }
+    /// Clamps the offsets: a sequence lies inside the tensors and has at least zero rows, whatever they say.
+    __device__ PackedSequence at(const Attention& all, int sequence) const {
+        PackedSequence found{all, min(max(cu_seqlens_q[sequence], 0), all.S_q),
+                             min(max(cu_seqlens_k[sequence], 0), all.S_k), all.S_q};
+        Attention& a = found.a;
+        a.S_q = min(max(cu_seqlens_q[sequence + 1], found.query_row), all.S_q) - found.query_row;
+        a.S_k = min(max(cu_seqlens_k[sequence + 1], found.key_row), all.S_k) - found.key_row;
+        a.first = max(a.S_k - a.S_q - left, -a.S_q);
+        a.last = min(a.S_k - a.S_q + right, a.S_k);
+        return found;
+    }
+    __host__ bool hides_left() const { return left < MAX_LENGTH; }
+};
+
+/// Checks the offsets of packed operands (1, H, T, D). A negative side of the window hides nothing.
+inline Packed make_packed(const Tensor& query, const Attention& a, const Tensor& cu_seqlens_q,
+                          const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t left,
+                          int64_t right) {
+    const auto check = [&](const Tensor& offsets, const char* name) {
+        KL_CHECK(offsets.is_cuda() && offsets.get_device_index() == query.get_device_index() &&
+                     offsets.scalar_type() == ScalarType::Int && offsets.dim() == 1 && offsets.is_contiguous(),
+                 "attention_varlen: argument `", name, "` must be a dense vector of int32 on the device of `query`");
+    };
+    check(cu_seqlens_q, "cu_seqlens_q");
+    check(cu_seqlens_k, "cu_seqlens_k");
+    const int64_t sequences = cu_seqlens_q.numel() - 1;
+    KL_CHECK(sequences > 0 && cu_seqlens_k.numel() == sequences + 1,
+             "attention_varlen: arguments `cu_seqlens_q` and `cu_seqlens_k` must hold as many offsets, two or more");
+    KL_CHECK(query.dim() == 4 && a.batches == 1, "attention_varlen: sequences are packed in one batch, got ",
+             a.batches);
+    const auto most = [](int64_t length, int total) {
+        return static_cast<int>(std::max<int64_t>(std::min<int64_t>(length, total), 1));
+    };
+    const auto reach = [](int64_t side) {
+        return static_cast<int>(side < 0 ? MAX_LENGTH : std::min<int64_t>(side, MAX_LENGTH));
+    };
+    return {static_cast<const int32_t*>(cu_seqlens_q.data_ptr()),
+            static_cast<const int32_t*>(cu_seqlens_k.data_ptr()),
+            sequences,
+            most(max_seqlen_q, a.S_q),
+            most(max_seqlen_k, a.S_k),
+            reach(left),
+            reach(right)};
+}
+
+/// View of a dense (T, H, D) tensor as one batch.
+template <typename T>
+View<T> packed_view(const Tensor& tensor) {
+    View<T> view = make_view<T>(tensor);
+    std::swap(view.head, view.row);
+    return view;
+}
+
+}  // namespace kl

@@ -1,0 +1,155 @@
+"""Packed sequences at the cuda level: which calls each rung takes, and gradients of many tiles against float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import cuda_impl
+import kernel_ladder
+from kernel_ladder import autograd, gpu, selection, table
+from kernel_ladder.spec import Case
+from kernel_ladder.testing.agreement import agreement
+from kernel_ladder.testing.samples import make_inputs, on_absent_gpu
+
+from ..conftest import DEVICE, needs_gpu, skip_unless_it_runs
+
+NAMES = ("cuda.flash", "cuda.pingpong")
+
+needs_extension = pytest.mark.skipif(
+    not hasattr(cuda_impl.extension(), "architectures"), reason="kernel_ladder._C was not built from these sources"
+)
+
+
+def packed(of_q: list[int], of_k: list[int], d: int, d_v: int, layout: str = "contiguous", **band: Any) -> Case:
+    """Sequences at these offsets; six heads of queries share two of keys."""
+    shapes = (of_q[-1], 6, d), (of_k[-1], 2, d), (of_k[-1], 2, d_v), (len(of_q),), (len(of_k),)
+    kinds = {3: "offsets:" + ",".join(map(str, of_q)), 4: "offsets:" + ",".join(map(str, of_k))}
+    longest = {f"max_seqlen_{x}": max(b - a for a, b in itertools.pairwise(o)) for x, o in (("q", of_q), ("k", of_k))}
+    options = {"is_causal": False, "scale": None, "enable_gqa": True, "return_lse": True, **longest, **band}
+    return Case("", shapes, options, layout=layout, kinds=kinds)
+
+
+def rung(name: str) -> table.Variant:
+    found = [v for v in table.variants("attention_varlen") if v.name == name]
+    return found[0] if found else pytest.skip(f"{name} is not installed")
+
+
+# ---- without a GPU -------------------------------------------------------------------------------------------------
+
+
+@needs_extension
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("gpu_name", "d", "d_v", "taken", "inference", "training"),
+    [
+        ("H100", 64, 64, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 96, 96, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 192, 128, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 256, 256, {"cuda.flash", "cuda.pingpong"}, "cuda.pingpong", "triton.flash"),
+        ("H100", 60, 64, {"cuda.flash"}, "triton.flash", "triton.flash"),
+        ("A10", 128, 128, {"cuda.flash"}, "triton.flash", "triton.flash"),
+        ("RTX 5090", 256, 256, {"cuda.flash"}, "triton.flash", "triton.flash"),
+    ],
+)
+def test_what_is_taken_and_chosen(monkeypatch, gradients, gpu_name, d, d_v, taken, inference, training):
+    monkeypatch.setattr(cuda_impl, "architectures", lambda: ["sm_80", "sm_90a", "sm_120"])
+    case = packed([0, 5, 40], [0, 9, 33], d, d_v, is_causal=True)
+    with gpu.pretend(gpu_name), on_absent_gpu(case, torch.bfloat16, gradients=gradients) as inputs:
+        rungs = table.variants("attention_varlen", "cuda")
+        assert {v.name for v in rungs if v.unsupported(*inputs, **case.options) is None} == taken
+        found = selection.resolve("attention_varlen", "auto", inputs, case.options).name
+    assert found == (training if gradients else inference)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+BANDS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"window_size": (100, 20)},
+    "causal-window": {"is_causal": True, "window_size": (40, -1)},
+}
+#: Lengths around tiles of 64, 80 and 128 rows, none at all, and longer ones; of keys fewer and more.
+OFFSETS = {
+    "edges": ([0, 1, 65, 193, 193, 322, 400], [0, 129, 193, 194, 260, 389, 389]),
+    "long": ([0, 700, 701, 1500], [0, 300, 1400, 2000]),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize(
+    ("d", "d_v", "dtype"),
+    [
+        (32, 32, torch.bfloat16),
+        (64, 64, torch.float16),
+        (96, 96, torch.bfloat16),
+        (128, 128, torch.bfloat16),
+        (192, 128, torch.bfloat16),
+        (40, 136, torch.float16),
+        (256, 256, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_both_passes_at_the_edges_of_tiles(name, band, offsets, d, d_v, dtype):
+    """Output, log-sum-exp and their gradients, heads that share keys, in both orders of memory."""
+    spec, variant = kernel_ladder.spec("attention_varlen"), rung(name)
+    of_q, of_k = OFFSETS[offsets]
+    for layout in ("contiguous", "bshd"):
+        case = packed(of_q, of_k, d, d_v, layout=layout, **BANDS[band])
+        inputs = make_inputs(case, dtype, DEVICE)
+        skip_unless_it_runs(variant, inputs, case.options)
+        rows = of_q[-1]
+        grad = torch.randn(rows, 6, d_v, device=DEVICE).to(dtype), torch.randn(6, rows, device=DEVICE)
+        run = lambda *x, **o: autograd.run(variant, x, o)  # noqa: E731
+        result = agreement(spec, run, inputs, case.options, grad)
+        assert result.agrees, f"{layout}: {result}"
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_are_those_of_each_sequence_alone(name, is_causal):
+    """In every bit, whatever the other sequences hold, NaN included; and in every run."""
+    variant = rung(name)
+    case = packed([0, 130, 330], [0, 200, 350], 64, 64, is_causal=is_causal, return_lse=False)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    grad = torch.randn(330, 6, 64, device=DEVICE).to(torch.bfloat16)
+    gradients = lambda *x, g: variant.backward(variant.forward(*x, **case.options)[1], g, (True,) * 3 + (False,) * 2)  # noqa: E731
+    first = gradients(*inputs, g=grad)[:3]
+    assert all(torch.equal(x, y) for x, y in zip(first, gradients(*inputs, g=grad)[:3], strict=True))
+    for x, begin in zip(inputs[:3], (130, 200, 200), strict=True):
+        x[begin:] = torch.nan
+    grad[130:] = torch.nan
+    for before, after, end in zip(first, gradients(*inputs, g=grad)[:3], (130, 200, 200), strict=True):
+        torch.testing.assert_close(after[:end], before[:end], rtol=0, atol=0)
+    short = [x[:end] for x, end in zip(inputs[:3], (130, 200, 200), strict=True)]
+    offsets = [torch.tensor([0, end], dtype=torch.int32, device=DEVICE) for end in (130, 200)]
+    alone = gradients(*short, *offsets, g=grad[:130])[:3]
+    for one, other, end in zip(alone, first, (130, 200, 200), strict=True):
+        torch.testing.assert_close(one, other[:end], rtol=0, atol=0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_lengths_of_which_the_host_is_told_nothing(name):
+    """Without `max_seqlen` a grid has tiles for all rows; an expanded gradient of the output is read by its strides."""
+    variant = rung(name)
+    case = packed([0, 3, 200], [0, 90, 170], 64, 64, is_causal=True, return_lse=False)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    grad = torch.ones((), device=DEVICE, dtype=torch.bfloat16).expand(200, 6, 64)
+    unknown = {**case.options, "max_seqlen_q": None, "max_seqlen_k": None}
+    found = [
+        variant.backward(variant.forward(*inputs, **options)[1], each, (True,) * 3 + (False,) * 2)[:3]
+        for options, each in ((case.options, grad.contiguous()), (unknown, grad))
+    ]
+    for told, not_told in zip(*found, strict=True):
+        torch.testing.assert_close(not_told, told, rtol=0, atol=0)
