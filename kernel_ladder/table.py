@@ -37,6 +37,7 @@ OPS: tuple[str, ...] = (
     "bias_dropout_add_layer_norm",
     "linear",
     "rope",
+    "cross_entropy",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.

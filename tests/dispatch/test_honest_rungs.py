@@ -33,6 +33,9 @@ SHARED: dict[tuple[str, str], dict[str, str]] = {
         " loads serves every rung on Hopper where TMA cannot read an operand and a padded copy does not pay",
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
     },
+    ("triton", "cross_entropy"): {
+        "triton_impl.cross_entropy.rows:_cross_entropy_sum_kernel": "adds up the losses of rows, which is no rung's idea"
+    },
     ("cuda", "attention"): {"attention_naive_fill_kernel": "writes the results of a call without keys"},
     ("cuda", "sum"): dict.fromkeys(
         ("sum_coalesced_columns_kernel", "sum_coalesced_rows_kernel", "sum_coalesced_strided_rows_kernel"),
