@@ -733,8 +733,8 @@ def cross_entropy(
     """
     if weight is not None:
         raise ValueError(
-            f"cross_entropy: argument `weight` must be None, got {type(weight).__name__}: classes have no weights here; "
-            "weigh the rows of reduction='none'"
+            f"cross_entropy: argument `weight` must be None, got {type(weight).__name__}: classes have no "
+            "weights here; weigh the rows of reduction='none'"
         )
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value is not None:

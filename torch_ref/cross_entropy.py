@@ -2,8 +2,8 @@
 
 lossᵢ = (1 − s) · (lse − x_y) + s / C · Σⱼ (lse − xⱼ) + z · lse²,   lse = log Σⱼ exp(xⱼ)
 
-y is the label of row i, s the label smoothing over C classes (Szegedy et al., arXiv:1512.00567), and z the factor of the
-z-loss, which keeps lse near zero (Chowdhery et al., PaLM, arXiv:2204.02311).
+y is the label of row i, s the label smoothing over C classes (Szegedy et al., arXiv:1512.00567), and z the factor of
+the z-loss, which keeps lse near zero (Chowdhery et al., PaLM, arXiv:2204.02311).
 """
 
 import math
@@ -17,10 +17,10 @@ from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors, names_of
 from kernel_ladder.table import register, register_spec
 
 
-def _reduced(loss: torch.Tensor, ignored: torch.Tensor, reduction: str) -> torch.Tensor:
+def _reduced(loss: torch.Tensor, kept: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction == "none":
         return loss
-    return loss.sum() / (~ignored).sum() if reduction == "mean" else loss.sum()
+    return loss.sum() / kept.sum() if reduction == "mean" else loss.sum()
 
 
 def naive(
@@ -34,19 +34,19 @@ def naive(
 ) -> torch.Tensor:
     """The formula in float32 or wider, one kernel per operator. Rows whose label is no class are not read."""
     x = rows_of(input).to(computation_dtype(input.dtype))
-    ignored, is_class = target == ignore_index, (target >= 0) & (target < x.shape[-1])
-    counts = is_class & ~ignored
-    x, label = x.masked_fill(~counts[..., None], 0.0), target.where(counts, 0)
+    kept, is_class = target != ignore_index, (target >= 0) & (target < x.shape[-1])
+    counts = kept & is_class
+    x, label = x.where(counts.unsqueeze(-1), 0.0), target.where(counts, 0)
     row_max = x.amax(-1, keepdim=True).detach()
     shifted = x - row_max
     log_sum = shifted.exp().sum(-1, keepdim=True).log()
-    loss = (1 - label_smoothing) * (log_sum - shifted.gather(-1, label[..., None]))[..., 0]
+    loss = (1 - label_smoothing) * (log_sum - shifted.gather(-1, label.unsqueeze(-1))).squeeze(-1)
     if label_smoothing:
         loss = loss + label_smoothing * (log_sum - shifted).mean(-1)
     if z_loss:
-        loss = loss + z_loss * (log_sum + row_max)[..., 0].square()
-    loss = loss.masked_fill(~is_class, math.nan).masked_fill(ignored, 0.0)
-    return _reduced(loss, ignored, reduction).to(input.dtype)
+        loss = loss + z_loss * (log_sum + row_max).squeeze(-1).square()
+    loss = loss.where(is_class, math.nan).where(kept, 0.0)
+    return _reduced(loss, kept, reduction).to(input.dtype)
 
 
 def builtin(
@@ -67,9 +67,9 @@ def builtin(
     loss = F.cross_entropy(input, target, **options)
     if not z_loss:
         return loss
-    ignored = target == ignore_index
-    square = input.to(wide).logsumexp(class_dim(input)).square().masked_fill(ignored, 0.0)
-    return (loss.to(wide) + z_loss * _reduced(square, ignored, reduction)).to(input.dtype)
+    kept = target != ignore_index
+    square = input.to(wide).logsumexp(class_dim(input)).square().where(kept, 0.0)
+    return (loss.to(wide) + z_loss * _reduced(square, kept, reduction)).to(input.dtype)
 
 
 def _check_numbers(ignore_index: object, reduction: object, label_smoothing: object, z_loss: object) -> None:
@@ -82,7 +82,8 @@ def _check_numbers(ignore_index: object, reduction: object, label_smoothing: obj
     for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{op}: argument `{name}` must be a number, got {type(value).__name__}")
-    assert isinstance(label_smoothing, (int, float)) and isinstance(z_loss, (int, float))
+    assert isinstance(label_smoothing, (int, float))
+    assert isinstance(z_loss, (int, float))
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{op}: argument `label_smoothing` must be from 0 to 1, got {label_smoothing}")
     if not 0 <= z_loss < math.inf:
@@ -141,31 +142,26 @@ def _case(
 SAMPLES = [
     _case("vector", (7,)),
     _case("no-rows", (0, 5)),
-    _case("no-rows-sum", (0, 5), reduction="sum"),
     _case("one-class", (5, 1), reduction="none"),
-    _case("mean", (33, 50)),
-    _case("sum", (9, 1000), reduction="sum"),
-    _case("none", (9, 1009), reduction="none"),
+    _case("mean", (9, 1000)),
+    _case("none", (45, 211), reduction="none"),
     _case("ignored", (33, 50), "some_classes"),
     _case("ignored-class", (33, 5), ignore_index=3),
-    _case("all-ignored", (5, 50), "no_classes"),
-    _case("all-ignored-none", (5, 50), "no_classes", reduction="none"),
+    _case("all-ignored", (5, 50), "no_classes", layout="sliced"),
     _case("smoothed", (17, 257), "some_classes", label_smoothing=0.1),
     _case("only-smoothed", (5, 37), reduction="none", label_smoothing=1.0),
     _case("z-loss", (17, 257), "some_classes", reduction="sum", z_loss=1e-2),
     _case("all-options", (17, 130), "some_classes", label_smoothing=0.2, z_loss=1e-2, ignore_index=7),
-    _case("images", (2, 11, 3, 5), "some_classes", reduction="none"),
-    _case("images-smoothed", (2, 11, 3, 5), "classes", label_smoothing=0.1),
+    _case("images", (2, 11, 3, 5), "some_classes", reduction="none", label_smoothing=0.1),
     _case("transposed", (37, 53), layout="transposed"),
     _case("strided", (6, 129), layout="strided", reduction="none"),
-    _case("sliced", (6, 264), layout="sliced", reduction="none"),
     _case("large", (9, 130), values="large", reduction="none"),
     _case("offset", (9, 130), values="offset", reduction="none", label_smoothing=0.1),
     _case("neg-inf-rows", (6, 200), values="neg_inf_rows", reduction="none"),
     _case("nan", (9, 50), values="nan", reduction="none"),
     _case("inf", (9, 50), values="inf", reduction="none"),
-    _case("long", (3, 65537), label_smoothing=0.1, z_loss=1e-4),
-    _case("quarter-million", (2, 256_000), reduction="none"),
+    _case("long", (2, 65537), label_smoothing=0.1, z_loss=1e-4),
+    _case("quarter-million", (1, 256_000), reduction="none"),
 ]
 
 
@@ -208,7 +204,7 @@ def _bytes(case: Case, itemsize: int, backward: bool) -> int:
 
 
 def _flops(case: Case, backward: bool) -> int:
-    # Counts the exponential as one. Forward: maximum, shift, exponential, sum. Backward: shift, exponential, 2 products.
+    # Counts the exponential as one. Forward: maximum, shift, exponential, sum. Backward: shift, exponential, 2 ·.
     return 4 * math.prod(case.shapes[0] or ())
 
 

@@ -34,7 +34,7 @@ SHARED: dict[tuple[str, str], dict[str, str]] = {
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
     },
     ("triton", "cross_entropy"): {
-        "triton_impl.cross_entropy.rows:_cross_entropy_sum_kernel": "adds up the losses of rows, which is no rung's idea"
+        "triton_impl.cross_entropy.rows:_cross_entropy_sum_kernel": "adds up rows' losses, no rung's idea"
     },
     ("cuda", "attention"): {"attention_naive_fill_kernel": "writes the results of a call without keys"},
     ("cuda", "sum"): dict.fromkeys(

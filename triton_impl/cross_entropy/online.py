@@ -95,7 +95,7 @@ def _cross_entropy_backward_online_kernel(
     SMOOTHED: tl.constexpr, PENALIZED: tl.constexpr, MEAN: tl.constexpr, DIVISIBILITY: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """dx = g · (p · (1 + 2 · z_loss · lse) − kept · [x is the label's] − uniform), p = exp(x − max x) / Σ exp(x − max x).
+    """dx = g · (p · (1 + 2 · z_loss · lse) − kept · [x is the label's] − uniform), p = exp(x − max x) / row_sum.
 
     Grid: one program per block of a row's columns, those of a row next to each other. Layout: as the forward kernel's.
     """
@@ -128,9 +128,13 @@ def _cross_entropy_backward_online_kernel(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 _CONFIGS = ((8192, 16), (4096, 8), (8192, 8), (16384, 16), (16384, 32))
+_SMOOTHED_CONFIGS = ((4096, 8), (8192, 8), (4096, 16), (2048, 8))  # which keep more numbers per lane
 _BACKWARD_CONFIGS = ((4096, 8), (2048, 4), (8192, 8), (8192, 16))
 _KEY = ("n_cols", "SMOOTHED")
-_tuned = AutotunedKernel(_cross_entropy_online_kernel, blocks_of(*_CONFIGS), _KEY)
+_tuned = {
+    smoothed: AutotunedKernel(_cross_entropy_online_kernel, blocks_of(*configs), _KEY)
+    for smoothed, configs in ((False, _CONFIGS), (True, _SMOOTHED_CONFIGS))
+}
 _tuned_backward = AutotunedKernel(_cross_entropy_backward_online_kernel, blocks_of(*_BACKWARD_CONFIGS), _KEY)
 _launches = LaunchCache()
 
@@ -145,7 +149,7 @@ def _forward(
     def make() -> Launch:
         constants = {**options.constants(), "DIVISIBILITY": divisibility_of(n_cols, strides[7])}
         arguments = (n_rows, n_cols, *options.numbers(n_cols), *strides)
-        return _tuned(lambda meta: (n_rows,), tensors, arguments, constants)
+        return _tuned[constants["SMOOTHED"]](lambda meta: (n_rows,), tensors, arguments, constants)
 
     _launches.run(("forward", n_rows, n_cols, strides, options, input.dtype, input.device), make, tensors)
 
@@ -204,10 +208,8 @@ def _entry(kernel: object, dtype: str, shape: tuple[int, int], options: bool) ->
 
 
 AOT = [
-    _entry(kernel, dtype, configs[0], options)
-    for kernel, configs in (
-        (_cross_entropy_online_kernel, _CONFIGS),
-        (_cross_entropy_backward_online_kernel, _BACKWARD_CONFIGS),
-    )
-    for dtype, options in (("bf16", False), ("fp32", True))
+    _entry(_cross_entropy_online_kernel, "bf16", _CONFIGS[0], False),
+    _entry(_cross_entropy_online_kernel, "fp32", _SMOOTHED_CONFIGS[0], True),
+    _entry(_cross_entropy_backward_online_kernel, "bf16", _BACKWARD_CONFIGS[0], False),
+    _entry(_cross_entropy_backward_online_kernel, "fp32", _BACKWARD_CONFIGS[0], True),
 ]

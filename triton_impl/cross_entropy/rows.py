@@ -1,7 +1,7 @@
 """Shared by `naive` and `online`: how a row's label counts, the sum over rows, and the host code of both passes.
 
-The forward pass keeps two float32 numbers per row, its maximum and its sum of exponentials, from which the backward pass
-recomputes the probabilities. Their log-sum-exp alone would lose digits where logits are large.
+The forward pass keeps two float32 numbers per row, its maximum and its sum of exponentials. The backward pass
+recomputes the probabilities from them. Their log-sum-exp alone would lose digits where logits are large.
 """
 
 from __future__ import annotations
