@@ -28,6 +28,7 @@ LOWER, FLOAT32 = "lower precision", "float32"
 _POLICY = {
     "matmul": ("aten::matmul", LOWER),
     "linear": ("aten::linear", LOWER),
+    "linear_cross_entropy": ("aten::linear", LOWER),
     "attention": ("aten::scaled_dot_product_attention", LOWER),
     "attention_varlen": ("aten::scaled_dot_product_attention", LOWER),
     "softmax": ("aten::softmax.int", FLOAT32),

@@ -38,6 +38,7 @@ OPS: tuple[str, ...] = (
     "linear",
     "rope",
     "cross_entropy",
+    "linear_cross_entropy",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.

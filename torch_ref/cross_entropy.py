@@ -11,9 +11,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernel_ladder.semantics.cross_entropy import REDUCTIONS, check_labels, class_dim, rows_of
+from kernel_ladder.semantics.cross_entropy import check_labels, check_options, class_dim, rows_of
 from kernel_ladder.semantics.norms import computation_dtype
-from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors, names_of
+from kernel_ladder.spec import Case, ErrorCase, Spec, check_tensors
 from kernel_ladder.table import register, register_spec
 
 
@@ -72,24 +72,6 @@ def builtin(
     return (loss.to(wide) + z_loss * _reduced(square, kept, reduction)).to(input.dtype)
 
 
-def _check_numbers(ignore_index: object, reduction: object, label_smoothing: object, z_loss: object) -> None:
-    op = "cross_entropy"
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{op}: argument `ignore_index` must be an int, got {type(ignore_index).__name__}")
-    if reduction not in REDUCTIONS:
-        given = repr(reduction) if isinstance(reduction, str) else type(reduction).__name__
-        raise ValueError(f"{op}: argument `reduction` must be {' or '.join(map(repr, REDUCTIONS))}, got {given}")
-    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{op}: argument `{name}` must be a number, got {type(value).__name__}")
-    assert isinstance(label_smoothing, (int, float))
-    assert isinstance(z_loss, (int, float))
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{op}: argument `label_smoothing` must be from 0 to 1, got {label_smoothing}")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"{op}: argument `z_loss` must be at least 0 and finite, got {z_loss}")
-
-
 def check(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -101,28 +83,14 @@ def check(
 ) -> None:
     op = "cross_entropy"
     check_tensors(op, input=input)
-    if not isinstance(target, torch.Tensor):
-        raise TypeError(f"{op}: argument `target` must be a torch.Tensor, got {type(target).__name__}")
-    if target.dtype != torch.int64:
-        hint = "; probabilities of classes are not taken" if target.is_floating_point() else ""
-        raise TypeError(f"{op}: argument `target` has dtype {names_of([target.dtype])}; accepted is int64{hint}")
-    if target.device != input.device:
-        raise ValueError(
-            f"{op}: arguments `input` and `target` must be on the same device, got {input.device} and {target.device}"
-        )
-    _check_numbers(ignore_index, reduction, label_smoothing, z_loss)
+    check_options(op, ignore_index, reduction, label_smoothing, z_loss)
     if input.dim() == 0:
         raise ValueError(f"{op}: argument `input` must have a dimension of classes, got none")
     classes = input.shape[class_dim(input)]
-    expected = (*input.shape[:1], *input.shape[2:]) if input.dim() > 1 else ()
-    if target.shape != expected:
-        raise ValueError(
-            f"{op}: argument `target` must have the shape {tuple(expected)} of an `input` of shape "
-            f"{tuple(input.shape)} without its classes, got {tuple(target.shape)}"
-        )
     if classes == 0:
         raise ValueError(f"{op}: argument `input` must have at least one class, got shape {tuple(input.shape)}")
-    check_labels(target, classes, ignore_index)
+    rows = (*input.shape[:1], *input.shape[2:]) if input.dim() > 1 else ()
+    check_labels(op, input, target, rows, classes, ignore_index)
 
 
 def _case(
@@ -179,8 +147,8 @@ ERRORS = [
     _bad("int32", TypeError, "`target` has dtype int32; accepted is int64", _X, _Y.int()),
     _bad("scalar", ValueError, "`input` must have a dimension of classes", torch.zeros(()), torch.tensor(0)),
     _bad("no-classes", ValueError, r"at least one class, got shape \(3, 0\)", torch.zeros(3, 0), _Y),
-    _bad("rows", ValueError, r"`target` must have the shape \(3,\) .* got \(2,\)", _X, _Y[:2]),
-    _bad("images", ValueError, r"the shape \(2, 5\) .* got \(2, 3\)", torch.zeros(2, 3, 5), torch.zeros(2, 3).long()),
+    _bad("rows", ValueError, r"`target` must have shape \(3,\), .* got \(2,\)", _X, _Y[:2]),
+    _bad("images", ValueError, r"shape \(2, 5\), .* got \(2, 3\)", torch.zeros(2, 3, 5), torch.zeros(2, 3).long()),
     _bad("class-high", IndexError, "classes from 0 to 3, or -100 in rows to ignore, got 4", _X, _Y + 4),
     _bad("class-low", IndexError, "or 7 in rows to ignore, got -1", _X, _Y - 1, ignore_index=7),
     _bad("ignore-type", TypeError, "`ignore_index` must be an int, got float", _X, _Y, ignore_index=1.0),

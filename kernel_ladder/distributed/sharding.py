@@ -156,6 +156,13 @@ def _cross_entropy(input: Tensor, target: Tensor, *, reduction: str, **options: 
     return Rule((logits, rows), (rows if reduction == "none" else (),))
 
 
+def _linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, reduction: str, **options: Any
+) -> Rule:
+    rows: Names = _numbered(target.dim()) if reduction != "mean" else (None,) * target.dim()
+    return Rule(((*rows, None), (None, None), rows), (rows if reduction == "none" else (),))
+
+
 def _whole(*inputs: Tensor | None, **options: Any) -> Rule:
     """Of random masks: an element's random number depends on its position in the whole tensor."""
     whole = tuple([None if x is None else (None,) * x.dim() for x in inputs])
@@ -175,6 +182,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "gelu": _elementwise,
     "layer_norm": _norm,
     "linear": _linear,
+    "linear_cross_entropy": _linear_cross_entropy,
     "matmul": _matmul,
     "rms_norm": _norm,
     "rope": _rope,

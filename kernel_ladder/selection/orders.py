@@ -49,4 +49,5 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "torch.naive",
     ),
     "linear": ("torch.builtin",),
+    "linear_cross_entropy": ("torch.builtin",),
 }

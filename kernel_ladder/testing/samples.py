@@ -92,8 +92,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     - ``parameter``: of float32 beside 16-bit arguments, else of their dtype
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
     - ``rotations``: complex64 numbers of modulus one
-    - ``classes``: int64 labels of the first argument's classes, its second dimension or its only one;
-      ``some_classes``: every third is the option `ignore_index`; ``no_classes``: all are
+    - ``classes``: int64 labels of the first argument's classes, its second dimension or its only one; ``classes@1``:
+      of as many as the first dimension of argument 1; ``some_classes``: every third is the option `ignore_index`;
+      ``no_classes``: all are
     - ``offsets@1``: int32, from 0 up to the first dimension of argument 1, as :func:`offsets` gives them;
       ``offsets:0,3,7``: exactly these
     """
@@ -156,7 +157,8 @@ def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Ge
         return torch.tensor(offsets(rows, shape[0]), dtype=torch.int32, device=generator.device)
     if kind in _CLASSES:
         logits = case.shapes[0] or (1,)
-        found = torch.randint(logits[min(1, len(logits) - 1)], shape, generator=generator, device=generator.device)
+        classes = (case.shapes[int(detail)] or (1,))[0] if detail else logits[min(1, len(logits) - 1)]
+        found = torch.randint(classes, shape, generator=generator, device=generator.device)
         if kind != "classes":
             found.view(-1)[:: 3 if kind == "some_classes" else 1] = case.options["ignore_index"]
         return found

@@ -72,6 +72,11 @@ CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable, Callable]] = {
         lambda x, table: kl.rope(x.float(), table, backend="torch.naive").to(x.dtype),
     ),
     "cross_entropy": ((X, LABELS), kl.cross_entropy, F.cross_entropy),
+    "linear_cross_entropy": (
+        (X, SQUARE, LABELS),
+        kl.linear_cross_entropy,
+        lambda x, w, labels: F.cross_entropy(F.linear(x, w), labels),
+    ),
     "swiglu": ((X, Y), kl.swiglu, lambda g, u: F.silu(g) * u),
     "add_rms_norm": ((X, Y, VECTOR), kl.add_rms_norm, _add_norm),
     "bias_dropout_add_layer_norm": (

@@ -48,6 +48,9 @@ OUT = (torch.zeros(1), ValueError, r"`out` must be None, got Tensor: .* copy it 
 
 #: Arguments of which one value is taken: another, the error and what it says.
 REFUSED: dict[tuple[str, str], tuple[Any, type[Exception], str]] = {
+    ("linear_cross_entropy", "linear_bias"): (torch.ones(1), ValueError, r"`linear_bias` must be None, got Tensor"),
+    ("linear_cross_entropy", "weight"): (torch.ones(1), ValueError, r"`weight` must be None, got Tensor"),
+    ("linear_cross_entropy", "options"): ("on", ValueError, r"`options` must be None, got str: `backend` chooses"),
     ("cross_entropy", "weight"): (torch.ones(1), ValueError, r"`weight` must be None, got Tensor: .*reduction='none'"),
     ("cross_entropy", "size_average"): (True, ValueError, r"`size_average` must be None, got bool: .* `reduction`"),
     ("cross_entropy", "reduce"): (False, ValueError, r"`reduce` must be None, got bool: .* `reduction` takes"),

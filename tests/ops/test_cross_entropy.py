@@ -105,6 +105,36 @@ def test_labels_are_checked_on_the_host_alone():
     assert compiled(x, target).isnan()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_are_made_in_chunks(reduction, monkeypatch):
+    """No product of the triton level has all rows of the logits; gradients are added up over the chunks."""
+    skip_unless_available("linear_cross_entropy", "triton")
+    from triton_impl import linear_cross_entropy as chunked
+
+    shapes, product = [], chunked.product
+
+    def recorded(a, b, *more):
+        shapes.append((a.shape[0], b.shape[1]))
+        return product(a, b, *more)
+
+    monkeypatch.setattr(chunked, "product", recorded)
+    monkeypatch.setattr(chunked, "LEAST_ROWS", 16)
+    x, target = _rows(50, 24)
+    target = target % 21
+    target[7] = -100
+    weight = torch.randn(21, 24, device=DEVICE, requires_grad=True)
+    found = kl.linear_cross_entropy(x, weight, target, reduction=reduction, backend="triton.chunked")
+    expected = kl.linear_cross_entropy(x, weight, target, reduction=reduction, backend="torch.naive")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    grad = torch.linspace(1, 2, found.numel(), device=DEVICE).view(found.shape)
+    wanted = torch.autograd.grad(expected, (x, weight), grad)
+    for retained in (True, False):  # a second backward pass gives the same
+        gradients = torch.autograd.grad(found, (x, weight), grad, retain_graph=retained)
+        for a, b in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert max(rows for rows, classes in shapes if classes == 21) == 16
+
+
 def test_two_runs_give_the_same_bits():
     for variant in OURS:
         if kl.table.unavailable(variant.op, variant.level) is None:

@@ -86,6 +86,9 @@ CASES = {
         _case(f"{reduction}{s}", (9, 1100), (9,), kinds={1: "some_classes"}, **_entropy(reduction, s))
         for reduction, s in (("none", 0.0), ("mean", 0.1))
     ],
+    "linear_cross_entropy": [
+        _case("mean", (40, 24), (33, 24), (40,), kinds={2: "some_classes@1"}, wide_loss=False, **_entropy("mean", 0.1))
+    ],
     "add_rms_norm": [_case("rows", (9, 5, 40), (9, 5, 40), (40,), eps=1e-5)],
     "bias_dropout_add_layer_norm": [
         _case("rows", (3, 3, 40), (40,), (3, 3, 40), (40,), (40,), p=0.5, seed=3, eps=1e-5)

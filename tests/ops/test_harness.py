@@ -304,8 +304,13 @@ def entropy_without_smoothing(input, target, *, label_smoothing, **options):
     return kernel_ladder.cross_entropy(input, target, **options, backend="torch")
 
 
+def linear_entropy_of_twice_the_weight(input, linear_weight, target, **options):
+    return kernel_ladder.linear_cross_entropy(input, 2 * linear_weight, target, **options, backend="torch")
+
+
 ENTROPY = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
 LABELS = Case("", ((33, 65), (33,)), ENTROPY, kinds={1: "some_classes"})
+LINEAR_LABELS = Case("", ((33, 16), (65, 16), (33,)), {**ENTROPY, "wide_loss": False}, kinds={2: "classes@1"})
 SMOOTHED = Case("", ((33, 65), (33,)), {**ENTROPY, "label_smoothing": 0.1}, kinds={1: "classes"})
 ROPE = Case("", ((2, 9, 64), (9, 32)), {"interleaved": False, "offset": 0}, kinds={1: "rotations"})
 LAYER = Case("", ((33, 65), (34, 65), (34,)), {"activation": "gelu"})
@@ -342,6 +347,7 @@ WRONG = [
     ("cross_entropy", entropy_of_the_next_class, LABELS, torch.bfloat16),
     ("cross_entropy", entropy_over_every_row, LABELS, torch.bfloat16),
     ("cross_entropy", entropy_without_smoothing, SMOOTHED, torch.float32),
+    ("linear_cross_entropy", linear_entropy_of_twice_the_weight, LINEAR_LABELS, torch.bfloat16),
     ("rope", rope_of_other_pairs, ROPE, torch.bfloat16),
     ("rope", rope_of_the_next_position, ROPE, torch.bfloat16),
     ("rope", rope_by_opposite_angles, ROPE, torch.bfloat16),

@@ -139,7 +139,7 @@ _tuned_backward = AutotunedKernel(_cross_entropy_backward_online_kernel, blocks_
 _launches = LaunchCache()
 
 
-def _forward(
+def launch_forward(
     input: torch.Tensor, target: torch.Tensor, losses: torch.Tensor, stats: torch.Tensor, options: Options
 ) -> None:
     n_rows, n_cols = target.numel(), input.shape[-1]
@@ -151,10 +151,10 @@ def _forward(
         arguments = (n_rows, n_cols, *options.numbers(n_cols), *strides)
         return _tuned[constants["SMOOTHED"]](lambda meta: (n_rows,), tensors, arguments, constants)
 
-    _launches.run(("forward", n_rows, n_cols, strides, options, input.dtype, input.device), make, tensors)
+    _launches.run(("forward", n_rows, n_cols, strides, options, input.dtype, losses.dtype, input.device), make, tensors)
 
 
-def _backward(
+def launch_backward(
     grad_input: torch.Tensor,
     input: torch.Tensor,
     target: torch.Tensor,
@@ -176,10 +176,10 @@ def _backward(
             lambda meta: (n_rows * triton.cdiv(n_cols, meta["BLOCK"]),), tensors, arguments, constants
         )
 
-    _launches.run(("backward", n_rows, n_cols, strides, options, input.dtype, input.device), make, tensors)
+    _launches.run(("backward", n_rows, n_cols, strides, options, input.dtype, grad.dtype, input.device), make, tensors)
 
 
-PASSES = passes(_forward, _backward)
+PASSES = passes(launch_forward, launch_backward)
 
 
 _TYPES = {

@@ -119,6 +119,15 @@ def addressing(*tensors: torch.Tensor) -> list[int]:
     return pad_strides(*collapse(tensors[0].shape, *(t.stride() for t in tensors)))
 
 
+def launch_sum(
+    output: torch.Tensor, count: torch.Tensor, losses: torch.Tensor, target: torch.Tensor, options: Options
+) -> None:
+    """Write the sum or mean of the rows' losses, and with a mean the number of rows that it divides by."""
+    sizes = (target.numel(), options.ignore_index, *addressing(target))
+    arguments = (*sizes, options.reduction == "mean", SUM_BLOCK)
+    _sum_of[output.dtype](1, (losses, target, output, count), arguments)
+
+
 def passes(launch_forward: Forward, launch_backward: Backward) -> dict[str, Callable[..., Any]]:
     """A rung's ``forward`` and ``backward``."""
 
@@ -136,9 +145,7 @@ def passes(launch_forward: Forward, launch_backward: Backward) -> dict[str, Call
         if n_rows:
             launch_forward(rows_of(input), target, losses, stats, options)
         if options.reduced:
-            mean = options.reduction == "mean"
-            sizes = (n_rows, options.ignore_index, *addressing(target))
-            _sum_of[output.dtype](1, (losses, target, output, count), (*sizes, mean, SUM_BLOCK))
+            launch_sum(output, count, losses, target, options)
         return output, saved
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, None]:
