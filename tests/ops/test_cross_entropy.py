@@ -135,6 +135,16 @@ def test_logits_are_made_in_chunks(reduction, monkeypatch):
     assert max(rows for rows, classes in shapes if classes == 21) == 16
 
 
+def test_a_level_without_a_rung_says_so(scratch_table):
+    kl.table._variants["linear_cross_entropy", "xla"].clear()
+    x, target = _rows(3, 4)
+    for backend in ("xla", "xla.jit"):
+        with pytest.raises(
+            kl.UnavailableError, match=r"the xla level has no rung of it; .* are torch, compile, triton"
+        ):
+            kl.linear_cross_entropy(x, torch.ones(5, 4, device=DEVICE), target, backend=backend)
+
+
 def test_two_runs_give_the_same_bits():
     for variant in OURS:
         if kl.table.unavailable(variant.op, variant.level) is None:
