@@ -3,7 +3,7 @@
 Idea      A chunk of rows at a time: their logits, their loss, and its gradient written over the logits, from which both
           products of the backward pass follow at once (Hsu et al., Liger Kernel, arXiv:2410.10989). So memory holds the
           logits of one chunk alone, and no product is computed twice.
-Predicts  The time of three products, and 3·C·sizeof(T) bytes more for each row; memory of an eighth of the logits.
+Predicts  The time of three products, and 4·C·sizeof(T) bytes more for each row; memory of a tenth of the logits.
 Limit now The products, which are `tiled`'s of matmul; the weight's gradient is read and written once a chunk.
 Next      `persistent` products by tensor descriptors.
 
@@ -32,8 +32,8 @@ from triton_impl.runtime.aot import entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import CachedKernel, LaunchCache
 
-#: Chunks that the rows are cut into, and the least rows of one: fewer do not fill a GPU.
-CHUNKS, LEAST_ROWS = 12, 16 if interpreted() else 512
+#: Chunks that the rows are cut into at most, the least rows of one (fewer do not fill a GPU), and what divides those.
+CHUNKS, LEAST_ROWS, ROW_MULTIPLE = 12, *((16, 16) if interpreted() else (256, 128))
 #: Elements of a program that scales a gradient.
 BLOCK = 2048
 
@@ -103,8 +103,8 @@ def add_product(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def rows_of_chunk(n_rows: int) -> int:
-    """Rows of every chunk but the last: a multiple of 16, which keeps operands aligned."""
-    return max(LEAST_ROWS, triton.cdiv(triton.cdiv(n_rows, CHUNKS), 16) * 16)
+    """Rows of every chunk but the last: a multiple of a tile's, which keeps operands aligned too."""
+    return max(LEAST_ROWS, triton.cdiv(triton.cdiv(n_rows, CHUNKS), ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
