@@ -14,8 +14,7 @@ namespace {
 
 /// What the kernels know of a call. Rows are counted in row-major order, as labels are.
 struct Entropy {
-    Strided labels;  // and, in the backward pass, the gradient of each row's loss
-    Strided grads;
+    Strided labels, grads;  // `grads` of each row's loss, and `out_rows` of the logits' gradient: backward alone
     Rows in_rows, out_rows;
     int64_t rows, length, ignore_index;
     float kept, uniform, z_loss;
@@ -155,8 +154,8 @@ constexpr int ENTROPY_SUM_THREADS = 1024;
 /// that every run gives the same bits.
 template <typename T>
 __global__ void __launch_bounds__(ENTROPY_SUM_THREADS)
-    cross_entropy_sum_kernel(T* output, float* count, const float* losses, const int64_t* target,
-                             __grid_constant__ const Entropy entropy) {
+    cross_entropy_online_sum_kernel(T* output, float* count, const float* losses, const int64_t* target,
+                                    __grid_constant__ const Entropy entropy) {
     __shared__ float scratch[WARP];
     pdl_begin();
     float total = 0.0f, counted = 0.0f;
@@ -235,7 +234,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, con
                           [&](auto smoothed) { reduced ? run(0.0f, smoothed) : run(T{}, smoothed); });
         }
         if (reduced) {
-            launch_pdl(cross_entropy_sum_kernel<T>, 1, ENTROPY_SUM_THREADS, launch, pointer<T>(output),
+            launch_pdl(cross_entropy_online_sum_kernel<T>, 1, ENTROPY_SUM_THREADS, launch, pointer<T>(output),
                        pointer<float>(count), pointer<const float>(losses), labels, entropy);
         }
     });
@@ -286,7 +285,7 @@ void cross_entropy_kernel_attributes(std::vector<KernelAttributes>& attributes, 
         attributes.push_back(kernel_attributes<cross_entropy_backward_online_kernel<T, false>>(
             "cross_entropy_backward.online", ENTROPY_THREADS));
         attributes.push_back(
-            kernel_attributes<cross_entropy_sum_kernel<T>>("cross_entropy.online (sum)", ENTROPY_SUM_THREADS));
+            kernel_attributes<cross_entropy_online_sum_kernel<T>>("cross_entropy.online (sum)", ENTROPY_SUM_THREADS));
     });
 }
 
