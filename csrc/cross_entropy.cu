@@ -218,7 +218,8 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, con
     std::vector<int64_t> shape;
     if (!reduced) shape = layout.sizes;
     Tensor output = empty(input, input.scalar_type(), shape);
-    Tensor stats = empty(input, ScalarType::Float, {2 * entropy.rows}), count = empty(input, ScalarType::Float, {});
+    Tensor stats = empty(input, ScalarType::Float, {2 * entropy.rows});
+    Tensor count = empty(input, ScalarType::Float, {entropy.mean ? int64_t{1} : int64_t{0}});
     Tensor losses = reduced ? empty(input, ScalarType::Float, {entropy.rows}) : output;
     dispatch(input.scalar_type(), op, [&](auto zero) {
         using T = decltype(zero);
@@ -255,7 +256,7 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
     for (const Tensor* kept : {&stats, &count}) {
         KL_CHECK(kept->is_cuda() && kept->get_device_index() == input.get_device_index() && kept->is_contiguous() &&
                      kept->scalar_type() == ScalarType::Float &&
-                     kept->numel() == (kept == &stats ? 2 * entropy.rows : 1),
+                     kept->numel() == (kept == &stats ? 2 * entropy.rows : int64_t{entropy.mean}),
                  op, ": arguments `stats` and `count` must be those that cross_entropy returned");
     }
     Tensor grad_input = DenseLike(input).allocate(input);

@@ -16,8 +16,8 @@ OPTIONS = ("reduction", "ignore_index", "label_smoothing", "z_loss")
 def _without_data(input: torch.Tensor, target: torch.Tensor, reduction: str) -> tuple[torch.Tensor, ...]:
     """Output, each row's maximum and sum, and the count of a mean, in the shapes of the operator's results."""
     output = input.new_empty(target.shape if reduction == "none" else ())
-    rows = target.numel()
-    return output, input.new_empty(2 * rows, dtype=torch.float32), input.new_empty((), dtype=torch.float32)
+    sizes = 2 * target.numel(), int(reduction == "mean")
+    return output, *[input.new_empty(size, dtype=torch.float32) for size in sizes]
 
 
 def _register(name: str) -> None:

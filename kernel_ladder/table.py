@@ -161,7 +161,10 @@ def at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
         _load_all()
     elif (op, level) not in _unavailable:
         _load(op, level)
-    return _unavailable[op, level], _variants.get((op, level), {})
+    reason, climb = _unavailable[op, level], _variants.get((op, level), {})
+    if reason is None and not climb:
+        reason = f"the {level} level has no rung of {op}"
+    return reason, climb
 
 
 @untraced

@@ -205,12 +205,6 @@ def _candidates(
         raise BackendError(table.unknown_backend(op, backend, table.known_to(op), source))
     if reason is not None:
         raise UnavailableError(f"{op}: {source}backend {backend!r} is unavailable: {reason}")
-    if not climb:
-        others = [other for other in LEVELS if table.at_level(op, other)[1]]
-        raise UnavailableError(
-            f"{op}: {source}backend {backend!r} is unavailable: the {level} level has no rung of it; those that "
-            f"have one are {', '.join(others)}"
-        )
     rungs_of_level = tuple(_available(op, backend))
     return _with_rules(op, rungs_of_level, on_gpu and tabled) if backend == level else rungs_of_level
 

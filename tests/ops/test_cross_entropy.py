@@ -141,7 +141,7 @@ def test_a_level_without_a_rung_says_so(scratch_table):
     kl.table._variants["linear_cross_entropy", "triton"].clear()
     x, target = _rows(3, 4)
     for backend in ("triton", "triton.chunked"):
-        with pytest.raises(kl.UnavailableError, match=r"the triton level has no rung of it; .* are torch, compile"):
+        with pytest.raises(kl.UnavailableError, match="the triton level has no rung of linear_cross_entropy"):
             kl.linear_cross_entropy(x, torch.ones(5, 4, device=DEVICE), target, backend=backend)
 
 
