@@ -39,6 +39,7 @@ GROUPS = {
         "softmax/registers.cu",
         "softmax/multirow.cu",
         "softmax/cluster.cu",
+        "cross_entropy.cu",
     ],
     "softmax_dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu"],
     "products": [

@@ -287,6 +287,51 @@ def _quack_add_rms_norm() -> Call:
     return add_rms_norm
 
 
+def _plain_entropy(
+    input: torch.Tensor, target: torch.Tensor, *, label_smoothing: float, z_loss: float, **options: Any
+) -> str | None:
+    if input.dim() != 2:
+        return f"takes the rows of a matrix, got {input.dim()} dimensions"
+    return "takes neither label smoothing nor a z-loss" if label_smoothing or z_loss else None
+
+
+@QUACK.covers("cross_entropy", unsupported=_plain_entropy)
+def _quack_cross_entropy() -> Call:
+    from quack import cross_entropy
+
+    def run(input: torch.Tensor, target: torch.Tensor, *, ignore_index: int, reduction: str, **options: Any) -> Any:
+        loss = cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
+        return loss.to(input.dtype)  # of float32 there
+
+    return run
+
+
+def _liger_entropy(input: torch.Tensor, target: torch.Tensor, **options: Any) -> str | None:
+    if input.dim() != 2:
+        return f"takes the rows of a matrix, got {input.dim()} dimensions"
+    # Nothing is left for a backward pass, and the logits of the next round would be gradients.
+    return "its forward pass writes the gradient over the logits" if input.requires_grad else None
+
+
+@LIGER.covers("cross_entropy", unsupported=_liger_entropy)
+def _liger_cross_entropy() -> Call:
+    from liger_kernel.ops import LigerCrossEntropyFunction
+
+    def cross_entropy(
+        input: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+        z_loss: float,
+    ) -> torch.Tensor:
+        given = (input, target, None, ignore_index, z_loss, label_smoothing, reduction)
+        return LigerCrossEntropyFunction.apply(*given)[0]
+
+    return cross_entropy
+
+
 def _unaligned_matrices(input: torch.Tensor, other: torch.Tensor) -> str | None:
     if input.dim() != 2 or other.dim() != 2:
         return f"its differentiable product takes two matrices, got {input.dim()} and {other.dim()} dimensions"

@@ -18,7 +18,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-import torch.nn.functional as F
 
 from kernel_ladder import nn
 from kernel_ladder.errors import UnavailableError
@@ -106,6 +105,7 @@ def train(config: Config, backend: str, autocast: bool = ON_GPU) -> Run:
     """
     torch.manual_seed(config.seed)
     model = GPT(config, backend).to(DEVICE)
+    loss_of = nn.CrossEntropy(backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     run, seconds = Run(), []
     if ON_GPU:
@@ -114,7 +114,7 @@ def train(config: Config, backend: str, autocast: bool = ON_GPU) -> Run:
         started = time.perf_counter()
         with torch.autocast(DEVICE.type, torch.bfloat16) if autocast else nullcontext():
             logits = model(piece[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), piece[:, 1:].flatten())
+            loss = loss_of(logits.flatten(0, 1), piece[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

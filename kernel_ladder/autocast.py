@@ -28,9 +28,11 @@ LOWER, FLOAT32 = "lower precision", "float32"
 _POLICY = {
     "matmul": ("aten::matmul", LOWER),
     "linear": ("aten::linear", LOWER),
+    "linear_cross_entropy": ("aten::linear", LOWER),
     "attention": ("aten::scaled_dot_product_attention", LOWER),
     "attention_varlen": ("aten::scaled_dot_product_attention", LOWER),
     "softmax": ("aten::softmax.int", FLOAT32),
+    "cross_entropy": ("aten::cross_entropy_loss", FLOAT32),
     "sum": ("aten::sum.dim_IntList", FLOAT32),
     "layer_norm": ("aten::layer_norm", FLOAT32),
     "rms_norm": ("aten::rms_norm", FLOAT32),
@@ -55,6 +57,8 @@ def policy(op: str, device_type: str) -> str | None:
     PyTorch's dispatcher is asked, because the lists grow: CUDA's has rms_norm from some version on.
     """
     operator, kind = _POLICY.get(op, ("", ""))
+    if op == "cross_entropy" and device_type != "cpu":  # CUDA's list has the softmax that it consists of
+        operator = "aten::log_softmax.int"
     key = f"Autocast{device_type.upper()}"
     return kind if operator and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key) else None
 

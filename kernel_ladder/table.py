@@ -38,6 +38,8 @@ OPS: tuple[str, ...] = (
     "bias_dropout_add_layer_norm",
     "linear",
     "rope",
+    "cross_entropy",
+    "linear_cross_entropy",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.
@@ -166,7 +168,10 @@ def at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
         _load_all()
     elif (op, level) not in _unavailable:
         _load(op, level)
-    return _unavailable[op, level], _variants.get((op, level), {})
+    reason, climb = _unavailable[op, level], _variants.get((op, level), {})
+    if reason is None and not climb:
+        reason = f"the {level} level has no rung of {op}"
+    return reason, climb
 
 
 @untraced

@@ -27,6 +27,8 @@ SHORTHAND: dict[tuple[str, int], Callable[..., tuple[tuple[int, ...], ...]]] = {
     ("matmul", 3): lambda m, n, k: ((m, k), (k, n)),
     ("linear", 3): lambda m, n, k: ((m, k), (n, k), (n,)),
     ("bias_gelu", 2): lambda m, n: ((m, n), (n,)),
+    ("cross_entropy", 2): lambda m, n: ((m, n), (m,)),
+    ("linear_cross_entropy", 3): lambda n, k, c: ((n, k), (c, k), (n,)),
     ("rope", 4): lambda b, h, s, d: ((b, h, s, d), (s, d // 2)),
     ("swiglu", 2): lambda m, n: ((m, n), (m, n)),
     ("attention", 4): lambda b, h, s, d: ((b, h, s, d),) * 3,

@@ -182,6 +182,13 @@ const std::vector<Schema>& schemas() {
         KL_OP("rope.naive(Tensor input, Tensor table, bool interleaved, bool backward) -> Tensor", rope_naive),
         KL_OP("rope.vectorized(Tensor input, Tensor table, bool interleaved, bool backward) -> Tensor",
               rope_vectorized),
+        KL_OP(
+            "cross_entropy.online(Tensor input, Tensor target, str reduction, int ignore_index, float label_smoothing,"
+            " float z_loss) -> (Tensor, Tensor, Tensor)",
+            cross_entropy_online),
+        KL_OP("cross_entropy_backward.online(Tensor grad, Tensor input, Tensor target, Tensor stats, Tensor count,"
+              " str reduction, int ignore_index, float label_smoothing, float z_loss) -> Tensor",
+              cross_entropy_backward_online),
         // The rungs from `registers` on share the backward pass of that name.
         KL_NORM(layer_norm, naive, KL_LAYER_NORM),
         KL_NORM(layer_norm, block, KL_LAYER_NORM),
@@ -313,6 +320,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     bias_gelu_kernel_attributes(attributes, dtype);
     swiglu_kernel_attributes(attributes, dtype);
     rope_kernel_attributes(attributes, dtype);
+    cross_entropy_kernel_attributes(attributes, dtype);
     layer_norm_kernel_attributes(attributes, dtype);
     rms_norm_kernel_attributes(attributes, dtype);
     add_rms_norm_kernel_attributes(attributes, dtype);

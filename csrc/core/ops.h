@@ -276,6 +276,15 @@ Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bo
 Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward);
 void rope_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
+// cross_entropy.cu: forward gives the output, each row's maximum and sum, and of a mean the number of its rows
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, const Tensor& target,
+                                                        const std::string& reduction, int64_t ignore_index,
+                                                        double label_smoothing, double z_loss);
+Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, const Tensor& target, const Tensor& stats,
+                                     const Tensor& count, const std::string& reduction, int64_t ignore_index,
+                                     double label_smoothing, double z_loss);
+void cross_entropy_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+
 // linear.cu, matmul/: output, and what stood before the bias where `keep`, else a tensor of no elements.
 std::tuple<Tensor, Tensor> linear_naive(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                         const std::string& activation, bool keep);

@@ -49,7 +49,7 @@ def call(op: str, inputs: Inputs, options: Options, run: Callable[[Inputs], Any]
     )
     if not rule.names():  # an operation that needs its tensors whole gives back the first's own shards
         first = tuple([p if isinstance(p, (Shard, Replicate)) else Replicate() for p in inputs[0].placements])
-        outputs = tuple([y.redistribute(mesh, first) for y in outputs])
+        outputs = tuple([y.redistribute(mesh, first) if y.dim() == inputs[0].dim() else y for y in outputs])
     return outputs if isinstance(result, tuple) else outputs[0]
 
 

@@ -152,6 +152,20 @@ def _rope(input: Tensor, freqs_cis: Tensor, **options: Any) -> Rule:
     return Rule((dims, (None, None)), (dims,))
 
 
+def _cross_entropy(input: Tensor, target: Tensor, *, reduction: str, **options: Any) -> Rule:
+    # The divisor of a mean depends on every label, so its rows stay whole.
+    rows: Names = _numbered(target.dim()) if reduction != "mean" else (None,) * target.dim()
+    logits = (*rows[:1], None, *rows[1:]) if input.dim() > 1 else (None,)
+    return Rule((logits, rows), (rows if reduction == "none" else (),))
+
+
+def _linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, reduction: str, **options: Any
+) -> Rule:
+    rows: Names = _numbered(target.dim()) if reduction != "mean" else (None,) * target.dim()
+    return Rule(((*rows, None), (None, None), rows), (rows if reduction == "none" else (),))
+
+
 def _whole(*inputs: Tensor | None, **options: Any) -> Rule:
     """Of random masks: an element's random number depends on its position in the whole tensor."""
     whole = tuple([None if x is None else (None,) * x.dim() for x in inputs])
@@ -166,10 +180,12 @@ RULES: dict[str, Callable[..., Rule]] = {
     "attention_varlen": _attention_varlen,
     "bias_dropout_add_layer_norm": _whole,
     "bias_gelu": _elementwise,
+    "cross_entropy": _cross_entropy,
     "dropout": _whole,
     "gelu": _elementwise,
     "layer_norm": _norm,
     "linear": _linear,
+    "linear_cross_entropy": _linear_cross_entropy,
     "matmul": _matmul,
     "rms_norm": _norm,
     "rope": _rope,

@@ -6,6 +6,7 @@ takes ``backend=`` besides, which is checked when it is set, and which defaults 
 """
 
 from kernel_ladder.nn.attention import GroupedQueryAttention, KVCache, MultiheadAttention
+from kernel_ladder.nn.cross_entropy import CrossEntropy
 from kernel_ladder.nn.dropout import Dropout
 from kernel_ladder.nn.linear import GELU, Linear
 from kernel_ladder.nn.mlp import GeluMLP, SwigluMLP
@@ -13,6 +14,7 @@ from kernel_ladder.nn.norms import LayerNorm, RMSNorm
 
 __all__ = [
     "GELU",
+    "CrossEntropy",
     "Dropout",
     "GeluMLP",
     "GroupedQueryAttention",

@@ -14,7 +14,8 @@ from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gradient
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
-KINDS = ("boolean", "hidden_rows", "offsets", "parameter", "rotations")
+_CLASSES = ("classes", "some_classes", "no_classes")
+KINDS = ("boolean", "hidden_rows", "offsets", "parameter", "rotations", *_CLASSES)
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -68,7 +69,8 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             return None if shape is None else _layout(shape, case.layout_of(place), make)
         if case.kinds[place] == "parameter":
             return make(shape).to(computation_dtype(dtype))
-        kind = {"offsets": torch.int32, "rotations": torch.complex64}.get(_kind(case, place)[0], torch.bool)
+        integers = {"offsets": torch.int32, **dict.fromkeys(_CLASSES, torch.int64)}
+        kind = {**integers, "rotations": torch.complex64}.get(_kind(case, place)[0], torch.bool)
         return torch.empty(shape, dtype=kind, device=device)
 
     return tuple(argument(place, shape) for place, shape in enumerate(case.shapes))
@@ -90,6 +92,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     - ``parameter``: of float32 beside 16-bit arguments, else of their dtype
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
     - ``rotations``: complex64 numbers of modulus one
+    - ``classes``: int64 labels of the first argument's classes, its second dimension or its only one; ``classes@1``:
+      of as many as the first dimension of argument 1; ``some_classes``: every third is the option `ignore_index`;
+      ``no_classes``: all are
     - ``offsets@1``: int32, from 0 up to the first dimension of argument 1, as :func:`offsets` gives them;
       ``offsets:0,3,7``: exactly these
     """
@@ -150,6 +155,13 @@ def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Ge
     if kind == "offsets":
         (rows, *_) = case.shapes[int(detail)] or (0,)
         return torch.tensor(offsets(rows, shape[0]), dtype=torch.int32, device=generator.device)
+    if kind in _CLASSES:
+        logits = case.shapes[0] or (1,)
+        classes = (case.shapes[int(detail)] or (1,))[0] if detail else logits[min(1, len(logits) - 1)]
+        found = torch.randint(classes, shape, generator=generator, device=generator.device)
+        if kind != "classes":
+            found.view(-1)[:: 3 if kind == "some_classes" else 1] = case.options["ignore_index"]
+        return found
     if kind == "rotations":
         angles = 2 * torch.pi * torch.rand(shape, generator=generator, device=generator.device)
         return torch.polar(torch.ones_like(angles), angles)

@@ -285,6 +285,16 @@ def test_reasons_of_row_kernels():
     assert "at most 65536" in _reason(peers.LIGER, "softmax", (4, 65537), dim=-1)
 
 
+def test_reasons_of_losses():
+    plain = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
+    for peer in (peers.LIGER, peers.QUACK):
+        assert _reason(peer, "cross_entropy", (4, 8), (4,), **plain) is None
+        assert "3 dimensions" in _reason(peer, "cross_entropy", (4, 8, 2), (4, 2), **plain)
+    assert "neither" in _reason(peers.QUACK, "cross_entropy", (4, 8), (4,), **{**plain, "z_loss": 0.1})
+    logits = torch.empty(4, 8, device="meta", requires_grad=True)
+    assert "over the logits" in peers.LIGER.adapters["cross_entropy"].unsupported(logits, logits[:, 0], **plain)
+
+
 def test_reasons_of_products():
     assert _reason(peers.QUACK_GEMM, "matmul", (8, 16), (16, 24)) is None
     assert "multiples of 8" in _reason(peers.QUACK_GEMM, "matmul", (7, 16), (16, 24))

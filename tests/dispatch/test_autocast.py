@@ -27,6 +27,7 @@ def _row(*shape: int) -> torch.Tensor:
 
 X, Y, SQUARE, VECTOR = _row(6, 16), _row(6, 16) + 0.5, _row(16, 16), _row(16) + 2
 HEADS = _row(2, 2, 8, 16)
+LABELS = torch.tensor([0, 5, -100, 15, 3, 7])
 OFFSETS = torch.tensor([0, 8], dtype=torch.int32)
 
 
@@ -69,6 +70,12 @@ CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable, Callable]] = {
         (HEADS, torch.polar(torch.ones(8, 8), torch.arange(64.0).view(8, 8))),
         kl.rope,
         lambda x, table: kl.rope(x.float(), table, backend="torch.naive").to(x.dtype),
+    ),
+    "cross_entropy": ((X, LABELS), kl.cross_entropy, F.cross_entropy),
+    "linear_cross_entropy": (
+        (X, SQUARE, LABELS),
+        kl.linear_cross_entropy,
+        lambda x, w, labels: F.cross_entropy(F.linear(x, w), labels),
     ),
     "swiglu": ((X, Y), kl.swiglu, lambda g, u: F.silu(g) * u),
     "add_rms_norm": ((X, Y, VECTOR), kl.add_rms_norm, _add_norm),

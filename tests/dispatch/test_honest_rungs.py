@@ -33,6 +33,9 @@ SHARED: dict[tuple[str, str], dict[str, str]] = {
         " loads serves every rung on Hopper where TMA cannot read an operand and a padded copy does not pay",
         "matmul_persistent_pad_kernel": "pads operands that TMA cannot read",
     },
+    ("triton", "cross_entropy"): {
+        "triton_impl.cross_entropy.rows:_cross_entropy_sum_kernel": "adds up rows' losses, no rung's idea"
+    },
     **{
         ("cuda", op): {"attention_naive_fill_kernel": "writes the results of a call without keys"}
         for op in ("attention", "attention_varlen")

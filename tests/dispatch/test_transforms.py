@@ -13,7 +13,7 @@ from kernel_ladder import UnsupportedError
 from kernel_ladder.spec import Inputs, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, elements, plain_cases, public, skip_unless_it_runs
+from ..conftest import DEVICE, elements, plain_cases, public, skip_unless_available, skip_unless_it_runs
 
 LEVELS = [level for level in kernel_ladder.LEVELS if level != "cuda" or DEVICE.type == "cuda"]
 
@@ -31,6 +31,7 @@ def small_case(op: str):
 
 
 def skip_unless_differentiable(op: str, level: str) -> None:
+    skip_unless_available(op, level)
     skip_unless_it_runs(kernel_ladder.variants(op, level)[-1])
     if (op, level) == ("attention_varlen", "cuda"):
         pytest.skip("takes 16 bits alone, in which rungs differ that read other strides")
@@ -126,6 +127,7 @@ def test_auto_in_a_transform_is_pytorchs_own(op, transform):
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "torch"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_kernel_in_a_transform_is_refused(op, level, transform):
+    skip_unless_available(op, level)
     skip_unless_it_runs(kernel_ladder.variants(op, level)[-1])
     function, x = of_first_input(op)
     who = "forward-mode differentiation" if transform is under_duals else "torch.func"

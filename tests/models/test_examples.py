@@ -32,7 +32,7 @@ def tiny(example):
 
 @pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
 def test_each_level_follows_the_formulas_curve(example, tiny, level):
-    for op in ("layer_norm", "linear", "attention"):
+    for op in ("layer_norm", "linear", "attention", "cross_entropy"):
         skip_unless_available(op, level)
     expected = example.train(tiny, "torch.naive", autocast=False).losses
     found = example.train(tiny, level, autocast=False).losses

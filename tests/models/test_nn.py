@@ -26,6 +26,7 @@ PAIRS = {
     "linear_no_bias": (nn.Linear, torch.nn.Linear, (24, 16, False), {}, (5, 24)),
     "gelu": (nn.GELU, torch.nn.GELU, ("tanh",), {}, (3, 7)),
     "dropout": (nn.Dropout, torch.nn.Dropout, (0.25,), {}, (3, 7)),
+    "cross_entropy": (nn.CrossEntropy, torch.nn.CrossEntropyLoss, (), {"label_smoothing": 0.1}, (6, 9)),
     "attention": (nn.MultiheadAttention, torch.nn.MultiheadAttention, (32, 2), {}, (5, 2, 32)),
 }
 OWN = {
@@ -47,7 +48,7 @@ def ops_of(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", [name for name in PAIRS if name not in ("dropout", "attention")])
+@pytest.mark.parametrize("name", [name for name in PAIRS if name not in ("dropout", "attention", "cross_entropy")])
 def test_as_pytorchs_module(name, level):
     for op in ops_of(name):
         skip_unless_available(op, level)
@@ -64,6 +65,33 @@ def test_as_pytorchs_module(name, level):
     wanted = torch.autograd.grad(expected.sin().sum(), (x, *plain.parameters()))
     for a, b in zip(torch.autograd.grad(found.sin().sum(), (x, *ours.parameters())), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_loss_as_pytorchs(level):
+    skip_unless_available("cross_entropy", level)
+    x = torch.randn(6, 9, device=DEVICE, requires_grad=True)
+    target = torch.tensor([0, 8, 3, 3, 1, 7], device=DEVICE)
+    for options in ({}, {"ignore_index": 3, "reduction": "sum"}, {"label_smoothing": 0.1, "reduction": "none"}):
+        expected = torch.nn.CrossEntropyLoss(**options)(x, target)
+        found = nn.CrossEntropy(**options, backend=level)(x, target)
+        torch.testing.assert_close(found, expected)
+        wanted = torch.autograd.grad(expected.sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), x), wanted)
+    penalized = nn.CrossEntropy(z_loss=0.5, backend=level)
+    assert "z_loss=0.5, backend=" in repr(penalized)
+    torch.testing.assert_close(
+        penalized(x, target), torch.nn.CrossEntropyLoss()(x, target) + 0.5 * x.logsumexp(-1).square().mean()
+    )
+
+
+def test_a_loss_without_weights_of_classes():
+    with pytest.raises(ValueError, match="CrossEntropy: argument `weight` must be None, got Tensor"):
+        nn.CrossEntropy(torch.ones(3))
+    with pytest.raises(ValueError, match="argument `reduce` must be None, got True"):
+        nn.CrossEntropy(reduce=True)
+    with pytest.raises(ValueError, match="'max'"):
+        nn.CrossEntropy(reduction="max")(torch.zeros(2, 3), torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *OWN])
@@ -99,7 +127,9 @@ def test_an_unavailable_backend_fails_at_construction():
             assert reason
 
 
-@pytest.mark.parametrize("name", [n for n in (*PAIRS, *OWN) if n not in ("gelu", "dropout", "rms_norm_bare")])
+@pytest.mark.parametrize(
+    "name", [n for n in (*PAIRS, *OWN) if n not in ("gelu", "dropout", "rms_norm_bare", "cross_entropy")]
+)
 def test_meta_device_and_reset_parameters(name):
     module = make(name, device="meta")
     assert all(p.is_meta for p in module.parameters())

@@ -71,6 +71,10 @@ def compiled_on_cpu(op: str) -> list[int]:
 XLA_STRIDE = 3 if DEVICE.type == "cuda" else 11
 
 
+#: Operations whose compiled code is of kinds that others' samples try in every dtype and layout: reductions of rows.
+COMPILED_ONCE = ("cross_entropy", "linear_cross_entropy")
+
+
 def has_formula(op: str) -> bool:
     """Whether the compile level has the formula as well, which is what its compiler is tried on."""
     return any(v.name == "compile.formula" for v in table.variants(op, "compile"))
@@ -92,7 +96,8 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
             by_turns = index == 0 or DTYPES.index(dtype) == index // 7 % len(DTYPES)
             return index % 7 == 0 and (backward or by_turns)
         few = compiled_on_cpu(variant.op)
-        if index not in few[: 1 if variant.name == "compile.default" and has_formula(variant.op) else None]:
+        one = variant.op in COMPILED_ONCE or (variant.name == "compile.default" and has_formula(variant.op))
+        if index not in few[: 1 if one else None]:
             return False
         turn = few.index(index)
         return DTYPES.index(dtype) == turn % len(DTYPES) and (backward or turn == 0)

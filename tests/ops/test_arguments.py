@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import kernel_ladder
 from kernel_ladder import UnsupportedError, table
+from kernel_ladder.semantics.cross_entropy import REDUCTIONS
 from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
 from kernel_ladder.spec import DTYPES, as_tuple, has_gradient, names_of
 from kernel_ladder.testing.deviation import compare
@@ -36,6 +37,7 @@ STANDS_FOR: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "dropout": (F.dropout, (F.dropout,)),
     "layer_norm": (F.layer_norm, (F.layer_norm,)),
     "rms_norm": (F.rms_norm, (F.rms_norm,)),
+    "cross_entropy": (F.cross_entropy, (F.cross_entropy,)),
     "linear": (F.linear, (aten.linear.default, aten.linear.out)),
 }
 
@@ -46,6 +48,12 @@ OUT = (torch.zeros(1), ValueError, r"`out` must be None, got Tensor: .* copy it 
 
 #: Arguments of which one value is taken: another, the error and what it says.
 REFUSED: dict[tuple[str, str], tuple[Any, type[Exception], str]] = {
+    ("linear_cross_entropy", "linear_bias"): (torch.ones(1), ValueError, r"`linear_bias` must be None, got Tensor"),
+    ("linear_cross_entropy", "weight"): (torch.ones(1), ValueError, r"`weight` must be None, got Tensor"),
+    ("linear_cross_entropy", "options"): ("on", ValueError, r"`options` must be None, got str: `backend` chooses"),
+    ("cross_entropy", "weight"): (torch.ones(1), ValueError, r"`weight` must be None, got Tensor: .*reduction='none'"),
+    ("cross_entropy", "size_average"): (True, ValueError, r"`size_average` must be None, got bool: .* `reduction`"),
+    ("cross_entropy", "reduce"): (False, ValueError, r"`reduce` must be None, got bool: .* `reduction` takes"),
     **{(op, "out"): OUT for op in ("gelu", "softmax", "matmul", "add", "sum", "linear")},
     ("add", "alpha"): (2, ValueError, r"`alpha` must be 1, got 2; multiply `other` by it beforehand"),
     ("dropout", "inplace"): (True, ValueError, r"`inplace` must be False, got True"),
@@ -176,6 +184,10 @@ def integers(*shape: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.randint(-3, 4, shape)
 
 
+def classes(*shape: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.randint(5, shape)
+
+
 def boolean(*shape: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.rand(shape).round().bool().index_fill(-1, torch.tensor(0), True)
 
@@ -212,6 +224,11 @@ CALLS = [
     Call("rms_norm", "negative-eps", [(5, 32)], ((32,), None, -1e-3), arguments=names("normalized_shape", "eps")),
     Call("rms_norm", "parameters", [(5, 4, 8)], (), {"normalized_shape": [4, 8], "weight": None}),
     Call("rms_norm", "below-zero", [(5, 32)], ((32,),), {"eps": -1e3}),
+    Call("cross_entropy", "all", [(6, 5), classes(6)], (None, None, 2, None, "sum", 0.1),
+         arguments=names("ignore_index", "reduction", "label_smoothing")),
+    Call("cross_entropy", "mean", [(6, 5), classes(6)]),
+    Call("cross_entropy", "vector", [(5,), classes()]),
+    Call("cross_entropy", "images", [(3, 5, 2), classes(3, 2)], (), {"reduction": "none"}),
     Call("linear", "vector-weight", [(3, 7), (7,)]),
     Call("linear", "vectors", [(7,), (7,)], (), {"bias": None}),
     Call("linear", "vectors-bias", [(7,), (7,), ()]),
@@ -382,7 +399,12 @@ def test_a_bad_dtype(op, backend):
 # Every message that refuses an argument's type lists all that is accepted in its place.
 
 #: Texts that an argument takes.
-TEXTS = {"approximate": ("none", "tanh"), "is_causal": ("lower_right",), "activation": tuple(ACTIVATIONS)}
+TEXTS = {
+    "approximate": ("none", "tanh"),
+    "is_causal": ("lower_right",),
+    "activation": tuple(ACTIVATIONS),
+    "reduction": REDUCTIONS,
+}
 
 #: What an annotation's part is called.
 CALLED = {

@@ -123,7 +123,27 @@ def rotations(shape: tuple[int, ...], largest: float) -> torch.Tensor:
     return torch.polar(torch.ones(shape), torch.arange(1.0, 1.0 + math.prod(shape)).view(shape))
 
 
+def classes(shape: tuple[int, ...], largest: float) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).view(shape) * 7 % 40
+
+
 EXTREMES: dict[str, list[Extreme]] = {
+    "cross_entropy": [
+        Extreme(
+            "spread",
+            (((5, 40), spread(0.4)), ((5,), classes)),
+            {"ignore_index": -100, "reduction": "none", "label_smoothing": 0.0, "z_loss": 0.0},
+            SUMS,
+        ),
+    ],
+    "linear_cross_entropy": [
+        Extreme(
+            "spread",
+            (((5, 1), spread(0.1)), ((40, 1), normal), ((5,), classes)),
+            {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0, "wide_loss": False},
+            SUMS,
+        ),
+    ],
     "rope": [
         Extreme(f"{form}", (((3, 9, 80), spread(0.4)), ((9, 32), rotations)), {"interleaved": form, "offset": 0}, SUMS)
         for form in (False, True)

@@ -32,6 +32,12 @@ def _case(id: str, *shapes: tuple[int, ...], kinds: dict[int, str] | None = None
 
 _ROW = {"normalized_shape": (40,), "eps": 1e-5}
 _ATTENTION = {"is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def _entropy(reduction: str, label_smoothing: float) -> dict[str, object]:
+    return {"ignore_index": -100, "reduction": reduction, "label_smoothing": label_smoothing, "z_loss": 0.0}
+
+
 _PACKED = {3: "offsets:0,4,19", 4: "offsets:0,7,21"}
 
 #: No dimension of one element, which has no step; lengths that no tile divides, and rows past one tile of each kernel.
@@ -75,6 +81,13 @@ CASES = {
     "rope": [
         _case(f"{form}", (3, 9, 48), (9, 16), kinds={1: "rotations"}, interleaved=form == "pairs", offset=0)
         for form in ("halves", "pairs")
+    ],
+    "cross_entropy": [
+        _case(f"{reduction}{s}", (9, 1100), (9,), kinds={1: "some_classes"}, **_entropy(reduction, s))
+        for reduction, s in (("none", 0.0), ("mean", 0.1))
+    ],
+    "linear_cross_entropy": [
+        _case("mean", (40, 24), (33, 24), (40,), kinds={2: "some_classes@1"}, wide_loss=False, **_entropy("mean", 0.1))
     ],
     "add_rms_norm": [_case("rows", (9, 5, 40), (9, 5, 40), (40,), eps=1e-5)],
     "bias_dropout_add_layer_norm": [

@@ -291,6 +291,27 @@ def rope_by_opposite_angles(input, freqs_cis, *, interleaved, offset):
     return kernel_ladder.rope(input, freqs_cis.conj(), interleaved=interleaved, offset=offset, backend="torch")
 
 
+def entropy_of_the_next_class(input, target, **options):
+    return kernel_ladder.cross_entropy(input.roll(1, -1), target, **options, backend="torch")
+
+
+def entropy_over_every_row(input, target, *, ignore_index, reduction, **options):
+    rows = kernel_ladder.cross_entropy(input, target, ignore_index=ignore_index, reduction="none", backend="torch")
+    return rows.mean()
+
+
+def entropy_without_smoothing(input, target, *, label_smoothing, **options):
+    return kernel_ladder.cross_entropy(input, target, **options, backend="torch")
+
+
+def linear_entropy_of_twice_the_weight(input, linear_weight, target, **options):
+    return kernel_ladder.linear_cross_entropy(input, 2 * linear_weight, target, **options, backend="torch")
+
+
+ENTROPY = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0}
+LABELS = Case("", ((33, 65), (33,)), ENTROPY, kinds={1: "some_classes"})
+LINEAR_LABELS = Case("", ((33, 16), (65, 16), (33,)), {**ENTROPY, "wide_loss": False}, kinds={2: "classes@1"})
+SMOOTHED = Case("", ((33, 65), (33,)), {**ENTROPY, "label_smoothing": 0.1}, kinds={1: "classes"})
 ROPE = Case("", ((2, 9, 64), (9, 32)), {"interleaved": False, "offset": 0}, kinds={1: "rotations"})
 LAYER = Case("", ((33, 65), (34, 65), (34,)), {"activation": "gelu"})
 DROPOUT = {"p": 0.1, "seed": 42}
@@ -323,6 +344,10 @@ WRONG = [
     ("linear", linear_activated_before_its_bias, LAYER, torch.bfloat16),
     ("swiglu", swiglu_of_swapped_operands, Case("", ((64, 65),) * 2), torch.bfloat16),
     ("swiglu", swiglu_without_the_product, Case("", ((64, 65),) * 2), torch.bfloat16),
+    ("cross_entropy", entropy_of_the_next_class, LABELS, torch.bfloat16),
+    ("cross_entropy", entropy_over_every_row, LABELS, torch.bfloat16),
+    ("cross_entropy", entropy_without_smoothing, SMOOTHED, torch.float32),
+    ("linear_cross_entropy", linear_entropy_of_twice_the_weight, LINEAR_LABELS, torch.bfloat16),
     ("rope", rope_of_other_pairs, ROPE, torch.bfloat16),
     ("rope", rope_of_the_next_position, ROPE, torch.bfloat16),
     ("rope", rope_by_opposite_angles, ROPE, torch.bfloat16),

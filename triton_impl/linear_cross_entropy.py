@@ -1,0 +1,244 @@
+"""linear_cross_entropy, rung 1 of 1: chunked
+
+Idea      A chunk of rows at a time: their logits, their loss, and its gradient written over the logits, from which both
+          products of the backward pass follow at once (Hsu et al., Liger Kernel, arXiv:2410.10989). So memory holds the
+          logits of one chunk alone, and no product is computed twice.
+Predicts  The time of three products, and 4·C·sizeof(T) bytes more for each row; memory of a tenth of the logits.
+Limit now The products, which are `tiled`'s of matmul; the weight's gradient is read and written once a chunk.
+Next      `persistent` products by tensor descriptors.
+
+Where the gradient of every row's loss is another one, as without a reduction, the backward pass computes the logits
+again. Shared openly: the products of ``matmul/tiled.py``, and the kernels of ``cross_entropy/online.py``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernel_ladder.tracing import shapes_only
+from triton_impl import interpreted, register, unsupported
+from triton_impl.cross_entropy import online, rows
+from triton_impl.cross_entropy.rows import Options
+from triton_impl.matmul import tiled
+from triton_impl.matmul.product import product
+from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, kind_of, rasterize
+from triton_impl.runtime.aot import entry
+from triton_impl.runtime.autotuned_kernel import AutotunedKernel
+from triton_impl.runtime.launch_cache import CachedKernel, LaunchCache
+
+#: Chunks that the rows are cut into at most, the least rows of one (fewer do not fill a GPU), and what divides those.
+CHUNKS, LEAST_ROWS, ROW_MULTIPLE = 12, *((16, 16) if interpreted() else (256, 128))
+#: Elements of a program that scales a gradient.
+BLOCK = 2048
+
+
+@triton.jit(do_not_specialize=["tuning_key"])
+def _add_product_kernel(
+    c_ptr, a_ptr, b_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, tuning_key,
+    PRECISION: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``C += A · B``, accumulated in float32 and rounded once.
+
+    Grid: (⌈M / BLOCK_M⌉ · ⌈N / BLOCK_N⌉,). Layout: A (M, K) and B (K, N) by strides, C (M, N) contiguous.
+    """
+    tile_m, tile_n = rasterize(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    acc, offs_m, offs_n, mask = accumulate(
+        a_ptr, b_ptr, tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+        PRECISION, EVEN_M, EVEN_N, EVEN_K, INT64_OFFSETS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    c_ptrs = c_ptr + offs_m[:, None] * N + offs_n[None, :]
+    acc += tl.load(c_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scale_kernel(out_ptr, x_ptr, grad_ptr, count_ptr, numel, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """``out = grad · x``, and divided by the count for a mean. Grid: one program per BLOCK elements. Layout: dense."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
+    scale = tl.load(grad_ptr).to(tl.float32)
+    if MEAN:
+        count = tl.load(count_ptr)
+        scale = tl.where(count > 0, scale / count, 0.0)  # where no row counts, every gradient is zero
+    value = x * scale
+    tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=i < numel)
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------
+
+_add_product = {
+    kind: AutotunedKernel(_add_product_kernel, [INTERPRETER_CONFIG] if interpreted() else configs, ["tuning_key"])
+    for kind, configs in CONFIGS.items()
+}
+_launches = LaunchCache()
+#: By the dtypes of the sums and of the output's gradient: a kernel's launches are cached by that of its output alone.
+_scale = defaultdict(lambda: CachedKernel(_scale_kernel))
+
+
+def add_product(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``c += a @ b`` of matrices; `c` is contiguous."""
+    arguments, constants = arguments_of(a, b)
+    m, n, k = arguments[:3]
+    if 0 in (m, n, k):
+        return
+    key = (arguments, *constants.values(), a.dtype, c.dtype, c.device)
+    launch = _launches.get(key)
+    if launch is None:
+
+        def grid(meta: dict[str, Any]) -> tuple[int]:
+            return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
+
+        # Timing configurations runs the kernel many times, so the first call adds to a tensor of no use.
+        launch = _add_product[kind_of(a.dtype, m, n)](grid, (torch.empty_like(c), a, b), arguments, constants)
+        _launches.remember(key, launch)
+    launch(c, a, b)
+
+
+def rows_of_chunk(n_rows: int) -> int:
+    """Rows of every chunk but the last: a multiple of a tile's, which keeps operands aligned too."""
+    return max(LEAST_ROWS, triton.cdiv(triton.cdiv(n_rows, CHUNKS), ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the weight's gradient before it is scaled: float16 has no room for sums over all rows."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _gradients(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    options: Options,
+    losses: torch.Tensor,
+    grad: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write each row's loss, and return the gradients of input and weight, where `grad` has that of each row's loss."""
+    by_row = options._replace(reduction="none")
+    unused = torch.empty((), dtype=torch.float32, device=input.device)
+    grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    dtype = _sum_dtype(weight.dtype)
+    grad_weight = None if input.shape[0] else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+    for part in _chunks(input.shape[0]):
+        x, labels = input[part], target[part]
+        logits, stats = _losses(x, weight, labels, options, losses[part])
+        online.launch_backward(logits, logits, labels, grad[part], stats, unused, by_row)
+        grad_input[part] = product(logits, weight, input.dtype, tiled.write)
+        if grad_weight is None:
+            grad_weight = product(logits.mT, x, dtype, tiled.write)
+        else:
+            add_product(grad_weight, logits.mT, x)
+    assert grad_weight is not None
+    return grad_input, grad_weight
+
+
+def _chunks(n_rows: int) -> Iterator[slice]:
+    step = rows_of_chunk(n_rows)
+    for first in range(0, n_rows, step):
+        yield slice(first, first + step)
+
+
+def _losses(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: Options, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the losses of a chunk, and return its logits, with the maximum and sum of each row."""
+    logits = product(x, weight.mT, x.dtype, tiled.write)
+    stats = torch.empty(2 * x.shape[0], dtype=torch.float32, device=x.device)
+    online.launch_forward(logits, labels, losses, stats, options)
+    return logits, stats
+
+
+def _as_matrix(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (input, target) if input.dim() == 2 else (input[None], target[None])
+
+
+def _reduced(
+    losses: torch.Tensor, target: torch.Tensor, options: Options, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the number of rows that a mean divides by."""
+    output, count = (torch.empty((), dtype=kind, device=losses.device) for kind in (dtype, torch.float32))
+    if not shapes_only():
+        rows.launch_sum(output, count, losses, target, options)
+    return output, count
+
+
+def inference(
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, wide_loss: bool, **named: Any
+) -> torch.Tensor:
+    options, dtype = Options(**named), torch.float32 if wide_loss else input.dtype
+    losses = torch.empty(target.shape, dtype=torch.float32 if options.reduced else dtype, device=input.device)
+    if not shapes_only():
+        x, labels = _as_matrix(input, target)
+        for part in _chunks(x.shape[0]):
+            _losses(x[part], weight, labels[part], options, losses.view(labels.shape)[part])
+    return _reduced(losses, target, options, dtype)[0] if options.reduced else losses
+
+
+def forward(
+    input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, wide_loss: bool, **named: Any
+) -> tuple[torch.Tensor, tuple]:
+    options, dtype = Options(**named), torch.float32 if wide_loss else input.dtype
+    if not options.reduced:
+        output = inference(input, weight, target, wide_loss=wide_loss, **named)
+        return output, (input, weight, target, *options)
+    x, labels = _as_matrix(input, target)
+    losses = torch.empty(labels.shape, dtype=torch.float32, device=input.device)
+    if shapes_only():
+        sums = torch.empty(weight.shape, dtype=_sum_dtype(weight.dtype), device=weight.device)
+        gradients = (torch.empty(x.shape, dtype=x.dtype, device=x.device), sums)
+    else:
+        ones = torch.ones((), dtype=torch.float32, device=input.device).expand(labels.shape)
+        gradients = _gradients(x, weight, labels, options, losses, ones)
+    output, count = _reduced(losses, labels, options, dtype)
+    return output, (gradients[0].view(input.shape), gradients[1], count, *options)
+
+
+def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    first, second, third, *named = saved
+    options = Options(*named)
+    if options.reduced:  # gradients of the sum of the losses, and the count of a mean
+        mean = options.reduction == "mean"
+        sums = zip((first, second), needs, strict=False)
+        return *[_scaled(x, grad, third, mean, first.dtype) if need else None for x, need in sums], None
+    x, labels = _as_matrix(first, third)
+    if shapes_only():
+        gradients = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, second))
+    else:
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=x.device)
+        gradients = _gradients(x, second, labels, options, losses, grad.reshape(labels.shape))
+    return (
+        gradients[0].view(first.shape) if needs[0] else None,
+        gradients[1].to(second.dtype) if needs[1] else None,
+        None,
+    )
+
+
+def _scaled(x: torch.Tensor, grad: torch.Tensor, count: torch.Tensor, mean: bool, dtype: torch.dtype) -> torch.Tensor:
+    output = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if output.numel():
+        _scale[x.dtype, grad.dtype](triton.cdiv(x.numel(), BLOCK), (output, x, grad, count), (x.numel(), mean, BLOCK))
+    return output
+
+
+register(
+    "linear_cross_entropy",
+    "triton.chunked",
+    forward=forward,
+    inference=inference,
+    backward=backward,
+    unsupported=unsupported,
+)
+
+_EVEN = {"PRECISION": "ieee", "EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "INT64_OFFSETS": False}
+AOT = [
+    entry(_add_product_kernel, "bf16", {**_EVEN, "stride_am": 1, "stride_bn": 1}, CONFIGS["16-bit"][0]),
+    entry(_add_product_kernel, "fp32", {**_EVEN, "stride_am": 1, "stride_bn": 1}, CONFIGS["ieee"][0]),
+    entry(_scale_kernel, "bf16", {"MEAN": True, "BLOCK": BLOCK}, None, {"grad_ptr": "*fp32", "count_ptr": "*fp32"}),
+]
