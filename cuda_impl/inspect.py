@@ -65,19 +65,20 @@ _KERNELS_OF = {
 _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "AddRmsNorm"}
 
 
-#: Variants whose backward pass is that of an earlier step.
-_BACKWARD_OF = {
-    **{("attention", step): "flash" for step in ("pingpong", "persistent", "split_kv")},
-    ("attention_varlen", "pingpong"): "flash",
-    ("softmax", "multirow"): "registers",
-    ("bias_gelu", "vectorized"): "multirow",
+#: Variants whose backward pass is that of earlier steps.
+_BACKWARD_OF: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("attention", step): ("wgmma", "warp_specialized", "flash") for step in ("pingpong", "persistent")},
+    ("attention", "split_kv"): ("flash",),
+    ("attention_varlen", "pingpong"): ("flash",),
+    ("softmax", "multirow"): ("registers",),
+    ("bias_gelu", "vectorized"): ("multirow",),
     **{
-        (op, step): "registers"
+        (op, step): ("registers",)
         for op in ("layer_norm", "rms_norm", "add_rms_norm", "bias_dropout_add_layer_norm")
         for step in ("smem_pipeline", "cluster", "persistent_cluster")
     },
-    ("matmul", "skinny"): "mma",
-    **{("matmul", step): "registers" for step in ("thread_tile", "vectorized", "double_buffered")},
+    ("matmul", "skinny"): ("mma",),
+    **{("matmul", step): ("registers",) for step in ("thread_tile", "vectorized", "double_buffered")},
 }
 
 
@@ -227,9 +228,8 @@ def _that_runs_here(built: list[int]) -> int | None:
 def inspect(request: Request) -> Inspection:
     variant = request.variant
     step = variant.name.partition(".")[2]
-    if request.pass_ == "backward":
-        step = _BACKWARD_OF.get((variant.op, step), step)
-    of_all = of_variant(variant.op, step)
+    steps = _BACKWARD_OF.get((variant.op, step), (step,)) if request.pass_ == "backward" else (step,)
+    of_all = [instance for each in steps for instance in of_variant(variant.op, each)]
     dtypes = sorted({i.dtype for i in of_all if i.dtype is not None})
     if request.dtype_name not in dtypes:
         raise InspectError(

@@ -101,8 +101,8 @@ def _as_on(machine: gpu.Gpu) -> Iterator[None]:
 @contextmanager
 def _pytorch_takes(rungs: Mapping[str, object]) -> Iterator[None]:
     """In the block PyTorch says that its attention kernels take a call where they have been timed, on any machine."""
-    cudnn = mock.patch("torch.backends.cuda.can_use_cudnn_attention", lambda params: "torch.cudnn" in rungs)
-    flash = mock.patch("torch.backends.cuda.can_use_flash_attention", lambda params: "torch.flash" in rungs)
+    cudnn = mock.patch("torch.backends.cuda.can_use_cudnn_attention", return_value="torch.cudnn" in rungs)
+    flash = mock.patch("torch.backends.cuda.can_use_flash_attention", return_value="torch.flash" in rungs)
     with cudnn, flash:
         yield
 

@@ -36,7 +36,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "dropout": ("cuda.vectorized", "triton.fused", "torch.naive"),
     "bias_gelu": ("cuda.multirow", "triton.fused", "torch.builtin"),
-    "cross_entropy": ("cuda.online", "triton.online", "torch.builtin"),
+    "cross_entropy": ("triton.online", "torch.builtin"),
     "rope": ("cuda.vectorized", "triton.fused", "torch.naive"),
     "swiglu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
     "add_rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
