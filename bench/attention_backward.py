@@ -131,7 +131,23 @@ def failure(check: Check) -> str | None:
     result = agreement(
         kernel_ladder.spec("attention"), lambda *x, **o: autograd.run(variant, x, o), inputs, options, grads
     )
+    if check.seqlen_k == 1:
+        bounds = _bounds_of_one_key(inputs, grad, options)
+        if all(d.agrees or (d.reason is None and d.error <= bounds.get(d.name, 0.0)) for d in result.deviations):
+            return None
     return None if result.agrees else str(result)
+
+
+def _bounds_of_one_key(inputs, grad: torch.Tensor, options: dict) -> dict[str, float]:
+    """What rounding leaves of the gradients of query and key where there is one key, in place of zero.
+
+    The only weight is 1, so its slope is dO · V − dO · O = 0. Both are float32 sums of D_v products, in other orders.
+    """
+    query, key, value = (x.double().abs().amax().item() for x in inputs)
+    slope = 2 * inputs[2].shape[-1] ** 2 * 2.0**-24 * grad.double().abs().amax().item() * value
+    scale = inputs[0].shape[-1] ** -0.5
+    queries = inputs[0].shape[-2] * inputs[0].shape[1] // inputs[1].shape[1]
+    return {"grad 0": slope * scale * key, "grad 1": slope * scale * query * queries}
 
 
 def _runs_differ(check: Check, variant, inputs, options: dict, grad: torch.Tensor) -> str | None:

@@ -169,10 +169,16 @@ def _with_dense_output(name: str, saved: tuple) -> tuple:
     return (*saved[:3], saved[3].clone(memory_format=torch.contiguous_format), *saved[4:])
 
 
-def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
+def _in_groups(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether several query heads share keys."""
+    return query.dim() > 2 and query.shape[-3] != key.shape[-3]
+
+
+def _register(name: str, unsupported, *, backward_of: dict[int, str], of_groups: dict[int, str] | None = None) -> None:
     """Add a step of the climb.
 
     Its backward, by the largest head dimension, is its own or that of an earlier step, which takes the same lse.
+    `of_groups` is that of query heads that share keys, where it is another.
     """
     run = getattr(torch.ops.kernel_ladder.attention, name)
     takes_output = name != "naive"
@@ -216,7 +222,8 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
     def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
         head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
-        step = next(step for largest, step in backward_of.items() if head_dim <= largest)
+        steps = backward_of if of_groups is None or not _in_groups(*saved[:2]) else of_groups
+        step = next(step for largest, step in steps.items() if head_dim <= largest)
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
         if len(saved) > KEEPING_ALL:
             run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash
@@ -256,19 +263,21 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str]) -> None:
 
 
 _FLASH_BACKWARD = {256: "flash"}
-#: On Hopper. Of head dimension 64, keys and values stay in registers, which outweighs two products more.
+#: On Hopper. `wgmma` keeps keys and values of head dimension 64 in registers, which outweighs its two products more.
 _FASTEST_BACKWARD = {64: "wgmma", 128: "warp_specialized", 256: "flash"}
-#: By step: what it asks of a call, and whose backward it has, by the largest head dimension.
+#: Of heads that share keys `warp_specialized` adds up the gradients one head after the other, in order.
+_FASTEST_OF_GROUPS = {128: "wgmma", 256: "flash"}
+#: By step: what it asks of a call, and whose backward it has, by the largest head dimension; last, that of grouped heads.
 _STEPS = {
     "naive": (_naive_unsupported, {256: "naive"}),
     "flash": (flash_unsupported, _FLASH_BACKWARD),
     "wgmma": (hopper_unsupported("wgmma", 128), {256: "wgmma"}),
     "warp_specialized": (hopper_unsupported("warp_specialized", 128), {256: "warp_specialized"}),
-    "pingpong": (hopper_unsupported("pingpong", 128), _FASTEST_BACKWARD),
-    "persistent": (hopper_unsupported("persistent", 256), _FASTEST_BACKWARD),
+    "pingpong": (hopper_unsupported("pingpong", 128), _FASTEST_BACKWARD, _FASTEST_OF_GROUPS),
+    "persistent": (hopper_unsupported("persistent", 256), _FASTEST_BACKWARD, _FASTEST_OF_GROUPS),
     "split_kv": (_split_unsupported, _FLASH_BACKWARD),
 }
 
 for _name in climb("attention"):
-    _reason, _backward = _STEPS[_name]
-    _register(_name, _reason, backward_of=_backward)
+    _reason, _backward, *_of_groups = _STEPS[_name]
+    _register(_name, _reason, backward_of=_backward, of_groups=next(iter(_of_groups), None))

@@ -44,6 +44,14 @@ FLOAT32_ALONE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def leave_memory_to_others():
+    """Calls are inspected at real sizes, whose memory PyTorch keeps otherwise."""
+    yield
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @functools.cache
 def looked_into(
     op: str, backend: str, pass_: str = "forward", *code: str, arch: str | None = None, shape: str | None = None
