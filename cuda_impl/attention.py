@@ -267,7 +267,7 @@ _FLASH_BACKWARD = {256: "flash"}
 _FASTEST_BACKWARD = {64: "wgmma", 128: "warp_specialized", 256: "flash"}
 #: Of heads that share keys `warp_specialized` adds up the gradients one head after the other, in order.
 _FASTEST_OF_GROUPS = {128: "wgmma", 256: "flash"}
-#: By step: what it asks of a call, and whose backward it has, by the largest head dimension; last, that of grouped heads.
+#: By step: what it asks of a call, and whose backward it has, by the largest head dimension; last, of grouped heads.
 _STEPS = {
     "naive": (_naive_unsupported, {256: "naive"}),
     "flash": (flash_unsupported, _FLASH_BACKWARD),
