@@ -1,0 +1,58 @@
+"""Matrix products, and the linear layer."""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_ladder.ops.calls import call, no_out
+
+
+def matmul(input: torch.Tensor, other: torch.Tensor, *, out: None = None, backend: str | None = None) -> torch.Tensor:
+    """Matrix product with the shapes of :func:`torch.matmul`: vectors, matrices and broadcast batches of them.
+
+    Args:
+        input: ``(K,)``, ``(M, K)`` or ``(..., M, K)``; float16, bfloat16, float32
+            (float64 at the torch and compile levels); any strides.
+        other: ``(K,)``, ``(K, N)`` or ``(..., K, N)``, of the same dtype on the same device.
+        out: must be None; the result is a new tensor.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        The product, accumulated in float32 or better. Float32 inputs are multiplied as float32 unless
+        ``torch.backends.cuda.matmul.allow_tf32`` permits tf32. Differentiable once.
+    """
+    if out is not None:
+        no_out("matmul", out)
+    return call("matmul", backend, (input, other), {})
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    out: None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """``activation(input · weightᵀ + bias)``, as :func:`torch.nn.functional.linear` followed by its ``gelu``.
+
+    Args:
+        input: ``(K,)`` or ``(..., K)``; float16, bfloat16, float32 (float64 at the torch and compile levels); any
+            strides.
+        weight: ``(N, K)``, or a vector ``(K,)``, whose output has no feature dimension; of the same dtype on the same
+            device; any strides.
+        bias: ``(N,)``, or ``()`` if `weight` is a vector; likewise, or None for zeros.
+        activation: None, ``"gelu"`` for the exact form with erf, or ``"gelu_tanh"`` for the approximation with tanh.
+        out: must be None; the result is a new tensor.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor ``(..., N)``, or ``(...)`` if `weight` is a vector, of the same dtype, accumulated in float32 or
+        better. The cuda and triton levels round it once. tf32 as for :func:`matmul`. Differentiable once. A gradient
+        through an activation saves the product, a tensor of the output's size. If the leading dimensions do not fold
+        into one by their strides, the triton level copies the input, and every backward pass copies the gradient.
+    """
+    if out is not None:
+        no_out("linear", out)
+    return call("linear", backend, (input, weight, bias), {"activation": activation})
