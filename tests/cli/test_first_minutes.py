@@ -33,8 +33,6 @@ from kernel_ladder.cli import columns, doctor, listing
 from kernel_ladder.cli.columns import Column, Footnotes, LeftOut, Line
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection import cubin
-from kernel_ladder.inspection.inspect import Request, select
-from kernel_ladder.testing.cases import case_named
 
 from ..conftest import (
     DEVICE,
@@ -43,9 +41,7 @@ from ..conftest import (
     elements,
     every_variant,
     make_narrow,
-    needs_gpu,
     plain_cases,
-    typical_case,
     variant_id,
 )
 
@@ -392,61 +388,6 @@ def test_make_says_how_to_activate():
     readme = (ROOT / "README.md").read_text()
     first = readme.index("python -m kernel_ladder doctor")
     assert "source .venv/bin/activate" in readme[:first], "named before the first command that needs it"
-
-
-# ---- inspect
-
-
-def test_a_levels_name_stands_for_what_a_shape_selects():
-    spec = table.spec("attention")
-
-    def selected(shape: str, arch: str) -> str:
-        request = Request(table.named("attention", "triton")[0], case_named(spec, shape), arch=arch)
-        return select(table.named("attention", "triton"), request).variant.name
-
-    assert selected("B2 H4 S1024 D64 causal", "sm_80") != "triton.split_kv"
-    decode = next(case.id for case in spec.sweep if case.shapes[0][2] == 1)
-    assert selected(decode, "sm_90") == "triton.split_kv"
-    assert selected("B2 H4 S1024 D64 causal", "sm_90") == "triton.warp_specialized"
-    assert selected("B2 H4 S1024 D64 causal", "sm_80") != "triton.warp_specialized", "which has no code for it"
-
-
-@pytest.mark.parametrize("level", ["torch", "compile", "triton"])
-@pytest.mark.parametrize("op", kernel_ladder.OPS)
-def test_what_is_inspected_takes_the_shape(op, level):
-    """A level's name and a small shape of every operation: the variant that is chosen takes it."""
-    request = Request(
-        table.named(op, level)[0], typical_case(op), torch.bfloat16, arch="sm_90" if level == "triton" else None
-    )
-    chosen = select(table.named(op, level), request).variant
-    import triton_impl.inspect as of_triton
-    from kernel_ladder import selection
-    from kernel_ladder.inspection.inspect import refusal_here
-    from kernel_ladder.testing.samples import make_inputs
-
-    refusal = of_triton.judge(request) if level == "triton" else refusal_here(request)
-    assert refusal(chosen) is None
-    inputs = make_inputs(request.case, torch.bfloat16, DEVICE)
-    order = selection.preferred_first(table.named(op, level), inputs, request.case.options)
-    assert all(refusal(v) is not None for v in order[: order.index(chosen)])
-
-
-@pytest.mark.parametrize("variant", ["attention triton.warp_specialized", "softmax triton.cluster"])
-def test_a_triton_rung_without_code_for_an_architecture_says_so(variant, capsys):
-    op, backend = variant.split()
-    assert main(["inspect", op, "--backend", backend, "--arch", "sm_80"]) == 2
-    assert f"{op}: {backend} has no code for sm_80" in capsys.readouterr().err
-
-
-@needs_gpu
-def test_a_shape_selects_the_kernels_of_a_call_at_cuda(capsys):
-    assert main(["inspect", "softmax", "--backend", "cuda", "--shape", "16384x4096", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {k["name"] for k in found["kernels"]} <= {k["name"] for k in found["launches"]}
-    from kernel_ladder.selection import choose
-
-    x = torch.empty(16384, 4096, dtype=torch.bfloat16, device="cuda")
-    assert found["backend"] == choose("softmax", "cuda", (x,), {"dim": -1}, False).name
 
 
 # ---- profile
