@@ -26,6 +26,8 @@ from . import linker, once_a_rung, sharing
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
 # Line tables for profilers, which Inductor asks of the C++ compiler, take it a tenth of its time. Read likewise later.
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+# JAX's own allocator keeps the GPU memory that it once had, beside which other workers find too little.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 linker.choose()
 
 if not torch.cuda.is_available() and table.unavailable("gelu", "triton") is None:
