@@ -98,11 +98,13 @@ def _band(q: int, k: int, size: int, distance: int, left: int, right: int) -> _B
 
 
 def _merge(output: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> None:
-    """Merge a step's result into the float32 accumulators, in place."""
-    total = torch.logaddexp(lse, found_lse)
-    shift = torch.where(total == -math.inf, 0.0, total)  # a row that has seen no key yet stays zero
-    output.mul_(torch.exp(lse - shift)[..., None]).add_(found * torch.exp(found_lse - shift)[..., None])
-    lse.copy_(total)
+    """Merge a step's result into the float32 accumulators, in place.
+
+    The result's share of a row is exp(L₁) / (exp(L) + exp(L₁)), the sigmoid of L₁ − L.
+    """
+    share = torch.sigmoid(found_lse - lse).masked_fill_(found_lse == -math.inf, 0.0)  # of no key at all, zero
+    output.lerp_(found.to(output.dtype), share[..., None])
+    lse.copy_(torch.logaddexp(lse, found_lse))
 
 
 def _forward(
@@ -110,8 +112,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     length = query.shape[-2]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
-    lse = query.new_full(query.shape[:-1], -math.inf, dtype=wide)
+    output = lse = None
     for owner, both in circulate("ring_attention", ring.group, torch.cat((key, value), -1)):
         key, value = both.split((key.shape[-1], value.shape[-1]), -1)
         for block in ring.blocks(owner, length):
@@ -120,7 +121,15 @@ def _forward(
                 is_causal=block.is_causal, window_size=block.window_size, return_lse=True, backend=ring.backend,
                 **ring.options,
             )  # fmt: skip
+            if output is None or lse is None:
+                if found.shape[-2] == length:  # the first result is all that there is to merge
+                    output, lse = found.to(wide), found_lse.to(wide)
+                    continue
+                output = found.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
+                lse = found_lse.new_full(query.shape[:-1], -math.inf, dtype=wide)
             _merge(output[..., block.queries, :], lse[..., block.queries], found, found_lse)
+    assert output is not None
+    assert lse is not None
     return output.to(query.dtype), lse
 
 
