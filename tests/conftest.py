@@ -47,6 +47,10 @@ alone = pytest.mark.alone
 
 never_runs = once_a_rung.never_runs
 
+#: Modes of ``compile.default``: the same code, launched or tuned in another way. Of the formula of packed sequences a call
+#: takes them a minute.
+MODES_OF_DEFAULT = ("compile.reduce_overhead", "compile.max_autotune")
+
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
 #: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
