@@ -47,8 +47,8 @@ alone = pytest.mark.alone
 
 never_runs = once_a_rung.never_runs
 
-#: Modes of ``compile.default``: the same code, launched or tuned in another way. Of the formula of packed sequences a call
-#: takes them a minute.
+#: Modes of ``compile.default``: the same code, launched or tuned in another way. Packed sequences take them a minute a
+#: call, because their formula has all scores.
 MODES_OF_DEFAULT = ("compile.reduce_overhead", "compile.max_autotune")
 
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
