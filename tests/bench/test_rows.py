@@ -15,6 +15,7 @@ from bench.measure import lengths
 from bench.measure.environment import ROOT
 from bench.profile import counters
 from bench.rows import store
+from bench.scaling import rows as scaling_rows
 
 from ..conftest import TIMED, a_row
 
@@ -157,7 +158,9 @@ def test_a_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").rglob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_row_that_is_kept_is_whole(path):
-    if not path.name.endswith(counters.SUFFIX):
+    if path.parent.name == "scaling":
+        assert scaling_rows.read(path)
+    elif not path.name.endswith(counters.SUFFIX):
         assert store.read(path)
 
 
