@@ -70,13 +70,14 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
         if in_graph():  # inside a caller's torch.compile, which compiles the formula itself
             return formula(*inputs, **options), ()
         key = signature(inputs, options)
-        if key not in runs:
+        known = key in runs
+        if not known:
             copy = types.FunctionType(
                 formula.__code__.replace(), formula.__globals__, formula.__name__, formula.__defaults__
             )
             copy.__kwdefaults__ = formula.__kwdefaults__
             runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, **settings)
-        with _ONE_AT_A_TIME, _GRADIENTS_AS_OUTPUTS():
+        with _ONE_AT_A_TIME, nullcontext() if known else _GRADIENTS_AS_OUTPUTS():
             output = runs[key](*inputs, **options)
         return near_gradients(output), ()
 

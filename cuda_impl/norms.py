@@ -109,10 +109,12 @@ def _irregular(
     return None
 
 
-def _in_one_block(operands: tuple[torch.Tensor, ...], dims: int, parameters: tuple[torch.Tensor | None, ...]) -> int:
+def _in_one_block(
+    operands: tuple[torch.Tensor, ...], dims: int, parameters: tuple[torch.Tensor | None, ...], widened: bool
+) -> int:
     """Vectors of the longest row that `registers` takes: one operand of whole vectors may be twice as long."""
     (input, *residual) = operands
-    if residual or (dims > 1 and not input.is_contiguous()) or not _parameters_vectorized(*parameters):
+    if widened or residual or (dims > 1 and not input.is_contiguous()) or not _parameters_vectorized(*parameters):
         return MAX_BLOCK_CHUNKS
     return WIDE_BLOCK_CHUNKS if _vectorized(input.flatten(-dims) if dims > 1 else input) else MAX_BLOCK_CHUNKS
 
@@ -122,14 +124,20 @@ def _too_long(length: int, longest: int, holder: str) -> str:
 
 
 def _forward_unsupported(
-    rung: str, operands: tuple[torch.Tensor, ...], dims: int, parameters: tuple[torch.Tensor | None, ...]
+    rung: str, operands: tuple[torch.Tensor, ...], dims: int, parameters: tuple[torch.Tensor | None, ...], widened: bool
 ) -> str | None:
-    """Why the forward kernels of a rung from `registers` on do not take the rows of `operands`, or None."""
+    """Why the forward kernels of a rung from `registers` on do not take the rows of `operands`, or None.
+
+    `widened`: the rows are converted to float32 first.
+    """
     input = operands[0]
-    device, length, vector = input.get_device(), row_length(input, dims), 16 // input.element_size()
+    if widened and rung not in ("registers", "cluster"):
+        return f"takes parameters of the input's dtype, got float32 beside {names_of([input.dtype])}"
+    device, length, vector = input.get_device(), row_length(input, dims), 4 if widened else 16 // input.element_size()
     chunks = -(-length // vector)
     if rung == "registers":
-        longest = MAX_BLOCK_CHUNKS if chunks <= MAX_BLOCK_CHUNKS else _in_one_block(operands, dims, parameters)
+        short = chunks <= MAX_BLOCK_CHUNKS
+        longest = MAX_BLOCK_CHUNKS if short else _in_one_block(operands, dims, parameters, widened)
         return _too_long(length, longest * vector, "the registers of a block") if chunks > longest else None
     if rung == "smem_pipeline" and (reason := _irregular(operands, dims, parameters)) is not None:
         return reason
@@ -141,7 +149,7 @@ def _forward_unsupported(
         return reason
     if chunks > max_cluster_chunks(device):
         return _too_long(length, max_cluster_chunks(device) * vector, "a cluster")
-    if rung == "cluster" and chunks <= _in_one_block(operands, dims, parameters):
+    if rung == "cluster" and chunks <= _in_one_block(operands, dims, parameters, widened):
         return f"rows of {length} elements fit in a block; cuda.registers takes them"
     if rung == "persistent_cluster":
         least, most = PERSISTENT_CHUNKS
@@ -153,22 +161,6 @@ def _forward_unsupported(
         if needed > (limit := gpu.of(device).shared_per_block):
             return f"needs {needed} bytes of shared memory a block; this GPU has {limit}"
     return None
-
-
-def _widened_unsupported(rung: str, input: torch.Tensor, dims: int) -> str | None:
-    """Why a rung from `registers` on does not take rows that are converted to float32 first, or None."""
-    if rung not in ("registers", "cluster"):
-        return f"takes parameters of the input's dtype, got float32 beside {names_of([input.dtype])}"
-    device, length = input.get_device(), row_length(input, dims)
-    fits = length <= MAX_BLOCK_CHUNKS * 4
-    if rung == "registers":
-        return None if fits else _too_long(length, MAX_BLOCK_CHUNKS * 4, "the registers of a block")
-    if fits:
-        return f"rows of {length} elements fit in a block; cuda.registers takes them"
-    if (reason := without_clusters(device)) is not None:
-        return reason
-    longest = max_cluster_chunks(device) * 4
-    return _too_long(length, longest, "a cluster") if length > longest else None
 
 
 def _backward_unsupported(device: int, length: int, element_size: int) -> str | None:
@@ -195,10 +187,7 @@ def unsupported_rows(
     if rung in ("naive", "block"):
         return None
     input, widened = operands[0], mixed(operands[0], *parameters)
-    reason = (
-        _widened_unsupported(rung, input, dims) if widened else _forward_unsupported(rung, operands, dims, parameters)
-    )
-    if reason is not None:
+    if (reason := _forward_unsupported(rung, operands, dims, parameters, widened)) is not None:
         return reason
     if not wants_gradient(*operands, *parameters):
         return None

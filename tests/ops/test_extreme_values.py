@@ -258,13 +258,11 @@ KNOWN = [
         *("swiglu", ("torch.builtin",), ("spread",), (torch.float16,)),
         "the gradient of PyTorch's silu(gate) is rounded, to infinity, before a slope of zero meets it",
     ),
-]
-KNOWN.append(
     Departure(
         *("attention_varlen", ("xla.jit",), ("large-scores",), (torch.float16,)),
         "the gradient of scores is rounded to float16, as FlashAttention's: times a scale of 1e-4 it is subnormal",
-    )
-)
+    ),
+]
 if DEVICE.type == "cuda":
     KNOWN.append(
         Departure(
