@@ -52,6 +52,21 @@ inline TmaTensor tma_operand(const Tensor& x, int rows) {
             {PANEL, rows, 1, 1}};
 }
 
+/// Calls f(zero, shape) with a zero of the dtype and the first of the shapes into which the head dimension fits.
+template <typename... Shapes, typename F>
+void dispatch_first(const char* op, const std::string& rung, ScalarType dtype, int head_dim, F&& f) {
+    dispatch_16bit(dtype, op, [&](auto zero) {
+        bool found = false;
+        const auto offer = [&](auto shape) {
+            if (found || head_dim > decltype(shape)::HEAD_DIM) return;
+            found = true;
+            f(zero, shape);
+        };
+        (offer(Shapes{}), ...);
+        KL_CHECK(found, op, ": ", rung, " takes no head dimension of ", head_dim);
+    });
+}
+
 /// One call: checks the operands and allocates the results.
 struct AttentionCall {
     const std::string rung;
@@ -88,17 +103,7 @@ struct AttentionCall {
     template <typename... Shapes, typename F>
     std::tuple<Tensor, Tensor> results(F&& f) {
         if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
-        const int head_dim = std::max(a.D, a.D_v);
-        dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
-            bool found = false;
-            const auto offer = [&](auto shape) {
-                if (found || head_dim > decltype(shape)::HEAD_DIM) return;
-                found = true;
-                f(zero, shape);
-            };
-            (offer(Shapes{}), ...);
-            KL_CHECK(found, "attention: ", rung, " takes no head dimension of ", head_dim);
-        });
+        dispatch_first<Shapes...>("attention", rung, query.scalar_type(), std::max(a.D, a.D_v), f);
         return {output, lse};
     }
 

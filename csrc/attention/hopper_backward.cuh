@@ -87,17 +87,7 @@ struct BackwardCall {
             return {grad_query, grad_key, grad_value};
         }
         stats = empty(query, ScalarType::Float, {a.batches, a.heads, query_tiles(), 2 * QUERY_TILE});
-        const int head_dim = std::max(a.D, a.D_v);
-        dispatch_16bit(query.scalar_type(), "attention_backward", [&](auto zero) {
-            bool found = false;
-            const auto offer = [&](auto shape) {
-                if (found || head_dim > decltype(shape)::HEAD_DIM) return;
-                found = true;
-                f(zero, shape);
-            };
-            (offer(Shapes{}), ...);
-            KL_CHECK(found, "attention_backward: ", rung, " takes no head dimension of ", head_dim);
-        });
+        dispatch_first<Shapes...>("attention_backward", rung, query.scalar_type(), std::max(a.D, a.D_v), f);
         return {grad_query, grad_key, grad_value};
     }
 
