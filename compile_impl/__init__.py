@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ContextManager
 
 import torch
 from torch._functorch import config as functorch_config
@@ -33,13 +33,14 @@ ROUNDED = {"emulate_precision_casts": True}
 _ONE_AT_A_TIME = threading.RLock()
 
 
-#: A traced backward pass gets gradients in their outputs' layout, PyTorch's default from 2.13 on. Older ones make them
-#: contiguous, of which PyTorch's attention can give wrong results: torch_ref/attention_builtin.py.
-_GRADIENTS_AS_OUTPUTS = (
-    nullcontext
-    if functorch_config.guess_tangent_strides_as_outputs
-    else lambda: functorch_config.patch(guess_tangent_strides_as_outputs=True)
-)
+def _as_eager() -> ContextManager[None]:
+    """Settings under which a rung's gradients behave as those of eager calls. They hold where its graphs are traced.
+
+    A graph may be differentiated again: PyTorch otherwise donates what the backward pass has saved to its results. And
+    gradients arrive in their outputs' layout, PyTorch's default from 2.13 on. Older ones make them contiguous, of which
+    PyTorch's attention can give wrong results: torch_ref/attention_builtin.py.
+    """
+    return functorch_config.patch(donated_buffer=False, guess_tangent_strides_as_outputs=True)
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
             )
             copy.__kwdefaults__ = formula.__kwdefaults__
             runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, **settings)
-        with _ONE_AT_A_TIME, nullcontext() if known else _GRADIENTS_AS_OUTPUTS():
+        with _ONE_AT_A_TIME, nullcontext() if known else _as_eager():
             output = runs[key](*inputs, **options)
         return near_gradients(output), ()
 

@@ -20,7 +20,7 @@ from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
 
-from . import linker, once_a_rung, sharing
+from . import linker, once_a_rung, sampling, sharing
 
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
@@ -47,10 +47,6 @@ alone = pytest.mark.alone
 
 never_runs = once_a_rung.never_runs
 
-#: Modes of ``compile.default``: the same code, launched or tuned in another way. Packed sequences take them a minute a
-#: call, because their formula has all scores.
-MODES_OF_DEFAULT = ("compile.reduce_overhead", "compile.max_autotune")
-
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
 #: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
@@ -63,32 +59,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("only", "without"),
         help="run only the tests marked `alone`, which need the GPU to themselves, or all others (default: all)",
     )
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="run every case of the tests marked `sampled` (default: of those that a compiler makes anew, a share)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that none begins when others end
-    if DEVICE.type == "cpu":
-        compiled = [item for item in items if item.get_closest_marker("few_compiled") and _is_compiled(item)]
-        left_out = {id(item) for number, item in enumerate(compiled) if number % 3}
-        config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
-        items[:] = [item for item in items if id(item) not in left_out]
+    if not config.getoption("--every-case"):
+        sampling.choose(config, items, DEVICE.type)
     if (chosen := config.getoption("--alone")) is not None:
         parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
             parts[(item.get_closest_marker("alone") is not None) == (chosen == "only")].append(item)
         config.hook.pytest_deselected(items=parts[False])
         items[:] = parts[True]
-
-
-#: Levels that compile every shape anew.
-COMPILED_LEVELS = frozenset(("compile", "xla"))
-
-
-def _is_compiled(item: pytest.Item) -> bool:
-    """Whether a test's case is of a level that compiles every shape."""
-    params = getattr(item, "callspec", None) and item.callspec.params
-    of_case = {params.get("level"), getattr(params.get("variant"), "level", None)} if params else set()
-    return not COMPILED_LEVELS.isdisjoint(of_case)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from bench.measure import clocks, intervals, rounds, timing
 from bench.measure.clocks import Reading
 
-from ..conftest import DEVICE, TRIES, alone, needs_gpu
+from ..conftest import DEVICE, alone, needs_gpu
 
 pytestmark = pytest.mark.xdist_group("timing")
 
@@ -112,15 +113,14 @@ def test_a_product_beside_a_slow_call_runs_at_the_clocks_of_one_alone():
         found = rounds.run(launches, "product", seconds=0.3, patience=2.0, device=DEVICE, observe=lambda span: None)
         return 1e3 * intervals.quartiles(found["product"].times)[1]
 
-    found = []
     with timing.side_stream(DEVICE):
         product = timing.prepare(lambda i: x @ x, 1, DEVICE)
         waiting = timing.prepare(lambda i: torch.cuda._sleep(10**8), 1, DEVICE)
-        for _ in range(TRIES):
-            found.append(milliseconds({"product": product, "slow": waiting}) / milliseconds({"product": product}))
-            if abs(found[-1] - 1) <= 0.02:
-                return
-    pytest.fail(f"expected the same time within 2 %, measured ratios of {found}")
+        found = [
+            milliseconds({"product": product, "slow": waiting}) / milliseconds({"product": product}) for _ in range(5)
+        ]
+    # The card warms up and its clock drifts: of five pairs the middle one tells.
+    assert statistics.median(found) == pytest.approx(1, abs=0.02), found
 
 
 def test_a_hiccup_of_the_host_makes_no_call_long(monkeypatch):

@@ -213,8 +213,9 @@ def test_what_is_read_past_an_input_is_nan_and_what_is_written_past_an_output_is
 
 
 def said_by(capsys, *arguments: str, status: int = 0) -> str:
-    assert main(["exercise", *arguments]) == status
+    found = main(["exercise", *arguments])
     captured = capsys.readouterr()
+    assert found == status, captured.out + captured.err
     return captured.out + captured.err
 
 

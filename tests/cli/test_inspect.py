@@ -22,7 +22,8 @@ from kernel_ladder.inspection.inspect import NO_KERNEL, Inspection, Request, ins
 from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
 
-from ..conftest import DEVICE, MODES_OF_DEFAULT, every_variant, needs_gpu, variant_id
+from ..conftest import DEVICE, every_variant, needs_gpu, variant_id
+from ..sampling import MODES_OF_DEFAULT
 from ..triton.test_aot import spilt_by_old_triton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +128,7 @@ def compiled() -> list:
     return every if DEVICE.type == "cuda" else [each for i, each in enumerate(every) if i // 2 % 4 == i % 2]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "pass_"), compiled())
 def test_compile_shows_its_kernels(variant, pass_, gpu_memory):
     if variant.op == "attention_varlen" and DEVICE.type == "cuda":  # its formula has all scores, several times
@@ -167,6 +169,7 @@ def ahead_of_time() -> list:
     ]
 
 
+@pytest.mark.sampled
 @needs_cuobjdump
 @pytest.mark.parametrize(("variant", "pass_", "arch"), ahead_of_time())
 def test_triton_compiles_ahead_of_time(variant, pass_, arch):

@@ -88,6 +88,7 @@ def outputs_to_modify():
                 yield pytest.param(variant, case, id=f"{variant_id(variant)}-{case.id}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "case"), list(outputs_to_modify()))
 def test_outputs_may_be_modified_in_place(variant, case):
     inputs = make_inputs(case, torch.float16 if DEVICE.type == "cuda" else torch.float32, DEVICE)
@@ -108,6 +109,28 @@ def test_outputs_may_be_modified_in_place(variant, case):
             raise
     else:
         torch.testing.assert_close(found, gradients(False), rtol=0, atol=0)
+
+
+def to_differentiate_again() -> list[table.Variant]:
+    """All rungs. Without a GPU, one stands for the compilers: its backward pass keeps results of its forward pass."""
+    if DEVICE.type == "cuda":
+        return every_variant()
+    of_compilers = [v for v in table.variants("linear_cross_entropy", "compile") if v.name == "compile.default"]
+    return [*every_variant("torch", "triton", "cuda"), *of_compilers]
+
+
+@pytest.mark.sampled(device="cuda")
+@pytest.mark.parametrize("variant", to_differentiate_again(), ids=variant_id)
+def test_a_graph_that_is_retained_is_differentiated_again(variant):
+    case = typical_case(variant.op, 500)
+    leaves = as_leaves(make_inputs(case, torch.float16 if DEVICE.type == "cuda" else torch.float32, DEVICE))
+    skip_unless_it_runs(variant, leaves, case.options)
+    outputs = as_tuple(autograd.run(variant, leaves, case.options))
+    wanted = [x for x in leaves if has_gradient(x)]
+    grads = [torch.rand_like(x) for x in outputs]
+    first = torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+    again = torch.autograd.grad(outputs, wanted, [2 * x for x in grads])
+    torch.testing.assert_close(again, tuple(2 * x for x in first), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward", "backward of a graph"])

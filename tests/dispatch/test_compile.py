@@ -35,6 +35,7 @@ def calls():
             yield pytest.param(variant, backward, id=f"{variant_id(variant)}-{'backward' if backward else 'forward'}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "backward"), list(calls()))
 def test_inside_compile(variant, backward):
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op, most=20_000)

@@ -55,6 +55,7 @@ def test_saved_values_are_put_together_again():
             assert type(found) is type(expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", [v for v in every_variant() if v.backward is not None], ids=variant_id)
 def test_shapes_are_those_of_a_launch(variant):
     """Host code that only allocates gives results, saved values and gradients laid out as a launch does."""

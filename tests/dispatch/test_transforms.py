@@ -58,7 +58,7 @@ def gradients(op: str, inputs: Inputs, options: dict, backend: str, grads: tuple
     return outputs, torch.autograd.grad(outputs, wanted, grads)
 
 
-@pytest.mark.few_compiled
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_sign_that_is_not_in_memory(op, level):

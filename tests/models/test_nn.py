@@ -206,7 +206,7 @@ def masks():
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize(("kind", "mask"), masks(), ids=lambda m: m if isinstance(m, str) else "")
+@pytest.mark.parametrize(("kind", "mask"), list(masks()), ids=lambda m: m if isinstance(m, str) else "")
 def test_multihead_attention(kind, mask, batch_first):
     plain = torch.nn.MultiheadAttention(32, 2, batch_first=batch_first)
     torch.nn.init.normal_(plain.in_proj_bias)

@@ -280,6 +280,7 @@ def known_departure(op: str, variant: str, sample: str, dtype: torch.dtype, pass
     return None
 
 
+@pytest.mark.sampled(device="cuda")
 @pytest.mark.parametrize(("variant", "case_index", "dtype", "backward"), list(parameters()))
 def test_agreement(variant, case_index, dtype, backward, request):
     spec = kernel_ladder.spec(variant.op)

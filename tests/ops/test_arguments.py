@@ -291,6 +291,7 @@ def swapped() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", swapped(), ids=variant_id)
 def test_a_call_can_be_swapped(variant):
     """The same arguments, at every rung and in both passes, to the bound that the naive formula sets around float64."""

@@ -61,6 +61,7 @@ def lowest(queries: int, keys: int, low: float, dtype: torch.dtype) -> torch.Ten
     return mask
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("queries", [5, 40], ids=["few", "many"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])

@@ -107,7 +107,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.few_compiled
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", [0, 2**31 + 1, 2**63 - 1])
@@ -148,7 +148,7 @@ TIES = [
 ROWS = 1024 if DEVICE.type == "cuda" else 128  # few for the interpreter
 
 
-@pytest.mark.few_compiled
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 @pytest.mark.parametrize(("dtype", "layout", "p"), TIES, ids=str)
 def test_ties_of_upper_halves_are_decided_by_the_lower(variant, dtype, layout, p):
@@ -163,7 +163,7 @@ def test_ties_of_upper_halves_are_decided_by_the_lower(variant, dtype, layout, p
     assert torch.equal(drawn, expected(shape, p, seed))
 
 
-@pytest.mark.few_compiled
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", [v for v in every_variant() if v.op == CHAIN], ids=variant_id)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "length"), [(32, 256), (4, 4096), (16, 1004), (16, 1001), (1, 65536)])
@@ -187,7 +187,7 @@ def test_ties_in_the_chain_with_layer_norm(variant, dtype, rows, length):
     assert int((grad[~dropped] == 0).sum()) <= numel // 100  # a gradient may be zero here or there
 
 
-@pytest.mark.few_compiled
+@pytest.mark.sampled
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_the_gradient_has_the_outputs_mask(variant, dtype):

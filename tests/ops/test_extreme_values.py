@@ -21,7 +21,8 @@ from kernel_ladder.spec import Inputs, Options, Output, as_leaves
 from kernel_ladder.testing.agreement import Standards, agreement, oracle, standards
 from kernel_ladder.testing.samples import make_grad
 
-from ..conftest import DEVICE, MODES_OF_DEFAULT, public, variant_id
+from ..conftest import DEVICE, public, variant_id
+from ..sampling import MODES_OF_DEFAULT
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -312,7 +313,7 @@ def test_every_operation_has_extreme_values():
     assert set(EXTREMES) | {"attention"} == set(kernel_ladder.OPS)  # attention's own are in test_large_scores.py
 
 
-@pytest.mark.few_compiled
+@pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "dtype"), list(parameters()))
 def test_extreme_values(variant, dtype):
     spec, refused, failed = kernel_ladder.spec(variant.op), [], []

@@ -171,6 +171,7 @@ def test_every_operation_is_here():
     assert set(CASES) == set(kernel_ladder.OPS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "index"), list(parameters()))
 def test_far_strides(variant, index):
     spec, case = kernel_ladder.spec(variant.op), CASES[variant.op][index]

@@ -15,7 +15,6 @@ from kernel_ladder.testing.samples import make_inputs
 
 from ..conftest import (
     DEVICE,
-    MODES_OF_DEFAULT,
     elements,
     every_variant,
     plain_cases,
@@ -24,6 +23,7 @@ from ..conftest import (
     typical_case,
     variant_id,
 )
+from ..sampling import MODES_OF_DEFAULT
 
 
 @functools.cache

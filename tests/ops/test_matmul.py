@@ -42,6 +42,7 @@ def laid_out(rows: int, columns: int, along_rows: bool, dtype: torch.dtype, seed
     return x if along_rows else x.mT
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -154,6 +154,7 @@ MANY_ROWS = [
 ]
 
 
+@pytest.mark.sampled
 @needs_gpu
 @pytest.mark.parametrize("shape", MANY_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -263,6 +264,7 @@ def test_rows_with_gaps_and_gradients_of_any_stride(variant, length):
         assert result.agrees, str(result)
 
 
+@pytest.mark.sampled
 @needs_gpu
 @pytest.mark.parametrize("length", [256, 1024, 4096, 16384, 65536, 131072])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_it_runs, va
 SPEC = kernel_ladder.spec("softmax")
 
 
+@pytest.mark.sampled
 @needs_gpu
 @pytest.mark.parametrize("values", ["normal", "neg_inf_rows", "large"])
 @pytest.mark.parametrize("shape", [(3, 262145), (37, 300_008), (5, 1_000_003), (2, 1_100_000)], ids=str)

@@ -137,6 +137,7 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
                 yield f"{found[instruction]} {instruction}, where there should be {'some' if wanted else 'none'}"
 
 
+@pytest.mark.sampled(level="triton")
 @pytest.mark.parametrize("capability", CAPABILITIES, ids="sm{}".format)
 @pytest.mark.parametrize("op", kernel_ladder.OPS)
 def test_compiles(op, capability, compiler):
