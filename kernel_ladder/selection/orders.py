@@ -1,6 +1,7 @@
 """What ``backend="auto"`` tries on a GPU, fastest first, a level's name standing for all of its rungs.
 
-On a CPU ``"auto"`` is PyTorch's own function. Rungs that take nothing which a later one refuses are left out.
+On a CPU ``"auto"`` is PyTorch's own function. Rungs that take nothing which a later one refuses are left out, save
+those of a level that a rule of ``"auto"`` names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "triton.fused",
         "torch.builtin",
     ),
-    "matmul": ("torch.builtin",),
+    "matmul": ("torch.builtin", "cuda"),
     "attention": (
         "torch.builtin",
         "cuda.split_kv",
@@ -36,7 +37,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
     "dropout": ("cuda.vectorized", "triton.fused", "torch.naive"),
     "bias_gelu": ("cuda.multirow", "triton.fused", "torch.builtin"),
-    "cross_entropy": ("triton.online", "torch.builtin"),
+    "cross_entropy": ("cuda.online", "triton.online", "torch.builtin"),
     "rope": ("cuda.vectorized", "triton.fused", "torch.naive"),
     "swiglu": ("cuda.vectorized", "triton.fused", "torch.builtin"),
     "add_rms_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),
@@ -48,6 +49,6 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "triton.online",
         "torch.naive",
     ),
-    "linear": ("torch.builtin",),
+    "linear": ("torch.builtin", "cuda"),
     "linear_cross_entropy": ("torch.builtin",),
 }

@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_ladder import gpu
 from kernel_ladder.selection import matmul as selection
-from kernel_ladder.selection import matmul_parts
+from kernel_ladder.selection import matmul_parts, unaligned
 from kernel_ladder.selection.matmul_parts import MOST_BYTES, Operand, Part
 
 #: Blocks at once on an H100, in clusters of 1, 2, 4 and 8.
@@ -144,3 +145,23 @@ def test_the_plan_of_two_tensors_counts_their_parts(hopper):
     assert selection._plan(aligned, aligned) == selection.plan_of(
         8192, 8192, 8192, 1, 1, 1, 2, False, selection.blocks_at_once(0)
     )
+
+
+@pytest.mark.parametrize(
+    ("input", "other", "takes"),
+    [
+        (((4096, 4096), (4096, 1)), ((4096, 4096), (4096, 1)), False),
+        (((4096, 4096), (4096, 1)), ((4096, 4099), (4099, 1)), True),  # rows of B and of the product
+        (((2048, 768), (768, 1)), ((768, 50257), (1, 768)), True),  # rows of the product
+        (((4095, 4096), (4096, 1)), ((4096, 4096), (1, 4096)), False),  # a number of rows does no harm
+        (((4096, 4095), (4095, 1)), ((4095, 4096), (4096, 1)), True),
+        (((4096, 4095), (1, 4096)), ((4095, 4096), (4096, 1)), False),
+        (((99, 101), (101, 1)), ((101, 103), (103, 1)), False),  # little work
+    ],
+)
+def test_auto_gives_unaligned_products_to_the_cuda_level(hopper, input, other, takes):
+    with FakeTensorMode():
+        a, b = (torch.empty_strided(*of, dtype=torch.bfloat16, device="cuda:0") for of in (input, other))
+        names = unaligned.matmul_where_unaligned((a, b), {})
+        assert names == ((selection.plan(a, b).rung,) if takes else ())
+        assert bool(unaligned.linear_where_unaligned((a, b.mT, None), {})) == takes

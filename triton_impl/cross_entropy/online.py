@@ -127,8 +127,10 @@ def _cross_entropy_backward_online_kernel(
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-_CONFIGS = ((8192, 16), (4096, 8), (8192, 8), (16384, 16), (16384, 32))
-_SMOOTHED_CONFIGS = ((4096, 8), (8192, 8), (4096, 16), (2048, 8))  # which keep more numbers per lane
+# A thread loads 8 lanes of 16 bits at once. So a block has 1024 columns a warp or more: with fewer, the columns of a lane
+# are in several warps, which meet in shared memory for each block.
+_CONFIGS = ((8192, 8), (4096, 4), (16384, 16), (8192, 4), (16384, 8))
+_SMOOTHED_CONFIGS = ((4096, 4), (8192, 8), (2048, 2), (16384, 16))  # which keep more numbers per lane
 _BACKWARD_CONFIGS = ((4096, 8), (2048, 4), (8192, 8), (8192, 16))
 _KEY = ("n_cols", "SMOOTHED")
 _tuned = {

@@ -1,0 +1,53 @@
+"""Which products ``backend="auto"`` gives to the cuda level on Hopper, where it otherwise takes PyTorch's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernel_ladder.selection import matmul
+from kernel_ladder.spec import Inputs, Options
+
+#: Bytes that TMA addresses are multiples of.
+ALIGNMENT = 16
+#: Multiply-adds of a product from which on the gain is more than what a call costs on the host.
+LEAST = 2**28
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether a matrix, and its rows (or columns, if those are dense), begin on 16 bytes."""
+    step = x.stride(-2) if matmul.concrete(x.stride(-1)) == 1 else x.stride(-1)
+    vector = ALIGNMENT // x.element_size()
+    return matmul.concrete(step) % vector == 0 and matmul.concrete(x.storage_offset()) % vector == 0
+
+
+def _is_worth_it(input: torch.Tensor, other: torch.Tensor, columns: int | torch.SymInt) -> bool:
+    if not input.is_cuda or input.dtype not in (torch.float16, torch.bfloat16) or min(input.dim(), other.dim()) < 2:
+        return False
+    n = matmul.concrete(columns)
+    if not matmul.is_hopper(input.get_device()) or math.prod(map(matmul.concrete, input.shape)) * n < LEAST:
+        return False
+    return n * input.element_size() % ALIGNMENT != 0 or not (_is_aligned(input) and _is_aligned(other))
+
+
+def matmul_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers the cuda level to cuBLAS where rows of 16-bit operands or of the product begin off 16 bytes.
+
+    There cuBLAS does without TMA, at a quarter of its rate. The cuda level computes in parts, or copies first.
+    """
+    input, other = inputs[:2]
+    assert input is not None
+    assert other is not None
+    return matmul.rule(inputs, options) if _is_worth_it(input, other, other.shape[-1]) else ()
+
+
+def linear_where_unaligned(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``cuda.persistent`` to cuBLAS where rows of 16-bit operands or of the output begin off 16 bytes."""
+    input, weight = inputs[:2]
+    assert input is not None
+    assert weight is not None
+    return ("cuda.persistent",) if _is_worth_it(input, weight, weight.shape[0]) else ()
+
+
+RULES = {("matmul", "auto"): matmul_where_unaligned, ("linear", "auto"): linear_where_unaligned}
