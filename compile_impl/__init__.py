@@ -13,8 +13,8 @@ import shutil
 import threading
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, ContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch._functorch import config as functorch_config
@@ -33,7 +33,7 @@ ROUNDED = {"emulate_precision_casts": True}
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _as_eager() -> ContextManager[None]:
+def _as_eager() -> AbstractContextManager[None]:
     """Settings under which a rung's gradients behave as those of eager calls. They hold where its graphs are traced.
 
     A graph may be differentiated again: PyTorch otherwise donates what the backward pass has saved to its results. And

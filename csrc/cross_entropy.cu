@@ -47,12 +47,13 @@ template <typename T, bool SMOOTHED>
 __device__ Pair scan_row(const T* in, const Entropy& entropy, float& below, float& seen) {
     const int64_t step = int64_t{blockDim.x} * Vec<T>::size, length = entropy.length;
     Pair state{NEG_INF, 0.0f};
-    for (int64_t base = threadIdx.x * Vec<T>::size; base < length; base += ENTROPY_UNROLL * step) {
+    const int64_t begin = static_cast<int64_t>(threadIdx.x) * Vec<T>::size - past_vector(in, in);
+    for (int64_t base = begin; base < length; base += ENTROPY_UNROLL * step) {
         Vec<T> v[ENTROPY_UNROLL];
         float x[ENTROPY_UNROLL][Vec<T>::size];
 #pragma unroll
         for (int u = 0; u < ENTROPY_UNROLL; ++u) {
-            v[u] = load_chunk(in, entropy.in_rows, base + u * step, length, NEG_INF);
+            v[u] = load_vector(in, entropy.in_rows, base + u * step, length, NEG_INF);
         }
         float new_max = state.first;
 #pragma unroll
@@ -69,7 +70,8 @@ __device__ Pair scan_row(const T* in, const Entropy& entropy, float& below, floa
 #pragma unroll
             for (int e = 0; e < Vec<T>::size; ++e) {
                 state.second += fast_exp(x[u][e] - shift);
-                if (SMOOTHED && base + u * step + e < length) below += shift - x[u][e], seen += 1.0f;
+                const int64_t i = base + u * step + e;
+                if (SMOOTHED && 0 <= i && i < length) below += shift - x[u][e], seen += 1.0f;
             }
         }
         state.first = new_max;
@@ -78,7 +80,7 @@ __device__ Pair scan_row(const T* in, const Entropy& entropy, float& below, floa
 }
 
 template <typename T, typename Loss, bool SMOOTHED>
-__global__ void __launch_bounds__(ENTROPY_THREADS)
+__global__ void __launch_bounds__(ENTROPY_THREADS, 3)
     cross_entropy_online_kernel(Loss* losses, float* stats, const T* input, const int64_t* target,
                                 __grid_constant__ const Entropy entropy) {
     __shared__ ReduceSmem<false, Pair> state_smem;
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(ENTROPY_THREADS)
 }
 
 template <typename T, bool SMOOTHED>
-__global__ void __launch_bounds__(ENTROPY_THREADS)
+__global__ void __launch_bounds__(ENTROPY_THREADS, 3)
     cross_entropy_backward_online_kernel(T* grad_input, const T* grad, const T* input, const int64_t* target,
                                          const float* stats, const float* count, unsigned blocks_a_row,
                                          __grid_constant__ const Entropy entropy) {
@@ -126,11 +128,12 @@ __global__ void __launch_bounds__(ENTROPY_THREADS)
     const T* in = input + entropy.in_rows.start(row);
     T* out = grad_input + entropy.out_rows.start(row);
     const int64_t step = int64_t{blockDim.x} * Vec<T>::size;
-    const int64_t base = blockIdx.x % blocks_a_row * ENTROPY_UNROLL * step + threadIdx.x * Vec<T>::size;
+    const int64_t base = blockIdx.x % blocks_a_row * ENTROPY_UNROLL * step +
+                         static_cast<int64_t>(threadIdx.x) * Vec<T>::size - past_vector(in, out);
     Vec<T> v[ENTROPY_UNROLL];
 #pragma unroll
     for (int u = 0; u < ENTROPY_UNROLL; ++u) {
-        v[u] = load_chunk(in, entropy.in_rows, base + u * step, counts ? entropy.length : 0, 0.0f);
+        v[u] = load_vector(in, entropy.in_rows, base + u * step, counts ? entropy.length : 0, 0.0f);
     }
 #pragma unroll
     for (int u = 0; u < ENTROPY_UNROLL; ++u) {
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(ENTROPY_THREADS)
             if (SMOOTHED) value -= entropy.uniform;
             x[e] = counts ? g * value : 0.0f;
         }
-        store_chunk(out, entropy.out_rows, pack<T>(x), first, entropy.length);
+        store_vector(out, entropy.out_rows, pack<T>(x), first, entropy.length);
     }
 }
 
@@ -266,7 +269,9 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
     dispatch(input.scalar_type(), op, [&](auto zero) {
         using T = decltype(zero);
         const unsigned threads = entropy_threads(layout.chunks<T>());
-        const int64_t blocks_a_row = ceil_div(layout.chunks<T>(), int64_t{threads} * ENTROPY_UNROLL);
+        // Vectors of a row that begins off 16 bytes are one more than those of its length.
+        const int64_t chunks = layout.chunks<T>() + (entropy.in_rows.whole ? 0 : 1);
+        const int64_t blocks_a_row = ceil_div(chunks, int64_t{threads} * ENTROPY_UNROLL);
         with_constant(label_smoothing != 0.0, [&](auto smoothed) {
             launch_pdl(cross_entropy_backward_online_kernel<T, decltype(smoothed)::value>,
                        grid_size(entropy.rows * blocks_a_row), threads, launch, pointer<T>(grad_input),

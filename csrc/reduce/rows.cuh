@@ -42,21 +42,57 @@ __device__ inline uint4 joined(uint4 low, uint4 high, unsigned bytes) {
             __funnelshift_r(w[3], w[4], bits)};
 }
 
-// Loads 16 bytes of a row from element `first` on. Elements past the row's end are `fill`. A dense row that begins off
-// 16 bytes is read by aligned vectors too, two for each. Its ends are read by elements, so that no other row is.
+// Elements from the last address of 16 bytes to `row`; 0 unless it is the same of `other`. Vectors that are counted from
+// there are aligned in both rows; the first one may begin before the row does.
+template <typename T>
+__device__ int past_vector(const T* row, const T* other) {
+    const auto of_row = reinterpret_cast<uintptr_t>(row) % 16, of_other = reinterpret_cast<uintptr_t>(other) % 16;
+    return of_row == of_other ? static_cast<int>(of_row / sizeof(T)) : 0;
+}
+
+// Whether 16 bytes from element `first` on are an aligned vector of the row.
+template <typename T>
+__device__ bool is_vector(const T* row, const Rows& rows, int64_t first, int64_t length) {
+    if (first + Vec<T>::size > length) return false;
+    return rows.whole || (rows.stride == 1 && first >= 0 && reinterpret_cast<uintptr_t>(row + first) % 16 == 0);
+}
+
+// Loads 16 bytes of a row from element `first` on: an aligned vector, or its elements. Those before the row's start and
+// past its end are `fill`.
+template <typename T>
+__device__ Vec<T> load_vector(const T* row, const Rows& rows, int64_t first, int64_t length, float fill) {
+    if (is_vector(row, rows, first, length)) return load_vec(row + first);
+    Vec<T> v;
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) {
+        const int64_t i = first + e;
+        v[e] = 0 <= i && i < length ? row[i * rows.stride] : from_float<T>(fill);
+    }
+    return v;
+}
+
+template <typename T>
+__device__ void store_vector(T* row, const Rows& rows, const Vec<T>& v, int64_t first, int64_t length) {
+    if (is_vector(row, rows, first, length)) return store_vec(row + first, v);
+#pragma unroll
+    for (int e = 0; e < Vec<T>::size; ++e) {
+        const int64_t i = first + e;
+        if (0 <= i && i < length) row[i * rows.stride] = v[e];
+    }
+}
+
+// The same where vectors are counted from the row's start, wherever that is. Off 16 bytes, a dense row is read by aligned
+// vectors too, two for each. Its ends are read by elements, so that no other row is.
 template <typename T>
 __device__ Vec<T> load_chunk(const T* row, const Rows& rows, int64_t first, int64_t length, float fill) {
     constexpr int SIZE = Vec<T>::size;
-    if (rows.whole && first + SIZE <= length) return load_vec(row + first);
-    Vec<T> v;
-    if (rows.stride == 1 && first >= SIZE && first + 2 * SIZE <= length) {
-        const auto address = reinterpret_cast<uintptr_t>(row + first);
-        const auto* aligned = reinterpret_cast<const uint4*>(address & ~uintptr_t{15});
-        reinterpret_cast<uint4&>(v) = joined(aligned[0], aligned[1], address % 16);
-        return v;
+    if (rows.whole || rows.stride != 1 || first < SIZE || first + 2 * SIZE > length) {
+        return load_vector(row, rows, first, length, fill);
     }
-#pragma unroll
-    for (int e = 0; e < SIZE; ++e) v[e] = first + e < length ? row[(first + e) * rows.stride] : from_float<T>(fill);
+    const auto address = reinterpret_cast<uintptr_t>(row + first);
+    const auto* aligned = reinterpret_cast<const uint4*>(address & ~uintptr_t{15});
+    Vec<T> v;
+    reinterpret_cast<uint4&>(v) = joined(aligned[0], aligned[1], address % 16);
     return v;
 }
 
@@ -88,12 +124,8 @@ __device__ void store_beside_neighbours(T* row, const Vec<T>& v, int64_t first, 
 
 template <typename T>
 __device__ void store_chunk(T* row, const Rows& rows, const Vec<T>& v, int64_t first, int64_t length) {
-    if (rows.whole && first + Vec<T>::size <= length) return store_vec(row + first, v);
-    if (!rows.whole && rows.stride == 1) return store_beside_neighbours(row, v, first, length);
-#pragma unroll
-    for (int e = 0; e < Vec<T>::size; ++e) {
-        if (first + e < length) row[(first + e) * rows.stride] = v[e];
-    }
+    if (rows.whole || rows.stride != 1) return store_vector(row, rows, v, first, length);
+    store_beside_neighbours(row, v, first, length);
 }
 
 // ---- a row in registers --------------------------------------------------------------------------------------------

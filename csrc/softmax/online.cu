@@ -14,19 +14,20 @@ constexpr int ONLINE_THREADS = 512;
 constexpr int ONLINE_UNROLL = 2;
 
 template <typename T>
-__global__ void __launch_bounds__(ONLINE_THREADS)
+__global__ void __launch_bounds__(ONLINE_THREADS, 2)
     softmax_online_kernel(T* output, Rows out_rows, const T* input, Rows in_rows, int64_t length) {
     __shared__ float scratch[WARP];
     const T* in = input + in_rows.start(blockIdx.x);
     T* out = output + out_rows.start(blockIdx.x);
     constexpr int64_t STEP = int64_t{ONLINE_THREADS} * Vec<T>::size;
 
+    const int64_t begin = static_cast<int64_t>(threadIdx.x) * Vec<T>::size - past_vector(in, out);
     float row_max = Max::identity, row_sum = 0.0f;
-    for (int64_t base = threadIdx.x * Vec<T>::size; base < length; base += ONLINE_UNROLL * STEP) {
+    for (int64_t base = begin; base < length; base += ONLINE_UNROLL * STEP) {
         Vec<T> v[ONLINE_UNROLL];
         float x[ONLINE_UNROLL][Vec<T>::size];
 #pragma unroll
-        for (int u = 0; u < ONLINE_UNROLL; ++u) v[u] = load_chunk(in, in_rows, base + u * STEP, length, NEG_INF);
+        for (int u = 0; u < ONLINE_UNROLL; ++u) v[u] = load_vector(in, in_rows, base + u * STEP, length, NEG_INF);
         float new_max = row_max;
 #pragma unroll
         for (int u = 0; u < ONLINE_UNROLL; ++u) {
@@ -49,12 +50,12 @@ __global__ void __launch_bounds__(ONLINE_THREADS)
     row_sum = block_reduce(row_sum, Sum{}, scratch);
 
     const float scale = 1.0f / row_sum;
-    for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
+    for (int64_t first = begin; first < length; first += STEP) {
         float x[Vec<T>::size];
-        unpack(load_chunk(in, in_rows, first, length, NEG_INF), x);
+        unpack(load_vector(in, in_rows, first, length, NEG_INF), x);
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) x[e] = fast_exp(x[e] - row_max) * scale;
-        store_chunk(out, out_rows, pack<T>(x), first, length);
+        store_vector(out, out_rows, pack<T>(x), first, length);
     }
 }
 
@@ -68,20 +69,21 @@ __global__ void __launch_bounds__(ONLINE_THREADS)
     T* gi_row = grad_input + gi_rows.start(blockIdx.x);
     constexpr int64_t STEP = int64_t{ONLINE_THREADS} * Vec<T>::size;
 
+    const int64_t begin = static_cast<int64_t>(threadIdx.x) * Vec<T>::size - past_vector(g_row, gi_row);
     float dot = 0.0f, g[Vec<T>::size], o[Vec<T>::size];
-    for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
-        unpack(load_chunk(g_row, g_rows, first, length, 0.0f), g);
-        unpack(load_chunk(o_row, o_rows, first, length, 0.0f), o);
+    for (int64_t first = begin; first < length; first += STEP) {
+        unpack(load_vector(g_row, g_rows, first, length, 0.0f), g);
+        unpack(load_vector(o_row, o_rows, first, length, 0.0f), o);
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) dot += g[e] * o[e];
     }
     dot = block_reduce(dot, Sum{}, scratch);
-    for (int64_t first = threadIdx.x * Vec<T>::size; first < length; first += STEP) {
-        unpack(load_chunk(g_row, g_rows, first, length, 0.0f), g);
-        unpack(load_chunk(o_row, o_rows, first, length, 0.0f), o);
+    for (int64_t first = begin; first < length; first += STEP) {
+        unpack(load_vector(g_row, g_rows, first, length, 0.0f), g);
+        unpack(load_vector(o_row, o_rows, first, length, 0.0f), o);
 #pragma unroll
         for (int e = 0; e < Vec<T>::size; ++e) g[e] = o[e] * (g[e] - dot);
-        store_chunk(gi_row, gi_rows, pack<T>(g), first, length);
+        store_vector(gi_row, gi_rows, pack<T>(g), first, length);
     }
 }
 

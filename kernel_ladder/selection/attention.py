@@ -7,6 +7,7 @@ import functools
 import torch
 from torch.compiler import is_compiling
 
+from kernel_ladder.selection.matmul import concrete, is_hopper
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.spec import Inputs, Options
 
@@ -21,6 +22,9 @@ WGMMA_OVERHEAD, PERSISTENT_OVERHEAD = 80, 107
 WGMMA_PER_CENT = 111
 #: Queries that share a head of keys, up to which ``split_kv`` takes the call.
 SPLIT_ROWS = 16
+#: Head dimensions at which the cuda level was measured beside cuDNN on Hopper, and keys up to which it is ahead with
+#: gradients at the lesser one.
+HEADS_ON_HOPPER, LONGEST_NARROW = (64, 128), 8192
 
 
 def _scores(tile: tuple[int, int], overhead: int, seqlen_q: int, seqlen_k: int, first: int, last: int) -> int:
@@ -68,13 +72,44 @@ def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
     return ("cuda.wgmma",) if cheaper(seqlen_q, seqlen_k, is_causal, window) else ()
 
 
-def prefer_triton_for_gradients(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers ``triton.flash`` to the cuda level where a gradient is wanted.
+def _wants_gradient(inputs: Inputs) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers the cuda level on Hopper, for gradients up to :data:`LONGEST_NARROW` keys or at head dimension 128.
+
+    cuDNN's forward pass takes 1.05 to 1.2 times as long. Its backward pass is level with ``cuda.persistent``'s, ahead
+    with grouped heads and with long sequences at head dimension 64 (H100).
+    """
+    query, key, value = inputs[:3]
+    d = concrete(query.shape[-1])
+    if not query.is_cuda or query.element_size() != 2 or d not in HEADS_ON_HOPPER or value.shape[-1] != d:
+        return ()
+    if not is_hopper(query.get_device()) or (len(inputs) > 3 and inputs[3] is not None):
+        return ()
+    queries, heads, heads_kv = map(concrete, (query.shape[-2], query.shape[-3], key.shape[-3]))
+    if queries * heads <= SPLIT_ROWS * heads_kv:
+        return ()
+    if _wants_gradient(inputs):
+        no_window = tuple(options.get("window_size") or NO_WINDOW) == NO_WINDOW
+        too_long = d <= NARROW_HEAD and concrete(key.shape[-2]) > LONGEST_NARROW
+        if heads != heads_kv or too_long or not no_window:
+            return ()
+    return *prefer_wgmma(inputs, options), "cuda.persistent"
+
+
+def triton_for_gradients_of_groups(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``triton.flash`` to the cuda level where a gradient is wanted and queries share heads of keys.
 
     The cuda rungs of packed sequences have the backward kernels of attention's ``cuda.flash``, on mma.sync.
     """
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return ("triton.flash",) if wanted else ()
+    query, key = inputs[:2]
+    return ("triton.flash",) if _wants_gradient(inputs) and query.shape[-2] != key.shape[-2] else ()
 
 
-RULES = {("attention", "cuda"): prefer_wgmma, ("attention_varlen", "auto"): prefer_triton_for_gradients}
+RULES = {
+    ("attention", "cuda"): prefer_wgmma,
+    ("attention", "auto"): cuda_on_hopper,
+    ("attention_varlen", "auto"): triton_for_gradients_of_groups,
+}

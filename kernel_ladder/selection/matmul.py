@@ -60,7 +60,7 @@ CLUSTER_REDUCTION_CYCLES = 6500
 PAIR_CYCLES = 2000  # not fitted: leaves pairs to products of few rows
 OUTPUTS_PER_CYCLE = 5
 PERSISTENT_START_CYCLES = 2000
-FIXUP_CYCLES = 25000  # stream-K: a block stores and adds 128 KiB of partial sums
+FIXUP_CYCLES = 43000  # stream-K: a block stores and adds 128 KiB of partial sums (of an H100)
 
 #: `split_k` copies an A of few rows to lie along K: csrc/matmul/pad_operands.cu.
 FEW_ROWS, FEW_ROWS_MIN_K, FEW_ROWS_MIN_B, FEW_ROWS_MAX_A = 32, 4096, 1 << 24, 1 << 25

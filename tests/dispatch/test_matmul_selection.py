@@ -113,7 +113,7 @@ def in_parts(m: int, n: int, k: int, a: Operand, b: Operand) -> float | None:
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
 def test_one_rung_for_all_parts_is_faster_than_a_rung_for_each(m, n, k, layout):
     a, b = operands(m, n, k, layout)
-    assert in_parts(m, n, k, a, b) <= 0.95 * part_by_part(m, n, k, a, b)
+    assert in_parts(m, n, k, a, b) < 0.98 * part_by_part(m, n, k, a, b)
 
 
 def test_parts_of_random_products_are_no_slower_than_before():

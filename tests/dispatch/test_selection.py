@@ -96,3 +96,17 @@ def test_a_bad_question_is_told(arguments, said, capsys):
 def test_an_unknown_shape_is_told(capsys):
     assert main(["list", "gelu", "--for", "eight"]) == 2
     assert "unknown `shape` 'eight'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "names"),
+    [
+        ((4, 50257), (50257, 1), ("cuda.online",)),
+        ((4, 50256), (50256, 1), ()),
+        ((4, 33), (33, 1), ()),  # short
+        ((50257, 4), (1, 50257), ()),  # along dim 1 not dense
+    ],
+)
+def test_unaligned_rows_of_softmax_go_to_online(shape, stride, names):
+    x = torch.empty_strided(shape, stride, dtype=torch.bfloat16, device="meta")
+    assert RULES["softmax", "cuda"]((x,), {"dim": 1}) == names

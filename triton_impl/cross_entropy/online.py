@@ -127,8 +127,8 @@ def _cross_entropy_backward_online_kernel(
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-# A thread loads 8 lanes of 16 bits at once. So a block has 1024 columns a warp or more: with fewer, the columns of a lane
-# are in several warps, which meet in shared memory for each block.
+# A thread loads 8 lanes of 16 bits at once, so a block has at least 1024 columns a warp. With fewer, several warps have
+# a lane's columns, and meet in shared memory for each block.
 _CONFIGS = ((8192, 8), (4096, 4), (16384, 16), (8192, 4), (16384, 8))
 _SMOOTHED_CONFIGS = ((4096, 4), (8192, 8), (2048, 2), (16384, 16))  # which keep more numbers per lane
 _BACKWARD_CONFIGS = ((4096, 8), (2048, 4), (8192, 8), (8192, 16))

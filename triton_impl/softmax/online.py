@@ -142,7 +142,8 @@ def _online_strided_backward_kernel(
 
 # ---- host ----------------------------------------------------------------------------------------------------------
 
-_CONFIGS = ((8192, 16), (4096, 8), (8192, 8), (16384, 16), (16384, 32))
+#: At least 1024 columns a warp, as in ``triton_impl/cross_entropy/online.py``.
+_CONFIGS = ((8192, 8), (4096, 4), (16384, 16), (16384, 8))
 
 
 def _kernels(dense: Any, strided: Any) -> Kernels:
