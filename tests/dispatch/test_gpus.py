@@ -12,6 +12,7 @@ import cuda_impl
 import kernel_ladder
 from cuda_impl import built_for
 from kernel_ladder import autograd, gpu, selection, table
+from kernel_ladder.selection import tables
 from kernel_ladder.spec import Case, Output, as_leaves
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs, on_absent_gpu
@@ -107,6 +108,27 @@ def test_windowed_attention_in_99_kib(name, head_dim, gradient, built_everywhere
         found, refused = chosen("attention", case, torch.bfloat16, gradient=gradient)
     assert "cuda.flash" not in refused
     assert found == "cuda.flash"
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("q", "k", "gradient", "options", "expected"),
+    [
+        ((4, 16, 2048, 128), (4, 16, 2048, 128), False, {"is_causal": True}, "cuda.persistent"),
+        ((4, 16, 2048, 128), (4, 16, 2048, 128), True, {"is_causal": True}, "cuda.persistent"),
+        ((4, 16, 512, 64), (4, 16, 512, 64), False, {"is_causal": True}, "cuda.wgmma"),
+        ((4, 16, 16384, 64), (4, 16, 16384, 64), True, {"is_causal": False}, "torch.builtin"),
+        ((4, 32, 4096, 128), (4, 8, 4096, 128), False, {"is_causal": True, "enable_gqa": True}, "cuda.persistent"),
+        ((4, 32, 4096, 128), (4, 8, 4096, 128), True, {"is_causal": True, "enable_gqa": True}, "torch.builtin"),
+        ((4, 16, 2048, 96), (4, 16, 2048, 96), False, {"is_causal": True}, "torch.builtin"),
+        ((4, 16, 1, 128), (4, 16, 4096, 128), False, {"is_causal": False}, "torch.builtin"),
+    ],
+)
+def test_auto_on_hopper_takes_the_level_that_is_ahead_in_attention(q, k, gradient, options, expected, built_everywhere):
+    case = Case("", (q, k, k), {"is_causal": False, "scale": None, "enable_gqa": False, **options})
+    with gpu.pretend("H100"), tables.without():
+        found, refused = chosen("attention", case, torch.bfloat16, gradient=gradient)
+    assert found == expected, refused
 
 
 @needs_extension
