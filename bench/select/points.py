@@ -14,7 +14,7 @@ import cuda_impl
 import kernel_ladder
 from bench.rows import store
 from bench.rows.store import Row
-from bench.select.split import older_than_rung
+from bench.select.split import is_of_other_kernels, older_than_rung
 from bench.usage import DTYPES
 from kernel_ladder import gpu, selection, table
 from kernel_ladder.selection import tables
@@ -72,6 +72,8 @@ def points(rows: Iterable[Row], machine: gpu.Gpu) -> Iterator[Point]:
     calls: dict[tuple[str, str, str], dict[str, dict[str, Row]]] = {}
     for row in store.latest(rows):
         if row.us is None or row.wrong or row.interpreted or row.op not in FEATURES or row.level not in AUTO_LEVELS:
+            continue
+        if is_of_other_kernels(row):
             continue
         calls.setdefault((row.op, row.dtype, row.shape), {}).setdefault(row.pass_, {})[row.backend] = row
     with _as_on(machine):

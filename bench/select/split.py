@@ -30,6 +30,21 @@ SPLIT: dict[tuple[str, str], tuple[str, frozenset[str]]] = {
 }
 
 
+#: Passes whose rungs have other kernels since (UTC): older rows say nothing of them.
+REWRITTEN: dict[tuple[str, str, str], tuple[str, frozenset[str]]] = {
+    ("attention", "cuda", "backward"): (
+        "2026-11-26T11:00:00",
+        frozenset({"cuda.wgmma", "cuda.warp_specialized", "cuda.pingpong", "cuda.persistent"}),
+    ),
+}
+
+
+def is_of_other_kernels(row: Row) -> bool:
+    """Whether a row was measured before its rung's pass had its kernels of today."""
+    when, rungs = REWRITTEN.get((row.op, row.level, row.pass_), ("", frozenset()))
+    return row.backend in rungs and row.when < when
+
+
 def older_than_rung(row: Row) -> bool:
     """Whether a row was measured before its rung had its kernels of today."""
     when, rungs = SPLIT.get((row.op, row.level), ("", frozenset()))

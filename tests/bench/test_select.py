@@ -11,7 +11,7 @@ from bench.__main__ import main
 from bench.rows import store
 from bench.select import build, command, points
 from bench.select.points import Point
-from bench.select.split import SPLIT, older_than_rung
+from bench.select.split import REWRITTEN, SPLIT, older_than_rung
 from kernel_ladder import table
 from kernel_ladder.selection import tables
 from kernel_ladder.selection.features import Features
@@ -85,12 +85,12 @@ def test_an_old_row_of_a_split_rung_is_the_time_of_its_level():
     assert [older_than_rung(each) for each in rows] == [False, True, False]
     (point,) = points.points(rows, points.machine_of(rows))
     assert point.times == {"torch.builtin": 900.0, "cuda.persistent": 260.0}
-    assert point.usual("auto") == "torch"
+    assert point.usual("auto") == "cuda"
     assert point.levels["torch"] == 900.0
     assert point.levels["cuda"] == (260.0 if point.chosen["cuda"] == "cuda.persistent" else 250.0)
     assert point.features.category == "16 bits, unaligned"
     (entry,) = build.entries_of([point], "auto")
-    assert entry.better == "cuda"
+    assert entry.better is None
 
 
 @needs_cuda_level
@@ -106,8 +106,24 @@ def test_training_is_forward_and_backward_together():
 
 
 def test_splits_are_of_rungs_that_exist():
-    for (op, level), (_, rungs) in SPLIT.items():
+    listed = [*SPLIT.items(), *(((op, level), found) for (op, level, _), found in REWRITTEN.items())]
+    for (op, level), (_, rungs) in listed:
         assert rungs <= {v.name for v in table.variants(op, level)}
+
+
+@needs_cuda_level
+def test_rows_of_kernels_that_are_gone_say_nothing():
+    of = {"op": "attention", "shape": "B1 H1 S64 D128 full", "shapes": [[1, 1, 64, 128]] * 3}
+    of["options"] = {"is_causal": False, "scale": None, "enable_gqa": False}
+    rows = [
+        row(name, 5.0, pass_, **of)
+        for name in ("torch.builtin", "cuda.persistent")
+        for pass_ in ("forward", "backward")
+    ]
+    forward, training = points.points(rows, points.machine_of(rows))
+    assert set(forward.times) | {"cuda.persistent"} == set(training.times) | {"cuda.persistent"}
+    assert "cuda.persistent" not in training.times
+    assert "cuda" not in training.levels
 
 
 def test_rows_of_a_gpu_that_no_rule_knows_are_refused():
@@ -122,7 +138,7 @@ def test_the_command_writes_a_table_that_selection_reads(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     # Calls far apart, so that none is the other's neighbour.
     for scale, name in ((1, "a"), (4, "b")):
-        m, n, k = (size // scale | 1 for size in (4095, 4097, 4099))
+        m, n, k = (size // scale for size in (4096, 4096, 8192))
         for backend, us in (("torch.builtin", 900.0), ("cuda.split_k", 250.0)):
             store.append(path, row(backend, us, shape=name, shapes=[[m, k], [k, n]]))
     assert main(["select", str(path), "--into", str(tmp_path)]) == 0
@@ -153,7 +169,7 @@ def test_where_a_committed_table_is_kept_auto_is_no_slower_than_by_rules():
         for part in json.loads(path.read_text())["regret"]
         if part["kept"]
     }
-    assert {("matmul", "auto", "forward"), ("linear", "auto", "forward"), ("attention", "auto", "forward")} <= set(kept)
+    assert {("matmul", "auto", "training"), ("linear", "auto", "training")} <= set(kept)
     for part in kept.values():
         assert part["table"]["mean"] <= 1.03
         assert part["table"]["mean"] < part["rules"]["mean"]
