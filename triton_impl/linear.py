@@ -212,7 +212,8 @@ def _persistent_unsupported(
     a, _ = as_matrices(input, weight.mT)
     if a.dim() > 2:  # what will be copied
         a = torch.empty(input.shape, dtype=input.dtype, device="meta").view(-1, input.shape[-1])
-    return descriptors.tma_unsupported(a, weight.mT)
+    reason = descriptors.tma_unsupported(a, weight.mT)
+    return None if reason is not None and descriptors.is_copied(a, weight.mT) else reason
 
 
 _register("tiled", False, tiled.write, unsupported)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import kernel_ladder
-from kernel_ladder import autograd
+from kernel_ladder import autograd, table
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, every_variant, skip_unless_it_runs, variant_id
+from ..conftest import DEVICE, every_variant, skip_unless_available, skip_unless_it_runs, variant_id
 
 VARIANTS = [v for v in every_variant("triton", "cuda") if v.op == "linear"]
 GELU = {"activation": "gelu"}
@@ -87,3 +87,18 @@ def test_only_the_wanted_gradients_are_made(variant, needs):
         some = variant.backward(saved, torch.ones_like(output), needs)
     for wanted, all_of, one_of in zip(needs, everything, some, strict=True):
         assert torch.equal(all_of, one_of) if wanted else one_of is None
+
+
+def test_unaligned_operands_of_large_layers_are_copied_for_descriptors(monkeypatch):
+    skip_unless_available("linear", "triton")
+    from triton_impl.matmul import descriptors
+
+    monkeypatch.setattr(descriptors, "COPIED_FROM", 2**10)
+    spec, options = kernel_ladder.spec("linear"), {"activation": "gelu"}
+    (variant,) = (v for v in table.variants("linear", "triton") if v.name == "triton.persistent")
+    inputs = make_inputs(Case("", ((2, 20, 35), (33, 35), (33,)), options), torch.bfloat16, DEVICE)
+    skip_unless_it_runs(variant, inputs, options)
+    grad = make_grad(spec, inputs, options)
+    for _ in range(2):  # a known launch copies again
+        result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, options, grad)
+        assert result.agrees, str(result)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 import cuda_impl
 import kernel_ladder
-from kernel_ladder import autograd
+from kernel_ladder import autograd, table
 from kernel_ladder.errors import UnsupportedError
 from kernel_ladder.selection import matmul_parts
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
-from kernel_ladder.testing.samples import make_inputs
+from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, every_variant, skip_unless_it_runs, variant_id
+from ..conftest import DEVICE, every_variant, skip_unless_available, skip_unless_it_runs, variant_id
 
 VARIANTS = [v for v in every_variant("triton", "cuda") if v.op == "matmul"]
 DESCRIBED = ("triton.tma", "triton.persistent")
@@ -168,3 +168,24 @@ def test_parts_make_every_output_once_in_the_memory_they_may_take(batches, m, n,
         _, _, _, rows, _, columns = parts[0]
         full = -(-rows // tile_m) * -(-columns // tile_n)
         assert full / (-(-full // sms) * sms) >= 0.2  # fuller than plain loads are fast
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+def test_unaligned_operands_of_large_products_are_copied_for_descriptors(layout, monkeypatch):
+    skip_unless_available("matmul", "triton")
+    from triton_impl.matmul import descriptors
+
+    spec, rung = kernel_ladder.spec("matmul"), "triton.persistent"
+    (variant,) = (v for v in table.variants("matmul", "triton") if v.name == rung)
+    for m, n, k in ((33, 29, 35), (17, 64, 51), (40, 33, 64)):
+        made = make_inputs(Case("", ((m, k), (k, n)), {}), torch.bfloat16, DEVICE)
+        inputs = tuple(x if order == "N" else x.mT.contiguous().mT for x, order in zip(made, layout, strict=True))
+        monkeypatch.setattr(descriptors, "COPIED_FROM", 2**28)
+        refused = variant.unsupported(*inputs)
+        monkeypatch.setattr(descriptors, "COPIED_FROM", 2**10)
+        skip_unless_it_runs(variant, inputs)
+        assert refused is None or "multiple of 8" in refused
+        grad = make_grad(spec, inputs, {})
+        for _ in range(2):  # a known launch copies again
+            result = agreement(spec, lambda *x, **o: autograd.run(variant, x, o), inputs, {}, grad)
+            assert result.agrees, f"{m}x{n}x{k}: {result}"

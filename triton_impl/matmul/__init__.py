@@ -43,7 +43,7 @@ register(
     "triton.persistent",
     forward=forward_by(persistent.write),
     backward=backward_by(persistent.write, prepare=descriptors.pad_operand),
-    unsupported=descriptors.unsupported,
+    unsupported=descriptors.unsupported_unless_copied,
 )
 register(
     "matmul",

@@ -19,7 +19,12 @@ from triton_impl import interpreted, multiprocessors
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.matmul.tiles import MULTIPROCESSORS, config, likeliest, programs_at_once
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.descriptor_launch import DescriptorLaunch, unaligned, without_descriptors
+from triton_impl.runtime.descriptor_launch import (
+    DescriptorLaunch,
+    unaligned,
+    without_copy_engine,
+    without_descriptors,
+)
 
 #: Rows and columns of the largest tile, or columns and rows.
 LARGEST = 128, 256
@@ -87,15 +92,30 @@ def operand(matrix: torch.Tensor) -> Operand | str:
 
 
 def pad_operand(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy of it with padded rows where no descriptor takes it as it is.
+    """`x`, or a copy of it with padded rows (columns, if those are dense) where no descriptor takes it as it is.
 
     An output's gradient has the strides that autograd gives it, which no `unsupported` has seen.
     """
     if x.numel() == 0 or not (unaligned(x) or isinstance(operand(x), str)):
         return x
+    if x.stride(-1) != 1 and x.stride(-2) == 1:
+        return pad_operand(x.mT).mT
     unit = 16 // x.element_size()
     *sizes, columns = x.shape
     return x.new_empty((*sizes, triton.cdiv(columns, unit) * unit))[..., :columns].copy_(x)
+
+
+#: Multiply-adds of a product from which on a copy of its operands costs less than loads of single elements.
+COPIED_FROM = 2**28
+
+
+def is_copied(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether operands of ``(M, K) @ (K, N)``, each dense in a dimension, are copied if no descriptor takes them."""
+    if a.dim() > 2 or b.dim() > 2 or a.dtype not in (torch.float16, torch.bfloat16) or without_copy_engine(b):
+        return False
+    (m, k), n = a.shape, b.shape[-1]
+    dense = all(1 in x.stride() for x in (a, b))
+    return dense and min(m, n, k) >= 16 and m * n * k >= COPIED_FROM
 
 
 def tma_unsupported(a: torch.Tensor, b: torch.Tensor) -> str | None:
@@ -124,6 +144,12 @@ def unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
     return tma_unsupported(a, b)
 
 
+def unsupported_unless_copied(input: torch.Tensor, other: torch.Tensor) -> str | None:
+    """As :func:`unsupported`, where operands of large products may be copied first."""
+    reason = unsupported(input, other)
+    return None if reason is not None and is_copied(*as_matrices(input, other)) else reason
+
+
 class Epilogue(NamedTuple):
     """What follows a product; nothing, for matmul."""
 
@@ -144,11 +170,13 @@ class DescriptorProduct:
 
     def __call__(
         self, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue = IDENTITY
-    ) -> DescriptorLaunch:
+    ) -> Callable[..., None]:
         """Write ``a @ b`` into contiguous `c`, all of the same batch dimensions; the returned launch does it again.
 
-        That launch takes ``(c, product, a, b, bias)``, with `c` and `b` in place of what is absent.
+        That launch takes ``(c, product, a, b, bias)``, with `c` and `b` in place of what is absent. Operands that no
+        descriptor takes are copied, each time.
         """
+        given, (a, b) = (a, b), (pad_operand(a), pad_operand(b))
         (m, k), n = a.shape[-2:], b.shape[-1]
         batches = c.shape[:-2].numel()
         rows, columns = operand(a), operand(b.mT)
@@ -187,7 +215,10 @@ class DescriptorProduct:
         candidates = (
             INTERPRETED if interpreted() else likeliest(CONFIGS, COUNT, m, n, k, batches, a.element_size(), c.device)
         )
-        return self.choose.launch(key, candidates, launch, *tensors)
+        found = self.choose.launch(key, candidates, launch, *tensors)
+        if a is given[0] and b is given[1]:
+            return found
+        return lambda c, product, a, b, bias: found(c, product, pad_operand(a), pad_operand(b), bias)
 
     def write(self, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[..., None]:
         """See :data:`triton_impl.matmul.product.Write`."""

@@ -6,6 +6,9 @@ Predicts  Prologue and epilogue of a tile are hidden behind its neighbours: ⌈t
 Limit now Few tiles leave multiprocessors idle, however long k is.
 Next      `split_k`: programs share the k of one tile.
 
+Operands whose rows begin off 16 bytes are copied with padded rows where the product is large (``descriptors.py``): a
+copy takes device memory of their size.
+
 The persistent loop, with the stored tile counted apart from the fetched one, is that of Triton's tutorial
 09-persistent-matmul. Shared openly with `tma`: the description of operands and the epilogue. `linear` runs this kernel
 with a bias and an activation in its epilogue.

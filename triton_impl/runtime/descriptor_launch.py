@@ -27,11 +27,17 @@ def unaligned(*tensors: torch.Tensor) -> bool:
     return any(address(t) % ALIGNMENT_BYTES for t in tensors)
 
 
+def without_copy_engine(tensor: torch.Tensor) -> str | None:
+    """Why the GPU of a tensor has no descriptors, or None."""
+    if tensor.is_cuda and gpu.visible() and gpu.of(tensor.get_device()).capability < (9, 0):
+        return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
+    return None
+
+
 def without_descriptors(*tensors: torch.Tensor) -> str | None:
     """Why these tensors cannot have descriptors whatever their strides, or None."""
-    device = tensors[0].device
-    if device.type == "cuda" and gpu.visible() and gpu.of(tensors[0].get_device()).capability < (9, 0):
-        return "the copy engine that takes tensor descriptors needs compute capability 9.0 or newer"
+    if (reason := without_copy_engine(tensors[0])) is not None:
+        return reason
     return "operands must start on 16 bytes for a tensor descriptor" if unaligned(*tensors) else None
 
 
