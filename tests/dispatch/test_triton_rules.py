@@ -27,7 +27,7 @@ CHOICES = [
     ("bias_dropout_add_layer_norm", 16416, True, "cluster"),
     ("softmax", 8192, False, "fused"),
     ("softmax", 8193, True, "online"),
-        ("softmax", 8200, True, "cluster"),
+    ("softmax", 8200, True, "cluster"),
 ]
 
 
