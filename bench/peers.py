@@ -31,6 +31,7 @@ from bench.measure.correctness import one_line
 from bench.rows.store import PEER
 from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
 from kernel_ladder.semantics.norms import eps_or_default
+from kernel_ladder.spec import dtype_name, dtype_names
 from kernel_ladder.table import Variant
 from kernel_ladder.variables import switch
 
@@ -132,7 +133,7 @@ class Peer:
             if (reason := self.absent or self._no_gpu_for_it(inputs[0])) is not None:
                 return reason
             if inputs[0].dtype not in adapter.dtypes:
-                accepted, given = _names(adapter.dtypes), _names([inputs[0].dtype])
+                accepted, given = dtype_names(adapter.dtypes), dtype_name(inputs[0].dtype)
                 return f"{self.name} takes {accepted} here, got {given}"
             try:
                 adapter.call  # noqa: B018  imported now, so that no time measured later holds it
@@ -141,10 +142,6 @@ class Peer:
             return adapter.unsupported(*inputs, **options)
 
         return Variant(op, self.backend, forward, None, unsupported)
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 # The kernels that the CuTe DSL compiles for CUDA 13 come as an extra.

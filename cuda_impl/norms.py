@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from cuda_impl import unsupported, wants_gradient
+from cuda_impl import unsupported
 from cuda_impl.built_for import is_roomy, without_clusters
 from kernel_ladder import gpu
 from kernel_ladder.semantics.norms import eps_or_default
-from kernel_ladder.spec import as_tuple, converted, mixed, names_of
-from kernel_ladder.tracing import address
+from kernel_ladder.spec import as_tuple, converted, dtype_name, mixed
+from kernel_ladder.tracing import address, wants_gradient
 
 #: Threads of the largest block, and 16-byte vectors of the longest row that a block holds: csrc/reduce/rows.cuh.
 BLOCK_THREADS = 512
@@ -132,7 +132,7 @@ def _forward_unsupported(
     """
     input = operands[0]
     if widened and rung not in ("registers", "cluster"):
-        return f"takes parameters of the input's dtype, got float32 beside {names_of([input.dtype])}"
+        return f"takes parameters of the input's dtype, got float32 beside {dtype_name(input.dtype)}"
     device, length, vector = input.get_device(), row_length(input, dims), 4 if widened else 16 // input.element_size()
     chunks = -(-length // vector)
     if rung == "registers":
@@ -231,13 +231,6 @@ def widening(
 def backward_of(rung: str) -> str:
     """The overload of the backward operator that a rung uses: all rungs from `registers` on share one."""
     return rung if rung in ("naive", "block") else "registers"
-
-
-def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Weight or bias as one dense row."""
-    if x is None or (x.dim() == 1 and x.is_contiguous()):
-        return x
-    return x.reshape(-1).contiguous()
 
 
 def empty_stats(input: torch.Tensor, per_row: int, keep: bool) -> torch.Tensor:

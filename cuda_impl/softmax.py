@@ -6,12 +6,12 @@ import itertools
 
 import torch
 
-from cuda_impl import climb, fake_like, unsupported, wants_gradient
+from cuda_impl import climb, fake_like, unsupported
 from cuda_impl.built_for import without_clusters
 from cuda_impl.norms import MAX_BLOCK_CHUNKS, max_cluster_chunks
 from kernel_ladder import gpu
 from kernel_ladder.table import register
-from kernel_ladder.tracing import address
+from kernel_ladder.tracing import address, wants_gradient
 
 #: Bytes of a vector, in which the kernels count the length of a row.
 CHUNK = 16

@@ -174,6 +174,14 @@ def register_own_gelu() -> None:
     table.register("gelu", "torch.own", forward=forward, backward=backward)
 
 
+@pytest.fixture
+def forget_compiled() -> Iterator[None]:
+    """Run a test without what torch.compile kept of others, and leave nothing to them."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 #: What the rows of a timed operation have.
 TIMED = {"us": 1.25, "us_q1": 1.0, "us_q3": 1.5, "bytes": 2000, "flops": 5000, "gbs": 1.6, "tflops": 0.004}
 

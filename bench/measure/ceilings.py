@@ -20,6 +20,7 @@ from bench.measure import clocks, environment, intervals, timing
 from bench.rows import resume
 from bench.rows.store import CEILING, Row
 from kernel_ladder.semantics.precision import tf32_allowed
+from kernel_ladder.spec import dtype_name
 
 MIB = 2**20
 #: Bytes moved. The first sizes show where the rate of a short kernel gives way to the memory's.
@@ -174,7 +175,7 @@ def _product_tflops(dtype: str, shape: tuple[int, int, int], device: torch.devic
 
 def matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
     """Rate of the best matrix product in `dtype` by PyTorch's library, over a few shapes."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return max(_product_tflops(name, shape, device) for shape in PRODUCTS[device.type])
 
 

@@ -11,7 +11,7 @@ import kernel_ladder
 from bench.measure import drawn, sets
 from bench.measure.cases import default_dtypes, sweep_members
 from bench.rows.ratio import baseline_of
-from kernel_ladder.spec import PASSES, Case
+from kernel_ladder.spec import PASSES, Case, dtype_name
 from kernel_ladder.table import Variant
 
 #: Variants that tune for up to a minute per shape, dtype and pass. Unless the user names them, a quick sweep leaves
@@ -75,7 +75,7 @@ class Group:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.op} {self.case.id} {self.dtype_name}"

@@ -23,6 +23,7 @@ from bench.scaling.model import Machine
 from bench.scaling.rows import COMMUNICATION, LINK, ONE_GPU, OURS, PRODUCT, SYMMETRIC, UNFUSED, UNPATCHED, ScalingRow
 from bench.scaling.timing import Way
 from kernel_ladder import table
+from kernel_ladder.spec import dtype_name
 
 #: A way by what it is of (a role of :mod:`bench.scaling.rows`) and by the backend.
 Name = tuple[str, str]
@@ -128,7 +129,7 @@ class Run:
             backend=backend,
             level=backend.partition(".")[0],
             pass_=problem.pass_,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             shape=problem.shape,
             options=dict(problem.options),
             set="scaling",

@@ -14,7 +14,7 @@ import kernel_ladder
 from kernel_ladder import table
 from kernel_ladder.exercises.exercise import Exercise
 from kernel_ladder.level_packages import load as load_package
-from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, dtype_name, each, has_gradient
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
@@ -56,7 +56,7 @@ def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> 
         "rung": variant.name,
         "solution": None if exercise is None else exercise.rung,
         "case": case.id,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "pass": "forward" if grad is None else "backward",
         "bytes": spec.bytes(case, inputs[0].element_size(), grad is not None),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch.compiler import is_compiling
 
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import wants_gradient
 
 #: Head dimensions up to this one take tiles of 64 columns (csrc/attention/wgmma.cu, persistent.cu).
 NARROW_HEAD = 64
@@ -73,8 +73,7 @@ def prefer_triton_for_gradients(inputs: Inputs, options: Options) -> tuple[str, 
 
     The cuda rungs of packed sequences have the backward kernels of attention's ``cuda.flash``, on mma.sync.
     """
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return ("triton.flash",) if wanted else ()
+    return ("triton.flash",) if wants_gradient(*inputs) else ()
 
 
 RULES = {("attention", "cuda"): prefer_wgmma, ("attention_varlen", "auto"): prefer_triton_for_gradients}

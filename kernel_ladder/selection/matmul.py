@@ -18,6 +18,7 @@ from kernel_ladder.selection.matmul_parts import Operand, Part
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete
 
 
 class Tile(NamedTuple):
@@ -221,14 +222,6 @@ def plan_of(
     return best._replace(rung="cuda.stream_k" if stream_k else "cuda.persistent")
 
 
-def _concrete(size: int | torch.SymInt) -> int:
-    """A size; where torch.compile has a symbol for it, the example's, without a guard on it."""
-    if type(size) is int:
-        return size
-    hint = size.node.hint  # type: ignore[union-attr]
-    return 1 if hint is None else int(hint)
-
-
 def plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     """The plan of ``matmul(input, other)`` on Hopper. Made once for each pair of shapes and strides."""
     plans = _plans(input.get_device())
@@ -249,9 +242,9 @@ def _plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     if b.dim() > 2 and 0 not in b.shape[:-2] and not any(b.stride()[:-2]):
         b = b.as_strided(b.shape[-2:], b.stride()[-2:])  # one matrix for the whole batch
     a, b = as_matrices(a, b)
-    batches = math.prod(_concrete(size) for size in batch_shape(a, b))
+    batches = math.prod(concrete(size) for size in batch_shape(a, b))
     a_batches, b_batches = (batches if x.dim() > 2 and any(x.stride()[:-2]) else 1 for x in (a, b))
-    m, n, k = _concrete(a.shape[-2]), _concrete(b.shape[-1]), _concrete(a.shape[-1])
+    m, n, k = concrete(a.shape[-2]), concrete(b.shape[-1]), concrete(a.shape[-1])
     item = a.element_size()
     along_m = item == 2 and k != 1 and a.stride(-1) != 1
     at_once = blocks_at_once(a.get_device())
@@ -264,7 +257,7 @@ def _plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
 def _operand(x: torch.Tensor, rows: int, size: int, batches: int) -> Operand:
     """An operand of `size` rows (columns), which are its dimension `rows`."""
     batch_step = next((s for s in reversed(x.stride()[:-2]) if s), 0)
-    return Operand(size, _concrete(x.stride(rows)), _concrete(x.stride(-3 - rows)), batches, _concrete(batch_step))
+    return Operand(size, concrete(x.stride(rows)), concrete(x.stride(-3 - rows)), batches, concrete(batch_step))
 
 
 def rule(inputs: Inputs, options: Options) -> tuple[str, ...]:

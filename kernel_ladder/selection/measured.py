@@ -23,7 +23,7 @@ from kernel_ladder import _version, gpu
 from kernel_ladder.errors import VariableError
 from kernel_ladder.spec import Inputs, Options, as_leaves, as_tuple
 from kernel_ladder.table import Variant
-from kernel_ladder.tracing import PLAIN
+from kernel_ladder.tracing import PLAIN, wants_gradient
 
 ENV_SELECT, MEASURE = "KERNEL_LADDER_SELECT", "measure"
 #: Rungs of each level that are timed beside the choice of tables and rules.
@@ -135,7 +135,7 @@ def choice(
     if not can_time(inputs):
         return None
     times = {}
-    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    gradient = wants_gradient(*inputs)
     for rung in contenders():
         if (found_s := time_of(rung, inputs, options, gradient)) is not None:
             times[rung.name] = found_s

@@ -16,7 +16,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernel_ladder.tracing import address
+from kernel_ladder.tracing import address, wants_gradient
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.bias_dropout_add_layer_norm.common import Mask, forward_by
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
@@ -38,7 +38,7 @@ from triton_impl.common.gluon.requirements import unsupported as unsupported_by_
 from triton_impl.common.philox import ARGUMENTS
 from triton_impl.norm import cluster_backward
 from triton_impl.norm.cluster import block_moments, prefetch, row_moments
-from triton_impl.norm.common import rstd_of, wants_gradient
+from triton_impl.norm.common import rstd_of
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import Launch, LaunchCache, to_time

@@ -15,12 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder.semantics.norms import as_parameter
 from kernel_ladder.tracing import shapes_only
 from triton_impl.common.column_sum import row_partition, sum_partials
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import tile_of
 from triton_impl.common.philox import ARGUMENTS, factors_at, factors_of_rows
-from triton_impl.norm.common import as_matrix, as_parameter
+from triton_impl.norm.common import as_matrix
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.launch_cache import CachedKernel
 

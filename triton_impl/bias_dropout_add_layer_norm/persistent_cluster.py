@@ -14,6 +14,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernel_ladder.tracing import wants_gradient
 from triton_impl import multiprocessors
 from triton_impl.bias_dropout_add_layer_norm.cluster import any_address, combined, unsupported_rows
 from triton_impl.bias_dropout_add_layer_norm.common import Mask, forward_by
@@ -30,7 +31,7 @@ from triton_impl.common.gluon.smem_stages import (
     wait_stage,
 )
 from triton_impl.common.philox import ARGUMENTS
-from triton_impl.norm.common import add_pairs, wants_gradient
+from triton_impl.norm.common import add_pairs
 from triton_impl.norm.persistent_cluster import (
     OF_WARP,
     PILOT,

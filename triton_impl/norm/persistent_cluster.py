@@ -18,7 +18,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernel_ladder.tracing import address
 from triton_impl import multiprocessors, unsupported
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import floats, row_layout, split_by_warp, store_once
@@ -30,7 +29,14 @@ from triton_impl.common.gluon.cluster_reduce import (
     wait_for_cluster_reduce,
 )
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
-from triton_impl.common.gluon.smem_stages import allocate_stages, bulk_copy, init_stages, wait_stage, warp_part_layout
+from triton_impl.common.gluon.smem_stages import (
+    allocate_stages,
+    bulk_copy,
+    for_bulk_copies,
+    init_stages,
+    wait_stage,
+    warp_part_layout,
+)
 from triton_impl.norm.common import Kind, add_pairs, forward_by, rstd_of
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
@@ -288,14 +294,6 @@ _choose = Autotuner(_norm_persistent_cluster_kernel)
 _launches = LaunchCache()
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a dense copy where bulk copies cannot read its rows."""
-    stride = x.stride(0) if x.dim() == 2 and x.shape[0] > 1 else 0
-    if (stride | address(x)) % MULTIPLE == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _launch(
     kind: Kind,
     tensors: tuple[torch.Tensor, ...],
@@ -305,7 +303,7 @@ def _launch(
     save_stats: bool,
 ) -> None:
     output, _, stats, *inputs = tensors
-    x, _, weight, bias = map(_aligned, inputs)
+    x, _, weight, bias = (for_bulk_copies(x, MULTIPLE * x.dtype.itemsize, MULTIPLE) for x in inputs)
     n_rows, n_cols = x.shape
     constants = (save_stats, *present)
     stride = x.stride(0) if n_rows > 1 else n_cols

@@ -14,6 +14,11 @@ WARPS = (1, 2, 4, 8, 16, 32)
 MAX_ROWS = 64
 
 
+def warps_of_row(block: int) -> int:
+    """Warps of a `naive` program that holds a row of `block` elements: 8 elements per thread where 16 warps suffice."""
+    return min(max(block // 256, 1), 16)
+
+
 def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], most_warps: int) -> list[tuple[int, int]]:
     """(rows, warps) of a program: enough rows for some of `totals` elements, some of `per_thread` each, best first."""
     shapes = []
