@@ -41,7 +41,7 @@ from triton_impl.norm.cluster import block_moments, prefetch, row_moments
 from triton_impl.norm.common import rstd_of
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import Launch, LaunchCache, to_time
+from triton_impl.runtime.launch_cache import Launch, to_time
 
 #: Elements of a vector, and of a call of Philox.
 EIGHT = gl.constexpr(8)
@@ -142,37 +142,30 @@ def configs(n_cols: int) -> list[triton.Config]:
 
 
 _choose = Autotuner(_chain_cluster_kernel)
-_launches = LaunchCache()
 
 
-def _launch(
+def _first_launch(
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
     mask: Mask,
-) -> None:
+) -> Launch:
     x = tensors[3]
     n_rows, n_cols = x.shape
-    if n_rows == 1:
-        strides = (n_cols, n_cols)  # a single row has any stride
     constants = (save_stats, *present)
+    fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
 
-    def make() -> Launch:
-        fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
+    def launch(config: triton.Config) -> Launch:
+        arguments = (*fixed, *config.kwargs.values())
+        return Launch(_chain_cluster_kernel, (n_rows,), arguments, cluster.options(config))
 
-        def launch(config: triton.Config) -> Launch:
-            arguments = (*fixed, *config.kwargs.values())
-            return Launch(_chain_cluster_kernel, (n_rows,), arguments, cluster.options(config))
-
-        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
-        return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
-
-    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
+    key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+    return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
 
 
-forward = forward_by(_launch)
+forward = forward_by(_first_launch)
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:

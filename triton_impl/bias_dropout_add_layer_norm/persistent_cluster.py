@@ -45,7 +45,7 @@ from triton_impl.norm.persistent_cluster import (
 )
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import LaunchCache, to_time
+from triton_impl.runtime.launch_cache import to_time
 from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: Stages of a row's operands, and of the parameters, weight and norm_bias behind the bias; and the barriers on which
@@ -217,7 +217,6 @@ def configs(n_cols: int) -> list[triton.Config]:
 MIN_COLS, MAX_COLS, MULTIPLE = 8193, cluster.MAX_CLUSTER * 2 * 32 * WORDS * max(WARPS), 32
 
 _choose = Autotuner(_chain_persistent_cluster_kernel)
-_launches = LaunchCache()
 
 
 def _smem_bytes(config: triton.Config) -> int:
@@ -225,35 +224,29 @@ def _smem_bytes(config: triton.Config) -> int:
     return _IN_ALL.value * config.kwargs["BLOCK"] * 4
 
 
-def _launch(
+def _first_launch(
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
     mask: Mask,
-) -> None:
+) -> PersistentLaunch:
     x = tensors[3]
     n_rows, n_cols = x.shape
-    if n_rows == 1:
-        strides = (n_cols, n_cols)  # a single row has any stride
     constants = (save_stats, *present)
+    clusters = min(n_rows, multiprocessors(x.device, 1))
+    arguments = (strides[0] // 2, strides[1] // 2, n_rows, n_cols // 2, 1.0 / n_cols, eps, *constants)
 
-    def make() -> PersistentLaunch:
-        clusters = min(n_rows, multiprocessors(x.device, 1))
-        arguments = (strides[0] // 2, strides[1] // 2, n_rows, n_cols // 2, 1.0 / n_cols, eps, *constants)
+    def launch(config: triton.Config) -> PersistentLaunch:
+        smem = _smem_bytes(config)
+        return PersistentLaunch(_chain_persistent_cluster_kernel, clusters, arguments, config, smem)
 
-        def launch(config: triton.Config) -> PersistentLaunch:
-            smem = _smem_bytes(config)
-            return PersistentLaunch(_chain_persistent_cluster_kernel, clusters, arguments, config, smem)
-
-        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
-        return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
-
-    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
+    key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+    return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
 
 
-forward = forward_by(_launch)
+forward = forward_by(_first_launch)
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:

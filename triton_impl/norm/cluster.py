@@ -34,10 +34,10 @@ from triton_impl.common.gluon.cluster import (
 )
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
 from triton_impl.norm import cluster_backward
-from triton_impl.norm.common import Kind, add_pairs, forward_by, rstd_of
+from triton_impl.norm.common import Kind, add_pairs, by_kind, forward_by, rstd_of
 from triton_impl.runtime.aot import TYPES, Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import Launch, LaunchCache
+from triton_impl.runtime.launch_cache import Launch
 
 
 @gluon.jit
@@ -215,35 +215,30 @@ def _norm_cluster_kernel(
 MIN_COLS = 2049
 
 _choose = Autotuner(_norm_cluster_kernel)
-_launches = LaunchCache()
 
 
-def _launch(
+def _first_launch(
     kind: Kind,
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
-) -> None:
+) -> Launch:
     x = tensors[3]
     n_rows, n_cols = x.shape
     constants = (*kind, save_stats, *present, cluster.vector_of(x.dtype))
+    fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
 
-    def make() -> Launch:
-        fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
+    def launch(config: triton.Config) -> Launch:
+        arguments = (*fixed, *config.kwargs.values())
+        return Launch(_norm_cluster_kernel, (n_rows,), arguments, cluster.options(config))
 
-        def launch(config: triton.Config) -> Launch:
-            arguments = (*fixed, *config.kwargs.values())
-            return Launch(_norm_cluster_kernel, (n_rows,), arguments, cluster.options(config))
-
-        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
-        return _choose.launch(key, cluster.configs(n_cols, x.dtype, 1 + kind.has_residual), launch, *tensors)
-
-    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors)
+    key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+    return _choose.launch(key, cluster.configs(n_cols, x.dtype, 1 + kind.has_residual), launch, *tensors)
 
 
-forward = forward_by(_launch)
+forward = forward_by(by_kind(_first_launch))
 
 
 def unsupported_rows(kind: Kind, x: torch.Tensor, n_cols: int, gradient: bool) -> str | None:

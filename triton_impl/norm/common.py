@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from kernel_ladder.spec import dtype_name, mixed
 from kernel_ladder.tracing import shapes_only
 from triton_impl.common.column_sum import sum_partials
 from triton_impl.common.dot import INTERPRETED
+from triton_impl.runtime.launch_cache import LaunchCache
 
 #: Multiprocessors to assume where there is no GPU: few, because the interpreter runs programs one by one.
 MULTIPROCESSORS_INTERPRETED = 3
@@ -112,11 +113,6 @@ def not_one_dtype(*inputs: torch.Tensor | None) -> str | None:
     return f"takes parameters of the input's dtype, got float32 beside {dtype_name(inputs[0].dtype)}"
 
 
-def dtypes_of(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.dtype, ...]:
-    """The dtypes that decide a forward launch: of input, weight and bias, from the tensors that it takes."""
-    return tensors[3].dtype, tensors[-2].dtype, tensors[-1].dtype
-
-
 # ---- host: forward -------------------------------------------------------------------------------------------------
 
 #: ``forward(kind, shape, x, residual, weight, bias, eps, save_stats)`` → output, sum, stats.
@@ -157,6 +153,28 @@ def forward_by(launch: Callable[..., None]) -> Forward:
         return output, total, stats
 
     return forward
+
+
+def by_kind(first_launch: Callable[..., Any]) -> Callable[..., None]:
+    """A `launch` of :func:`forward_by`: `first_launch`, with its arguments, runs the first call of a kind.
+
+    It returns the launch, which serves all others.
+    """
+    launches = LaunchCache()
+
+    def launch(
+        kind: Kind,
+        tensors: tuple[torch.Tensor, ...],
+        strides: tuple[int, int],
+        present: tuple[bool, bool],
+        eps: float,
+        save_stats: bool,
+    ) -> None:
+        x, dtypes = tensors[3], (tensors[3].dtype, tensors[-2].dtype, tensors[-1].dtype)
+        key = (kind, save_stats, x.shape, strides, present, *dtypes, x.device, eps)
+        launches.run(key, lambda: first_launch(kind, tensors, strides, present, eps, save_stats), tensors)
+
+    return launch
 
 
 # ---- host: backward ------------------------------------------------------------------------------------------------
