@@ -71,12 +71,13 @@ constexpr int CHAIN_STAGE_VECTORS = !VECTORIZED ? ROW_VECTORS
                                                 : 2 * ROW_VECTORS;
 
 /// Computes one row of the sum. VECTORIZED: one call of Philox draws for eight elements, and both operands pass through
-/// shared memory, since registers do not suffice to have all vectors in flight: ptxas would load one after the other. A
+/// shared memory. Registers do not suffice to have all vectors in flight: ptxas would load one after the other. A
 /// cluster loads that way all the same: its blocks wait for each other, and some warps draw while others load. Not
 /// VECTORIZED: a thread computes its elements one by one, in its stages.
 template <bool VECTORIZED, bool CLUSTER, typename T>
 __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const DropoutMask& mask,
-                           const RowPartition<CLUSTER>& share, const DrawnStages<T>& stages, int64_t row, bool live) {
+                           const RowPartition<CLUSTER>& partition, const DrawnStages<T>& stages, int64_t row,
+                           bool has_row) {
     constexpr int V = ROW_VECTORS, E = Vec<T>::size;
     const int64_t length = p.norm.length;
     if constexpr (VECTORIZED) {
@@ -84,16 +85,16 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
         const T* const residual = p.norm.residual + p.norm.res.start(row);
         [[maybe_unused]] Vec<T> added[V];
         if constexpr (CLUSTER) {
-            load_row<VECTORIZED>(tile, input, p.norm.in, share, live, length, 0.0f);
-            load_row<VECTORIZED>(added, residual, p.norm.res, share, live, length, 0.0f);
+            load_row<VECTORIZED>(tile, input, p.norm.in, partition, has_row, length, 0.0f);
+            load_row<VECTORIZED>(added, residual, p.norm.res, partition, has_row, length, 0.0f);
         } else {
-            stages.template fetch<VECTORIZED, V>(0, input, p.norm.in, share, live, length);
-            stages.template fetch<VECTORIZED, V>(V, residual, p.norm.res, share, live, length);
+            stages.template fetch<VECTORIZED, V>(0, input, p.norm.in, partition, has_row, length);
+            stages.template fetch<VECTORIZED, V>(V, residual, p.norm.res, partition, has_row, length);
             cp_async_commit();
         }
-        const int64_t vector0 = (row * length + int64_t{share.first} * E) / E;
+        const int64_t vector0 = (row * length + int64_t{partition.first} * E) / E;
         const auto bias_of = [&](int v) {  // zeros past the end of this block's part
-            const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
+            const int first = partition.template has<T>(v, length) ? partition.at(v) * E : static_cast<int>(length);
             return load_parameter<VECTORIZED, CLUSTER>(p.bias, p.norm.parameter, first, length, 0.0f);
         };
         // One vector ahead where registers allow: ptxas moves no load across the branch for ties.
@@ -104,7 +105,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
             const Vec<T> bias = next;
             if (!CLUSTER && v + 1 < V) next = bias_of(v + 1);
             // Before vectors are unpacked, which doubles their registers.
-            const uint4 words = mask.draw<E>(vector0 + int64_t{v} * share.step());
+            const uint4 words = mask.draw<E>(vector0 + int64_t{v} * partition.step());
             float x[E], more[E];
             unpack(bias, more);
             if (!CLUSTER && v == 0) cp_async_wait<0>();
@@ -120,15 +121,16 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
     } else {
 #pragma unroll 1
         for (int i = 0; i < V * E; ++i) {
-            const int64_t column = int64_t{share.at(i / E)} * E + i % E;
+            const int64_t column = int64_t{partition.at(i / E)} * E + i % E;
             T* const place = reinterpret_cast<T*>(stages.stage(i / E)) + i % E;
-            *place = live && share.template has<T>(i / E, length) && column < length ? sum_at(p, mask, row, column)
-                                                                                     : from_float<T>(0.0f);
+            *place = has_row && partition.template has<T>(i / E, length) && column < length
+                         ? sum_at(p, mask, row, column)
+                         : from_float<T>(0.0f);
         }
         stages.take(tile, 0);
     }
     if (p.norm.sum != nullptr) {
-        store_row<VECTORIZED>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, share, live, length);
+        store_row<VECTORIZED>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, partition, has_row, length);
     }
 }
 
@@ -138,8 +140,8 @@ __device__ void chain_registers(const Chain<T>& p, const DropoutMask& mask) {
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     const DrawnStages<T> stages(in_shared);
     norm_registers_of<T, true, ROW_VECTORS, VECTORIZED, CLUSTER, false>(
-        p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowPartition<CLUSTER>& share, int64_t row, bool live) {
-            gather_sum<VECTORIZED>(tile, p, mask, share, stages, row, live);
+        p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowPartition<CLUSTER>& partition, int64_t row, bool has_row) {
+            gather_sum<VECTORIZED>(tile, p, mask, partition, stages, row, has_row);
         });
 }
 
@@ -175,29 +177,30 @@ template <typename T, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS, int T
 __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uint4* input, uint4* residual) {
     pdl_begin();
     constexpr int E = Vec<T>::size, DRAWS = ROWS_PER_DRAW<T, ROWS>;
-    const MultiRowPartition<ROWS, BY_BLOCK> share(p.norm.count, p.norm.length);
+    const MultiRowPartition<ROWS, BY_BLOCK> partition(p.norm.count, p.norm.length);
     const DrawnStages<T, THREADS> inputs(input), residuals(residual);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
-        share.template fetch<V>(inputs, p.norm.input, p.norm.in_step);
-        share.template fetch<V>(residuals, p.norm.residual, p.norm.res_step);
+        partition.template fetch<V>(inputs, p.norm.input, p.norm.in_step);
+        partition.template fetch<V>(residuals, p.norm.residual, p.norm.res_step);
         cp_async_commit();
         meanwhile();
         T* const sums = p.norm.sum;
-        Vec<T> next = share.parameter(p.bias, 0, 0.0f);
+        Vec<T> next = partition.parameter(p.bias, 0, 0.0f);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             float x[E], more[E], bias[E];
             uint4 drawn[DRAWS];
             unpack(next, bias);
             if (v + 1 < V)
-                next = share.parameter(p.bias, v + 1, 0.0f);  // before the stores: ptxas moves no load across them
+                next = partition.parameter(p.bias, v + 1, 0.0f);  // before the stores: ptxas moves no load across them
             if (v == 0) cp_async_wait<0>();
-            T* to = share.begin(sums, p.norm.out_step, v);
+            T* to = partition.begin(sums, p.norm.out_step, v);
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r, to += share.next(p.norm.out_step)) {
+            for (int r = 0; r < ROWS; ++r, to += partition.next(p.norm.out_step)) {
                 if (r % DRAWS == 0) {
                     mask.template draw<E>(drawn, [&](int i) -> uint64_t {
-                        return ((share.row + (r + i) * share.apart) * share.length + share.at(v) * E) / E;
+                        return ((partition.row + (r + i) * partition.apart) * partition.length + partition.at(v) * E) /
+                               E;
                     });
                 }
                 inputs.read(r * V + v, x);
@@ -206,11 +209,11 @@ __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uin
                 for (int e = 0; e < E; ++e) x[e] += bias[e];
                 mask.apply(x, drawn[r % DRAWS], more);
                 tile[r][v] = pack<T>(x);
-                if (sums != nullptr) share.store(to, r, v, tile[r][v]);
+                if (sums != nullptr) partition.store(to, r, v, tile[r][v]);
             }
         }
     };
-    norm_short_of<T, true, ROWS, BY_BLOCK, V, PRELOAD_PARAMS>(p.norm, share, gather);
+    norm_short_of<T, true, ROWS, BY_BLOCK, V, PRELOAD_PARAMS>(p.norm, partition, gather);
 }
 
 template <typename T, int ROWS>
@@ -258,22 +261,23 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     // Registers suffice either for the bias one vector ahead or for the random words of all rows at once.
     constexpr bool AHEAD = SHAPE::VECTORS <= 2;
     constexpr int DRAWS = AHEAD ? 1 : SHAPE::ROWS;
-    const PipelinePartition<SHAPE, CLUSTER> share(p.norm.length / E);
+    const PipelinePartition<SHAPE, CLUSTER> partition(p.norm.length / E);
     uint4 bias, next, drawn[DRAWS];
     const auto fetch_bias = [&](uint4& to, int v) {
         to = filled<T>(0.0f);
-        load_if<CLUSTER>(to, p.bias + share.at(v) * E, share.has(v));
+        load_if<CLUSTER>(to, p.bias + partition.at(v) * E, partition.has(v));
     };
     norm_smem_pipeline_of<true, SHAPE, CLUSTER, 2, false>(
-        p.norm, share, [&](int r, int v, const auto& words, bool live) {
+        p.norm, partition, [&](int r, int v, const auto& words, bool in_range) {
             if (r == 0) {  // the load overlaps with Philox
                 if (AHEAD && v > 0) bias = next;
                 if (!AHEAD || v == 0) fetch_bias(bias, v);
                 if (AHEAD && v + 1 < SHAPE::VECTORS) fetch_bias(next, v + 1);
             }
             if (r % DRAWS == 0) {
-                mask.template draw<E>(
-                    drawn, [&](int i) -> uint64_t { return (share.row() + r + i) * share.vectors + share.at(v); });
+                mask.template draw<E>(drawn, [&](int i) -> uint64_t {
+                    return (partition.row() + r + i) * partition.vectors + partition.at(v);
+                });
             }
             float x[E], more[E];
             unpack(reinterpret_cast<const Vec<T>&>(words[0]), x);
@@ -284,7 +288,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
             mask.apply(x, drawn[r % DRAWS], more);
             const Vec<T> sum = pack<T>(x);
             if (p.norm.sum != nullptr) {
-                store_if(p.norm.sum + (share.row() + r) * p.norm.out_step + int64_t{share.at(v)} * E, sum, live);
+                store_if(p.norm.sum + (partition.row() + r) * p.norm.out_step + int64_t{partition.at(v)} * E, sum,
+                         in_range);
             }
             return sum;
         });

@@ -1,5 +1,5 @@
-// The extension module kernel_ladder._C: registers every operator with PyTorch through its stable ABI, and tells Python
-// which variants there are and what the compiler made of their kernels.
+// The extension module kernel_ladder._C registers every operator with PyTorch through its stable ABI. It also tells
+// Python which variants there are, and what the compiler made of their kernels.
 //
 // SCHEMAS is the one list of CUDA variants. Each is an overload of its operator; their order is the order of the climb,
 // and the last is the default of the level.
@@ -334,8 +334,8 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     return attributes;
 }
 
-// What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, save that the libraries are never destroyed: at exit
-// their destructors would tell PyTorch's operator registry, which may be gone by then and then aborts the process.
+// What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, save that the libraries are never destroyed. At exit
+// their destructors would call PyTorch's operator registry. It may be gone by then, which aborts the process.
 void register_operators() {
     using torch::stable::detail::StableLibrary;
     auto* const definitions = new StableLibrary(StableLibrary::Kind::DEF, "kernel_ladder", nullptr, __FILE__, __LINE__);
