@@ -2,8 +2,8 @@
 
 Machine code (``sm_86``) runs on GPUs of the same major compute capability and no smaller minor one; that of an ``a``
 (``sm_90a``) on its own alone; that of an ``f`` (``sm_100f``) on its family, which is taken to be its major capability.
-PTX (``compute_80``) is translated by the driver for every later GPU, but has what its architecture had and no more: a
-kernel that needs thread-block clusters is empty in it. CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
+PTX (``compute_80``) is translated by the driver for every later GPU, but has only what its architecture had. A kernel
+that needs thread-block clusters is empty in it. CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
 Compatibility".
 """
 

@@ -1,7 +1,7 @@
 """A linear layer in CUDA C++: ``csrc/linear.cu`` and the steps of ``csrc/matmul/`` that have an epilogue.
 
-Backward is made of kernels that other operations have: bias_gelu's gradient, which sums over rows as it goes, the sum
-over rows where there is a bias alone, and matmul's products of the rung of the same name. On Hopper ``persistent`` and
+The backward pass runs kernels of other operations: bias_gelu's gradient, which sums over rows as it goes, or, for a
+bias alone, the sum over rows. The products are matmul's, by the rung of the same name. On Hopper ``persistent`` and
 ``skinny`` take the products of the rung that the selection names for them (:mod:`kernel_ladder.selection.matmul`), and
 ``registers`` those of matmul's ``registers_tma`` where it takes the operands. The device memory that ``persistent``
 needs beyond its outputs is that of matmul's (:mod:`cuda_impl.matmul`).

@@ -2,11 +2,11 @@
 
 `thread_tile`, `vectorized` and `double_buffered` are teaching rungs for the plain case: two row-major float32 matrices.
 
-A gradient is a product too. Each rung computes it with its own kernels, save where they do not take its operands: the
+A gradient is a product too. Each rung computes it with its own kernels, save where they do not take its operands. The
 teaching rungs and `registers_tma` then use `registers`, and `skinny` uses `mma`.
 
 Device memory beyond the output: on Hopper, operands that TMA cannot read are copied where the product is worth it, at
-most 64 MiB of them at a time, as are in `split_k` an `input` of at most 32 rows that lie along memory, and in
+most 64 MiB of them at a time. So are, in `split_k` an `input` of at most 32 rows that lie along memory, and in
 `registers_tma` the smaller of two operands that both lie along k. `stream_k`, and products of operands that are not
 copied, have a workspace of 128 KiB for each multiprocessor (17 MiB on an H200). Every run gives the same bits: partial
 sums are added in a fixed order.

@@ -7,7 +7,7 @@ formula) leaves its plain tensor operations in the graph, for the compiler to fu
 the kernels, launch caches and tuned configurations of an eager call, at any length.
 
 An operator takes tensors, integers and strings. A call's options, and the non-tensors that a forward pass saves, become
-a string (the constant part) and a list of integers, which may be symbolic.
+a string and a list of integers. The string is constant; the integers may be symbolic.
 """
 
 from __future__ import annotations

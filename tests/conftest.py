@@ -52,7 +52,7 @@ never_runs = once_a_rung.never_runs
 MODES_OF_DEFAULT = ("compile.reduce_overhead", "compile.max_autotune")
 
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
-#: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
+#: now and then. Noise passes by; a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
 TRIES = 1 if DEVICE.type == "cuda" and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1 else 5
 

@@ -84,7 +84,7 @@ def _seen(
         places.append(place)
         sequences.append(sequence)
         from_the_end.append(end - place)
-    # The band is aligned to the lower right: the last query is at the last key, and only distances to it count.
+    # The band is aligned to the lower right. The last query is at the last key, and only distances to it count.
     after = from_the_end[0][:, None] - from_the_end[1][None, :]  # distance of a key behind its query
     left, right = (min(side, sum(totals)) for side in window_size)  # no key is farther; fits in 64 bits
     seen = sequences[0][:, None] == sequences[1][None, :]

@@ -2,8 +2,8 @@
 
 lossᵢ = (1 − s) · (lse − x_y) + s / C · Σⱼ (lse − xⱼ) + z · lse²,   lse = log Σⱼ exp(xⱼ)
 
-y is the label of row i, s the label smoothing over C classes (Szegedy et al., arXiv:1512.00567), and z the factor of
-the z-loss, which keeps lse near zero (Chowdhery et al., PaLM, arXiv:2204.02311).
+y is the label of row i, s the label smoothing over C classes (Szegedy et al., arXiv:1512.00567). z is the factor of the
+z-loss, which keeps lse near zero (Chowdhery et al., PaLM, arXiv:2204.02311).
 """
 
 import math

@@ -37,7 +37,7 @@ MEDIAN_OF_NORMAL = 1.2533
 class Drift:
     """How much longer the same work took in B than in A, by rows whose code is the same in both (the controls).
 
-    Two runs are not interleaved: clocks, power and temperature differ between them, for all rows alike (`factor`) and
+    Two runs are not interleaved. Clocks, power and temperature differ between them, for all rows alike (`factor`) and
     for each a little (`scatter`, a standard deviation of the logarithm, estimated robustly). Both come from the
     controls, as with negative controls in the calibration of observational studies.
     """
@@ -204,8 +204,8 @@ def compare(
 def in_place_of_levels(found: Sequence[Row], other: Sequence[Row]) -> list[Row]:
     """The rows of one file, with a row for each variant that either file names in place of one for its whole level.
 
-    Where a level cannot be loaded its variants have no names there, and one refusal stands for all of them: for those
-    that an older build has left in the same file too, and for none once a row of that level is newer.
+    Where a level cannot be loaded, its variants have no names there, and one refusal stands for all of them. It stands
+    for those that an older build has left in the same file too, and for none once a row of that level is newer.
     """
     refused = {_level(row): row for row in found if _is_level(row)}
     for row in found:

@@ -129,8 +129,8 @@ def short_name(name: str) -> str:
 def profile(call: Callable[[], Any], operators: bool, device: torch.device) -> Profile:
     """Profile a call after warming it up, the L2 flushed before each time.
 
-    `operators` says that the call runs as operators of PyTorch: they are recorded, in a run of its own because that
-    takes host time, and matched with the kernels.
+    `operators` says that the call runs as operators of PyTorch. They are recorded and matched with the kernels, in a
+    run of its own because recording takes host time.
     """
     for _ in range(2):
         call()

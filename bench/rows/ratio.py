@@ -28,7 +28,7 @@ class Estimate:
         """The ratio of two independent estimates: half-widths add as squares, in logarithms and each side for itself.
 
         The interval is that of Donner and Zou ("Closed-form confidence intervals for functions of the normal mean and
-        standard deviation", Statistical Methods in Medical Research 21, 2012), which lets intervals be lopsided.
+        standard deviation", Statistical Methods in Medical Research 21, 2012). It lets intervals be lopsided.
         """
         ratio = self.value / other.value
         if None in (self.low, self.high, other.low, other.high):

@@ -313,8 +313,7 @@ def drop_unfinished(path: Path) -> str | None:
 def latest(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each key, in the order in which the keys first appeared.
 
-    What is said of a peer that could not run (it is not installed, or cannot be imported) counts only where no run has
-    measured it.
+    The reason of a peer that could not run (not installed, or not importable) counts only where no run has measured it.
     """
     newest: dict[tuple[Any, ...], Row] = {}
     for row in rows:

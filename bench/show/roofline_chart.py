@@ -17,8 +17,8 @@ from bench.show.pictures import COLOURS, OTHER, STYLE, look
 from bench.show.roofline import CAPTION, Roof, intensity, operations, roofline
 from kernel_ladder.spec import PASSES
 
-#: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines
-#: would lie on each other: far under a flat roof, near under a slope, which they must not seem to pass.
+#: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines would
+#: lie on each other. The step is wide under a flat roof, and small under a slope, which they must not seem to pass.
 ASIDE, ASIDE_ON_SLOPE = 1.6, 1.07
 #: Names stand to the right of their points, and the axis goes on this far beyond the last of them.
 ROOM = 3000

@@ -1,6 +1,6 @@
 """Hold the rungs of a file to float64, sample by sample, and say what is wrong with the first that deviates.
 
-``python -m kernel_ladder.exercises.judge`` is the process in which ``exercise check`` runs a student's code: a store
+``python -m kernel_ladder.exercises.judge`` is the process in which ``exercise check`` runs a student's code. A store
 past the end of memory may end it, and a loop without end never does. It prints one JSON object a line.
 """
 

@@ -2,7 +2,7 @@
 
 A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first;
 ``"auto"`` means the rungs that :mod:`kernel_ladder.selection.orders` lists. The first that supports the call is taken.
-Where another order is faster, a measurement, a table of measured choices or a rule names the rungs to try before those:
+Where another order is faster, a measurement, a table of measured choices or a rule names the rungs to try first. See
 :mod:`kernel_ladder.selection.measured`, ``tables`` and ``rules``. Host code of kernels chooses nothing. :func:`explain`
 tells why rungs were passed over, :func:`why` why one was taken.
 """

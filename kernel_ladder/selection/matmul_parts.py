@@ -1,9 +1,9 @@
 """The parts in which Hopper's matmul rungs compute a product whose unaligned operands are copied.
 
 TMA reads rows that begin at multiples of 16 bytes. Where a product is worth it, other operands are copied to such rows
-first, at most 64 MiB at a time, and a larger product is computed in parts of its outputs (csrc/matmul/pad_operands.cu).
-The cost model needs the sizes of those parts: the last wave of a part is not that of the product.
-:func:`parts_of` repeats ``csrc/matmul/chunked_copy.h``; a test compares the two.
+first, at most 64 MiB at a time. A larger product is computed in parts of its outputs (csrc/matmul/pad_operands.cu). The
+cost model needs the sizes of those parts: the last wave of a part is not that of the product. :func:`parts_of` repeats
+``csrc/matmul/chunked_copy.h``; a test compares the two.
 """
 
 from __future__ import annotations

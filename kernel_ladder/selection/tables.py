@@ -2,8 +2,8 @@
 
 ``python -m bench select`` makes ``tables/<gpu>.json`` from measured rows. A call takes the choice of the nearest entry:
 one of the same category, with no size more than REACH times larger or smaller. The farther the entry, the larger must
-its gain be. The rule's choice stays where there is no such entry, where the entry has no better rung, and where the
-rule chooses a rung that the entry did not measure.
+its gain be. The rule's choice stays where there is no such entry, or none with a better rung. It also stays where the
+entry did not measure it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """attention, rung 1 of 5: naive
 
-Idea      One program per block of queries. It walks over the keys block by block and keeps an online softmax per row:
-          a running maximum, a running sum and the weighted values (Milakov and Gimelshein, arXiv:1805.02867).
+Idea      One program per block of queries. It walks over the keys block by block and keeps the state of an online
+          softmax per row: running maximum, running sum, weighted values (Milakov and Gimelshein, arXiv:1805.02867).
 Predicts  The S_q × S_k scores never reach memory: (2 · S_q + 2 · S_k · ⌈S_q / BLOCK_M⌉) · D elements per head instead
           of S_q · S_k and more.
 Limit now Every block of keys is masked, on the diagonal or not, and one tile size serves every head dimension.

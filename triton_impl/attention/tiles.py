@@ -125,7 +125,7 @@ def online_softmax(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0
     """One step of online softmax: the weights of a tile of scores, and the state (acc, row_sum, row_max) rescaled.
 
     ``scores · factor`` are exponents of two. With an additive mask scores and maxima are exponents of e, and only their
-    difference is multiplied by log2 e: it is exact next to any number that a mask holds.
+    difference is multiplied by log2 e. It is exact next to any number that a mask holds.
     """
     largest = tl.max(scores, 1)
     if MASK != 2:
@@ -161,7 +161,7 @@ def store_lse(pointer, num_rows, row_max, row_sum, mask, MASK: tl.constexpr):
     """Store log-sum-exps in base two.
 
     With an additive mask the maximum (an exponent of e) and, `num_rows` further on, the log2 of the sum are stored
-    apart: the logarithm could vanish beside a large number of the mask.
+    apart. The logarithm could vanish beside a large number of the mask.
     """
     if MASK == 2:
         tl.store(pointer, row_max, mask=mask)
@@ -218,7 +218,7 @@ def sequence(cu_seqlens_ptr, b, total):
 
 
 #: (BLOCK_M, BLOCK_N, num_warps, num_stages) to time, by the wider head dimension. Negative keys are float32,
-#: whose products run on CUDA cores: a thread holds whole rows of a tile, and larger tiles of wide heads spill kilobytes
+#: whose products run on CUDA cores. A thread holds whole rows of a tile, and larger tiles of wide heads spill kilobytes
 #: and compile for a minute. :func:`triton_impl.runtime.launch_cache.to_time` says what the first and the last must be.
 TileTable = dict[int, tuple[tuple[int, int, int, int], ...]]
 

@@ -2,7 +2,7 @@
 
 Idea      As many clusters as the GPU holds, each of which loops over rows. Weight and bias stay in shared memory, where
           `cluster` reads them from L2 for every row. The next row is copied into shared memory while one is worked on
-          (smem_stages.py), and row sums travel during the first pass over the next row (cluster_reduce.py): no warp
+          (smem_stages.py), and row sums travel during the first pass over the next row (cluster_reduce.py). No warp
           waits for another of its block. Between the passes a row is in registers, so its stage is free for the next.
           In Gluon, for Hopper and 16-bit elements. No backward pass.
 Predicts  2·N·sizeof(T) bytes per row, and no L2 traffic for parameters, which is 2·N·sizeof(T) per row in `cluster`.

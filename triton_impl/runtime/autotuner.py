@@ -1,6 +1,6 @@
 """Choose among a kernel's configurations: a cost model leaves few, which are compiled side by side and timed in rounds.
 
-Triton's own autotuner compiles one after the other, and cannot keep on disk what it chose for kernels that take tensor
+Triton's own autotuner compiles one after the other. It cannot keep on disk what it chose for kernels that take tensor
 descriptors, whose blocks are a configuration's.
 """
 

@@ -35,7 +35,7 @@ PER_LANE = tl.constexpr(4)
 
 @triton.jit
 def _softmax_row(out_ptr, input_ptr, n_cols, out_stride, in_stride, BLOCK: tl.constexpr, PER_LANE: tl.constexpr):
-    """One row. Each lane has its own running maximum and sum, so the loop has no reduction across threads, and takes
+    """One row. Each lane has its own running maximum and sum, so the loop has no reduction across threads. A lane takes
     PER_LANE values per iteration for one correction of its sum.
     """
     LANES: tl.constexpr = BLOCK // PER_LANE

@@ -57,7 +57,7 @@ def _store(out_ptr, sums, mask):
 
 # ---- kernels: program (o, p) adds part p of the summands of a block of outputs ---------------------------------------
 # Tiles are added element by element, and across threads only at the end. The LOADS tiles of an iteration are one load,
-# added in a thread's registers first: of separate loads ptxas keeps only two or three in flight.
+# added in a thread's registers first. Of separate loads ptxas keeps only two or three in flight.
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """The report's charts as Plotly figures: rate against size, roofline, climb.
 
 A figure is a dictionary: `view` says which choice of the page it belongs to, `data` and `layout` are Plotly's. Three
-things are left to ``charts.js``, which knows the page: a colour is a name of the style sheet with a strength
-(``"cuda 0.7"``, ``"ink"``), `customdata` holds indices of rows, and text is plain.
+things are left to ``charts.js``, which knows the page. A colour is a name of the style sheet with a strength (``"cuda
+0.7"``, ``"ink"``), `customdata` holds indices of rows, and text is plain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stages of shared memory for rows in flight, in Gluon. Each warp copies its own part of a row and alone reads it, so
 no warp waits for another.
 
-Triton would make all warps of a block wait between its own copies and loads, and in 3.6 its copies have no cache
+Triton would make all warps of a block wait between its own copies and loads. In Triton 3.6 its copies have no cache
 policy, which costs some 4 % of bandwidth. So the copies are written out here: bulk copies (PTX ISA, ``cp.async.bulk``),
 one per row and warp. They need a shared-memory address, which Triton does not tell. In a kernel without other shared
 memory the stages are at its start; persistent_launch.py checks that.
