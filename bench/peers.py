@@ -213,7 +213,7 @@ def _liger_rms_norm() -> Call:
         input: torch.Tensor, weight: torch.Tensor, *, normalized_shape: tuple[int, ...], eps: float | None
     ) -> torch.Tensor:
         eps = eps_or_default(eps, input.dtype)
-        # All of it in float32, as the formula here; and the output's gradient is not overwritten.
+        # Computes in float32, as the formula does, and does not overwrite the gradient of the output.
         return LigerRMSNormFunction.apply(input, weight, eps, 0.0, "gemma", False)
 
     return rms_norm
@@ -298,7 +298,7 @@ def _quack_cross_entropy() -> Call:
 
     def run(input: torch.Tensor, target: torch.Tensor, *, ignore_index: int, reduction: str, **options: Any) -> Any:
         loss = cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
-        return loss.to(input.dtype)  # of float32 there
+        return loss.to(input.dtype)  # the library returns float32
 
     return run
 
@@ -344,7 +344,7 @@ def _quack_matmul() -> Call:
     tune = switch("KERNEL_LADDER_AUTOTUNE")
 
     def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # In vain for the tiny shape on which host cost is measured.
+        # This does nothing for the tiny shape on which host cost is measured.
         return linear_func(input, other.mT, tuned=tune and input.numel() > 2**16)
 
     return matmul
@@ -391,7 +391,7 @@ def _flash_attn_4() -> Call:
         window_size: tuple[int, int] = (-1, -1),
         return_lse: bool = False,
     ) -> torch.Tensor:
-        # (B, S, H, D) as views: the kernel reads strides. Grouped queries it knows by the shapes.
+        # (B, S, H, D) as views: the kernel reads strides, and recognises grouped queries by the shapes.
         inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         window = tuple(None if n < 0 else n for n in window_size)
         output, _ = flash_attn_func(*inputs, softmax_scale=scale, causal=bool(is_causal), window_size=window)

@@ -54,7 +54,7 @@ def _again(index: int) -> str:
 @gpu.cached
 def no_code(index: int) -> str | None:
     """Why a GPU runs nothing of the extension, or None."""
-    if not gpu.visible():  # on tensors that are nowhere, kernels are looked into
+    if not gpu.visible():  # `inspect` asks on tensors without memory
         return None
     codes, found = cuda_impl.architectures(), gpu.of(index)
     if found.capability < (8, 0):

@@ -273,7 +273,7 @@ def inspect(request: Request) -> Inspection:
     return found
 
 
-#: Why a shape says nothing where no GPU runs the kernels; of which kernels, and the architecture.
+#: Why a shape cannot be inspected where no GPU runs the kernels. Takes the kernels and the architecture.
 _ONLY_A_GPU = (
     "`shape`: which kernels {} a call of it launches is known on a GPU that runs them alone, and none that runs {} is "
     "visible; leave `shape` away to see all of a variant's"
@@ -303,7 +303,7 @@ def _with_code(mine: list[Instance], of_all: list[Instance], what: str, arch: st
     return full
 
 
-#: Registers of an instance that may be empty: a kernel that does anything takes more.
+#: Registers of an instance that may be empty: every other kernel uses more.
 EMPTY_REGISTERS = 8
 #: Instructions that an empty body has.
 _EMPTY_BODY = re.compile(r"^(@!?U?P\w+ )?(EXIT|BRA|NOP|RET|MOV R1|LDC R1|BPT)\b")

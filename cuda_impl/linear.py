@@ -79,7 +79,7 @@ _UNSUPPORTED = {
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     overload = getattr(ops.linear, name)
-    # A gradient of skinny's has many rows.
+    # Gradients of `skinny` are products of many rows.
     multiply_overload = getattr(ops.matmul, {"skinny": "mma"}.get(name, name))
     elementwise, sums = _BACKWARD[name]
     gelu_backward = getattr(ops.gelu_backward, elementwise)
@@ -99,7 +99,7 @@ def _register(name: str) -> None:
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if name == "persistent" or (name == "skinny" and not_hopper(a.device.index) is None):
             return matmul.on_hopper(a, b)
-        if name == "registers":  # by TMA where it reads both operands
+        if name == "registers":  # `registers_tma` where TMA reads both operands
             return matmul.product_for_gradients("registers_tma")(a, b)
         if multiplies_on_tensor_cores:
             return multiply_overload(a, b, a.dtype == torch.float32)

@@ -137,7 +137,9 @@ def _plain_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
 #: `registers_tma`: a smaller product would leave most of a tile empty.
 TMA_MIN_SIZE = 64
 #: The copy of an operand, in elements (64 MiB); how often each must be used, and multiply-adds that are worth a copy.
-TRANSPOSE_MAX_ELEMENTS, TRANSPOSE_MIN_USES, TRANSPOSE_MIN_PRODUCT = 1 << 24, 512, 1 << 30
+TRANSPOSE_MAX_ELEMENTS = 1 << 24
+TRANSPOSE_MIN_USES = 512
+TRANSPOSE_MIN_PRODUCT = 1 << 30
 #: Coordinates of TMA have 32 bits, and go past the end by a tile.
 TMA_MAX_SIZE = 2**31 - 1 - 1024
 

@@ -27,10 +27,13 @@ WIDE_BLOCK_CHUNKS = BLOCK_THREADS * 8
 #: Vectors of the rows that `persistent_cluster` takes: more than the first, at most the second, and for all but the
 #: longest the shared memory of a block in bytes. csrc/norm/persistent_cluster.cuh.
 PERSISTENT_CHUNKS = (8192, 16384)
-PERSISTENT_BYTES, LONGEST_PERSISTENT_BYTES = 128 * 1024, 96 * 1024
+PERSISTENT_BYTES = 128 * 1024
+LONGEST_PERSISTENT_BYTES = 96 * 1024
 #: Staged vectors of a thread in the shared memory of the backward pass: csrc/norm/backward.cuh. For rows of which a
 #: thread has two vectors, and for longer ones, whose input and gradient are staged two or three times, the weight once.
-STAGED_IN_REGISTERS, STAGED, STAGED_IF_ROOMY = 16, 20, 28
+STAGED_IN_REGISTERS = 16
+STAGED = 20
+STAGED_IF_ROOMY = 28
 #: Shared memory for reductions.
 REDUCTION_BYTES = 1024
 

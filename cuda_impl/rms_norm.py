@@ -21,7 +21,8 @@ def _register(name: str) -> None:
         rows, weight = as_rows(input, dims), as_parameter(weight)
         output, stats = run(rows, weight, eps_or_default(eps, input.dtype), keep)
         if dims > 1:
-            output = torch.ops.aten._unsafe_view(output, input.shape)  # of a view autograd forbids to be modified
+            # Autograd forbids in-place changes of a returned view.
+            output = torch.ops.aten._unsafe_view(output, input.shape)
         return output, (rows, weight, stats, normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

@@ -73,7 +73,7 @@ def _has_even_rows(input: torch.Tensor, dim: int) -> bool:
     if strides[dim] != 1:
         return False
     last = dim in (-1, len(sizes) - 1) or all(size == 1 for size in sizes[dim % len(sizes) + 1 :])
-    if last and input.is_contiguous():  # as it mostly is
+    if last and input.is_contiguous():  # the common case
         return True
     rows = [(strides[d], sizes[d]) for d in range(len(sizes)) if d != dim % len(sizes) and sizes[d] != 1]
     expected, dense = sizes[dim], True

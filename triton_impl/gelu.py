@@ -16,11 +16,10 @@ from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.elementwise import gradient_for_kernel, indexing, is_dense, offset_of, too_many_dims
-from triton_impl.common.fast_math import exp2, rcp
+from triton_impl.common.fast_math import LOG2E, exp2, rcp
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.launch_cache import CachedKernel
 
-LOG2E = tl.constexpr(1.4426950408889634)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)

@@ -13,7 +13,7 @@ from bench.rows.order import by_climb
 from bench.rows.ratio import Estimate, baseline_of, quartiles_of, speedup_of, time_of
 from bench.rows.store import ResultsError, Row
 
-#: Levels that hold what others wrote, and what the machine can do: shown, and not judged.
+#: Levels of other libraries and of ceilings: they are shown, and not judged.
 FOREIGN = ("peer", "ceiling")
 #: Transitions of this project's own code that the gate fails for.
 FAILING = ("became wrong", "became unsupported")
@@ -23,7 +23,7 @@ DIRECTIONS = ("slower", "faster", "unchanged", "undecided")
 #: launch is neither: it is the host's, and does not follow the device's clocks.
 BANDWIDTHS = ("ceiling.copy", "ceiling.read", "ceiling.write", "ceiling.l2")
 PRODUCTS = ("ceiling.tensor", "ceiling.cuda_core")
-#: Fewer controls than this say neither how the machine drifted nor how far two runs scatter.
+#: Fewer controls than this show neither the drift of the machine nor the scatter between two runs.
 MIN_CONTROLS = 3
 #: One round says nothing of its noise: where there is no other, only a change by a larger share of the time counts.
 ONE_ROUND = 0.5

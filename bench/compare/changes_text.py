@@ -225,7 +225,7 @@ def show(report: Report, console: Console, everything: bool) -> None:
 
 #: How soon a column makes way where a terminal has no room; what is not named is always shown.
 SPARE = {"paired": 5, "interval": 2, "A": 4, "B": 4, "B / A": 3, "dtype": 6, "undecided": 7, "unchanged": 8}
-#: Columns of sentences, which stand below a table in a terminal.
+#: Columns of sentences. A terminal shows them below the table.
 SENTENCES = ("note", "reason")
 
 

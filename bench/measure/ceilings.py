@@ -26,7 +26,7 @@ MIB = 2**20
 #: Bytes moved. The first sizes show where the rate of a short kernel gives way to the memory's.
 SIZES = tuple(4**i * MIB for i in range(7))
 QUICK_SIZES = (16 * MIB, 256 * MIB, 1024 * MIB)
-#: Working sets that stay in the L2, as parts of it: well inside, since half of a large GPU's L2 may mirror the other.
+#: Working sets that stay in the L2, as parts of it: small, since half of a large GPU's L2 may mirror the other.
 L2_PARTS = (8, 4)
 L2_PASSES = 16
 #: M, N, K of the matrix products, of which the best counts.
@@ -46,7 +46,7 @@ CUDA_CORES = ("float32", "float64")
 CHAIN = "multiply-add chain"
 CHAIN_TURNS = 64
 
-#: What reaches a ceiling, by name: a function of the index of the copy that it is to use.
+#: Ways to reach a ceiling, by name: functions of the index of the copy of the data.
 Ways = Mapping[str, timing.Call]
 
 
@@ -145,7 +145,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
     """Let float32 products use tf32, or not. Through the older switch, which keeps the newer one in step."""
     before = tf32_allowed()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is the older one
+        warnings.simplefilter("ignore")  # PyTorch warns that this is the older switch
         torch.backends.cuda.matmul.allow_tf32 = allowed
         try:
             yield

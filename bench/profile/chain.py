@@ -13,12 +13,12 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: The range of each step in a profile is named this and a number.
+#: A step's range in a profile has this name and a number.
 STEP = "kernel_ladder step"
 
 #: In-place operators that do not read what they write.
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
-#: Operators that set memory aside and touch none of it.
+#: Operators that allocate memory and do not touch it.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -70,7 +70,7 @@ class Chain(TorchDispatchMode):
             else:
                 with self:
                     result = func._op_dk(composite, *args, **kwargs)
-        if len(self.steps) == done:  # else it is made up of others, and they are recorded
+        if len(self.steps) == done:  # else it consists of other operators, which are recorded
             read, written = _operands(func, args, kwargs, given, result)
             if read or written:
                 self.steps.append(Step(str(func), read, written, number))

@@ -52,7 +52,7 @@ def of_function(
     try:
         with torch.no_grad():
             outputs = _floating(function(*inputs, **options))
-    except Exception as error:  # whatever the function raises at bad arguments
+    except Exception as error:  # a function may raise anything at bad arguments
         line = str(error).strip().partition("\n")[0]
         raise UsageError(f"{name} does not take {name_of(shape, options)}: {type(error).__name__}: {line}") from None
     for pass_ in passes:

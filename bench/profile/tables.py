@@ -26,7 +26,7 @@ def byte_count(n: float | None) -> str:
     return f"{n / 1e12:.3g} TB"
 
 
-#: Where to find what a narrow terminal has no room for.
+#: Where to find the columns that a narrow terminal leaves out.
 ELSEWHERE = "; so does --json"
 
 

@@ -68,7 +68,7 @@ def fastest(rows: Iterable[Row]) -> set[str]:
     return {backend for backend, (_, _, high) in known.items() if high >= least}
 
 
-#: What a row's time was measured under that its neighbours' were not.
+#: Conditions under which a row was timed and its neighbours were not.
 MARKS = {"†": "its clock was not its neighbours'", "‡": "launched call by call, with the gaps between"}
 
 

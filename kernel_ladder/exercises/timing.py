@@ -23,7 +23,8 @@ LEVELS_ON_CPU = ("torch", "triton")
 #: Tuned for up to a minute a shape.
 LEFT_OUT = ("compile.max_autotune",)
 SECONDS_A_RUNG = 0.3
-REPEATS, WARM_UPS = 5, 1
+REPEATS = 5
+WARM_UPS = 1
 
 
 def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> Iterator[dict[str, Any]]:

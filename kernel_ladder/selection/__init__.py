@@ -170,7 +170,7 @@ def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | No
         return None
     given = [x for x in inputs if x is not None]
     if transforms_active():
-        # Tensors from outside of a transform are plain ones in it, save to autograd and to torch.compile.
+        # Inside a transform, tensors from outside look plain, except to autograd and to torch.compile.
         if compiling or variant.level == "compile" or any(x.requires_grad or is_wrapped(x) for x in given):
             return "torch.func (vmap, grad, jvp and so on) follows PyTorch's own operators alone; use backend='torch'"
     elif compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in given):
@@ -187,7 +187,7 @@ def _candidates(
     """
     if backend == "auto":
         first = ORDERS[op] if on_gpu else ()
-        # What the order leaves out of a level comes last: some inputs nothing else takes.
+        # Rungs that the order leaves out come last: they alone take some inputs.
         named = {name.partition(".")[0] for name in first}
         names = [
             *first,

@@ -17,7 +17,8 @@ WGMMA_TILE = (64, 64)
 PERSISTENT_TILE = (192, 128)
 #: What a tile of queries costs beside its keys, as a number of keys; and in per cent what a score of ``wgmma`` costs
 #: beside one of ``persistent``. Fitted to times at 512 to 4096 keys on an H100.
-WGMMA_OVERHEAD, PERSISTENT_OVERHEAD = 80, 107
+WGMMA_OVERHEAD = 80
+PERSISTENT_OVERHEAD = 107
 WGMMA_PER_CENT = 111
 #: Queries that share a head of keys, up to which ``split_kv`` takes the call.
 SPLIT_ROWS = 16

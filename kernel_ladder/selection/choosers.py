@@ -111,7 +111,7 @@ class Chooser:
         self._several = gpu.count() > 1
         self._names: dict[Kind, tuple[str, ...]] = {}
         self._reasons: dict[Kind, str] = {}
-        #: The rule that this chooser is: the names to try first.
+        #: The rule that this chooser applies: the names to try first.
         self.rule_of_names: Rule = self._repeated()
 
     def _repeated(self) -> Rule:

@@ -49,7 +49,9 @@ TILES = (
     Tile(64, 64, False, 8),
 )
 #: The tile of `persistent` and `stream_k`. A cluster of two blocks makes two of them at once.
-WHOLE_ROWS, WHOLE_COLUMNS, WHOLE_BLOCKS = 128, 256, 2
+WHOLE_ROWS = 128
+WHOLE_COLUMNS = 256
+WHOLE_BLOCKS = 2
 SPLITS = (1, 2, 4, 8)
 ROW_BYTES = 128  # of k in a stage, for each row of A and column of B
 
@@ -64,7 +66,10 @@ PERSISTENT_START_CYCLES = 2000
 FIXUP_CYCLES = 25000  # stream-K: a block stores and adds 128 KiB of partial sums
 
 #: `split_k` copies an A of few rows to lie along K: csrc/matmul/pad_operands.cu.
-FEW_ROWS, FEW_ROWS_MIN_K, FEW_ROWS_MIN_B, FEW_ROWS_MAX_A = 32, 4096, 1 << 24, 1 << 25
+FEW_ROWS = 32
+FEW_ROWS_MIN_K = 4096
+FEW_ROWS_MIN_B = 1 << 24
+FEW_ROWS_MAX_A = 1 << 25
 
 _H100_SMS = 132
 MAX_PLANS = 4096  # kept for each device

@@ -29,7 +29,10 @@ ENV_SELECT, MEASURE = "KERNEL_LADDER_SELECT", "measure"
 #: Rungs of each level that are timed beside the choice of tables and rules.
 CONTENDERS = 4
 #: Calls before those that count; rounds that count; and how long a round is, in seconds and calls at most.
-WARM_UP, ROUNDS, ROUND_S, ROUND_CALLS = 2, 5, 2e-4, 20
+WARM_UP = 2
+ROUNDS = 5
+ROUND_S = 2e-4
+ROUND_CALLS = 20
 
 
 class Found(NamedTuple):
@@ -167,7 +170,7 @@ def time_of(rung: Variant, inputs: Inputs, options: Options, gradient: bool) -> 
             once = seconds(call, 1)
         calls = min(max(round(ROUND_S / max(once, 1e-9)), 1), ROUND_CALLS)
         return sorted(seconds(call, calls) for _ in range(ROUNDS))[ROUNDS // 2]
-    except Exception as error:  # a rung that fails is no choice; the call itself tells why where it is the only one
+    except Exception as error:  # a rung that fails is not chosen; if it is the only one, the call raises
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
         return None

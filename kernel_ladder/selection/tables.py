@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 #: The passes that have entries of their own: without a gradient, and forward and backward together.
 FORWARD, TRAINING = "forward", "training"
 #: How many times a size may differ from that of an entry, and the least gain of an entry at that distance and at none.
-REACH, FAR_GAIN, NEAR_GAIN = 2.0, 1.45, 1.03
+REACH = 2.0
+FAR_GAIN = 1.45
+NEAR_GAIN = 1.03
 #: Another folder of tables.
 ENV_FOLDER = "KERNEL_LADDER_TABLES"
 FOLDER = Path(__file__).parent / "tables"

@@ -34,8 +34,10 @@ import torch
 from kernel_ladder.tracing import in_graph
 
 ROUNDS = 10
-M0, M1 = 0xD2511F53, 0xCD9E8D57
-W0, W1 = 0x9E3779B9, 0xBB67AE85  # the golden ratio, and √3 − 1, as fractions of 2³²
+M0 = 0xD2511F53
+M1 = 0xCD9E8D57
+W0 = 0x9E3779B9  # the golden ratio's fraction, times 2³²
+W1 = 0xBB67AE85  # that of √3, times 2³²
 WORD = 2**32 - 1
 
 

@@ -56,7 +56,7 @@ def with_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, pac
     logits = sinks.to(lse.dtype)
     if lse.dim() > 1:
         logits = logits[:, None]
-    # Of a row that sees no key the share is 0, also where its sink is −∞.
+    # The share of a row that sees no key is 0, also where its sink is −∞.
     share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - logits)
     share = share.transpose(0, 1) if packed else share
     output = (output * share[..., None]).to(output.dtype)

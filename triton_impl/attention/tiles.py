@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -9,14 +10,13 @@ import triton
 import triton.language as tl
 
 from triton_impl import interpreted
-from triton_impl.common.fast_math import exp2
+from triton_impl.common.fast_math import LOG2E, exp2
 from triton_impl.common.philox import factors_at, factors_of_rows
 from triton_impl.runtime.launch_cache import to_time
 
 # Softmax in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
-LOG2_E = 1.4426950408889634
-_LOG2_E = tl.constexpr(LOG2_E)
-LN_2 = 0.6931471805599453
+LOG2_E = LOG2E.value
+LN_2 = math.log(2)
 
 #: Values of BAND, the scores that queries see by place: all, all up to a diagonal, or those between two diagonals.
 EVERYTHING, BELOW_DIAGONAL, BETWEEN_DIAGONALS = range(3)
@@ -134,8 +134,8 @@ def online_softmax(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0
     # A row of −inf alone subtracts 0: its exponentials are 0, not NaN.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     if MASK == 2:
-        weights = exp2((scores - shift[:, None]) * _LOG2_E)
-        correction = exp2((row_max - shift) * _LOG2_E)
+        weights = exp2((scores - shift[:, None]) * LOG2E)
+        correction = exp2((row_max - shift) * LOG2E)
     else:
         weights = exp2(scores * factor - shift[:, None])
         correction = exp2(row_max - shift)
@@ -191,7 +191,7 @@ def recompute_weights(scores, factor, row_max, lse, MASK: tl.constexpr):
     if MASK == 2:
         below = scores - row_max
         # Recomputed scores may round to above their maximum. NaN stays.
-        return exp2(tl.where(below > 0.0, 0.0, below) * _LOG2_E - lse)
+        return exp2(tl.where(below > 0.0, 0.0, below) * LOG2E - lse)
     return exp2(scores * factor - lse)
 
 

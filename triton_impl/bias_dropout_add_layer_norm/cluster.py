@@ -111,7 +111,8 @@ def _chain_cluster_kernel(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 #: Warps of a block and vectors of a row per thread, the best guess first; registers per thread.
-SHAPES, REGISTERS = ((16, 4), (8, 4), (8, 2), (16, 2), (4, 4), (32, 4)), 64
+SHAPES = ((16, 4), (8, 4), (8, 2), (16, 2), (4, 4), (32, 4))
+REGISTERS = 64
 #: Vectors of both operands that a thread loads ahead.
 AHEAD = (4, 2)
 
@@ -122,7 +123,8 @@ def _block(warps: int, vectors: int) -> int:
 
 
 #: Rows, in elements, of which the longest is that of the best guess, though the widest shape could hold longer ones.
-MIN_COLS, MAX_COLS = 2049, cluster.MAX_CLUSTER * _block(*SHAPES[0])
+MIN_COLS = 2049
+MAX_COLS = cluster.MAX_CLUSTER * _block(*SHAPES[0])
 
 
 def configs(n_cols: int) -> list[triton.Config]:

@@ -26,7 +26,10 @@ from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.launch_cache import CachedKernel, LaunchCache
 
 #: Of the dropout gradient's kernel: elements of a tile, its columns at most, warps, and programs per multiprocessor.
-TILE, TILE_COLS, WARPS, PROGRAMS = 2048, 256, 4, 7
+TILE = 2048
+TILE_COLS = 256
+WARPS = 4
+PROGRAMS = 7
 
 #: Key, threshold and scale of a dropout mask: see :func:`triton_impl.common.philox.arguments`.
 Mask = tuple[int, int, int, float]

@@ -50,8 +50,12 @@ from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: Stages of a row's operands, and of the parameters, weight and norm_bias behind the bias; and the barriers on which
 #: their copies complete. One row is in flight: two make memory slower.
-_INPUT, _RESIDUAL, _BIAS, _IN_ALL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(5)
-_OF_ROWS, _OF_PARAMETERS = gl.constexpr(0), gl.constexpr(1)
+_INPUT = gl.constexpr(0)
+_RESIDUAL = gl.constexpr(1)
+_BIAS = gl.constexpr(2)
+_IN_ALL = gl.constexpr(5)
+_OF_ROWS = gl.constexpr(0)
+_OF_PARAMETERS = gl.constexpr(1)
 
 
 @gluon.jit
@@ -197,7 +201,9 @@ def _chain_persistent_cluster_kernel(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 #: Warps of a block, the best guess first; words of a row and registers per thread.
-WARPS, WORDS, REGISTERS = (8, 16), 16, 128
+WARPS = (8, 16)
+WORDS = 16
+REGISTERS = 128
 
 
 def configs(n_cols: int) -> list[triton.Config]:
@@ -214,7 +220,9 @@ def configs(n_cols: int) -> list[triton.Config]:
 
 #: Rows, in elements: from the shortest that `configs` has clusters of two blocks for, to the longest; and the multiple,
 #: in elements and bytes, of length, strides and addresses.
-MIN_COLS, MAX_COLS, MULTIPLE = 8193, cluster.MAX_CLUSTER * 2 * 32 * WORDS * max(WARPS), 32
+MIN_COLS = 8193
+MAX_COLS = cluster.MAX_CLUSTER * 2 * 32 * WORDS * max(WARPS)
+MULTIPLE = 32
 
 _choose = Autotuner(_chain_persistent_cluster_kernel)
 

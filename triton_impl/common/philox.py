@@ -12,8 +12,10 @@ import triton.language as tl
 from kernel_ladder.semantics import philox
 
 ROUNDS = tl.constexpr(philox.ROUNDS)
-M0, M1 = tl.constexpr(philox.M0), tl.constexpr(philox.M1)
-W0, W1 = tl.constexpr(philox.W0), tl.constexpr(philox.W1)
+M0 = tl.constexpr(philox.M0)
+M1 = tl.constexpr(philox.M1)
+W0 = tl.constexpr(philox.W0)
+W1 = tl.constexpr(philox.W1)
 
 #: A mask's arguments, which change from call to call. No kernel may specialise on them, and their types are always
 #: three 32-bit integers and a float32.

@@ -15,8 +15,9 @@ import triton.language as tl
 
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import indexing, offset_of
+from triton_impl.common.fast_math import LOG2E
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.cross_entropy.rows import LOG2E, Options, counts, gradient_of_loss, passes, settled
+from triton_impl.cross_entropy.rows import Options, counts, gradient_of_loss, passes, settled
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache

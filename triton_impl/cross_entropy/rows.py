@@ -23,8 +23,6 @@ from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 #: Rows per iteration of the sum over rows.
 SUM_BLOCK = 8192
 

@@ -257,7 +257,8 @@ def _norm_cluster_backward_kernel(
 #: threads of 128 registers; 64 bytes of 16-bit values need 64 of these for column sums. With half of that, twice as
 #: many rows are in flight. Shared memory, which holds the weight too, has room for one block of 16 warps, for three of
 #: 4, or for two of 8 with half of that; two of 8 with all of it lack 400 bytes.
-SHAPES, REGISTERS = ((16, 64, 3), (8, 64, 3), (16, 32, 6), (4, 64, 3), (8, 32, 6)), 128
+SHAPES = ((16, 64, 3), (8, 64, 3), (16, 32, 6), (4, 64, 3), (8, 32, 6))
+REGISTERS = 128
 #: Bytes of the shortest row, more than one block, and of the longest.
 MIN_BYTES = 1 + min(32 * warps * size for warps, size, _ in SHAPES)
 MAX_BYTES = cluster.MAX_CLUSTER * max(32 * warps * size for warps, size, _ in SHAPES)

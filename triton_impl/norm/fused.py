@@ -46,7 +46,8 @@ from triton_impl.runtime.row_configs import (
 )
 
 #: The longest rows that registers hold, forward and backward.
-MAX_COLS, MAX_COLS_BACKWARD = 32768, 8192
+MAX_COLS = 32768
+MAX_COLS_BACKWARD = 8192
 #: The longest rows whose parameters are loaded into registers before the statistics are known.
 MAX_PRELOADED = tl.constexpr(4096)
 

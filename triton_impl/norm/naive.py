@@ -25,7 +25,8 @@ from triton_impl.runtime.row_configs import warps_of_row
 #: The longest row: 32 float32 values per thread at 16 warps.
 MAX_COLS = 16384
 #: Tile of the kernel that sums columns.
-TILE_ROWS, TILE_COLS = 32, 64
+TILE_ROWS = 32
+TILE_COLS = 64
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
 

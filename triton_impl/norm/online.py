@@ -43,7 +43,8 @@ from triton_impl.runtime.row_configs import blocks_of
 #: The largest block of columns that a configuration has.
 LARGEST_BLOCK = 16384
 #: Elements at the start of a row whose mean is the pilot: see :func:`pilot_of`.
-PILOT, PILOT_FLOAT32 = 256, 8192
+PILOT = 256
+PILOT_FLOAT32 = 8192
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ from triton_impl.runtime.persistent_launch import PersistentLaunch
 #: taken, and which each warp loads in advance. The pilot mean may be far from the mean of all, but not in units of how
 #: rows vary: at most √(n_cols / pilot), 91 for 262144 elements. Of the 24 bits of a sum of squares that leaves 11, and
 #: its root has one more; stored values have 8 or 11.
-VECTOR, OF_WARP, PILOT = gl.constexpr(4), gl.constexpr(128), gl.constexpr(16)
+VECTOR = gl.constexpr(4)
+OF_WARP = gl.constexpr(128)
+PILOT = gl.constexpr(16)
 
 
 @gluon.constexpr_function
@@ -288,7 +290,9 @@ def configs(n_cols: int) -> list[triton.Config]:
 KIND = Kind(is_layernorm=True, has_residual=False)
 #: Rows, in elements: from the shortest that `configs` has clusters of two blocks for, to the longest; and the multiple,
 #: in elements and bytes, of length, strides and addresses.
-MIN_COLS, MAX_COLS, MULTIPLE = 8193, cluster.MAX_BYTES // 2, 32
+MIN_COLS = 8193
+MAX_COLS = cluster.MAX_BYTES // 2
+MULTIPLE = 32
 
 _choose = Autotuner(_norm_persistent_cluster_kernel)
 _launches = LaunchCache()

@@ -45,7 +45,10 @@ def backward_shapes(block: int) -> list[tuple[int, int]]:
 #: A persistent program of one warp takes rows of up to ALONE elements, at least LEAST of them, so that no warp waits
 #: for another. PERSISTENT_WARPS a multiprocessor keep enough loads in flight; fewer do (OF_WHOLE_BLOCKS) where a row
 #: is a whole block, since each warp then has more loads, and fewer partial sums remain to be added.
-ALONE, LEAST, PERSISTENT_WARPS, OF_WHOLE_BLOCKS = 512, 8, 12, 10
+ALONE = 512
+LEAST = 8
+PERSISTENT_WARPS = 12
+OF_WHOLE_BLOCKS = 10
 
 
 def persistent_shapes(block: int) -> list[tuple[int, int]]:

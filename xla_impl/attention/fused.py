@@ -17,7 +17,8 @@ from kernel_ladder.tracing import wants_gradient
 from xla_impl.lazy import jax, jnp
 
 #: The largest head dimension of cuDNN's kernel, and what its head dimensions are multiples of.
-CUDNN_HEAD_DIM, CUDNN_HEAD_MULTIPLE = 256, 8
+CUDNN_HEAD_DIM = 256
+CUDNN_HEAD_MULTIPLE = 8
 
 
 def formula(

@@ -25,7 +25,8 @@ from triton_impl.runtime.launch_cache import to_time
 #: Largest portable cluster size, in blocks.
 MAX_CLUSTER = 8
 #: Warps of a block, the best guess first, and registers per thread. Two such blocks fit a multiprocessor.
-WARPS, REGISTERS = (16, 8, 32), 64
+WARPS = (16, 8, 32)
+REGISTERS = 64
 #: Warps of a block that has a row alone, the best guess first.
 WARPS_OF_ONE_BLOCK = (16, 8, 4)
 #: Registers per thread for its part of a row. In a cluster more are the better guess, in one block fewer.

@@ -28,7 +28,8 @@ from triton_impl.common.gluon.cluster import floats
 #: Bytes of a block buffer, two values of eight blocks, and of a warp buffer, two values of 32 warps. Offsets of the
 #: warp buffers, of the barriers and of the arrival counts; and the size of all, a multiple of 128 bytes, so that the
 #: shared memory behind it is aligned.
-_BLOCK_BUFFER, _WARP_BUFFER = gl.constexpr(64), gl.constexpr(256)
+_BLOCK_BUFFER = gl.constexpr(64)
+_WARP_BUFFER = gl.constexpr(256)
 _WARP_BUFFERS, _BARRIERS, _COUNTS, _BYTES = (gl.constexpr(n) for n in (256, 768, 800, 896))
 
 
