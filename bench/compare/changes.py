@@ -54,7 +54,7 @@ class Drift:
 
     @property
     def deviation(self) -> float:
-        """Of the logarithm of one corrected ratio: the scatter, and what the median of the controls leaves unsure."""
+        """Standard deviation of a corrected ratio's logarithm: the scatter, and the error of the controls' median."""
         unsure = MEDIAN_OF_NORMAL**2 / self.controls if self.applied else 0.0
         return self.scatter * math.sqrt(1 + unsure)
 
@@ -82,7 +82,7 @@ class Change:
 
     @property
     def judged(self) -> bool:
-        """By the gate."""
+        """Whether the gate judges this change."""
         return self.ours and not self.control and not self.undecided
 
     @property
@@ -96,7 +96,7 @@ class Change:
 
     @property
     def _side(self) -> int | None:
-        """As the whole interval has it; where there is none, as quartiles have it that lie apart past the threshold."""
+        """The side by the whole interval; without one, by quartiles that lie apart past the threshold."""
         if self.apart is None:
             return _side(self.corrected)
         alone = any((row.rounds or 1) < 2 for row in (self.before, self.after))
@@ -105,7 +105,7 @@ class Change:
 
     @property
     def past(self) -> bool:
-        """Whether a change for certain is larger than the threshold, and the paired ratio says so too."""
+        """Whether the change is certainly larger than the threshold, by the paired ratio too."""
         side = self._side
         if not side or side * math.log(self.corrected.value) <= math.log1p(self.threshold):
             return False

@@ -128,7 +128,7 @@ def rereading(nbytes: int, device: torch.device) -> Best:
 
 
 def _buffers(nbytes: int, device: torch.device, copies: int | None = None) -> list[torch.Tensor]:
-    """Copies of a float32 buffer, enough that none is in the L2 when its turn comes again; a whole number of blocks."""
+    """Copies of a float32 buffer of whole blocks, enough that none is in the L2 when it is used again."""
     count = max(nbytes // 4 // 2048, 1) * 2048
     copies = timing.copies_needed(count * 4, device) if copies is None else copies
     return [torch.ones(count, dtype=torch.float32, device=device) for _ in range(copies)]
@@ -200,7 +200,7 @@ def launching(graph: bool, device: torch.device) -> Best:
 def measure(
     device: torch.device, quick: bool, failed: Callable[[str], None], known: Container[resume.Key] = ()
 ) -> Iterator[Row]:
-    """A row for each ceiling of a GPU but the `known`. One that fails is told to `failed`, and costs no other."""
+    """A row for each ceiling of a GPU but the `known`. One that fails is passed to `failed`; the others go on."""
     for make in _all(device, quick):
         if (CEILING, make.backend, "forward", make.dtype, make.shape) in known:
             continue

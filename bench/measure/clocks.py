@@ -103,7 +103,7 @@ class Gpu:
             return None
 
     def reasons(self) -> int | None:
-        """Bits of `REASONS`."""
+        """Why the driver holds the clock down, as bits of `REASONS`; None where it does not tell."""
         try:
             return int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
         except (self._nvml.NVMLError, AttributeError):
@@ -138,7 +138,7 @@ class State:
 
 
 class Watch:
-    """Reads while a ``with`` block runs. Without a GPU that can be read it knows nothing, and costs nothing."""
+    """Reads while a ``with`` block runs. Without a GPU that can be read it does nothing."""
 
     def __init__(self, source: Gpu | None) -> None:
         self._source = source

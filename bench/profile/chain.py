@@ -89,7 +89,7 @@ def _composite_key(func: Any, device_key: str) -> torch._C.DispatchKey | None:
 
 
 def _numbers_as_tensors(func: Any, args: tuple) -> tuple:
-    """Arguments with each number that stands for a tensor made one: some operators take no number from Python there.
+    """Arguments with numbers in the place of tensors made tensors: some operators take no Python number there.
 
     ``aten::bitwise_and.Scalar`` is made up of ``aten::bitwise_and.Tensor``, and hands the number on.
     """

@@ -184,7 +184,7 @@ def from_json(line: str, where: str, way_out: str = _DELETE) -> Row:
 
 
 def _fault(name: str, value: Any) -> str | None:
-    """What a field must be, and what it is instead; None where it is right."""
+    """Why a field's value is wrong: what it must be, and what it is. None where it is right."""
     if type(value) not in _TAKEN[name]:
         accepted = " or ".join(_NAMES[each] for each in _TYPES[name])
     elif type(value) in (int, float) and not abs(value) <= sys.float_info.max:  # NaN is not less than anything

@@ -25,11 +25,11 @@ from bench.scaling.timing import Way
 from kernel_ladder import table
 from kernel_ladder.spec import dtype_name
 
-#: A way by what it is of (a role of :mod:`bench.scaling.rows`) and by the backend.
+#: A way to run, by its role (:mod:`bench.scaling.rows`) and backend.
 Name = tuple[str, str]
 #: Warming up compiles kernels, and so may take this many times the timeout.
 COMPILING = 4
-#: How faults begin that are none: a backend does not take a call, or is not there.
+#: Errors that are no faults: a backend does not take a call, or is not available.
 REFUSALS = ("UnsupportedError", "UnavailableError")
 #: One GPU is measured where a call takes fewer seconds.
 LONGEST_ALONE_S = 3.0

@@ -44,7 +44,7 @@ def draw(results: Path, gpu: str | None = None) -> list[Path]:
 
 
 def _standing(op: str, found: Sequence[Row]) -> list[Row]:
-    """What stands for an operation: the timed rows of its headline shape; a pass not timed there at its own."""
+    """The rows that represent an operation: those of its headline shape; a pass not timed there at its own."""
     rows: list[Row] = []
     for pass_ in PASSES:
         timed = [row for row in found if row.op == op and row.pass_ == pass_ and row.us and intensity(row)]

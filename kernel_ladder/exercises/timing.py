@@ -120,7 +120,7 @@ def _backward_call(rung: Variant, copies: list[Inputs], case: Case, grad: Output
 
 
 def _copies(inputs: Inputs, device: torch.device) -> list[Inputs]:
-    """So many that none is in the L2 cache when its turn comes again."""
+    """So many copies that none is in the L2 cache when it is used again."""
     if device.type == "cpu":
         return [inputs]
     nbytes = sum(x.numel() * x.element_size() for x in inputs if x is not None)

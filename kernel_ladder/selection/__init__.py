@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Preferred(NamedTuple):
-    """A rule, the rungs among which it names some, and the chooser whose rule it is, if it is one's."""
+    """A rule, the rungs among which it chooses, and the chooser that applies it, or None."""
 
     rule: Rule
     rungs: dict[str, Variant]

@@ -115,7 +115,7 @@ class Chooser:
         self.rule_of_names: Rule = self._repeated()
 
     def _repeated(self) -> Rule:
-        """What is called for every call: a look-up, in a closure because an attribute takes time."""
+        """The function that every call runs: a look-up, in a closure because an attribute takes time."""
         known, kind_of, several, first, grad_enabled = (
             self._names,
             self._kind,
@@ -198,7 +198,7 @@ class Chooser:
         return Choice(self._expanded(entry.better, inputs, options), reason)
 
     def _expanded(self, name: str, inputs: Inputs, options: Options) -> tuple[str, ...]:
-        """A rung's name; for a level's its own choice, then all of its rungs."""
+        """A rung's name alone; for a level's name the level's own choice, then all of its rungs."""
         if self.levels is None or name not in self.levels:
             return (name,)
         choose, rungs = self.levels[name]

@@ -62,7 +62,7 @@ class Table(NamedTuple):
 
 
 def slug(gpu_name: str) -> str:
-    """A GPU's name as files have it."""
+    """A GPU's name as file names spell it."""
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
 
 
