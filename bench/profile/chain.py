@@ -79,7 +79,7 @@ class Chain(TorchDispatchMode):
 
 @functools.cache
 def _composite_key(func: Any, device_key: str) -> torch._C.DispatchKey | None:
-    """Where an operator's making out of others is registered; None where the device has a kernel of its own."""
+    """The dispatch key of an operator's decomposition into others; None where the device has a kernel for it."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if not has(func.name(), device_key):
         for key in ("CompositeExplicitAutograd", "CompositeImplicitAutograd"):

@@ -50,7 +50,7 @@ def make(target: Target, counted: ncu.Counted) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits, and no fraction where there is none."""
+    """A number in six significant digits, an integer where it is whole."""
     if isinstance(value, float):
         return None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.6g}")
     if isinstance(value, dict):

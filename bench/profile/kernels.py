@@ -81,7 +81,7 @@ class Profile:
 
     @property
     def whole_us(self) -> float:
-        """What shares are of, measured in one run with the kernels: their sum on a GPU, the whole call on a CPU."""
+        """The time that is 100 %, of the run that timed the kernels: their sum on a GPU, the whole call on a CPU."""
         return self.device_us if self.device == "cuda" or self.apart else self.span_us
 
     @property

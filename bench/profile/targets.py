@@ -188,7 +188,7 @@ def _check(spec: Spec, case: Case, defaults: Options, dtype: torch.dtype) -> Non
 
 
 def tensors(make: Callable[..., Inputs], case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """What `make` makes of a case.
+    """The tensors that `make` creates for a case.
 
     Raises:
         UsageError: it is larger than a tensor can be, or than memory.

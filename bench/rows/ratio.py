@@ -38,7 +38,7 @@ class Estimate:
         return Estimate(ratio, ratio * math.exp(-down), ratio * math.exp(up))
 
     def widened(self, deviation: float) -> Estimate:
-        """With a further independent standard deviation of the logarithm."""
+        """The estimate with a further independent standard deviation of its logarithm."""
         if self.low is None or self.high is None:
             return self
         down = math.hypot(math.log(self.value / self.low), Z * deviation)

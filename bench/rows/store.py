@@ -206,7 +206,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _lacks(row: Row) -> str | None:
-    """What a row lacks, as a whole; None where it can be shown and compared."""
+    """Why a row is incomplete: the fields that it lacks. None where it can be shown and compared."""
     for ends in _INTERVALS:
         given = [name for name in ends if getattr(row, name) is not None]
         if len(given) == 1:

@@ -96,7 +96,7 @@ class LaunchPlan(NamedTuple):
 
 
 class LaunchCache(dict[Hashable, Any]):
-    """Launches, or tuples that hold some, by the key that decides them. Bounded: a program's shapes may never repeat."""
+    """Launches, or tuples that hold some, by the key that decides them. Bounded: shapes may never repeat."""
 
     def remember(self, key: Hashable, value: Any) -> None:
         if len(self) >= MAX_LAUNCHES:
