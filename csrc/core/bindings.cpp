@@ -48,10 +48,10 @@ struct Schema {
 #define KL_ADD_RMS_NORM_BACKWARD                                                                 \
     "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input," \
     " bool needs_weight) -> (Tensor, Tensor)"
-#define KL_CHAIN                                                                                     \
+#define KL_DROPOUT_ADD_NORM                                                                          \
     "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold," \
     " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"
-#define KL_CHAIN_BACKWARD "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"
+#define KL_DROPOUT_ADD_NORM_BACKWARD "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"
 
 const std::vector<Schema>& schemas() {
     static const std::vector<Schema> list = {
@@ -215,12 +215,12 @@ const std::vector<Schema>& schemas() {
         KL_NORM(add_rms_norm_backward, naive, KL_ADD_RMS_NORM_BACKWARD),
         KL_NORM(add_rms_norm_backward, block, KL_ADD_RMS_NORM_BACKWARD),
         KL_NORM(add_rms_norm_backward, registers, KL_ADD_RMS_NORM_BACKWARD),
-        KL_NORM(bias_dropout_add_layer_norm, naive, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm, registers, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm, smem_pipeline, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm, cluster, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm_backward, naive, KL_CHAIN_BACKWARD),
-        KL_NORM(bias_dropout_add_layer_norm_backward, registers, KL_CHAIN_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm, naive, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm, registers, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm, smem_pipeline, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm, cluster, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm_backward, naive, KL_DROPOUT_ADD_NORM_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm_backward, registers, KL_DROPOUT_ADD_NORM_BACKWARD),
         KL_OP("linear.naive(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
               linear_naive),
         KL_OP("linear.registers(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep)"

@@ -213,7 +213,7 @@ PERSISTENT = [
     ("rms_norm", "triton.online", "16384x1024", "backward", "sm_90", "_norm_online_row_means_kernel"),
     (
         *("bias_dropout_add_layer_norm", "triton.persistent_cluster", "4096x65536", "forward", "sm_90"),
-        "_chain_persistent_cluster_kernel",
+        "_persistent_cluster_kernel",
     ),
 ]
 
@@ -268,7 +268,7 @@ def test_cuda_reads_the_extension(variant, pass_):
     launched = {k.name for k in found.launches}  # on a GPU: with those of other operations
     norms = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "AddRmsNorm"}
     own = "norm_" if variant.op in norms else f"{variant.op}_"
-    if variant.op in norms:  # the chain's backward pass launches LayerNorm's kernels too
+    if variant.op in norms:  # bias_dropout_add_layer_norm's backward pass launches LayerNorm's kernels too
         assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
     for kernel in found.kernels:
         assert exists(kernel.source)

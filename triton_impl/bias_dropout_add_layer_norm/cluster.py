@@ -30,7 +30,7 @@ from triton_impl.common.gluon.cluster import (
     narrow,
     rewiden,
     store,
-    store_once,
+    store_from_first_block,
     widen,
 )
 from triton_impl.common.gluon.philox import factors
@@ -48,7 +48,7 @@ EIGHT = gl.constexpr(8)
 
 
 @gluon.jit(do_not_specialize=ARGUMENTS)
-def _chain_cluster_kernel(
+def _cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, n_rows, n_cols, eps,
     SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -94,9 +94,9 @@ def _chain_cluster_kernel(
     shift = (-deviation - mean) * rstd
     offset = prefetch((), norm_bias_ptr, i, n_cols, HAS_BIAS, EVEN)
     if SAVE_STATS:
-        store_once(stats_ptr + row, rstd, True)
-        store_once(stats_ptr + n_rows + row, mean, True)
-        store_once(stats_ptr + 2 * n_rows + row, -deviation * rstd, True)
+        store_from_first_block(stats_ptr + row, rstd, True)
+        store_from_first_block(stats_ptr + n_rows + row, mean, True)
+        store_from_first_block(stats_ptr + 2 * n_rows + row, -deviation * rstd, True)
     for v in gl.static_range(V):
         weight = prefetch(weight, weight_ptr, i, n_cols, HAS_WEIGHT and v + 1 < V, EVEN)
         offset = prefetch(offset, norm_bias_ptr, i, n_cols, HAS_BIAS and v + 1 < V, EVEN)
@@ -143,7 +143,7 @@ def configs(n_cols: int) -> list[triton.Config]:
     return to_time(found)
 
 
-_choose = Autotuner(_chain_cluster_kernel)
+_choose = Autotuner(_cluster_kernel)
 
 
 def _first_launch(
@@ -161,7 +161,7 @@ def _first_launch(
 
     def launch(config: triton.Config) -> Launch:
         arguments = (*fixed, *config.kwargs.values())
-        return Launch(_chain_cluster_kernel, (n_rows,), arguments, cluster.options(config))
+        return Launch(_cluster_kernel, (n_rows,), arguments, cluster.options(config))
 
     key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
     return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
@@ -219,4 +219,4 @@ def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
     constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True, "DIVISIBILITY": 16}
-    return [entry(_chain_cluster_kernel, "bf16", constants, configs(4096)[0], types)]
+    return [entry(_cluster_kernel, "bf16", constants, configs(4096)[0], types)]

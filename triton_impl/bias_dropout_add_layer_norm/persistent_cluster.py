@@ -136,7 +136,7 @@ def _first_pass(
 
 
 @gluon.jit(do_not_specialize=ARGUMENTS)
-def _chain_persistent_cluster_kernel(
+def _persistent_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, n_rows, n_cols, per_element, eps,
     SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -224,7 +224,7 @@ MIN_COLS = 8193
 MAX_COLS = cluster.MAX_CLUSTER * 2 * 32 * WORDS * max(WARPS)
 MULTIPLE = 32
 
-_choose = Autotuner(_chain_persistent_cluster_kernel)
+_choose = Autotuner(_persistent_cluster_kernel)
 
 
 def _smem_bytes(config: triton.Config) -> int:
@@ -248,7 +248,7 @@ def _first_launch(
 
     def launch(config: triton.Config) -> PersistentLaunch:
         smem = _smem_bytes(config)
-        return PersistentLaunch(_chain_persistent_cluster_kernel, clusters, arguments, config, smem)
+        return PersistentLaunch(_persistent_cluster_kernel, clusters, arguments, config, smem)
 
     key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
     return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
@@ -275,4 +275,4 @@ def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "per_element": "fp32", "eps": "fp32"}
     constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
-    return [entry(_chain_persistent_cluster_kernel, "bf16", constants, configs(131072)[0], types)]
+    return [entry(_persistent_cluster_kernel, "bf16", constants, configs(131072)[0], types)]

@@ -29,7 +29,7 @@ from triton_impl.common.gluon.cluster import (
     rewiden,
     split_by_warp,
     store,
-    store_once,
+    store_from_first_block,
     widen,
 )
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
@@ -183,10 +183,10 @@ def _norm_cluster_kernel(
     shift = -deviation * rstd
     bias = prefetch((), bias_ptr, i, n_cols, HAS_BIAS, EVEN)
     if SAVE_STATS:
-        store_once(stats_ptr + row, rstd, True)
+        store_from_first_block(stats_ptr + row, rstd, True)
         if IS_LAYERNORM:
-            store_once(stats_ptr + n_rows + row, mean, True)
-            store_once(stats_ptr + 2 * n_rows + row, shift, True)
+            store_from_first_block(stats_ptr + n_rows + row, mean, True)
+            store_from_first_block(stats_ptr + 2 * n_rows + row, shift, True)
     for k in gl.static_range(len(x)):
         weight = prefetch(weight, weight_ptr, i, n_cols, HAS_WEIGHT and k + 1 < len(x), EVEN)
         bias = prefetch(bias, bias_ptr, i, n_cols, HAS_BIAS and k + 1 < len(x), EVEN)

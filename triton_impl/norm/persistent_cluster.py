@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from triton_impl import multiprocessors, unsupported
 from triton_impl.common.gluon import cluster
-from triton_impl.common.gluon.cluster import floats, row_layout, split_by_warp, store_once
+from triton_impl.common.gluon.cluster import floats, row_layout, split_by_warp, store_from_first_block
 from triton_impl.common.gluon.cluster_reduce import (
     init_cluster_reduce,
     reduce_arrive,
@@ -180,9 +180,9 @@ def second_pass(
     rstd = rstd_of(sums[1] * per_element - lost * lost, eps)
     shift = -lost * rstd
     if SAVE_STATS:
-        store_once(stats_ptr + row, rstd, True)
-        store_once(stats_ptr + n_rows + row, centre, True)
-        store_once(stats_ptr + 2 * n_rows + row, shift, True)
+        store_from_first_block(stats_ptr + row, rstd, True)
+        store_from_first_block(stats_ptr + n_rows + row, centre, True)
+        store_from_first_block(stats_ptr + 2 * n_rows + row, shift, True)
     # In 16-bit elements, what this rounds is far below their own spacing.
     offset = shift - centre * rstd
     weight = vectors(rows.index(rows.shape[0] - 2).load(OWN), LAYOUT)

@@ -206,7 +206,7 @@ def rewiden(x):
 
 
 @gluon.jit
-def store_once(ptr, value, row_mask):
+def store_from_first_block(ptr, value, row_mask):
     """Store a value (blocks,) that all blocks have, if `row_mask`: the first block stores it."""
     block = gl.arange(0, gl.num_ctas(), layout=value.type.layout)
     gl.store(ptr + gl.zeros_like(block), value, mask=(block == 0) & row_mask)
