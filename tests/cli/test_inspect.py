@@ -195,7 +195,7 @@ def test_triton_compiles_ahead_of_time(variant, pass_, arch):
 
 @needs_cuobjdump
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_kernels_begin_early_where_the_architecture_lets_them(arch):
+def test_kernels_use_pdl_where_the_architecture_has_it(arch):
     """Whatever GPU is here, or none."""
     found = looked_into("rms_norm", "triton.fused", "forward", "ptx", arch=arch)
     (ptx,) = (code.text for code in found.code if code.language == "ptx")
