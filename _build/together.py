@@ -6,9 +6,9 @@ and of the C++ library for each architecture. A group is compiled as one file th
 group takes as long as the longest file that is compiled alone, which is how long a build takes on many cores. A file
 that no group names is compiled alone.
 
-The files of a group share their namespaces, the anonymous one too: none may give a name another meaning. And kernels
-with dynamic shared memory stand apart from those without: on Hopper nvcc gives every kernel of a file the kilobyte of
-shared memory a block that it reserves for one.
+The files of a group share their namespaces, the anonymous one too: none may give a name another meaning. Kernels with
+dynamic shared memory stand apart from those without. On Hopper nvcc gives every kernel of a file the kilobyte of shared
+memory per block that one of them needs.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ QUACK = Peer("quack", f"quack-kernels{_CUDA13}==0.6.5", (8, 0))
 QUACK_GEMM = Peer("quack-gemm", QUACK.requirement, (9, 0))
 FLASH_ATTN_4 = Peer("flash-attn-4", f"flash-attn-4{_CUDA13}==4.0.0b36", (9, 0))
 # Beside the table's compile.default: the mode that times more configurations of a fused loop. It is the only other that
-# could change a time here, because reduce-overhead captures a CUDA graph, as the sweep itself does with every short
-# kernel. matmul's is in the table; the naive attention is not a fused loop.
+# could change a time here, because the sweep itself captures every short kernel in a CUDA graph, as reduce-overhead
+# does. matmul's is in the table; the naive attention is not a fused loop.
 MAX_AUTOTUNE = Peer("max-autotune", "torch", (8, 0))
 
 PEERS = {peer.name: peer for peer in (LIGER, QUACK, QUACK_GEMM, FLASH_ATTN_4, MAX_AUTOTUNE)}

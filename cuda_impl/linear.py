@@ -1,10 +1,10 @@
 """A linear layer in CUDA C++: ``csrc/linear.cu`` and the steps of ``csrc/matmul/`` that have an epilogue.
 
-The backward pass runs kernels of other operations: bias_gelu's gradient, which sums over rows as it goes, or, for a
-bias alone, the sum over rows. The products are matmul's, by the rung of the same name. On Hopper ``persistent`` and
-``skinny`` take the products of the rung that the selection names for them (:mod:`kernel_ladder.selection.matmul`), and
-``registers`` those of matmul's ``registers_tma`` where it takes the operands. The device memory that ``persistent``
-needs beyond its outputs is that of matmul's (:mod:`cuda_impl.matmul`).
+The backward pass runs kernels of other operations: bias_gelu's gradient, which sums over rows as it goes. Where there
+is a bias alone, it is the sum over rows. The products are matmul's, by the rung of the same name. On Hopper
+``persistent`` and ``skinny`` take the products of the rung that the selection names for them
+(:mod:`kernel_ladder.selection.matmul`), and ``registers`` those of matmul's ``registers_tma`` where it takes the
+operands. The device memory that ``persistent`` needs beyond its outputs is that of matmul's (:mod:`cuda_impl.matmul`).
 """
 
 from __future__ import annotations

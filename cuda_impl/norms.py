@@ -30,7 +30,7 @@ PERSISTENT_CHUNKS = (8192, 16384)
 PERSISTENT_BYTES = 128 * 1024
 LONGEST_PERSISTENT_BYTES = 96 * 1024
 #: Staged vectors of a thread in the shared memory of the backward pass: csrc/norm/backward.cuh. For rows of which a
-#: thread has two vectors, and for longer ones, whose input and gradient are staged two or three times, the weight once.
+#: thread has two vectors; for longer ones, with the weight and two stages of the others, or three.
 STAGED_IN_REGISTERS = 16
 STAGED = 20
 STAGED_IF_ROOMY = 28

@@ -39,8 +39,8 @@ def _sigmoid_and_slope(x):
 
 @triton.jit
 def _cdf_and_density(x):
-    # Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a): the form of
-    # Abramowitz and Stegun 7.1.26 with a fit of our own, within 4e-9, at half the instructions of erf.
+    # Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a). That is the form
+    # of Abramowitz and Stegun 7.1.26 with a fit of our own, within 4e-9, at half the instructions of erf.
     e = exp2(x * (-0.5 * LOG2E) * x)
     t = rcp(1 + 0.27591182796659114 * tl.abs(x))
     poly = 0.44178285414948533 - 0.11357363587977673 * t

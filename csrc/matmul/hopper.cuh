@@ -85,11 +85,11 @@ HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tenso
 bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
               int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major);
 
-// Copies the operands of a call that TMA cannot read to rows that it can read, and points the call to them, where the
-// product is worth it. They live as long as what is returned; those of a part, as long as its `kept`.
+// Copies the operands of a call that TMA cannot read, where the product is worth it, and points the call to the copies.
+// They live as long as what is returned; those of a part, as long as its `kept`.
 Tensor pad_operands(HopperCall* call, ScalarType dtype, const Launch& on);
-// Runs a call of which TMA cannot read an operand: as a whole, or, where copies would take more than 64 MiB, in parts
-// of its outputs one after the other; without copies where parts would be too small.
+// Runs a call of which TMA cannot read an operand. Where copies would take more than 64 MiB, it runs parts of the
+// outputs one after the other; without copies where parts would be too small.
 void chunked_copy(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
 void pad_operands_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 

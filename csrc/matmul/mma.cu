@@ -9,10 +9,10 @@
 // is multiplied while cp.async fills the others, past the registers. A warp holds its outputs in registers as 16×8
 // squares; ldmatrix brings the next fragments while the tensor cores work on these.
 //
-// A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way: [x][k] where memory runs along
-// k, [k][x] where it runs along x (x = m or n), which ldmatrix transposes on its way to the registers. Operands that
-// cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by element, into
-// [x][k].
+// A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way. It is [x][k] where memory runs
+// along k, and [k][x] where it runs along x (x = m or n). ldmatrix transposes the latter on its way to the registers.
+// Operands that cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by
+// element, into [x][k].
 
 #include "core/mma.cuh"
 #include "matmul/linear.cuh"

@@ -20,7 +20,8 @@ namespace {
 
 constexpr int BLOCK_THREADS = 128;
 constexpr int BLOCK = 128;  // rows of A, and columns of B, per block
-// k of a tile: as much as the shared memory of two blocks per SM holds. 16-bit tiles wait in registers: half.
+// k of a tile: as much as the shared memory of two blocks per SM holds. 16-bit tiles wait in registers, so they have
+// half.
 template <typename T>
 constexpr int BLOCK_K = sizeof(T) == sizeof(float) ? 32 : 16;
 constexpr int STAGES = 3;  // tiles in shared memory: one multiplied, two in flight

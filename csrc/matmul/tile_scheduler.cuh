@@ -64,8 +64,8 @@ struct WorkTile {
 };
 
 // Iterates over the work tiles of one worker. Of its shared work tiles only the first may end a tile that another
-// worker begins, and only the last may begin a tile that others end. So the worker that adds partial sums waits for
-// those that were computed first.
+// worker begins. Only the last may begin a tile that others end. So the worker that adds partial sums waits for those
+// that were computed first.
 struct StreamKScheduler {
     StreamKSchedule schedule;
     int at, end, whole;

@@ -1,5 +1,5 @@
-// Rows of a tensor along one dimension: their layout, their partition over threads (RowPartition), loads and stores of
-// a thread's vectors. reduce_over_row() reduces over the threads of a row: within a warp, a block, or a cluster.
+// Rows of a tensor along one dimension: their layout, their partition over threads (RowPartition), and loads and stores
+// of a thread's vectors. reduce_over_row() reduces over the threads of a row, within a warp, a block, or a cluster.
 #pragma once
 
 #include <numeric>

@@ -1,6 +1,6 @@
 """Philox 4×32-10: dropout's mask, bit for bit the same at every level.
 
-Philox is a counter-based generator: a keyed bijection of a 128-bit counter, ten rounds of two multiplications each
+Philox is a counter-based generator: a keyed bijection of a 128-bit counter, in ten rounds of two multiplications
 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11; the constants are those of their
 library Random123). It has no state: an element's mask follows from the seed and the element's index. So the backward
 pass recomputes the mask instead of loading it.

@@ -117,8 +117,9 @@ def block_moments(x, i, n_cols, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr,
 
 @gluon.jit
 def row_moments(parts, n_cols, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr):
-    """A mean, the mean deviation from it, and the variance (or mean square) of a row, (blocks,) each, merged from the
-    moments of its parts in the order of the blocks (Chan, Golub and LeVeque 1983).
+    """A mean, the mean deviation from it, and the variance (or mean square) of a row, (blocks,) each.
+
+    They are merged from the moments of the row's parts in the order of the blocks (Chan, Golub and LeVeque 1983).
     """
     mean = parts[0]
     deviation = gl.zeros_like(mean)

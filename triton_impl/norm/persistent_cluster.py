@@ -43,10 +43,10 @@ from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import LaunchCache, to_time
 from triton_impl.runtime.persistent_launch import PersistentLaunch
 
-#: Words of a thread's vector and of a warp's, and of the pilot: the start of a row, about whose mean deviations are
-#: taken, and which each warp loads in advance. The pilot mean may be far from the mean of all, but not in units of how
-#: rows vary: at most √(n_cols / pilot), 91 for 262144 elements. Of the 24 bits of a sum of squares that leaves 11, and
-#: its root has one more; stored values have 8 or 11.
+#: Words of a thread's vector, of a warp's, and of the pilot: the start of a row, which each warp loads in advance.
+#: Deviations are taken about its mean. The pilot mean may be far from the mean of all, but not in units of how rows
+#: vary: at most √(n_cols / pilot), 91 for 262144 elements. Of the 24 bits of a sum of squares that leaves 11, and its
+#: root has one more; stored values have 8 or 11.
 VECTOR = gl.constexpr(4)
 OF_WARP = gl.constexpr(128)
 PILOT = gl.constexpr(16)

@@ -1,6 +1,6 @@
-"""Rows spread over the blocks of a thread-block cluster, in Gluon. Each block holds a part of a row in registers, and
-the blocks exchange a maximum or sums through distributed shared memory (PTX ISA, ``mapa``, ``st.async``). A row that
-one block can hold may have a block alone.
+"""Rows spread over the blocks of a thread-block cluster, in Gluon. Each block holds a part of a row in registers. The
+blocks exchange a maximum or sums through distributed shared memory (PTX ISA, ``mapa``, ``st.async``). A row that one
+block can hold may have a block alone.
 
 A part is a tuple of vectors, one per thread, and is worked on a vector at a time. Between load and store it keeps the
 type of memory: two 16-bit values per register, so that twice as much is in flight.
