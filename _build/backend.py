@@ -1,7 +1,7 @@
 """The build backend: setuptools, and torch as a build requirement only where the environment has none.
 
-A build against a torch other than the installed one wastes gigabytes of download, so the environment's own is used
-where it has one (see ``environment.show_installed_torch``). Without the CUDA extension no torch is needed to build.
+A build against a torch other than the installed one downloads gigabytes. So the environment's own is used where it has
+one (see ``environment.show_installed_torch``). Without the CUDA extension no torch is needed to build.
 """
 
 from __future__ import annotations

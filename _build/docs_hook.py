@@ -1,11 +1,13 @@
 """What pages of ``docs/`` may say for themselves: real source, and measured numbers from committed rows.
 
-``{{ source FILE NAME }}`` becomes a code block of the function or kernel NAME in FILE, as it stands in the repository, and
-``{{ source FILE }}`` one of the whole file without its docstring.
-``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip, and
-``{{ host ... }}`` the time of the call on the host. ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at
-this build, with its caption. A name that is not there ends the build with an error. ``{{ us? ... }}`` and ``{{ host? ... }}``
-say "not yet in the committed rows" where there is no row of the rung at all.
+- ``{{ source FILE NAME }}`` becomes a code block of the function or kernel NAME as it stands in FILE.
+- ``{{ source FILE }}`` becomes one of the whole file without its docstring.
+- ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip.
+- ``{{ host OP RUNG ... }}`` becomes the time of the call on the host.
+- ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at this build, with its caption.
+
+A name that is not there ends the build with an error. ``{{ us? ... }}`` and ``{{ host? ... }}`` say "not yet in the
+committed rows" where there is no row of the rung at all.
 
 Links to ``bench/results/pictures`` and to sources, right for a reader of the repository, become links into the site.
 """

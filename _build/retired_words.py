@@ -70,6 +70,8 @@ IDENTIFIERS = {
     "begin_turns": PINGPONG,
     "attend_in_turns": PINGPONG,
     "found_together": "merge_moments",
+    "sum_shares": "sum_partials",
+    "row_shares": "row_groups",
     "CENTRED": "IS_LAYERNORM",
     "turn_few_rows": "transpose_small_a",
     "undescribable": UNSUPPORTED,

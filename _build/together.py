@@ -1,14 +1,14 @@
 """Which files of ``csrc`` are compiled together.
 
-A file costs 4 seconds before its first kernel, headers of CUDA and of the C++ library read by every stage of nvcc for
-each architecture: as much as the kernels of many. A group is compiled as one file that includes them all. That takes 88
-of 549 seconds of a core from a build for both default architectures, and as large a share from one for Hopper alone. No
+A file costs 4 seconds before its first kernel, as much as many kernels. Every stage of nvcc reads the headers of CUDA
+and of the C++ library for each architecture. A group is compiled as one file that includes them all. That takes 88 of
+549 seconds of a core from a build for both default architectures, and as large a share from one for Hopper alone. No
 group takes as long as the longest file that is compiled alone, which is how long a build takes on many cores. A file
 that no group names is compiled alone.
 
-The files of a group share their namespaces, the anonymous one too: none may give a name another meaning. And kernels
-with dynamic shared memory stand apart from those without: on Hopper nvcc gives every kernel of a file the kilobyte of
-shared memory a block that it reserves for one.
+The files of a group share their namespaces, the anonymous one too: none may give a name another meaning. Kernels with
+dynamic shared memory stand apart from those without. On Hopper nvcc gives every kernel of a file the kilobyte of shared
+memory per block that one of them needs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import ranks
 
-ranks.take_own_gpu()  # before anything below asks CUDA for its GPUs
+ranks.take_own_gpu()  # before any import below asks CUDA for its GPUs
 
 # ruff: noqa: E402
 from rich.console import Console
@@ -31,7 +31,8 @@ from kernel_ladder.errors import RungFileError, UnavailableError, VariableError
 from kernel_ladder.table import LEVELS, variants
 
 ALL_PEERS = "all"
-SECONDS, QUICK_SECONDS = 0.7, 0.4
+SECONDS = 0.7
+QUICK_SECONDS = 0.4
 
 EPILOG = """\
 Another command looks into one call:

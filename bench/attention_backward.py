@@ -28,7 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 RUNGS = ("wgmma", "warp_specialized")
 CASE_SECONDS = 20
 START_SECONDS = 120
-ROUNDS, CALLS = 7, 5
+ROUNDS = 7
+CALLS = 5
 
 #: Lengths of queries and keys around the edges of tiles of 64 and 128 rows.
 LENGTHS = (

@@ -31,6 +31,7 @@ from bench.measure.correctness import one_line
 from bench.rows.store import PEER
 from kernel_ladder.cli.columns import Column, LeftOut, Line, fit
 from kernel_ladder.semantics.norms import eps_or_default
+from kernel_ladder.spec import dtype_name, dtype_names
 from kernel_ladder.table import Variant
 from kernel_ladder.variables import switch
 
@@ -132,7 +133,7 @@ class Peer:
             if (reason := self.absent or self._no_gpu_for_it(inputs[0])) is not None:
                 return reason
             if inputs[0].dtype not in adapter.dtypes:
-                accepted, given = _names(adapter.dtypes), _names([inputs[0].dtype])
+                accepted, given = dtype_names(adapter.dtypes), dtype_name(inputs[0].dtype)
                 return f"{self.name} takes {accepted} here, got {given}"
             try:
                 adapter.call  # noqa: B018  imported now, so that no time measured later holds it
@@ -141,10 +142,6 @@ class Peer:
             return adapter.unsupported(*inputs, **options)
 
         return Variant(op, self.backend, forward, None, unsupported)
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 # The kernels that the CuTe DSL compiles for CUDA 13 come as an extra.
@@ -156,8 +153,8 @@ QUACK = Peer("quack", f"quack-kernels{_CUDA13}==0.6.5", (8, 0))
 QUACK_GEMM = Peer("quack-gemm", QUACK.requirement, (9, 0))
 FLASH_ATTN_4 = Peer("flash-attn-4", f"flash-attn-4{_CUDA13}==4.0.0b36", (9, 0))
 # Beside the table's compile.default: the mode that times more configurations of a fused loop. It is the only other that
-# could change a time here: reduce-overhead captures a CUDA graph, as the sweep itself does with every short kernel.
-# matmul's is in the table; the naive attention is not a fused loop.
+# could change a time here, because the sweep itself captures every short kernel in a CUDA graph, as reduce-overhead
+# does. matmul's is in the table; the naive attention is not a fused loop.
 MAX_AUTOTUNE = Peer("max-autotune", "torch", (8, 0))
 
 PEERS = {peer.name: peer for peer in (LIGER, QUACK, QUACK_GEMM, FLASH_ATTN_4, MAX_AUTOTUNE)}
@@ -216,7 +213,7 @@ def _liger_rms_norm() -> Call:
         input: torch.Tensor, weight: torch.Tensor, *, normalized_shape: tuple[int, ...], eps: float | None
     ) -> torch.Tensor:
         eps = eps_or_default(eps, input.dtype)
-        # All of it in float32, as the formula here; and the output's gradient is not overwritten.
+        # Computes in float32, as the formula does, and does not overwrite the gradient of the output.
         return LigerRMSNormFunction.apply(input, weight, eps, 0.0, "gemma", False)
 
     return rms_norm
@@ -301,7 +298,7 @@ def _quack_cross_entropy() -> Call:
 
     def run(input: torch.Tensor, target: torch.Tensor, *, ignore_index: int, reduction: str, **options: Any) -> Any:
         loss = cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
-        return loss.to(input.dtype)  # of float32 there
+        return loss.to(input.dtype)  # the library returns float32
 
     return run
 
@@ -347,7 +344,7 @@ def _quack_matmul() -> Call:
     tune = switch("KERNEL_LADDER_AUTOTUNE")
 
     def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # In vain for the tiny shape on which host cost is measured.
+        # This does nothing for the tiny shape on which host cost is measured.
         return linear_func(input, other.mT, tuned=tune and input.numel() > 2**16)
 
     return matmul
@@ -394,7 +391,7 @@ def _flash_attn_4() -> Call:
         window_size: tuple[int, int] = (-1, -1),
         return_lse: bool = False,
     ) -> torch.Tensor:
-        # (B, S, H, D) as views: the kernel reads strides. Grouped queries it knows by the shapes.
+        # (B, S, H, D) as views: the kernel reads strides, and recognises grouped queries by the shapes.
         inputs = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         window = tuple(None if n < 0 else n for n in window_size)
         output, _ = flash_attn_func(*inputs, softmax_scale=scale, causal=bool(is_causal), window_size=window)

@@ -22,7 +22,8 @@ from bench.rows.store import Row
 from bench.usage import UsageError
 
 #: Seconds in which all ranks must have started, and for which one that is done waits for the others.
-START_S, PATIENCE_S = 120.0, 24 * 3600.0
+START_S = 120.0
+PATIENCE_S = 24 * 3600.0
 
 
 def part_file(output: Path, rank: int, size: int) -> Path:

@@ -269,8 +269,8 @@ class Sweep:
                 returned, seconds, row.peak_mib = self._another(call)
                 if variant.level == "xla":  # whose memory PyTorch does not count
                     row.peak_mib = None
-            with self.phases(phases.CHECK):  # of a later call: a kernel may be right only at its first
-                if backward and variant.level == peers.LEVEL:  # may overwrite what it saved: right once per graph
+            with self.phases(phases.CHECK):  # checks a later call: a kernel may be right only in its first
+                if backward and variant.level == peers.LEVEL:  # may overwrite what it saved: run it on a new graph
                     returned = make(variant, copies)(0)
                 found = expected.check(candidates.results(returned, backward))
                 del returned
@@ -315,7 +315,7 @@ class Sweep:
                 yield level
 
     def _host_us(self, variant: Variant, group: Group, backward: bool) -> tuple[float | None, float | None]:
-        # Of a backward pass torch.compile would compile one more graph for it, a second an operation.
+        # For a backward pass torch.compile would compile one more graph, a second per operation.
         if backward and self.selection.quick:
             return None, None
         key = (variant.op, variant.name, "backward" if backward else "forward", group.dtype)
@@ -402,7 +402,7 @@ def run(
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     threads = torch.get_num_threads()
     if device.type == "cpu":
-        # Shapes this small do not gain by threads, and on a busy machine waiting for one drowns the call.
+        # Shapes this small gain nothing from threads; on a busy machine, waiting for one takes longer than the call.
         torch.set_num_threads(1)
     emitted: list[Row] = []
 

@@ -134,7 +134,7 @@ def with_graphs(written: Callable[..., Output], **settings: Any) -> Forward:
     """Return `written` compiled with CUDA graphs, as a rung's forward.
 
     A graph's next launch overwrites its results. So outputs and gradients are copied out of its memory, which costs a
-    read and a write of each: on large tensors more than the launches that a graph saves.
+    read and a write of each. On large tensors that is more than the launches that a graph saves.
     """
     run = compiled(written, mode="reduce-overhead", **settings)
 

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // bias_gelu, rung 3 of 3: multirow
 // Idea      Each thread keeps its vector of the bias in registers and applies it to four rows. Backward: a block sums a
-//           share of the rows into partials, and a second kernel sums the partials in a fixed order.
+//           group of rows into partials, and a second kernel sums the partials in a fixed order.
 // Predicts  Forward: one load of bias per four vectors. Backward: 3·sizeof(T) bytes per element, and the partials.
 // Limit now Memory bandwidth; the exact (erf) form also issue slots.
 // Next      –
@@ -163,23 +163,23 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/// Grid (column blocks, shares). A block takes blockDim.x · N columns down its share of the rows and writes its row of
-/// the partials (shares, columns).
+/// Grid (column blocks, groups of rows). A block takes blockDim.x · N columns down its group of rows and writes its row of
+/// the partials (groups, columns).
 template <typename T, typename Form, bool VECTORIZED>
 __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
     bias_gelu_backward_multirow_kernel(T* grad_input, __grid_constant__ const Matrix out, float* partials,
                                        const T* grad, __grid_constant__ const Matrix gr, const T* input,
                                        __grid_constant__ const Matrix in, const T* bias, int64_t bias_step,
-                                       int64_t rows, int64_t columns, int64_t rows_a_share) {
+                                       int64_t rows, int64_t columns, int64_t rows_per_group) {
     pdl_begin();
     constexpr int N = WIDTH<T, VECTORIZED>;
     __shared__ float sums[BACKWARD_THREADS * N];
-    const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N, share = blockIdx.y;
-    const int64_t end = min(rows, (share + 1) * rows_a_share);
+    const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N, group = blockIdx.y;
+    const int64_t end = min(rows, (group + 1) * rows_per_group);
     float b[N] = {}, sum[N] = {};
     if (column < columns) load_bias<T, VECTORIZED>(b, bias, bias_step, column);
     // A thread takes every blockDim.y-th row, ROWS_IN_FLIGHT at once.
-    for (int64_t first = share * rows_a_share + threadIdx.y; first < end && column < columns;
+    for (int64_t first = group * rows_per_group + threadIdx.y; first < end && column < columns;
          first += blockDim.y * ROWS_IN_FLIGHT) {
         Chunk<T, VECTORIZED> grads[ROWS_IN_FLIGHT], inputs[ROWS_IN_FLIGHT];
 #pragma unroll
@@ -203,14 +203,14 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, BACKWARD_BLOCKS_PER_SM)
             Chunk<T, VECTORIZED>::store(grad_input + out.at<VECTORIZED>(row, column), g);
         }
     }
-    store_share(partials + share * columns, sum, sums, columns);
+    store_partial(partials + group * columns, sum, sums, columns);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
-    bias_gelu_backward_multirow_sum_kernel(T* output, const float* partials, int64_t shares, int64_t columns) {
+    bias_gelu_backward_multirow_sum_kernel(T* output, const float* partials, int64_t groups, int64_t columns) {
     pdl_begin();
-    sum_shares(output, partials, shares, columns);
+    sum_partials(output, partials, groups, columns);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -316,9 +316,9 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
                                                                                        bias.stride(0), rows, columns);
             return;
         }
-        const auto sum_up = [&](const float* partials, int64_t shares) {
+        const auto sum_up = [&](const float* partials, int64_t groups) {
             launch_pdl(bias_gelu_backward_multirow_sum_kernel<T>, blocks_of_columns(columns), sum_block(columns),
-                       launch, gb, partials, shares, columns);
+                       launch, gb, partials, groups, columns);
         };
         if (rows == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
         const bool vectorized = are_vectors<T>(bias, {{&grad_input, &out}, {&grad, &gr}, {&input, &in}});
@@ -326,17 +326,17 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
         const dim3 block = column_block(chunks, BACKWARD_THREADS);
         const int64_t column_blocks = ceil_div(chunks, block.x);
         const int64_t most =
-            row_shares(rows, column_blocks, BACKWARD_BLOCKS_PER_SM, block.y * ROWS_IN_FLIGHT, launch.device);
-        const int64_t rows_a_share = ceil_div(rows, most), shares = ceil_div(rows, rows_a_share);
-        const Tensor partials = empty(bias, ScalarType::Float, {shares, columns});
+            row_groups(rows, column_blocks, BACKWARD_BLOCKS_PER_SM, block.y * ROWS_IN_FLIGHT, launch.device);
+        const int64_t rows_per_group = ceil_div(rows, most), groups = ceil_div(rows, rows_per_group);
+        const Tensor partials = empty(bias, ScalarType::Float, {groups, columns});
         auto* sums = static_cast<float*>(partials.data_ptr());
         const auto kernel = vectorized ? bias_gelu_backward_multirow_kernel<T, Form, true>
                                        : bias_gelu_backward_multirow_kernel<T, Form, false>;
-        const dim3 grid(grid_size(column_blocks), grid_size(shares));
+        const dim3 grid(grid_size(column_blocks), grid_size(groups));
         launch_pdl(kernel, grid, block, launch, gi, out, sums, g, gr, x, in, b, bias.stride(0), rows, columns,
-                   rows_a_share);
+                   rows_per_group);
         KL_LAUNCH_CHECK();
-        sum_up(sums, shares);
+        sum_up(sums, groups);
     });
     KL_LAUNCH_CHECK();
     return {grad_input, grad_bias};

@@ -56,11 +56,6 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
     return built_for.no_code(inputs[0].get_device())
 
 
-def wants_gradient(*inputs: torch.Tensor | None) -> bool:
-    """Whether a gradient of this call is wanted. The backward pass's shared memory limits the call only then."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-
 def fake_like(x: torch.Tensor) -> torch.Tensor:
     """A fake tensor with the layout that the operators allocate (DenseLike in ``csrc/core/layout.cpp``).
 

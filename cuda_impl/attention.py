@@ -23,7 +23,7 @@ SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 
 #: Steps whose backward kernels read dO by TMA: csrc/attention/hopper_backward.cuh.
 HOPPER_BACKWARD = ("wgmma", "warp_specialized")
-#: Arguments of a backward after those that all have: `deterministic`, dQ summed in one order.
+#: Further arguments of a step's backward: `deterministic`, which sums dQ in one order.
 _MORE = {"warp_specialized": (True,)}
 
 #: Values that a fused forward saves where no weight is dropped; else those of dropout's mask follow.
@@ -55,7 +55,7 @@ def _naive_unsupported(
     return None
 
 
-# Asked at every call, and so by device index, which is cheaper to make than a device.
+# Every call asks this, so it takes a device index, which costs less than a torch.device.
 @gpu.cached
 def _small(device: int) -> int | None:
     """Shared memory of a block, where there are tiles that need more; None where it holds them all."""
@@ -97,7 +97,7 @@ def _mma_unsupported(query: torch.Tensor, attn_mask: torch.Tensor | None) -> str
     return "flash attention multiplies on tensor cores in float16 and bfloat16; they would round float32 to tf32"
 
 
-# Asked at every call, all in one.
+# Every call asks this: one cached look-up for all conditions.
 @gpu.cached
 def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
     return device >= 0 and dtype in (torch.float16, torch.bfloat16) and without_wgmma(device) is None
@@ -263,7 +263,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str], of_groups:
 
 
 _FLASH_BACKWARD = {256: "flash"}
-#: On Hopper. `wgmma` keeps keys and values of head dimension 64 in registers, which outweighs its two products more.
+#: On Hopper. `wgmma` keeps keys and values of head dimension 64 in registers, which outweighs its two more products.
 _FASTEST_BACKWARD = {64: "wgmma", 128: "warp_specialized", 256: "flash"}
 #: Of heads that share keys `warp_specialized` adds up the gradients one head after the other, in order.
 _FASTEST_OF_GROUPS = {128: "wgmma", 256: "flash"}

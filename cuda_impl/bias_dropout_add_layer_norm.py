@@ -6,9 +6,9 @@ import torch
 
 # LayerNorm's backward operator tells its shapes where its module registers them.
 from cuda_impl import climb, fake_like, layer_norm  # noqa: F401
-from cuda_impl.norms import as_parameter, backward_of, empty_stats, unsupported_rows, widening
+from cuda_impl.norms import backward_of, empty_stats, unsupported_rows, widening
 from kernel_ladder.semantics import philox
-from kernel_ladder.semantics.norms import forwards
+from kernel_ladder.semantics.norms import as_parameter, forwards
 from kernel_ladder.table import register
 
 OP = "bias_dropout_add_layer_norm"

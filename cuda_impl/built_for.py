@@ -2,8 +2,8 @@
 
 Machine code (``sm_86``) runs on GPUs of the same major compute capability and no smaller minor one; that of an ``a``
 (``sm_90a``) on its own alone; that of an ``f`` (``sm_100f``) on its family, which is taken to be its major capability.
-PTX (``compute_80``) is translated by the driver for every later GPU, but has what its architecture had and no more: a
-kernel that needs thread-block clusters is empty in it. CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
+PTX (``compute_80``) is translated by the driver for every later GPU, but has only what its architecture had. A kernel
+that needs thread-block clusters is empty in it. CUDA C++ Programming Guide, "Binary Compatibility" and "PTX
 Compatibility".
 """
 
@@ -54,7 +54,7 @@ def _again(index: int) -> str:
 @gpu.cached
 def no_code(index: int) -> str | None:
     """Why a GPU runs nothing of the extension, or None."""
-    if not gpu.visible():  # on tensors that are nowhere, kernels are looked into
+    if not gpu.visible():  # `inspect` asks on tensors without memory
         return None
     codes, found = cuda_impl.architectures(), gpu.of(index)
     if found.capability < (8, 0):

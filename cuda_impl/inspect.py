@@ -1,8 +1,8 @@
 """What nvcc made of the kernels of a CUDA variant, read from the extension itself: no GPU is needed.
 
-The extension tells the launch's sizes of one instance of each kernel (:func:`kernel_ladder._C.kernels`); on a GPU, the
-launches that a call makes tell them, and which kernels of other operations it runs, as many gradients do. Code is shown
-of these instances; of the others, where ``kernel`` names them.
+The extension tells the launch's sizes of one instance of each kernel (:func:`kernel_ladder._C.kernels`). On a GPU, the
+launches of a call tell them, and which kernels of other operations it runs, as many gradients do. Code is shown of
+these instances, and of others that ``kernel`` names.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ AHEAD_OF_TIME = True
 
 _DTYPES = {"__nv_bfloat16": "bfloat16", "__half": "float16", "float": "float32"}
 
-#: In which passes a kernel runs, where its name has no ``_backward``: gradients of matmul, dropout and rope are such
-#: calls themselves, naive attention makes its weights again, and flash attention's backward pass is named after what it
-#: walks over.
+#: The passes in which a kernel runs, where its name has no ``_backward``. Gradients of matmul, dropout and rope are
+#: such calls themselves. Naive attention computes its weights again; flash attention's backward kernels are named after
+#: what they walk over.
 _PASSES = {
     "attention_naive_product_kernel": ("forward", "backward"),
     "attention_naive_softmax_kernel": ("forward", "backward"),
@@ -53,8 +53,8 @@ _PASSES = {
 }
 
 
-#: Variants that run the kernels of another: a cluster of blocks runs an instance of those for one block, a sum in two
-#: stages those of one stage twice, a product shared out in equal parts that of whole tiles.
+#: Variants that run the kernels of another. A sum in two stages runs those of one stage twice; a product cut in equal
+#: parts runs that of whole tiles.
 _KERNELS_OF = {
     ("sum", "two_stage"): "coalesced",
     ("matmul", "stream_k"): "persistent",
@@ -273,7 +273,7 @@ def inspect(request: Request) -> Inspection:
     return found
 
 
-#: Why a shape says nothing where no GPU runs the kernels; of which kernels, and the architecture.
+#: Why a shape cannot be inspected where no GPU runs the kernels. Takes the kernels and the architecture.
 _ONLY_A_GPU = (
     "`shape`: which kernels {} a call of it launches is known on a GPU that runs them alone, and none that runs {} is "
     "visible; leave `shape` away to see all of a variant's"
@@ -303,7 +303,7 @@ def _with_code(mine: list[Instance], of_all: list[Instance], what: str, arch: st
     return full
 
 
-#: Registers of an instance that may be empty: a kernel that does anything takes more.
+#: Registers of an instance that may be empty: every other kernel uses more.
 EMPTY_REGISTERS = 8
 #: Instructions that an empty body has.
 _EMPTY_BODY = re.compile(r"^(@!?U?P\w+ )?(EXIT|BRA|NOP|RET|MOV R1|LDC R1|BPT)\b")

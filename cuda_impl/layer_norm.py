@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, fake_like
-from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows, widening
-from kernel_ladder.semantics.norms import as_rows, forwards
+from cuda_impl.norms import backward_of, empty_if, empty_stats, unsupported_rows, widening
+from kernel_ladder.semantics.norms import as_parameter, as_rows, forwards
 from kernel_ladder.table import register
 
 

@@ -1,10 +1,10 @@
 """A linear layer in CUDA C++: ``csrc/linear.cu`` and the steps of ``csrc/matmul/`` that have an epilogue.
 
-Backward is made of kernels that other operations have: bias_gelu's gradient, which sums over rows as it goes, the sum
-over rows where there is a bias alone, and matmul's products of the rung of the same name. On Hopper ``persistent`` and
-``skinny`` take the products of the rung that the selection names for them (:mod:`kernel_ladder.selection.matmul`), and
-``registers`` those of matmul's ``registers_tma`` where it takes the operands. The device memory that ``persistent``
-needs beyond its outputs is that of matmul's (:mod:`cuda_impl.matmul`).
+The backward pass runs kernels of other operations: bias_gelu's gradient, which sums over rows as it goes. Where there
+is a bias alone, it is the sum over rows. The products are matmul's, by the rung of the same name. On Hopper
+``persistent`` and ``skinny`` take the products of the rung that the selection names for them
+(:mod:`kernel_ladder.selection.matmul`), and ``registers`` those of matmul's ``registers_tma`` where it takes the
+operands. The device memory that ``persistent`` needs beyond its outputs is that of matmul's (:mod:`cuda_impl.matmul`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _UNSUPPORTED = {
 def _register(name: str) -> None:
     ops = torch.ops.kernel_ladder
     overload = getattr(ops.linear, name)
-    # A gradient of skinny's has many rows.
+    # Gradients of `skinny` are products of many rows.
     multiply_overload = getattr(ops.matmul, {"skinny": "mma"}.get(name, name))
     elementwise, sums = _BACKWARD[name]
     gelu_backward = getattr(ops.gelu_backward, elementwise)
@@ -99,7 +99,7 @@ def _register(name: str) -> None:
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if name == "persistent" or (name == "skinny" and not_hopper(a.device.index) is None):
             return matmul.on_hopper(a, b)
-        if name == "registers":  # by TMA where it reads both operands
+        if name == "registers":  # `registers_tma` where TMA reads both operands
             return matmul.product_for_gradients("registers_tma")(a, b)
         if multiplies_on_tensor_cores:
             return multiply_overload(a, b, a.dtype == torch.float32)

@@ -2,11 +2,11 @@
 
 `thread_tile`, `vectorized` and `double_buffered` are teaching rungs for the plain case: two row-major float32 matrices.
 
-A gradient is a product too. Each rung computes it with its own kernels, save where they do not take its operands: the
+A gradient is a product too. Each rung computes it with its own kernels, save where they do not take its operands. The
 teaching rungs and `registers_tma` then use `registers`, and `skinny` uses `mma`.
 
 Device memory beyond the output: on Hopper, operands that TMA cannot read are copied where the product is worth it, at
-most 64 MiB of them at a time, as are in `split_k` an `input` of at most 32 rows that lie along memory, and in
+most 64 MiB of them at a time. So are, in `split_k` an `input` of at most 32 rows that lie along memory, and in
 `registers_tma` the smaller of two operands that both lie along k. `stream_k`, and products of operands that are not
 copied, have a workspace of 128 KiB for each multiprocessor (17 MiB on an H200). Every run gives the same bits: partial
 sums are added in a fixed order.
@@ -137,7 +137,9 @@ def _plain_unsupported(input: torch.Tensor, other: torch.Tensor) -> str | None:
 #: `registers_tma`: a smaller product would leave most of a tile empty.
 TMA_MIN_SIZE = 64
 #: The copy of an operand, in elements (64 MiB); how often each must be used, and multiply-adds that are worth a copy.
-TRANSPOSE_MAX_ELEMENTS, TRANSPOSE_MIN_USES, TRANSPOSE_MIN_PRODUCT = 1 << 24, 512, 1 << 30
+TRANSPOSE_MAX_ELEMENTS = 1 << 24
+TRANSPOSE_MIN_USES = 512
+TRANSPOSE_MIN_PRODUCT = 1 << 30
 #: Coordinates of TMA have 32 bits, and go past the end by a tile.
 TMA_MAX_SIZE = 2**31 - 1 - 1024
 

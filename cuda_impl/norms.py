@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from cuda_impl import unsupported, wants_gradient
+from cuda_impl import unsupported
 from cuda_impl.built_for import is_roomy, without_clusters
 from kernel_ladder import gpu
 from kernel_ladder.semantics.norms import eps_or_default
-from kernel_ladder.spec import as_tuple, converted, mixed, names_of
-from kernel_ladder.tracing import address
+from kernel_ladder.spec import as_tuple, converted, dtype_name, mixed
+from kernel_ladder.tracing import address, wants_gradient
 
 #: Threads of the largest block, and 16-byte vectors of the longest row that a block holds: csrc/reduce/rows.cuh.
 BLOCK_THREADS = 512
@@ -27,10 +27,13 @@ WIDE_BLOCK_CHUNKS = BLOCK_THREADS * 8
 #: Vectors of the rows that `persistent_cluster` takes: more than the first, at most the second, and for all but the
 #: longest the shared memory of a block in bytes. csrc/norm/persistent_cluster.cuh.
 PERSISTENT_CHUNKS = (8192, 16384)
-PERSISTENT_BYTES, LONGEST_PERSISTENT_BYTES = 128 * 1024, 96 * 1024
+PERSISTENT_BYTES = 128 * 1024
+LONGEST_PERSISTENT_BYTES = 96 * 1024
 #: Staged vectors of a thread in the shared memory of the backward pass: csrc/norm/backward.cuh. For rows of which a
-#: thread has two vectors, and for longer ones, whose input and gradient are staged two or three times, the weight once.
-STAGED_IN_REGISTERS, STAGED, STAGED_IF_ROOMY = 16, 20, 28
+#: thread has two vectors; for longer ones, with the weight and two stages of the others, or three.
+STAGED_IN_REGISTERS = 16
+STAGED = 20
+STAGED_IF_ROOMY = 28
 #: Shared memory for reductions.
 REDUCTION_BYTES = 1024
 
@@ -132,7 +135,7 @@ def _forward_unsupported(
     """
     input = operands[0]
     if widened and rung not in ("registers", "cluster"):
-        return f"takes parameters of the input's dtype, got float32 beside {names_of([input.dtype])}"
+        return f"takes parameters of the input's dtype, got float32 beside {dtype_name(input.dtype)}"
     device, length, vector = input.get_device(), row_length(input, dims), 4 if widened else 16 // input.element_size()
     chunks = -(-length // vector)
     if rung == "registers":
@@ -231,13 +234,6 @@ def widening(
 def backward_of(rung: str) -> str:
     """The overload of the backward operator that a rung uses: all rungs from `registers` on share one."""
     return rung if rung in ("naive", "block") else "registers"
-
-
-def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Weight or bias as one dense row."""
-    if x is None or (x.dim() == 1 and x.is_contiguous()):
-        return x
-    return x.reshape(-1).contiguous()
 
 
 def empty_stats(input: torch.Tensor, per_row: int, keep: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ import kernel_ladder
 
 #: Written by the build where it leaves the extension out (``_build/environment.py``): the reason, in a line.
 RECORD = Path(kernel_ladder.__file__).parent / "_not_built.txt"
-#: What that line is where the switch ``KERNEL_LADDER_CUDA`` was 0.
+#: That line where the switch ``KERNEL_LADDER_CUDA`` was 0.
 SWITCHED_OFF = "KERNEL_LADDER_CUDA=0"
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from cuda_impl import climb, fake_like
-from cuda_impl.norms import as_parameter, backward_of, empty_if, empty_stats, unsupported_rows, widening
-from kernel_ladder.semantics.norms import as_rows, eps_or_default, forwards
+from cuda_impl.norms import backward_of, empty_if, empty_stats, unsupported_rows, widening
+from kernel_ladder.semantics.norms import as_parameter, as_rows, eps_or_default, forwards
 from kernel_ladder.table import register
 
 
@@ -21,7 +21,8 @@ def _register(name: str) -> None:
         rows, weight = as_rows(input, dims), as_parameter(weight)
         output, stats = run(rows, weight, eps_or_default(eps, input.dtype), keep)
         if dims > 1:
-            output = torch.ops.aten._unsafe_view(output, input.shape)  # of a view autograd forbids to be modified
+            # Autograd forbids in-place changes of a returned view.
+            output = torch.ops.aten._unsafe_view(output, input.shape)
         return output, (rows, weight, stats, normalized_shape)
 
     def backward(saved: tuple, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

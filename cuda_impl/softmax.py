@@ -6,12 +6,12 @@ import itertools
 
 import torch
 
-from cuda_impl import climb, fake_like, unsupported, wants_gradient
+from cuda_impl import climb, fake_like, unsupported
 from cuda_impl.built_for import without_clusters
 from cuda_impl.norms import MAX_BLOCK_CHUNKS, max_cluster_chunks
 from kernel_ladder import gpu
 from kernel_ladder.table import register
-from kernel_ladder.tracing import address
+from kernel_ladder.tracing import address, wants_gradient
 
 #: Bytes of a vector, in which the kernels count the length of a row.
 CHUNK = 16
@@ -73,7 +73,7 @@ def _has_even_rows(input: torch.Tensor, dim: int) -> bool:
     if strides[dim] != 1:
         return False
     last = dim in (-1, len(sizes) - 1) or all(size == 1 for size in sizes[dim % len(sizes) + 1 :])
-    if last and input.is_contiguous():  # as it mostly is
+    if last and input.is_contiguous():  # the common case
         return True
     rows = [(strides[d], sizes[d]) for d in range(len(sizes)) if d != dim % len(sizes) and sizes[d] != 1]
     expected, dense = sizes[dim], True

@@ -10,7 +10,7 @@ from cuda_impl import climb, unsupported
 from kernel_ladder.semantics.reduction import Dim, reduced_dims, spread, sum_shape
 from kernel_ladder.table import register
 
-#: Where one thread would add up more than this, it would take seconds.
+#: The most elements that one thread may sum: more would take seconds.
 NAIVE_LIMIT = 2**20
 
 

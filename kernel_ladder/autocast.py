@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder.spec import Inputs, each
 
-#: Whether autocast is on for any device type: all that a call asks where it is off.
+#: Whether autocast is on for any device type. Where it is off, a call asks nothing else.
 is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 LOWER, FLOAT32 = "lower precision", "float32"

@@ -31,7 +31,7 @@ class RungFileError(ValueError):
     """A user's file of rungs does not exist, cannot be run, or registers nothing."""
 
 
-#: What errors for memory say: operators of the CUDA level, and XLA.
+#: Parts of out-of-memory messages: of the CUDA level's operators, and of XLA.
 _SIGNS_OF_MEMORY = ("could not allocate", "RESOURCE_EXHAUSTED")
 
 

@@ -7,7 +7,7 @@ formula) leaves its plain tensor operations in the graph, for the compiler to fu
 the kernels, launch caches and tuned configurations of an eager call, at any length.
 
 An operator takes tensors, integers and strings. A call's options, and the non-tensors that a forward pass saves, become
-a string (the constant part) and a list of integers, which may be symbolic.
+a string and a list of integers. The string is constant; the integers may be symbolic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernel_ladder import autocast, autograd, selection, table
 from kernel_ladder.errors import raise_for_memory
 from kernel_ladder.spec import Inputs, Options, Output, as_tuple, each
 from kernel_ladder.table import Variant
-from kernel_ladder.tracing import PLAIN, building_graph, inferring_shapes
+from kernel_ladder.tracing import PLAIN, building_graph, inferring_shapes, wants_gradient
 
 _library = torch.library.Library("kernel_ladder", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -388,7 +388,7 @@ class _Traced(torch.autograd.Function):
 
 
 def _once_differentiable(keyset: Any, op: str, variant: str, grads: Any, tensors: Any, *others: Any) -> Any:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*grads, *tensors)):
+    if wants_gradient(*grads, *tensors):
         raise RuntimeError(autograd.once_only(op, variant))
     with torch._C._AutoDispatchBelowAutograd():
         below = keyset & torch._C._after_autograd_keyset
@@ -461,7 +461,7 @@ def _called(
         with building_graph():
             return list(as_tuple(autograd.run(variant, inputs, named)))
     call = options, list(integers)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if wants_gradient(*inputs):
         return list(_Traced.apply(variant, call, *inputs))
     return torch.ops.kernel_ladder.forward(op, variant.name, inputs, *call, False)
 

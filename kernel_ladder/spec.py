@@ -88,6 +88,11 @@ class ErrorCase:
     error: type[Exception]
     message: str
 
+    @classmethod
+    def of(cls, id: str, error: type[Exception], message: str, *arguments: Any, **options: Any) -> ErrorCase:
+        """Bad arguments that can be shared by all tests, because no call changes them."""
+        return cls(id, lambda: (arguments, options), error, message)
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -204,9 +209,14 @@ def check_tensors(
     _check_each(op, dtypes, optional, parameters, tensors)
 
 
-def names_of(dtypes: Sequence[torch.dtype]) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
     """Dtypes as a message lists them."""
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+    return ", ".join(map(dtype_name, dtypes))
 
 
 def _check_each(
@@ -225,7 +235,7 @@ def _check_each(
             raise TypeError(f"{op}: argument `{name}` must be a dense (strided) tensor, got layout {value.layout}")
         if value.dtype not in dtypes:
             raise TypeError(
-                f"{op}: argument `{name}` has dtype {names_of([value.dtype])}; accepted are {names_of(dtypes)}"
+                f"{op}: argument `{name}` has dtype {dtype_name(value.dtype)}; accepted are {dtype_names(dtypes)}"
             )
         assert isinstance(first, torch.Tensor)
         narrow = first.dtype in NARROW_DTYPES
@@ -233,7 +243,7 @@ def _check_each(
             also = f"; `{name}` may also be float32" if narrow and name in parameters else ""
             raise TypeError(
                 f"{op}: arguments `{first_name}` and `{name}` must have the same dtype, "
-                f"got {names_of([first.dtype])} and {names_of([value.dtype])}{also}"
+                f"got {dtype_name(first.dtype)} and {dtype_name(value.dtype)}{also}"
             )
         if value.device != first.device:
             raise ValueError(

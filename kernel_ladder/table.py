@@ -130,9 +130,27 @@ def register(
     saved_from: Callable[[Inputs, tuple[torch.Tensor, ...], Options], tuple[Any, ...]] | None = None,
     drops_weights: bool = False,
 ) -> Variant:
-    """Add a variant, named ``level.variant``, as the latest step of its level's climb. See :class:`Variant`.
+    """Add a rung as the last of its ladder: every call, test and sweep finds it by name. :class:`Variant` has details.
 
-    `drops_weights`: of attention, it takes ``dropout_p`` and ``seed``, which a call has only where weights are dropped.
+    Args:
+        op: the operation, one of ``kernel_ladder.OPS``.
+        name: ``level.rung``, for example ``"triton.mine"``.
+        forward: ``forward(*inputs, **options)`` returns ``(output, saved)``. Inputs and options have passed the
+            operation's checks; a tensor that was left out is None.
+        backward: ``backward(saved, grad, needs)`` returns one gradient per input, None where `needs` is False. Without
+            it PyTorch differentiates `forward`.
+        unsupported: returns why these inputs and options cannot be taken, or None.
+        inference: returns the output alone; used where no gradient is wanted.
+        here: returns why this machine cannot run the rung, or None.
+        saved_from: returns what `forward` would save, from the outputs of a larger call.
+        drops_weights: of attention, whether it takes ``dropout_p`` and ``seed``. A call has them only where weights are
+            dropped.
+
+    Returns:
+        The rung as the table keeps it.
+
+    Raises:
+        ValueError: the name has no level, or the operation has a rung of that name.
     """
     level, _, step = name.partition(".")
     if level not in LEVELS or not step:
@@ -176,6 +194,7 @@ def at_level(op: str, level: str) -> tuple[str | None, dict[str, Variant]]:
 
 @untraced
 def known_to(*ops: str) -> list[str]:
+    """The names of the variants of these operations."""
     return [v.name for op in ops for v in variants(op)]
 
 
@@ -260,7 +279,12 @@ def _check_op(op: str) -> None:
 
 
 def spec(op: str) -> Spec:
-    """The spec of an operation."""
+    """The spec of an operation: formula, checks, samples, sweep and cost model.
+
+    Raises:
+        BackendError: no such operation.
+        UnavailableError: the torch level, which holds the specs, cannot be loaded.
+    """
     # torch.compile takes a dictionary as it was when first read, so what fills this one comes before any look at it.
     if is_compiling():
         _check_op(op)
@@ -274,7 +298,11 @@ def spec(op: str) -> Spec:
 
 
 def variants(op: str, level: str | None = None) -> list[Variant]:
-    """Every variant of an operation (at one level), in the order of the climb, available or not."""
+    """Every variant of an operation (at one level), in the order of the climb, available or not.
+
+    Raises:
+        BackendError: no such operation.
+    """
     _check_op(op)
     levels = list(LEVELS) if level is None else [level]
     for each in levels:
@@ -293,6 +321,9 @@ def backends(op: str) -> dict[str, str | None]:
 
     >>> kernel_ladder.backends("gelu")
     {'torch.naive': None, 'torch.builtin': None, 'compile.default': None, ...}
+
+    Raises:
+        BackendError: no such operation.
     """
     found: dict[str, str | None] = {}
     for level in LEVELS:
@@ -365,6 +396,7 @@ def level_of(backend: str) -> str | None:
 
 
 def unknown_backend(caller: str, backend: str, known: list[str], source: str = "") -> str:
+    """The message for a backend that does not exist: the nearest names, then all that are `known`."""
     names = [name for name in dict.fromkeys([*LEVELS, "auto", *known]) if name != backend]
     near = difflib.get_close_matches(backend, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""

@@ -1,4 +1,4 @@
-"""What host code must know while a compiler traces a call on tensors without data."""
+"""What host code must know of a call: whether a compiler traces it, and whether autograd will differentiate it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,23 @@ _state = _State()
 def shapes_only() -> bool:
     """Whether a rung's host code should only allocate its results, and return before any cache key or launch."""
     return _state.shapes_only
+
+
+def wants_gradient(*inputs: torch.Tensor | None) -> bool:
+    """Whether autograd will differentiate a call with these inputs."""
+    if torch.is_grad_enabled():
+        for x in inputs:  # every call runs this, and a generator takes longer
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def concrete(size: int | torch.SymInt) -> int:
+    """A size; where torch.compile has a symbol for it, the example's, without a guard on it."""
+    if type(size) is int:
+        return size
+    hint = size.node.hint  # type: ignore[union-attr]
+    return 1 if hint is None else int(hint)
 
 
 def in_graph() -> bool:

@@ -48,7 +48,7 @@ alone = pytest.mark.alone
 never_runs = once_a_rung.never_runs
 
 #: How often a test may measure until it finds what is known. Other processes on the same GPU or CPU spoil a measurement
-#: now and then: noise passes by, a harness that measures wrongly does so every time. A GPU of one's own needs one try.
+#: now and then. Noise passes by; a harness that measures wrongly does so every time. A GPU of one's own needs one try.
 #: Timing tests carry one xdist group besides: under ``--dist loadgroup`` they do not run beside each other.
 TRIES = 1 if DEVICE.type == "cuda" and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1 else 5
 
@@ -159,6 +159,14 @@ def register_own_gelu() -> None:
         return (torch.ops.aten.gelu_backward(grad, input, approximate=approximate),)
 
     table.register("gelu", "torch.own", forward=forward, backward=backward)
+
+
+@pytest.fixture
+def forget_compiled() -> Iterator[None]:
+    """Run a test without what torch.compile kept of others, and leave nothing to them."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 #: What the rows of a timed operation have.

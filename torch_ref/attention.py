@@ -36,11 +36,13 @@ from kernel_ladder.spec import (
     Restated,
     Spec,
     check_tensors,
+    dtype_name,
+    dtype_names,
     each,
-    names_of,
     unchanged,
 )
 from kernel_ladder.table import register, register_spec
+from kernel_ladder.tracing import wants_gradient
 from torch_ref import attention_builtin as own
 from torch_ref import attention_samples as samples
 
@@ -310,13 +312,13 @@ def _check_mask(query: torch.Tensor, key: torch.Tensor, attn_mask: object) -> No
             )
     elif attn_mask.dtype not in DTYPES:
         raise TypeError(
-            f"attention: argument `attn_mask` has dtype {names_of([attn_mask.dtype])}; accepted are bool and the dtype "
-            f"of `query`, {names_of([query.dtype])}"
+            f"attention: argument `attn_mask` has dtype {dtype_name(attn_mask.dtype)}; accepted are bool and the dtype "
+            f"of `query`, {dtype_name(query.dtype)}"
         )
     elif attn_mask.dtype is not query.dtype:
         raise TypeError(
             f"attention: arguments `query` and `attn_mask` must have the same dtype, "
-            f"got {names_of([query.dtype, attn_mask.dtype]).replace(', ', ' and ')}; a bool one goes with any"
+            f"got {dtype_names([query.dtype, attn_mask.dtype]).replace(', ', ' and ')}; a bool one goes with any"
         )
     else:
         check_tensors("attention", query=query, attn_mask=attn_mask)
@@ -406,7 +408,7 @@ def too_large(
     scores = math.prod(query.shape[:-1]) * key.shape[-2]
     # Without gradients, three matrices are alive: masked scores, exponentials and one more. With gradients, saved
     # exponentials and weights, two of their gradients and two intermediates.
-    wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    wants_grad = wants_gradient(query, key, value)
     needed = scores * query.element_size() * (6 if wants_grad else 3)
     if options.get("dropout_p"):  # words of the mask, eight bytes each
         needed += scores * 8 * 6

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernel_ladder import gpu
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW
 from kernel_ladder.semantics.strides import gradients_in_layout_of
-from kernel_ladder.tracing import in_graph
+from kernel_ladder.tracing import in_graph, wants_gradient
 from kernel_ladder.transforms import under_vmap
 
 #: Most batches, or heads, in the grid of PyTorch's fused kernels.
@@ -93,7 +93,7 @@ def _efficient(
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    wants_grad = wants_gradient(query, key, value)
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, _aligned_mask(mask, query, key.shape[2]), wants_grad, scale=scale
     )[0]
@@ -210,7 +210,7 @@ def too_many_places(heads: int, seqlen_q: int, head_dim: int, *inputs: torch.Ten
 
     It accumulates the gradient of query in float32, in rows padded to 32 elements and heads padded to 128 rows.
     """
-    if not (torch.is_grad_enabled() and inputs[0].element_size() == 2 and any(x.requires_grad for x in inputs)):
+    if not (inputs[0].element_size() == 2 and wants_gradient(*inputs)):
         return None
     places = heads * _rounded_up(seqlen_q, 128) * _rounded_up(head_dim, 32)
     if places > MAX_PLACES:
@@ -221,7 +221,7 @@ def too_many_places(heads: int, seqlen_q: int, head_dim: int, *inputs: torch.Ten
 def _mask_faults(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> str | None:
     """Why PyTorch's attention gives wrong results with this mask, or None. Observed in PyTorch 2.11."""
     inputs = query, key, value, mask
-    if mask.dtype != torch.bool and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if mask.dtype != torch.bool and wants_gradient(*inputs):
         # The backward recomputes the weights from a row's log-sum-exp. Beside the lowest number, the logarithm of the
         # sum rounds away. If only the mask needs a gradient, no log-sum-exp is saved.
         return "the gradients of PyTorch's fused attention are wrong where an additive mask holds large numbers"
@@ -237,7 +237,7 @@ def _mask_faults(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
 
 def _heads_too_far(*inputs: torch.Tensor) -> str | None:
     """Why the backward of PyTorch's memory-efficient kernel would read another head's memory, or None."""
-    if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+    if not (inputs[0].is_cuda and wants_gradient(*inputs)):
         return None
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
         if x.dim() > 2 and (x.shape[-3] - 1) * x.stride(-3) >= 2**31:

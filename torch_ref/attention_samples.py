@@ -80,7 +80,7 @@ def cases() -> list[Case]:
         # Values.
         case("large", 1, 2, 2, 97, 97, 8, d_v=2, values="large", scale=2**-12),
         case("nan", 1, 2, 2, 9, 17, 8, values="nan"),
-        # Causal, aligned to the lower right: fewer queries than keys, as in decoding with a cache, and more, so that
+        # Causal, aligned to the lower right. Fewer queries than keys, as in decoding with a cache, and more, so that
         # the first queries see no key.
         case("decode", 2, 4, 2, 1, 67, 16, causal=LOWER_RIGHT),
         case("decode-long", 1, 2, 1, 3, 1100, 16, causal=LOWER_RIGHT),

@@ -19,7 +19,7 @@ import torch
 from torch.compiler import is_compiling
 
 from kernel_ladder.semantics.masks import LONGEST, LOWER_RIGHT, NO_WINDOW, band, pairs
-from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors
+from kernel_ladder.spec import Case, ErrorCase, Output, Spec, check_tensors, dtype_name
 from kernel_ladder.table import register, register_spec
 from kernel_ladder.testing.samples import offsets
 from kernel_ladder.transforms import is_wrapped
@@ -84,7 +84,7 @@ def _seen(
         places.append(place)
         sequences.append(sequence)
         from_the_end.append(end - place)
-    # The band is aligned to the lower right: the last query is at the last key, and only distances to it count.
+    # The band is aligned to the lower right. The last query is at the last key, and only distances to it count.
     after = from_the_end[0][:, None] - from_the_end[1][None, :]  # distance of a key behind its query
     left, right = (min(side, sum(totals)) for side in window_size)  # no key is farther; fits in 64 bits
     seen = sequences[0][:, None] == sequences[1][None, :]
@@ -178,7 +178,7 @@ def _check_offsets(op: str, query: torch.Tensor, cu_seqlens_q: object, cu_seqlen
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{op}: argument `{name}` must be a torch.Tensor, got {type(x).__name__}")
         if x.dtype != torch.int32:
-            given = str(x.dtype).removeprefix("torch.")
+            given = dtype_name(x.dtype)
             raise TypeError(f"{op}: argument `{name}` has dtype {given}; accepted is int32")
         if x.dim() != 1 or x.shape[0] < 2 or not x.is_contiguous():
             raise ValueError(

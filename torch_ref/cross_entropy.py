@@ -2,8 +2,8 @@
 
 lossᵢ = (1 − s) · (lse − x_y) + s / C · Σⱼ (lse − xⱼ) + z · lse²,   lse = log Σⱼ exp(xⱼ)
 
-y is the label of row i, s the label smoothing over C classes (Szegedy et al., arXiv:1512.00567), and z the factor of
-the z-loss, which keeps lse near zero (Chowdhery et al., PaLM, arXiv:2204.02311).
+y is the label of row i, s the label smoothing over C classes (Szegedy et al., arXiv:1512.00567). z is the factor of the
+z-loss, which keeps lse near zero (Chowdhery et al., PaLM, arXiv:2204.02311).
 """
 
 import math
@@ -131,12 +131,9 @@ SAMPLES = [
 ]
 
 
-def _bad(id: str, error: type[Exception], message: str, *arguments: object, **options: object) -> ErrorCase:
-    return ErrorCase(id, lambda: (arguments, options), error, message)
-
-
 _X, _Y = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
 
+_bad = ErrorCase.of
 ERRORS = [
     _bad("not-a-tensor", TypeError, r"`input` must be a torch\.Tensor, got list", [1.0], _Y),
     _bad("integers", TypeError, "`input` has dtype int64; accepted are float16", _X.long(), _Y),

@@ -106,12 +106,9 @@ SAMPLES = [
 ]
 
 
-def _bad(id: str, error: type[Exception], message: str, *arguments: object, **options: object) -> ErrorCase:
-    return ErrorCase(id, lambda: (arguments, options), error, message)
-
-
 _X, _W, _Y = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64)
 
+_bad = ErrorCase.of
 ERRORS = [
     _bad("not-a-tensor", TypeError, r"`linear_weight` must be a torch\.Tensor, got list", _X, [1.0], _Y),
     _bad("dtypes", TypeError, "`input` and `linear_weight` must have the same dtype", _X, _W.half(), _Y),

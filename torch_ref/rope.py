@@ -12,7 +12,7 @@ import torch
 
 from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.semantics.rotary import check_offset
-from kernel_ladder.spec import DTYPES, Case, ErrorCase, Spec, check_tensors, names_of
+from kernel_ladder.spec import DTYPES, Case, ErrorCase, Spec, check_tensors, dtype_name
 from kernel_ladder.table import register, register_spec
 
 
@@ -37,7 +37,7 @@ def check(input: torch.Tensor, freqs_cis: torch.Tensor, *, interleaved: bool, of
     if not isinstance(freqs_cis, torch.Tensor):
         raise TypeError(f"{op}: argument `freqs_cis` must be a torch.Tensor, got {type(freqs_cis).__name__}")
     if freqs_cis.dtype != torch.complex64:
-        raise TypeError(f"{op}: argument `freqs_cis` has dtype {names_of([freqs_cis.dtype])}; accepted is complex64")
+        raise TypeError(f"{op}: argument `freqs_cis` has dtype {dtype_name(freqs_cis.dtype)}; accepted is complex64")
     if freqs_cis.device != input.device:
         raise ValueError(
             f"{op}: arguments `input` and `freqs_cis` must be on the same device, "
@@ -103,10 +103,7 @@ def _table(positions: int, pairs: int) -> torch.Tensor:
     return torch.ones(positions, pairs, dtype=torch.complex64)
 
 
-def _bad(id: str, error: type[Exception], message: str, *arguments: object, **options: object) -> ErrorCase:
-    return ErrorCase(id, lambda: (arguments, options), error, message)
-
-
+_bad = ErrorCase.of
 ERRORS = [
     _bad("not-a-tensor", TypeError, r"`input` must be a torch\.Tensor, got list", [1.0], _table(1, 1)),
     _bad("integer", TypeError, "`input` has dtype int64; accepted are", torch.ones(3, 4).long(), _table(3, 2)),

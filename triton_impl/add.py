@@ -30,7 +30,8 @@ from triton_impl.sum.two_stage import summed_gradient
 # 1024 elements over 4 warps are 8 per thread: one 16-byte load for the 16-bit dtypes.
 BLOCK = 1024
 #: Elements of a tile where one row is added to all rows, and its columns at most.
-TILE, MAX_COLUMNS = 2048, 1024
+TILE = 2048
+MAX_COLUMNS = 1024
 
 
 @triton.jit

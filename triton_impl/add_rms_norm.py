@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernel_ladder.semantics.norms import eps_or_default, forwards
+from kernel_ladder.semantics.norms import as_parameter, eps_or_default, forwards
 from triton_impl import register
-from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter
+from triton_impl.norm.common import Kind, Needs, as_matrix
 from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
 KIND = Kind(is_layernorm=False, has_residual=True)

@@ -33,16 +33,20 @@ from triton_impl.gelu import gelu_derivative, gelu_of
 from triton_impl.runtime.launch_cache import CachedKernel
 
 #: Elements of a tile: forward four 16-byte loads a thread for the 16-bit types, backward one of each operand.
-FORWARD_TILE, FORWARD_WARPS = 4096, 4
-BACKWARD_TILE, BACKWARD_WARPS = 2048, 8
-#: Columns of a tile, at most. Forward, bias comes to a thread by way of shared memory where it is narrower than the
-#: program, and all loads of the input are then under way; else ptxas puts some off until others are done with. Backward
-#: it must be high, so that few programs have partial sums.
-FORWARD_COLUMNS, BACKWARD_COLUMNS = 256, 256
+FORWARD_TILE = 4096
+FORWARD_WARPS = 4
+BACKWARD_TILE = 2048
+BACKWARD_WARPS = 8
+#: Columns of a tile, at most. Forward, where the bias is narrower than the program, a thread gets it through shared
+#: memory while all loads of the input are in flight; else ptxas puts some off until others are done with. Backward it
+#: must be high, so that few programs have partial sums.
+FORWARD_COLUMNS = 256
+BACKWARD_COLUMNS = 256
 #: Tiles of a backward program under way: the next two while one is worked on.
 STAGES = tl.constexpr(3)
 #: Programs of the backward kernel that run on a multiprocessor at once, with so many registers a thread.
-BACKWARD_PROGRAMS, BACKWARD_REGISTERS = 4, 64
+BACKWARD_PROGRAMS = 4
+BACKWARD_REGISTERS = 64
 
 
 @triton.jit

@@ -16,11 +16,10 @@ from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
 from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.elementwise import gradient_for_kernel, indexing, is_dense, offset_of, too_many_dims
-from triton_impl.common.fast_math import exp2, rcp
+from triton_impl.common.fast_math import LOG2E, exp2, rcp
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.launch_cache import CachedKernel
 
-LOG2E = tl.constexpr(1.4426950408889634)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)
@@ -40,8 +39,8 @@ def _sigmoid_and_slope(x):
 
 @triton.jit
 def _cdf_and_density(x):
-    # Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a): the form of
-    # Abramowitz and Stegun 7.1.26 with a fit of our own, within 4e-9, at half the instructions of erf.
+    # Φ(x) = 1 − Q(x) for x ≥ 0, Q(−x) below, with Q(a) = t · P(t) · exp(−a² / 2), t = 1 / (1 + p · a). That is the form
+    # of Abramowitz and Stegun 7.1.26 with a fit of our own, within 4e-9, at half the instructions of erf.
     e = exp2(x * (-0.5 * LOG2E) * x)
     t = rcp(1 + 0.27591182796659114 * tl.abs(x))
     poly = 0.44178285414948533 - 0.11357363587977673 * t

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from kernel_ladder.semantics.norms import forwards
+from kernel_ladder.semantics.norms import as_parameter, forwards
 from triton_impl import register
 from triton_impl.norm import naive
-from triton_impl.norm.common import Kind, Needs, as_matrix, as_parameter, dtype_of
+from triton_impl.norm.common import Kind, Needs, as_matrix, dtype_of
 from triton_impl.norm.ladder import Rung, ahead_of_time, rungs
 
 KIND = Kind(is_layernorm=True, has_residual=False)

@@ -4,8 +4,8 @@ tiled       the tiles of matmul's `tiled`, with an epilogue; takes everything
 persistent  matmul's persistent kernel, whose epilogue has the same steps; takes what descriptors take
 
 Where a gradient is wanted through an activation, the epilogue stores the tile twice: the product alone and the output.
-Shared openly: the gradient before the activation is bias_gelu's or gelu's own backward, a bias's gradient alone is a
-column sum of ``sum/two_stage.py``, and the other two gradients are products by the same rung of matmul.
+Shared openly: the gradient before the activation is bias_gelu's or gelu's own backward. The gradient of a bias alone is
+a column sum of ``sum/two_stage.py``, and the other two gradients are products by the same rung of matmul.
 """
 
 from __future__ import annotations

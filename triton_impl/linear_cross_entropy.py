@@ -1,6 +1,6 @@
 """linear_cross_entropy, rung 1 of 1: chunked
 
-Idea      A chunk of rows at a time: their logits, their loss, and its gradient written over the logits, from which both
+Idea      One chunk of rows at a time: their logits, their loss, and its gradient, written over the logits. Both
           products of the backward pass follow at once (Hsu et al., Liger Kernel, arXiv:2410.10989). So memory holds the
           logits of one chunk alone, and no product is computed twice.
 Predicts  The time of three products, and 4·C·sizeof(T) bytes more for each row; memory of a tenth of the logits.

@@ -25,11 +25,9 @@ from triton_impl.common.elementwise import (
     tile_of,
     too_many_row_dims,
 )
-from triton_impl.common.fast_math import exp2, rcp
+from triton_impl.common.fast_math import LOG2E, exp2, rcp
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.launch_cache import CachedKernel
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 # 1024 elements over 4 warps are 8 each: one 16-byte load a thread and operand for the 16-bit types.
 BLOCK = 1024

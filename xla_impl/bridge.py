@@ -20,7 +20,7 @@ import torch
 
 from kernel_ladder import gpu
 from kernel_ladder.errors import UnsupportedError
-from kernel_ladder.spec import Inputs
+from kernel_ladder.spec import Inputs, dtype_name
 
 CAPTURED = "JAX launches on streams of its own, which a CUDA graph cannot capture; call it outside of the graph"
 
@@ -89,7 +89,7 @@ def to_jax(x: torch.Tensor | None) -> Any:
         return x.numpy()
     if x.numel() == 0:
         with jax().default_device(_device(x.device)):
-            return jax().numpy.zeros(tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."))
+            return jax().numpy.zeros(tuple(x.shape), dtype=dtype_name(x.dtype))
     return jax().dlpack.from_dlpack(x)
 
 

@@ -134,7 +134,7 @@ def register(
     """Add a formula as a rung, differentiated by ``jax.vjp``.
 
     The forward pass saves the inputs. The backward pass computes the formula again, inside one compiled program for the
-    gradients that are wanted: residuals of ``jax.vjp`` would take up to ten times the inputs' memory.
+    gradients that are wanted. Residuals of ``jax.vjp`` would take up to ten times the inputs' memory.
 
     Args:
         op: the operation.

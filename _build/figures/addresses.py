@@ -7,7 +7,8 @@ import re
 from figures.canvas import HBM, INK, SHARED, Canvas
 from figures.rows import ROOT
 
-LANES, SECTOR = 32, 32
+LANES = 32
+SECTOR = 32
 
 
 def sectors(bytes_a_lane: int, stride: int) -> int:

@@ -6,7 +6,9 @@ from figures.canvas import HBM, INK, L2, REGISTERS, SHARED, Canvas
 from figures.rows import gpu, rows
 
 #: A stage of csrc/matmul/cluster.cu: rows of A, columns of B, and k, of 16 bits.
-BM, BN, BK = 128, 256, 64
+BM = 128
+BN = 256
+BK = 64
 
 
 def multicast(canvas: Canvas) -> str:

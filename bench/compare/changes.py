@@ -13,7 +13,7 @@ from bench.rows.order import by_climb
 from bench.rows.ratio import Estimate, baseline_of, quartiles_of, speedup_of, time_of
 from bench.rows.store import ResultsError, Row
 
-#: Levels that hold what others wrote, and what the machine can do: shown, and not judged.
+#: Levels of other libraries and of ceilings: they are shown, and not judged.
 FOREIGN = ("peer", "ceiling")
 #: Transitions of this project's own code that the gate fails for.
 FAILING = ("became wrong", "became unsupported")
@@ -23,7 +23,7 @@ DIRECTIONS = ("slower", "faster", "unchanged", "undecided")
 #: launch is neither: it is the host's, and does not follow the device's clocks.
 BANDWIDTHS = ("ceiling.copy", "ceiling.read", "ceiling.write", "ceiling.l2")
 PRODUCTS = ("ceiling.tensor", "ceiling.cuda_core")
-#: Fewer controls than this say neither how the machine drifted nor how far two runs scatter.
+#: Fewer controls than this show neither the drift of the machine nor the scatter between two runs.
 MIN_CONTROLS = 3
 #: One round says nothing of its noise: where there is no other, only a change by a larger share of the time counts.
 ONE_ROUND = 0.5
@@ -37,7 +37,7 @@ MEDIAN_OF_NORMAL = 1.2533
 class Drift:
     """How much longer the same work took in B than in A, by rows whose code is the same in both (the controls).
 
-    Two runs are not interleaved: clocks, power and temperature differ between them, for all rows alike (`factor`) and
+    Two runs are not interleaved. Clocks, power and temperature differ between them, for all rows alike (`factor`) and
     for each a little (`scatter`, a standard deviation of the logarithm, estimated robustly). Both come from the
     controls, as with negative controls in the calibration of observational studies.
     """
@@ -54,7 +54,7 @@ class Drift:
 
     @property
     def deviation(self) -> float:
-        """Of the logarithm of one corrected ratio: the scatter, and what the median of the controls leaves unsure."""
+        """Standard deviation of a corrected ratio's logarithm: the scatter, and the error of the controls' median."""
         unsure = MEDIAN_OF_NORMAL**2 / self.controls if self.applied else 0.0
         return self.scatter * math.sqrt(1 + unsure)
 
@@ -82,7 +82,7 @@ class Change:
 
     @property
     def judged(self) -> bool:
-        """By the gate."""
+        """Whether the gate judges this change."""
         return self.ours and not self.control and not self.undecided
 
     @property
@@ -96,7 +96,7 @@ class Change:
 
     @property
     def _side(self) -> int | None:
-        """As the whole interval has it; where there is none, as quartiles have it that lie apart past the threshold."""
+        """The side by the whole interval; without one, by quartiles that lie apart past the threshold."""
         if self.apart is None:
             return _side(self.corrected)
         alone = any((row.rounds or 1) < 2 for row in (self.before, self.after))
@@ -105,7 +105,7 @@ class Change:
 
     @property
     def past(self) -> bool:
-        """Whether a change for certain is larger than the threshold, and the paired ratio says so too."""
+        """Whether the change is certainly larger than the threshold, by the paired ratio too."""
         side = self._side
         if not side or side * math.log(self.corrected.value) <= math.log1p(self.threshold):
             return False
@@ -204,8 +204,8 @@ def compare(
 def in_place_of_levels(found: Sequence[Row], other: Sequence[Row]) -> list[Row]:
     """The rows of one file, with a row for each variant that either file names in place of one for its whole level.
 
-    Where a level cannot be loaded its variants have no names there, and one refusal stands for all of them: for those
-    that an older build has left in the same file too, and for none once a row of that level is newer.
+    Where a level cannot be loaded, its variants have no names there, and one refusal stands for all of them. It stands
+    for those that an older build has left in the same file too, and for none once a row of that level is newer.
     """
     refused = {_level(row): row for row in found if _is_level(row)}
     for row in found:

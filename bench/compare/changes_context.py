@@ -28,7 +28,8 @@ FACTS = {
     "commit": "commit",
 }
 #: Smaller differences of the median clock, as a share, and of peak memory are not worth a line.
-CLOCK, PEAK_MIB = 0.01, 1
+CLOCK = 0.01
+PEAK_MIB = 1
 
 
 def differences(before: Sequence[Row], after: Sequence[Row]) -> list[Difference]:

@@ -223,9 +223,9 @@ def show(report: Report, console: Console, everything: bool) -> None:
     line(report.verdict, {"PASS": "bold green", "FAIL": "bold red"}.get(report.outcome, "bold yellow"))
 
 
-#: How soon a column makes way where a terminal has no room; what is not named is always shown.
+#: How soon a column is left out where a terminal has no room; columns not named here are always shown.
 SPARE = {"paired": 5, "interval": 2, "A": 4, "B": 4, "B / A": 3, "dtype": 6, "undecided": 7, "unchanged": 8}
-#: Columns of sentences, which stand below a table in a terminal.
+#: Columns of sentences. A terminal shows them below the table.
 SENTENCES = ("note", "reason")
 
 
@@ -266,7 +266,7 @@ def _markdown_list(lines: Sequence[str]) -> str:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Everything, the unchanged too, as plain values."""
+    """The whole comparison, unchanged calls included, as plain values."""
     comparison = report.comparison
     return {
         "a": report.names[0],

@@ -32,7 +32,7 @@ class Copies:
 
     @classmethod
     def of(cls, expected: Expected, backward: bool, device: torch.device) -> Copies:
-        """Enough copies that the L2 no longer holds one when its turn comes again."""
+        """Enough copies that the L2 no longer holds one when it is used again."""
         used = (expected.inputs, expected.grad) if backward else expected.inputs
         others = range(timing.copies_needed(timing.nbytes(used), device) - 1)
         inputs = [expected.inputs, *(each(torch.clone, expected.inputs) for _ in others)]

@@ -20,12 +20,13 @@ from bench.measure import clocks, environment, intervals, timing
 from bench.rows import resume
 from bench.rows.store import CEILING, Row
 from kernel_ladder.semantics.precision import tf32_allowed
+from kernel_ladder.spec import dtype_name
 
 MIB = 2**20
 #: Bytes moved. The first sizes show where the rate of a short kernel gives way to the memory's.
 SIZES = tuple(4**i * MIB for i in range(7))
 QUICK_SIZES = (16 * MIB, 256 * MIB, 1024 * MIB)
-#: Working sets that stay in the L2, as parts of it: well inside, since half of a large GPU's L2 may mirror the other.
+#: Working sets that stay in the L2, as parts of it: small, since half of a large GPU's L2 may mirror the other.
 L2_PARTS = (8, 4)
 L2_PASSES = 16
 #: M, N, K of the matrix products, of which the best counts.
@@ -45,7 +46,7 @@ CUDA_CORES = ("float32", "float64")
 CHAIN = "multiply-add chain"
 CHAIN_TURNS = 64
 
-#: What reaches a ceiling, by name: a function of the index of the copy that it is to use.
+#: Ways to reach a ceiling, by name: functions of the index of the copy of the data.
 Ways = Mapping[str, timing.Call]
 
 
@@ -127,7 +128,7 @@ def rereading(nbytes: int, device: torch.device) -> Best:
 
 
 def _buffers(nbytes: int, device: torch.device, copies: int | None = None) -> list[torch.Tensor]:
-    """Copies of a float32 buffer, enough that none is in the L2 when its turn comes again; a whole number of blocks."""
+    """Copies of a float32 buffer of whole blocks, enough that none is in the L2 when it is used again."""
     count = max(nbytes // 4 // 2048, 1) * 2048
     copies = timing.copies_needed(count * 4, device) if copies is None else copies
     return [torch.ones(count, dtype=torch.float32, device=device) for _ in range(copies)]
@@ -144,7 +145,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
     """Let float32 products use tf32, or not. Through the older switch, which keeps the newer one in step."""
     before = tf32_allowed()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is the older one
+        warnings.simplefilter("ignore")  # PyTorch warns that this is the older switch
         torch.backends.cuda.matmul.allow_tf32 = allowed
         try:
             yield
@@ -174,7 +175,7 @@ def _product_tflops(dtype: str, shape: tuple[int, int, int], device: torch.devic
 
 def matrix_tflops(dtype: torch.dtype, device: torch.device) -> float:
     """Rate of the best matrix product in `dtype` by PyTorch's library, over a few shapes."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return max(_product_tflops(name, shape, device) for shape in PRODUCTS[device.type])
 
 
@@ -199,7 +200,7 @@ def launching(graph: bool, device: torch.device) -> Best:
 def measure(
     device: torch.device, quick: bool, failed: Callable[[str], None], known: Container[resume.Key] = ()
 ) -> Iterator[Row]:
-    """A row for each ceiling of a GPU but the `known`. One that fails is told to `failed`, and costs no other."""
+    """A row for each ceiling of a GPU but the `known`. One that fails is passed to `failed`; the others go on."""
     for make in _all(device, quick):
         if (CEILING, make.backend, "forward", make.dtype, make.shape) in known:
             continue

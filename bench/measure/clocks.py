@@ -1,7 +1,7 @@
 """Clock, power and temperature of the GPU while calls are timed: read through NVML, never set.
 
-A thread reads them every few milliseconds. The GPU runs behind the host, so a reading is given to a call by the clock:
-the spans of :mod:`bench.measure.timing` say when each sample ran on the device, in the host's time. A call gets as many
+A thread reads them every few milliseconds. The GPU runs behind the host, so a reading is matched to a call by time. The
+spans of :mod:`bench.measure.timing` say when each sample ran on the device, in the host's time. A call gets as many
 readings as its share of the time; where those are too few to tell, nothing is claimed.
 """
 
@@ -22,7 +22,7 @@ from bench.measure.timing import Span
 
 PERIOD_S = 5e-3
 #: At most this share of the time goes into reading, in which the thread waits for the driver without holding Python's
-#: lock: a slow driver is asked less often.
+#: lock. A slow driver is asked less often.
 SHARE = 0.1
 #: Power, temperature and what holds the clock back change slowly, and are read once in so many readings of the clock.
 SLOW_EVERY = 10
@@ -103,7 +103,7 @@ class Gpu:
             return None
 
     def reasons(self) -> int | None:
-        """Bits of `REASONS`."""
+        """Why the driver holds the clock down, as bits of `REASONS`; None where it does not tell."""
         try:
             return int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
         except (self._nvml.NVMLError, AttributeError):
@@ -138,7 +138,7 @@ class State:
 
 
 class Watch:
-    """Reads while a ``with`` block runs. Without a GPU that can be read it knows nothing, and costs nothing."""
+    """Reads while a ``with`` block runs. Without a GPU that can be read it does nothing."""
 
     def __init__(self, source: Gpu | None) -> None:
         self._source = source

@@ -14,7 +14,8 @@ COUNT = 24
 #: The seed unless --seed names another.
 SEED = 2026
 #: The largest size of a product, and of rows: elements of the largest tensor.
-MOST_SIZE, MOST_ELEMENTS = 12288, 1 << 28
+MOST_SIZE = 12288
+MOST_ELEMENTS = 1 << 28
 #: Multiply-adds of the largest product; rows of scores of the largest attention call.
 MOST_PRODUCT = 1 << 39
 LAYOUTS = {"N": "contiguous", "T": "transposed"}

@@ -41,8 +41,8 @@ def median_interval(values: Rounds) -> tuple[float, float] | tuple[None, None]:
 
     Uses the bootstrap (Efron 1979, percentile method) with a fixed seed; it holds the median in 93 to 96 of a hundred
     cases. From fewer than `FEW` values the bootstrap is too narrow (of seven values it misses once in eight times). The
-    ends are then two of the values: the narrowest pair, counted from both sides, that holds the median in at least 95
-    of a hundred cases, whatever the distribution.
+    ends are then two of the values, counted from both sides. They are the narrowest pair that holds the median in at
+    least 95 of a hundred cases, whatever the distribution.
 
     The interval covers the scatter between rounds *of the same run*. It does not cover another day's clocks, another
     GPU or another placement in memory. It takes rounds to be independent, and is too narrow for times whose clock

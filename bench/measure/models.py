@@ -17,7 +17,8 @@ TOKENS = (1, 7, 64, 300, 777, 2048, 4096, 12345)
 #: Calls of fewer tokens are decoding or short prompts: forward only.
 TRAINING_TOKENS = 300
 #: Cached keys of a call with at most DECODE_TOKENS queries.
-CACHE, DECODE_TOKENS = 4096, 7
+CACHE = 4096
+DECODE_TOKENS = 7
 
 #: The largest output, in elements: a head computes scores of few tokens at a time.
 MOST_OUTPUTS = 1 << 30
@@ -73,7 +74,8 @@ MODELS = (
     Model("DeepSeek V3 expert", DECODER, 7168, 2048, 0, 0, 0, 129280),
 )
 #: Models and tokens of the short sweep.
-QUICK_MODELS, QUICK_TOKENS = ("GPT-2", "Llama 3 8B", "Qwen 2.5 7B"), (1, 777, 4096)
+QUICK_MODELS = ("GPT-2", "Llama 3 8B", "Qwen 2.5 7B")
+QUICK_TOKENS = (1, 777, 4096)
 
 
 class Layer(NamedTuple):

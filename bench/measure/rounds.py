@@ -34,7 +34,7 @@ def run(
     """Time all `launches` for `seconds` in total, slow ones for longer (see :func:`bench.measure.timing.interleave`).
 
     Slow launches (:func:`bench.measure.timing.apart`) run after the others, in rounds that include the baseline. If the
-    baseline is slow itself, the fast ones run again in its few rounds: times come from their own rounds, ratios from
+    baseline is slow itself, the fast ones run again in its few rounds. Times come from their own rounds, ratios from
     the rounds shared with the baseline.
     """
     slow = timing.apart(launches)

@@ -11,11 +11,11 @@ import kernel_ladder
 from bench.measure import drawn, sets
 from bench.measure.cases import default_dtypes, sweep_members
 from bench.rows.ratio import baseline_of
-from kernel_ladder.spec import PASSES, Case
+from kernel_ladder.spec import PASSES, Case, dtype_name
 from kernel_ladder.table import Variant
 
 #: Variants that tune for up to a minute per shape, dtype and pass. Unless the user names them, a quick sweep leaves
-#: them out, and a full sweep measures them at the quick cases only: otherwise they would take most of its time.
+#: them out, and a full sweep measures them at the quick cases only. Otherwise they would take most of its time.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
 
 #: Variants whose backward pass cannot be timed, and why: a pass is timed by repeating it after one forward pass.
@@ -75,7 +75,7 @@ class Group:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.op} {self.case.id} {self.dtype_name}"

@@ -13,12 +13,12 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: The range of each step in a profile is named this and a number.
+#: A step's range in a profile has this name and a number.
 STEP = "kernel_ladder step"
 
 #: In-place operators that do not read what they write.
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_")
-#: Operators that set memory aside and touch none of it.
+#: Operators that allocate memory and do not touch it.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -70,7 +70,7 @@ class Chain(TorchDispatchMode):
             else:
                 with self:
                     result = func._op_dk(composite, *args, **kwargs)
-        if len(self.steps) == done:  # else it is made up of others, and they are recorded
+        if len(self.steps) == done:  # else it consists of other operators, which are recorded
             read, written = _operands(func, args, kwargs, given, result)
             if read or written:
                 self.steps.append(Step(str(func), read, written, number))
@@ -79,7 +79,7 @@ class Chain(TorchDispatchMode):
 
 @functools.cache
 def _composite_key(func: Any, device_key: str) -> torch._C.DispatchKey | None:
-    """Where an operator's making out of others is registered; None where the device has a kernel of its own."""
+    """The dispatch key of an operator's decomposition into others; None where the device has a kernel for it."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if not has(func.name(), device_key):
         for key in ("CompositeExplicitAutograd", "CompositeImplicitAutograd"):
@@ -89,7 +89,7 @@ def _composite_key(func: Any, device_key: str) -> torch._C.DispatchKey | None:
 
 
 def _numbers_as_tensors(func: Any, args: tuple) -> tuple:
-    """Arguments with each number that stands for a tensor made one: some operators take no number from Python there.
+    """Arguments with numbers in the place of tensors made tensors: some operators take no Python number there.
 
     ``aten::bitwise_and.Scalar`` is made up of ``aten::bitwise_and.Tensor``, and hands the number on.
     """

@@ -50,7 +50,7 @@ def make(target: Target, counted: ncu.Counted) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits, and no fraction where there is none."""
+    """A number in six significant digits, an integer where it is whole."""
     if isinstance(value, float):
         return None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -80,6 +80,6 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def save(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row; an earlier one of the same call makes way for it."""
+    """Add a row; it replaces an earlier one of the same call."""
     kept = [each for each in read(path) if any(each[name] != row[name] for name in KEY)]
     store.replace(path, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in [*kept, row]))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from bench.measure import timing
 from bench.profile.targets import Target, name_of, parse_sizes, tensors
 from bench.usage import UsageError, nearest
-from kernel_ladder.spec import Case, Inputs, Options
+from kernel_ladder.spec import Case, Inputs, Options, dtype_name
 from kernel_ladder.testing.samples import make_inputs
 
 
@@ -52,7 +52,7 @@ def of_function(
     try:
         with torch.no_grad():
             outputs = _floating(function(*inputs, **options))
-    except Exception as error:  # whatever the function raises at bad arguments
+    except Exception as error:  # a function may raise anything at bad arguments
         line = str(error).strip().partition("\n")[0]
         raise UsageError(f"{name} does not take {name_of(shape, options)}: {type(error).__name__}: {line}") from None
     for pass_ in passes:
@@ -64,7 +64,7 @@ def of_function(
             op=name,
             backend="torch",
             pass_=pass_,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             shape=name_of(shape, options),
             least_bytes=moved,
             input_bytes=timing.nbytes(inputs) if len(inputs) == 1 else None,

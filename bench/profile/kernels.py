@@ -22,11 +22,11 @@ CALL = "kernel_ladder call"
 REPEATS = 5
 SLOW_S = 1.0  # a call that takes longer is profiled once
 
-#: What runs on the device, and what on the host starts it, in a trace's categories.
+#: Categories of a trace: what runs on the device, and what starts it on the host.
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
-#: In a kernel's template arguments, what says which of many a general kernel is.
+#: Template arguments that tell the instances of a general kernel apart.
 TELLING = re.compile(r"\b(\w*[Ff]unctor\w*|\w+_kernel_cuda|\w+KernelImpl|\w+Ops|cutlass_\w+)\b")
 
 
@@ -81,7 +81,7 @@ class Profile:
 
     @property
     def whole_us(self) -> float:
-        """What shares are of, measured in one run with the kernels: their sum on a GPU, the whole call on a CPU."""
+        """The time that is 100 %, of the run that timed the kernels: their sum on a GPU, the whole call on a CPU."""
         return self.device_us if self.device == "cuda" or self.apart else self.span_us
 
     @property
@@ -94,7 +94,7 @@ class Profile:
         return None if self.steps is None else sum(len(step.read) + len(step.written) for step in self.steps)
 
 
-#: A namespace without a name, as demanglers write it.
+#: An unnamed namespace, as demanglers write it.
 UNNAMED = re.compile(r"(<unnamed>|\(anonymous namespace\)|\bunnamed)::")
 
 
@@ -129,8 +129,8 @@ def short_name(name: str) -> str:
 def profile(call: Callable[[], Any], operators: bool, device: torch.device) -> Profile:
     """Profile a call after warming it up, the L2 flushed before each time.
 
-    `operators` says that the call runs as operators of PyTorch: they are recorded, in a run of its own because that
-    takes host time, and matched with the kernels.
+    `operators` says that the call runs as operators of PyTorch. They are recorded and matched with the kernels, in a
+    run of its own because recording takes host time.
     """
     for _ in range(2):
         call()

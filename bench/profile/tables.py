@@ -26,7 +26,7 @@ def byte_count(n: float | None) -> str:
     return f"{n / 1e12:.3g} TB"
 
 
-#: Where to find what a narrow terminal has no room for.
+#: Where to find the columns that a narrow terminal leaves out.
 ELSEWHERE = "; so does --json"
 
 
@@ -173,7 +173,7 @@ def _row(target: Target, found: Profile | None, notes: Footnotes) -> list[str]:
     ]
 
 
-#: Heading, counter, how it is written, and how soon its column makes way where there is no room.
+#: Heading, counter, format, and how soon the column is left out where there is no room.
 COUNTERS = (
     ("time", "us", microseconds, 0),
     ("DRAM read", "dram_read_bytes", byte_count, 1),

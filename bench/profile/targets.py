@@ -18,7 +18,7 @@ from bench.measure.cases import shrink
 from bench.measure.correctness import one_line
 from bench.usage import UsageError, known, nearest
 from kernel_ladder import table
-from kernel_ladder.spec import Case, Inputs, Options, Spec
+from kernel_ladder.spec import Case, Inputs, Options, Spec, dtype_name
 from kernel_ladder.table import LEVELS, Variant
 from kernel_ladder.testing.samples import empty_inputs, make_grad, make_inputs
 
@@ -99,7 +99,7 @@ def absent(op: str, backends: Sequence[str], case: Case, passes: Sequence[str], 
     """A target with its reason for each level of `backends` (none for all) that could not be loaded at all."""
     levels = [level for level in LEVELS if level in backends or not backends]
     reasons = {level: table.unavailable(op, level) for level in levels if not table.variants(op, level)}
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return [
         Target(op, level, pass_, name, case.id, reason=reason)
         for pass_ in passes
@@ -188,7 +188,7 @@ def _check(spec: Spec, case: Case, defaults: Options, dtype: torch.dtype) -> Non
 
 
 def tensors(make: Callable[..., Inputs], case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """What `make` makes of a case.
+    """The tensors that `make` creates for a case.
 
     Raises:
         UsageError: it is larger than a tensor can be, or than memory.
@@ -214,7 +214,7 @@ def of_operation(
                 op=spec.name,
                 backend=variant.name,
                 pass_=pass_,
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=dtype_name(dtype),
                 shape=case.id,
                 least_bytes=spec.bytes(case, dtype.itemsize, backward),
                 input_bytes=timing.nbytes(inputs) if len(inputs) == 1 else None,

@@ -17,7 +17,7 @@ from bench.rows.store import Row
 def merged(found: Iterable[Row]) -> list[Row]:
     """The newest row of each call, in the order of the climb.
 
-    Rows of one source and software on one model of GPU are of one run, as for ``--resume``: they are held to the best
+    Rows of one source and software on one model of GPU are of one run, as for ``--resume``. They are held to the best
     matrix product that any of them has measured.
     """
     newest = by_climb(store.latest(found))

@@ -24,7 +24,7 @@ def _cases(op: str) -> dict[str, int]:
 
 
 def by_climb(rows: Iterable[Row]) -> list[Row]:
-    """Sorted by operation, case of the sweep and place in the climb; what none of them knows keeps its order, last."""
+    """Sorted by operation, case of the sweep and place in the climb; unknown rows come last, in their own order."""
     levels = [*table.LEVELS, peers.LEVEL]
     ops = list(kernel_ladder.OPS)
 

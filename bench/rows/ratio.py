@@ -28,7 +28,7 @@ class Estimate:
         """The ratio of two independent estimates: half-widths add as squares, in logarithms and each side for itself.
 
         The interval is that of Donner and Zou ("Closed-form confidence intervals for functions of the normal mean and
-        standard deviation", Statistical Methods in Medical Research 21, 2012), which lets intervals be lopsided.
+        standard deviation", Statistical Methods in Medical Research 21, 2012). It lets intervals be lopsided.
         """
         ratio = self.value / other.value
         if None in (self.low, self.high, other.low, other.high):
@@ -38,7 +38,7 @@ class Estimate:
         return Estimate(ratio, ratio * math.exp(-down), ratio * math.exp(up))
 
     def widened(self, deviation: float) -> Estimate:
-        """With a further independent standard deviation of the logarithm."""
+        """The estimate with a further independent standard deviation of its logarithm."""
         if self.low is None or self.high is None:
             return self
         down = math.hypot(math.log(self.value / self.low), Z * deviation)

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.rows import renamed
 
-#: The operation of rows that measure what the machine can do at most, and no operation.
+#: The operation of rows that measure a ceiling of the machine.
 CEILING = "ceiling"
 #: The level of rows of other libraries.
 PEER = "peer"
@@ -139,7 +139,7 @@ def _types(hint: Any) -> tuple[type, ...]:
 
 
 _TYPES = dict(zip(FIELDS, map(_types, typing.get_type_hints(Row).values()), strict=True))
-#: The types that are taken: a whole number is a number. Compared as they are, for to Python a bool is an int.
+#: Accepted types; an integer is a number. They are compared exactly, because a Python bool is an int.
 _TAKEN = {name: frozenset((*given, int) if float in given else given) for name, given in _TYPES.items()}
 _INTERVALS = (("us_low", "us_high"), ("speedup_low", "speedup_high"))
 _POSITIVE = frozenset(
@@ -184,7 +184,7 @@ def from_json(line: str, where: str, way_out: str = _DELETE) -> Row:
 
 
 def _fault(name: str, value: Any) -> str | None:
-    """What a field must be, and what it is instead; None where it is right."""
+    """Why a field's value is wrong: what it must be, and what it is. None where it is right."""
     if type(value) not in _TAKEN[name]:
         accepted = " or ".join(_NAMES[each] for each in _TYPES[name])
     elif type(value) in (int, float) and not abs(value) <= sys.float_info.max:  # NaN is not less than anything
@@ -206,7 +206,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _lacks(row: Row) -> str | None:
-    """What a row lacks, as a whole; None where it can be shown and compared."""
+    """Why a row is incomplete: the fields that it lacks. None where it can be shown and compared."""
     for ends in _INTERVALS:
         given = [name for name in ends if getattr(row, name) is not None]
         if len(given) == 1:
@@ -249,7 +249,7 @@ def _content(path: Path) -> bytes:
     try:
         if not path.exists():
             return b""
-        if not path.is_file():  # a device may have no end
+        if not path.is_file():  # a device file may have no end
             raise ResultsError(f"{path} is no regular file; expected rows, as `python -m bench` writes them")
         return path.read_bytes()
     except OSError as error:
@@ -313,8 +313,7 @@ def drop_unfinished(path: Path) -> str | None:
 def latest(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each key, in the order in which the keys first appeared.
 
-    What is said of a peer that could not run (it is not installed, or cannot be imported) counts only where no run has
-    measured it.
+    The reason of a peer that could not run (not installed, or not importable) counts only where no run has measured it.
     """
     newest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
@@ -356,7 +355,7 @@ def append(path: Path, row: Row) -> None:
     try:
         written = os.write(file, line)
         if written < len(line):
-            if written:  # else the place in the file is not yet its end
+            if written:  # before the first write the position is not the end of the file
                 os.ftruncate(file, os.lseek(file, 0, os.SEEK_CUR) - written)
             raise OSError(errno.EIO, f"only {written} of the {len(line)} bytes of a row could be written", str(path))
     finally:

@@ -1,6 +1,6 @@
 """A training step of a patched Llama-like model under FSDP2, against the same model on one GPU.
 
-Every rank has a batch of its own, so the problem grows with the ranks: one GPU's time for the whole is n times that of
+Every rank has a batch of its own, so the problem grows with the ranks. One GPU's time for the whole is n times that of
 one batch.
 """
 

@@ -23,12 +23,13 @@ from bench.scaling.model import Machine
 from bench.scaling.rows import COMMUNICATION, LINK, ONE_GPU, OURS, PRODUCT, SYMMETRIC, UNFUSED, UNPATCHED, ScalingRow
 from bench.scaling.timing import Way
 from kernel_ladder import table
+from kernel_ladder.spec import dtype_name
 
-#: A way by what it is of (a role of :mod:`bench.scaling.rows`) and by the backend.
+#: A way to run, by its role (:mod:`bench.scaling.rows`) and backend.
 Name = tuple[str, str]
 #: Warming up compiles kernels, and so may take this many times the timeout.
 COMPILING = 4
-#: How faults begin that are none: a backend does not take a call, or is not there.
+#: Errors that are no faults: a backend does not take a call, or is not available.
 REFUSALS = ("UnsupportedError", "UnavailableError")
 #: One GPU is measured where a call takes fewer seconds.
 LONGEST_ALONE_S = 3.0
@@ -128,7 +129,7 @@ class Run:
             backend=backend,
             level=backend.partition(".")[0],
             pass_=problem.pass_,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             shape=problem.shape,
             options=dict(problem.options),
             set="scaling",

@@ -1,7 +1,7 @@
 """The cards of ``docs/climb/OP.md``: one for every rung, always the same eight lines.
 
 Idea and limit come from the head of the rung's file, the prediction and its reason from ``predictions.toml``, times
-from rows, counters from those that ``python -m bench profile --ncu --save`` keeps beside the rows.
+from rows. Counters are those that ``python -m bench profile --ncu --save`` keeps beside the rows.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from bench.show.table import mark, microseconds, rate, with_legend
 from kernel_ladder.spec import PASSES
 from kernel_ladder.table import LEVELS
 
-#: Levels whose members are alternatives, not steps from one to the next, with the step that all of them start from.
+#: Levels whose members are alternatives, not successive steps, with the step that all of them start from.
 #: What a user would write is compared with the formula, as in the torch level. Peers have no such step.
 BESIDE = {"torch": "torch.naive", "compile": "compile.formula", "xla": "xla.jit", "peer": None}
 

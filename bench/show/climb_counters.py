@@ -14,7 +14,7 @@ from bench.profile import counters
 from bench.rows.store import Row
 
 Counters = Mapping[str, Any]
-MOVED = 0.1  # a smaller share is no reason for a step's gain
+MOVED = 0.1  # a smaller relative change does not explain a step's gain
 
 
 def beside(results: Path) -> dict[tuple[str, ...], Counters]:

@@ -23,7 +23,8 @@ from kernel_ladder import table
 from kernel_ladder.selection import MEASURED_LEVELS
 
 #: The shares of calls below and above which the tails lie.
-LOW, HIGH = 0.05, 0.95
+LOW = 0.05
+HIGH = 0.95
 
 
 @dataclass(frozen=True)

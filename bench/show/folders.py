@@ -1,7 +1,8 @@
 """``python -m bench readme --folders``: a README.md for every folder of rungs.
 
-A page lists the ladders of its folder in order, a line a rung: the idea, what limits it now, and the measured gain over
-the rung before. Ideas and limits come from the heads of the files, gains from committed rows of one GPU and one commit.
+A page lists the ladders of its folder in order, one line per rung. It tells the idea, what limits the rung now, and the
+measured gain over the rung before. Ideas and limits come from the heads of the files, gains from committed rows of one
+GPU and one commit.
 """
 
 from __future__ import annotations

@@ -27,10 +27,13 @@ from kernel_ladder.table import LEVELS
 
 TEXT = "#7d7d7d"
 WIDTH_INCHES = 5.8  # 557 pixels in a browser; on a phone two thirds of that
-LINE_INCHES, BAR_INCHES, GAP_INCHES = 0.165, 0.19, 0.085
+LINE_INCHES = 0.165
+BAR_INCHES = 0.19
+GAP_INCHES = 0.085
 HEAD_INCHES = 0.72
 #: Where bars begin, as a share of the width, and how much of it 100 % take.
-BARS_FROM, FULL = 0.36, 0.5
+BARS_FROM = 0.36
+FULL = 0.5
 CHARACTERS = 84  # of an idea
 
 

@@ -35,7 +35,10 @@ MARKERS = "osD^vPX*<>"
 #: 880 pixels, where this leaves texts their size.
 LINE = 9.6
 #: Inches for the names of the lines, for each shape, and for all shapes of a panel until names of shapes stand upright.
-NAMES, SHAPE, SHAPES, UPRIGHT = 2.6, 0.55, 6.6, 0.2
+NAMES = 2.6
+SHAPE = 0.55
+SHAPES = 6.6
+UPRIGHT = 0.2
 
 STYLE = {
     "font.size": 10,

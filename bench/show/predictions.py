@@ -29,7 +29,8 @@ FILE = Path(__file__).with_name("predictions.toml")
 FORMULAS = ("bytes", "share", "matrix", "over", "times")
 WORDS = ("shape", "dtype", "as", "why", "verdict", "limit", "try", "no_counters")
 #: A measurement this near a prediction confirms it: of bytes or operations, and of a ratio between two rungs.
-NEAR, NEAR_RATIO = 0.1, 0.03
+NEAR = 0.1
+NEAR_RATIO = 0.03
 
 
 class PredictionError(ValueError):

@@ -17,9 +17,10 @@ from bench.show.pictures import COLOURS, OTHER, STYLE, look
 from bench.show.roofline import CAPTION, Roof, intensity, operations, roofline
 from kernel_ladder.spec import PASSES
 
-#: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines
-#: would lie on each other: far under a flat roof, near under a slope, which they must not seem to pass.
-ASIDE, ASIDE_ON_SLOPE = 1.6, 1.07
+#: Levels stand side by side around the intensity of their operation, a step of this factor apart, or their lines would
+#: lie on each other. The step is wide under a flat roof, and small under a slope, which they must not seem to pass.
+ASIDE = 1.6
+ASIDE_ON_SLOPE = 1.07
 #: Names stand to the right of their points, and the axis goes on this far beyond the last of them.
 ROOM = 3000
 
@@ -43,7 +44,7 @@ def draw(results: Path, gpu: str | None = None) -> list[Path]:
 
 
 def _standing(op: str, found: Sequence[Row]) -> list[Row]:
-    """What stands for an operation: the timed rows of its headline shape; a pass not timed there at its own."""
+    """The rows that represent an operation: those of its headline shape; a pass not timed there at its own."""
     rows: list[Row] = []
     for pass_ in PASSES:
         timed = [row for row in found if row.op == op and row.pass_ == pass_ and row.us and intensity(row)]
@@ -67,7 +68,7 @@ def _picture(rows: Sequence[Row], found: Sequence[Row], path: Path, every: bool)
         note = CAPTION.replace(", whatever", ",\nwhatever") + " Levels stand side by side."
         figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="#555555")
         figure.draw_without_rendering()  # settles the layout, and with it how steep a slope looks
-        figure.set_layout_engine("none")  # once is enough: it takes longer than all else
+        figure.set_layout_engine("none")  # once is enough: layout takes longer than all else
         for axes, limits in panels:
             _name_slopes(axes, limits)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)

@@ -15,9 +15,12 @@ COMMAND = "torchrun --nproc-per-node N -m bench.scaling"
 #: Bytes a second of a GPU's network adapter, 400 Gb/s: the link between hosts.
 BETWEEN_HOSTS = 50e9
 #: GPUs of a host, and numbers of GPUs of the predictions.
-HOST, PREDICTED = 8, (8, 64, 1024)
+HOST = 8
+PREDICTED = (8, 64, 1024)
 #: Of the predictions: tokens of one sequence, heads and their width; M, K and N of Llama 70B's `up` at 8192 tokens.
-LENGTH, HEADS, WIDTH = 2**20, 16, 128
+LENGTH = 2**20
+HEADS = 16
+WIDTH = 128
 UP = (8192, 8192, 28672)
 ITEMSIZE = 2
 

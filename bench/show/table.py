@@ -52,8 +52,8 @@ def rate(row: Row, bytes_bound: bool | None = None) -> str:
 def speeds(rows: Iterable[Row]) -> dict[str, tuple[float, float, float]]:
     """Of one call's rows, by backend, a measure that is larger the faster it is, with the ends of its 95 % interval.
 
-    The speedups over the baseline, each paired with it round by round: of times, which rows of different runs may hold,
-    the machine's state that day is a part. One over the times where a row has no speedup.
+    The speedups over the baseline, each paired with it round by round. Times of different runs would also hold the
+    machine's state of that day. One over the times where a row has no speedup.
     """
     timed = [row for row in rows if row.us is not None]
     if all(row.speedup is not None for row in timed):
@@ -68,7 +68,7 @@ def fastest(rows: Iterable[Row]) -> set[str]:
     return {backend for backend, (_, _, high) in known.items() if high >= least}
 
 
-#: What a row's time was measured under that its neighbours' were not.
+#: Conditions under which a row was timed and its neighbours were not.
 MARKS = {"†": "its clock was not its neighbours'", "‡": "launched call by call, with the gaps between"}
 
 

@@ -1,7 +1,7 @@
 // Bias, dropout, residual sum and LayerNorm: gradients of input and bias from the gradient of the sum, which
 // layer_norm's backward pass makes.
 // Rungs     naive One thread per column. Limit: few columns, few threads. registers The mask is drawn again, one call
-//           of Philox for eight elements; each block sums its share of the rows, and column_sum.cuh sums the shares.
+//           of Philox for eight elements; each block sums a group of rows, and column_sum.cuh sums the groups.
 //           All later rungs of the forward pass use this one.
 
 #include "core/ops.h"
@@ -34,22 +34,22 @@ constexpr int DROP_THREADS = 256;
 constexpr int ROWS_IN_FLIGHT = 4;
 constexpr int DROP_BLOCKS_PER_SM = 4;
 
-// Dropout of the sum's gradient, and its column sums over the block's share of the rows. A block has blockDim.x vectors
-// of columns, or as many single columns where not VECTORIZED. Partials are (shares, length).
+// Dropout of the sum's gradient, and its column sums over the block's group of rows. A block has blockDim.x vectors
+// of columns, or as many single columns where not VECTORIZED. Partials are (groups, length).
 template <typename T, bool VECTORIZED>
 __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
     bias_dropout_add_layer_norm_backward_registers_kernel(T* grad_input, __grid_constant__ const Rows gi,
                                                           float* partials, const T* grad,
                                                           __grid_constant__ const Rows g,
                                                           __grid_constant__ const DropoutMask mask, int64_t count,
-                                                          int64_t length, int64_t rows_a_share) {
+                                                          int64_t length, int64_t rows_per_group) {
     pdl_begin();
     constexpr int E = VECTORIZED ? Vec<T>::size : 1, DRAWS = sizeof(T) == 2 ? 2 : 1;
     __shared__ float sums[DROP_THREADS * E];
-    const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * E, share = blockIdx.y;
-    const int64_t end = min(count, (share + 1) * rows_a_share);
+    const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * E, group = blockIdx.y;
+    const int64_t end = min(count, (group + 1) * rows_per_group);
     float sum[E] = {};
-    for (int64_t first = share * rows_a_share + threadIdx.y; first < end && column < length;
+    for (int64_t first = group * rows_per_group + threadIdx.y; first < end && column < length;
          first += blockDim.y * ROWS_IN_FLIGHT) {
         float x[ROWS_IN_FLIGHT][E];
         uint4 words[ROWS_IN_FLIGHT], drawn[DRAWS];
@@ -81,15 +81,15 @@ __global__ void __launch_bounds__(DROP_THREADS, DROP_BLOCKS_PER_SM)
             for (int e = 0; e < E; ++e) sum[e] += x[r][e];
         }
     }
-    store_share(partials + share * length, sum, sums, length);
+    store_partial(partials + group * length, sum, sums, length);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
-    bias_dropout_add_layer_norm_backward_registers_sum_kernel(T* output, const float* partials, int64_t shares,
+    bias_dropout_add_layer_norm_backward_registers_sum_kernel(T* output, const float* partials, int64_t groups,
                                                               int64_t columns) {
     pdl_begin();
-    sum_shares(output, partials, shares, columns);
+    sum_partials(output, partials, groups, columns);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
             bias_dropout_add_layer_norm_backward_naive_kernel<T>
                 <<<grid, NORM_NAIVE_THREADS, 0, launch.stream>>>(to, gi, bias, from, g, mask, count, length);
         } else {
-            const auto sum_up = [&](const float* partials, int64_t shares) {
+            const auto sum_up = [&](const float* partials, int64_t groups) {
                 launch_pdl(bias_dropout_add_layer_norm_backward_registers_sum_kernel<T>, blocks_of_columns(length),
-                           sum_block(length), launch, bias, partials, shares, length);
+                           sum_block(length), launch, bias, partials, groups, length);
             };
             if (count == 0) return sum_up(nullptr, 0);  // a sum of nothing: zero
             const bool whole = g.template vectors<T>(length) && gi.template vectors<T>(length);
@@ -130,15 +130,15 @@ std::tuple<Tensor, Tensor> bias_dropout_add_layer_norm_backward(const Tensor& gr
             const dim3 block = column_block(chunks, DROP_THREADS);
             const int64_t column_blocks = ceil_div(chunks, block.x);
             const int64_t most =
-                row_shares(count, column_blocks, DROP_BLOCKS_PER_SM, block.y * ROWS_IN_FLIGHT, launch.device);
-            const int64_t rows_a_share = ceil_div(count, most), shares = ceil_div(count, rows_a_share);
-            const Tensor partials = empty(grad, ScalarType::Float, {shares, length});
-            const dim3 grid(grid_size(column_blocks), grid_size(shares));
+                row_groups(count, column_blocks, DROP_BLOCKS_PER_SM, block.y * ROWS_IN_FLIGHT, launch.device);
+            const int64_t rows_per_group = ceil_div(count, most), groups = ceil_div(count, rows_per_group);
+            const Tensor partials = empty(grad, ScalarType::Float, {groups, length});
+            const dim3 grid(grid_size(column_blocks), grid_size(groups));
             const auto kernel = whole ? bias_dropout_add_layer_norm_backward_registers_kernel<T, true>
                                       : bias_dropout_add_layer_norm_backward_registers_kernel<T, false>;
             launch_pdl(kernel, grid, block, launch, to, gi, pointer<float>(partials), from, g, mask, count, length,
-                       rows_a_share);
-            sum_up(pointer<float>(partials), shares);
+                       rows_per_group);
+            sum_up(pointer<float>(partials), groups);
         }
     });
     KL_LAUNCH_CHECK();

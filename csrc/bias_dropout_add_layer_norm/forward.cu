@@ -12,7 +12,7 @@ namespace {
 
 // `norm.input` is the branch, to which dropout applies. `norm.sum` is null where the sum is not saved.
 template <typename T>
-struct Chain {
+struct DropoutAddNorm {
     NormForward<T> norm;
     const T* bias;  // of the branch, dense
 };
@@ -27,7 +27,7 @@ struct Chain {
 
 // One element of the sum, rounded to T.
 template <typename T>
-__device__ T sum_at(const Chain<T>& p, const DropoutMask& mask, int64_t row, int64_t i) {
+__device__ T sum_at(const DropoutAddNorm<T>& p, const DropoutMask& mask, int64_t row, int64_t i) {
     const float branch = to_float(p.norm.input[p.norm.in.start(row) + i * p.norm.in.stride]) + to_float(p.bias[i]);
     const float residual = to_float(p.norm.residual[p.norm.res.start(row) + i * p.norm.res.stride]);
     return from_float<T>(residual + branch * mask.of(row * p.norm.length + i));
@@ -35,7 +35,7 @@ __device__ T sum_at(const Chain<T>& p, const DropoutMask& mask, int64_t row, int
 
 // `of_sum` are the operands of the norm of `sum`.
 template <typename T>
-__global__ void bias_dropout_add_layer_norm_naive_kernel(__grid_constant__ const Chain<T> p,
+__global__ void bias_dropout_add_layer_norm_naive_kernel(__grid_constant__ const DropoutAddNorm<T> p,
                                                          __grid_constant__ const NormForward<T> of_sum, T* sum,
                                                          __grid_constant__ const DropoutMask mask) {
     const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -66,17 +66,18 @@ using DrawnStages = SmemStages<T, THREADS, false>;
 
 // Staged vectors per thread: input and residual, their sum where rows come by elements, or none.
 template <bool VECTORIZED, bool CLUSTER>
-constexpr int CHAIN_STAGE_VECTORS = !VECTORIZED ? ROW_VECTORS
-                                    : CLUSTER   ? 0
-                                                : 2 * ROW_VECTORS;
+constexpr int DROPOUT_ADD_NORM_STAGE_VECTORS = !VECTORIZED ? ROW_VECTORS
+                                               : CLUSTER   ? 0
+                                                           : 2 * ROW_VECTORS;
 
 /// Computes one row of the sum. VECTORIZED: one call of Philox draws for eight elements, and both operands pass through
-/// shared memory, since registers do not suffice to have all vectors in flight: ptxas would load one after the other. A
+/// shared memory. Registers do not suffice to have all vectors in flight: ptxas would load one after the other. A
 /// cluster loads that way all the same: its blocks wait for each other, and some warps draw while others load. Not
 /// VECTORIZED: a thread computes its elements one by one, in its stages.
 template <bool VECTORIZED, bool CLUSTER, typename T>
-__device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const DropoutMask& mask,
-                           const RowPartition<CLUSTER>& share, const DrawnStages<T>& stages, int64_t row, bool live) {
+__device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const DropoutAddNorm<T>& p, const DropoutMask& mask,
+                           const RowPartition<CLUSTER>& partition, const DrawnStages<T>& stages, int64_t row,
+                           bool has_row) {
     constexpr int V = ROW_VECTORS, E = Vec<T>::size;
     const int64_t length = p.norm.length;
     if constexpr (VECTORIZED) {
@@ -84,16 +85,16 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
         const T* const residual = p.norm.residual + p.norm.res.start(row);
         [[maybe_unused]] Vec<T> added[V];
         if constexpr (CLUSTER) {
-            load_row<VECTORIZED>(tile, input, p.norm.in, share, live, length, 0.0f);
-            load_row<VECTORIZED>(added, residual, p.norm.res, share, live, length, 0.0f);
+            load_row<VECTORIZED>(tile, input, p.norm.in, partition, has_row, length, 0.0f);
+            load_row<VECTORIZED>(added, residual, p.norm.res, partition, has_row, length, 0.0f);
         } else {
-            stages.template fetch<VECTORIZED, V>(0, input, p.norm.in, share, live, length);
-            stages.template fetch<VECTORIZED, V>(V, residual, p.norm.res, share, live, length);
+            stages.template fetch<VECTORIZED, V>(0, input, p.norm.in, partition, has_row, length);
+            stages.template fetch<VECTORIZED, V>(V, residual, p.norm.res, partition, has_row, length);
             cp_async_commit();
         }
-        const int64_t vector0 = (row * length + int64_t{share.first} * E) / E;
+        const int64_t vector0 = (row * length + int64_t{partition.first} * E) / E;
         const auto bias_of = [&](int v) {  // zeros past the end of this block's part
-            const int first = share.template has<T>(v, length) ? share.at(v) * E : static_cast<int>(length);
+            const int first = partition.template has<T>(v, length) ? partition.at(v) * E : static_cast<int>(length);
             return load_parameter<VECTORIZED, CLUSTER>(p.bias, p.norm.parameter, first, length, 0.0f);
         };
         // One vector ahead where registers allow: ptxas moves no load across the branch for ties.
@@ -104,7 +105,7 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
             const Vec<T> bias = next;
             if (!CLUSTER && v + 1 < V) next = bias_of(v + 1);
             // Before vectors are unpacked, which doubles their registers.
-            const uint4 words = mask.draw<E>(vector0 + int64_t{v} * share.step());
+            const uint4 words = mask.draw<E>(vector0 + int64_t{v} * partition.step());
             float x[E], more[E];
             unpack(bias, more);
             if (!CLUSTER && v == 0) cp_async_wait<0>();
@@ -120,47 +121,48 @@ __device__ void gather_sum(Vec<T> (&tile)[ROW_VECTORS], const Chain<T>& p, const
     } else {
 #pragma unroll 1
         for (int i = 0; i < V * E; ++i) {
-            const int64_t column = int64_t{share.at(i / E)} * E + i % E;
+            const int64_t column = int64_t{partition.at(i / E)} * E + i % E;
             T* const place = reinterpret_cast<T*>(stages.stage(i / E)) + i % E;
-            *place = live && share.template has<T>(i / E, length) && column < length ? sum_at(p, mask, row, column)
-                                                                                     : from_float<T>(0.0f);
+            *place = has_row && partition.template has<T>(i / E, length) && column < length
+                         ? sum_at(p, mask, row, column)
+                         : from_float<T>(0.0f);
         }
         stages.take(tile, 0);
     }
     if (p.norm.sum != nullptr) {
-        store_row<VECTORIZED>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, share, live, length);
+        store_row<VECTORIZED>(p.norm.sum + p.norm.out.start(row), p.norm.out, tile, partition, has_row, length);
     }
 }
 
 template <typename T, bool VECTORIZED, bool CLUSTER>
-__device__ void chain_registers(const Chain<T>& p, const DropoutMask& mask) {
+__device__ void dropout_add_norm_registers(const DropoutAddNorm<T>& p, const DropoutMask& mask) {
     if (!exists_here<CLUSTER>()) return;
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     const DrawnStages<T> stages(in_shared);
     norm_registers_of<T, true, ROW_VECTORS, VECTORIZED, CLUSTER, false>(
-        p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowPartition<CLUSTER>& share, int64_t row, bool live) {
-            gather_sum<VECTORIZED>(tile, p, mask, share, stages, row, live);
+        p.norm, [&](Vec<T>(&tile)[ROW_VECTORS], const RowPartition<CLUSTER>& partition, int64_t row, bool has_row) {
+            gather_sum<VECTORIZED>(tile, p, mask, partition, stages, row, has_row);
         });
 }
 
 template <typename T, bool VECTORIZED>
 __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<VECTORIZED>)
-    bias_dropout_add_layer_norm_registers_kernel(__grid_constant__ const Chain<T> p,
+    bias_dropout_add_layer_norm_registers_kernel(__grid_constant__ const DropoutAddNorm<T> p,
                                                  __grid_constant__ const DropoutMask mask) {
-    chain_registers<T, VECTORIZED, false>(p, mask);
+    dropout_add_norm_registers<T, VECTORIZED, false>(p, mask);
 }
 
 template <typename T, bool VECTORIZED>
 __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<VECTORIZED>)
-    bias_dropout_add_layer_norm_cluster_kernel(__grid_constant__ const Chain<T> p,
+    bias_dropout_add_layer_norm_cluster_kernel(__grid_constant__ const DropoutAddNorm<T> p,
                                                __grid_constant__ const DropoutMask mask) {
-    chain_registers<T, VECTORIZED, true>(p, mask);
+    dropout_add_norm_registers<T, VECTORIZED, true>(p, mask);
 }
 
 // ---- registers, short rows: several per warp --------------------------------------------------------------------------
 
 template <typename T>
-struct ShortChain {
+struct ShortDropoutAddNorm {
     ShortNorm<T> norm;
     const T* bias;
 };
@@ -172,32 +174,34 @@ constexpr int ROWS_PER_DRAW = sizeof(T) == 2 && ROWS > 1 ? 2 : 1;
 /// Short rows. As above, both operands pass through shared memory. PRELOAD_PARAMS: the norm's parameters are loaded
 /// with them. THREADS: see SmemStages.
 template <typename T, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS, int THREADS>
-__device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uint4* input, uint4* residual) {
+__device__ void dropout_add_norm_short(const ShortDropoutAddNorm<T>& p, const DropoutMask& mask, uint4* input,
+                                       uint4* residual) {
     pdl_begin();
     constexpr int E = Vec<T>::size, DRAWS = ROWS_PER_DRAW<T, ROWS>;
-    const MultiRowPartition<ROWS, BY_BLOCK> share(p.norm.count, p.norm.length);
+    const MultiRowPartition<ROWS, BY_BLOCK> partition(p.norm.count, p.norm.length);
     const DrawnStages<T, THREADS> inputs(input), residuals(residual);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
-        share.template fetch<V>(inputs, p.norm.input, p.norm.in_step);
-        share.template fetch<V>(residuals, p.norm.residual, p.norm.res_step);
+        partition.template fetch<V>(inputs, p.norm.input, p.norm.in_step);
+        partition.template fetch<V>(residuals, p.norm.residual, p.norm.res_step);
         cp_async_commit();
         meanwhile();
         T* const sums = p.norm.sum;
-        Vec<T> next = share.parameter(p.bias, 0, 0.0f);
+        Vec<T> next = partition.parameter(p.bias, 0, 0.0f);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             float x[E], more[E], bias[E];
             uint4 drawn[DRAWS];
             unpack(next, bias);
             if (v + 1 < V)
-                next = share.parameter(p.bias, v + 1, 0.0f);  // before the stores: ptxas moves no load across them
+                next = partition.parameter(p.bias, v + 1, 0.0f);  // before the stores: ptxas moves no load across them
             if (v == 0) cp_async_wait<0>();
-            T* to = share.begin(sums, p.norm.out_step, v);
+            T* to = partition.begin(sums, p.norm.out_step, v);
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r, to += share.next(p.norm.out_step)) {
+            for (int r = 0; r < ROWS; ++r, to += partition.next(p.norm.out_step)) {
                 if (r % DRAWS == 0) {
                     mask.template draw<E>(drawn, [&](int i) -> uint64_t {
-                        return ((share.row + (r + i) * share.apart) * share.length + share.at(v) * E) / E;
+                        return ((partition.row + (r + i) * partition.apart) * partition.length + partition.at(v) * E) /
+                               E;
                     });
                 }
                 inputs.read(r * V + v, x);
@@ -206,32 +210,33 @@ __device__ void chain_short(const ShortChain<T>& p, const DropoutMask& mask, uin
                 for (int e = 0; e < E; ++e) x[e] += bias[e];
                 mask.apply(x, drawn[r % DRAWS], more);
                 tile[r][v] = pack<T>(x);
-                if (sums != nullptr) share.store(to, r, v, tile[r][v]);
+                if (sums != nullptr) partition.store(to, r, v, tile[r][v]);
             }
         }
     };
-    norm_short_of<T, true, ROWS, BY_BLOCK, V, PRELOAD_PARAMS>(p.norm, share, gather);
+    norm_short_of<T, true, ROWS, BY_BLOCK, V, PRELOAD_PARAMS>(p.norm, partition, gather);
 }
 
 template <typename T, int ROWS>
 __global__ void __launch_bounds__(MIN_BLOCK, sizeof(T) == 4 ? 8 : 11)
-    bias_dropout_add_layer_norm_registers_short_kernel(__grid_constant__ const ShortChain<T> p,
+    bias_dropout_add_layer_norm_registers_short_kernel(__grid_constant__ const ShortDropoutAddNorm<T> p,
                                                        __grid_constant__ const DropoutMask mask) {
     constexpr int V = SHORT_VECTORS<T, ROWS>;
     __shared__ uint4 input[ROWS * V * MIN_BLOCK], residual[ROWS * V * MIN_BLOCK];
-    chain_short<T, ROWS, false, V, ROWS == SHORT_ROWS, MIN_BLOCK>(p, mask, input, residual);
+    dropout_add_norm_short<T, ROWS, false, V, ROWS == SHORT_ROWS, MIN_BLOCK>(p, mask, input, residual);
 }
 
-using ChainBlockRows = BlockRowsShape<2, 2, 512, 4096>;
-constexpr int CHAIN_ROWS_STAGE_VECTORS = ChainBlockRows::ROWS * ChainBlockRows::VECTORS;  // per thread and operand
+using DropoutAddNormBlockRows = BlockRowsShape<2, 2, 512, 4096>;
+constexpr int DROPOUT_ADD_NORM_ROWS_STAGE_VECTORS =
+    DropoutAddNormBlockRows::ROWS * DropoutAddNormBlockRows::VECTORS;  // per thread and operand
 
 template <typename T>
-__global__ void __launch_bounds__(ChainBlockRows::THREADS, 3)
-    bias_dropout_add_layer_norm_registers_block_rows_kernel(__grid_constant__ const ShortChain<T> p,
+__global__ void __launch_bounds__(DropoutAddNormBlockRows::THREADS, 3)
+    bias_dropout_add_layer_norm_registers_block_rows_kernel(__grid_constant__ const ShortDropoutAddNorm<T> p,
                                                             __grid_constant__ const DropoutMask mask) {
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
-    chain_short<T, ChainBlockRows::ROWS, true, ChainBlockRows::VECTORS, true, 0>(
-        p, mask, in_shared, in_shared + CHAIN_ROWS_STAGE_VECTORS * blockDim.x);
+    dropout_add_norm_short<T, DropoutAddNormBlockRows::ROWS, true, DropoutAddNormBlockRows::VECTORS, true, 0>(
+        p, mask, in_shared, in_shared + DROPOUT_ADD_NORM_ROWS_STAGE_VECTORS * blockDim.x);
 }
 
 // ---- smem_pipeline ---------------------------------------------------------------------------------------------------
@@ -245,35 +250,36 @@ __global__ void __launch_bounds__(ChainBlockRows::THREADS, 3)
 
 // One block takes rows of at most 4096, 8192 and 16384 elements. Longer rows take clusters of the second shape up to
 // the portable size, then of the third. Two rows per block share the loads of three parameters, which come from the L2.
-using ShortChainPipeline = PipelineShape<2, 2, 256, 5>;
-using ChainPipeline = PipelineShape<2, 4, 256, 4, 2>;
-using WideChainPipeline = PipelineShape<2, 4, 512, 2, 2>;
+using ShortDropoutAddNormPipeline = PipelineShape<2, 2, 256, 5>;
+using DropoutAddNormPipeline = PipelineShape<2, 4, 256, 4, 2>;
+using WideDropoutAddNormPipeline = PipelineShape<2, 4, 512, 2, 2>;
 
 template <typename T, typename SHAPE, bool CLUSTER>
 __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
-    bias_dropout_add_layer_norm_smem_pipeline_kernel(__grid_constant__ const ShortChain<T> p,
+    bias_dropout_add_layer_norm_smem_pipeline_kernel(__grid_constant__ const ShortDropoutAddNorm<T> p,
                                                      __grid_constant__ const DropoutMask mask) {
     if (!exists_here<CLUSTER>()) return;
     constexpr int E = Vec<T>::size;
     // Registers suffice either for the bias one vector ahead or for the random words of all rows at once.
     constexpr bool AHEAD = SHAPE::VECTORS <= 2;
     constexpr int DRAWS = AHEAD ? 1 : SHAPE::ROWS;
-    const PipelinePartition<SHAPE, CLUSTER> share(p.norm.length / E);
+    const PipelinePartition<SHAPE, CLUSTER> partition(p.norm.length / E);
     uint4 bias, next, drawn[DRAWS];
     const auto fetch_bias = [&](uint4& to, int v) {
         to = filled<T>(0.0f);
-        load_if<CLUSTER>(to, p.bias + share.at(v) * E, share.has(v));
+        load_if<CLUSTER>(to, p.bias + partition.at(v) * E, partition.has(v));
     };
     norm_smem_pipeline_of<true, SHAPE, CLUSTER, 2, false>(
-        p.norm, share, [&](int r, int v, const auto& words, bool live) {
+        p.norm, partition, [&](int r, int v, const auto& words, bool in_range) {
             if (r == 0) {  // the load overlaps with Philox
                 if (AHEAD && v > 0) bias = next;
                 if (!AHEAD || v == 0) fetch_bias(bias, v);
                 if (AHEAD && v + 1 < SHAPE::VECTORS) fetch_bias(next, v + 1);
             }
             if (r % DRAWS == 0) {
-                mask.template draw<E>(
-                    drawn, [&](int i) -> uint64_t { return (share.row() + r + i) * share.vectors + share.at(v); });
+                mask.template draw<E>(drawn, [&](int i) -> uint64_t {
+                    return (partition.row() + r + i) * partition.vectors + partition.at(v);
+                });
             }
             float x[E], more[E];
             unpack(reinterpret_cast<const Vec<T>&>(words[0]), x);
@@ -284,7 +290,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
             mask.apply(x, drawn[r % DRAWS], more);
             const Vec<T> sum = pack<T>(x);
             if (p.norm.sum != nullptr) {
-                store_if(p.norm.sum + (share.row() + r) * p.norm.out_step + int64_t{share.at(v)} * E, sum, live);
+                store_if(p.norm.sum + (partition.row() + r) * p.norm.out_step + int64_t{partition.at(v)} * E, sum,
+                         in_range);
             }
             return sum;
         });
@@ -296,7 +303,8 @@ constexpr const char* NAME = "bias_dropout_add_layer_norm";
 
 /// Launches the kernel for any rows: one block or a part of it per row, or one cluster per row.
 template <bool CLUSTER, typename T>
-void launch_chain_rows(const Chain<T>& p, const DropoutMask& mask, bool vectorized, const Launch& launch) {
+void launch_dropout_add_norm_rows(const DropoutAddNorm<T>& p, const DropoutMask& mask, bool vectorized,
+                                  const Launch& launch) {
     const int64_t vectors = ceil_div(p.norm.length, Vec<T>::size);
     RowLaunch shape = row_launch(vectors, CLUSTER);
     if (CLUSTER) shape = {ROW_THREADS, 1, shape.cluster};
@@ -305,7 +313,7 @@ void launch_chain_rows(const Chain<T>& p, const DropoutMask& mask, bool vectoriz
         constexpr auto kernel = CLUSTER ? bias_dropout_add_layer_norm_cluster_kernel<T, VECTORIZED>
                                         : bias_dropout_add_layer_norm_registers_kernel<T, VECTORIZED>;
         static DeviceSet asked;
-        constexpr int STAGE_VECTORS = CHAIN_STAGE_VECTORS<VECTORIZED, CLUSTER>;
+        constexpr int STAGE_VECTORS = DROPOUT_ADD_NORM_STAGE_VECTORS<VECTORIZED, CLUSTER>;
         allow_shared_up_to(kernel, stage_bytes(ROW_THREADS, STAGE_VECTORS), launch.device, asked);
         allow_clusters(kernel, shape.cluster);
         KL_CHECK(!CLUSTER || has_hopper_code(kernel, launch.device), NO_CLUSTERS);
@@ -318,11 +326,12 @@ void launch_chain_rows(const Chain<T>& p, const DropoutMask& mask, bool vectoriz
 }
 
 template <typename T>
-void launch_chain_registers(const Chain<T>& p, const DropoutMask& mask, bool vectorized, const Launch& launch) {
-    const ShortChain<T> args{short_norm(p.norm), p.bias};
+void launch_dropout_add_norm_registers(const DropoutAddNorm<T>& p, const DropoutMask& mask, bool vectorized,
+                                       const Launch& launch) {
+    const ShortDropoutAddNorm<T> args{short_norm(p.norm), p.bias};
     const auto by_block = [&](auto, unsigned grid, dim3 block) {
         constexpr auto kernel = bias_dropout_add_layer_norm_registers_block_rows_kernel<T>;
-        LaunchConfig(dim3(grid), block, stage_bytes(block.x, 2 * CHAIN_ROWS_STAGE_VECTORS), launch)
+        LaunchConfig(dim3(grid), block, stage_bytes(block.x, 2 * DROPOUT_ADD_NORM_ROWS_STAGE_VECTORS), launch)
             .pdl(has_hopper_code(kernel, launch.device))
             .run(kernel, args, mask);
     };
@@ -330,18 +339,19 @@ void launch_chain_registers(const Chain<T>& p, const DropoutMask& mask, bool vec
         launch_pdl(bias_dropout_add_layer_norm_registers_short_kernel<T, rows()>, grid, block, launch, args, mask);
     };
     if (are_even(vectorized, p.norm.in, p.norm.res, p.norm.out) &&
-        with_even_rows<T>(std::tuple<ChainBlockRows>{}, p.norm.count, p.norm.length, by_block, by_rows)) {
+        with_even_rows<T>(std::tuple<DropoutAddNormBlockRows>{}, p.norm.count, p.norm.length, by_block, by_rows)) {
         return;
     }
-    launch_chain_rows<false>(p, mask, vectorized, launch);
+    launch_dropout_add_norm_rows<false>(p, mask, vectorized, launch);
 }
 
 /// Launches the first shape whose block holds the row, else a cluster. Every GPU has the shared memory: 97 KiB at most.
 template <typename T>
-void launch_chain_pipeline(const Chain<T>& p, const DropoutMask& mask, bool vectorized, const Launch& launch) {
+void launch_dropout_add_norm_pipeline(const DropoutAddNorm<T>& p, const DropoutMask& mask, bool vectorized,
+                                      const Launch& launch) {
     check_takes(sizeof(T) == 2 && are_even(vectorized, p.norm.in, p.norm.res, p.norm.out), NAME, p.norm.length);
     if constexpr (sizeof(T) == 2) {
-        const ShortChain<T> args{short_norm(p.norm), p.bias};
+        const ShortDropoutAddNorm<T> args{short_norm(p.norm), p.bias};
         const int64_t vectors = p.norm.length / Vec<T>::size;
         const auto run = [&](auto shape, auto in_cluster, unsigned most) {
             using SHAPE = decltype(shape);
@@ -355,9 +365,10 @@ void launch_chain_pipeline(const Chain<T>& p, const DropoutMask& mask, bool vect
         };
         const std::false_type block;
         const std::true_type cluster;
-        const bool ran = run(ShortChainPipeline{}, block, 1) || run(ChainPipeline{}, block, 1) ||
-                         run(WideChainPipeline{}, block, 1) || run(ChainPipeline{}, cluster, PORTABLE_CLUSTER) ||
-                         run(WideChainPipeline{}, cluster, MAX_CLUSTER);
+        const bool ran = run(ShortDropoutAddNormPipeline{}, block, 1) || run(DropoutAddNormPipeline{}, block, 1) ||
+                         run(WideDropoutAddNormPipeline{}, block, 1) ||
+                         run(DropoutAddNormPipeline{}, cluster, PORTABLE_CLUSTER) ||
+                         run(WideDropoutAddNormPipeline{}, cluster, MAX_CLUSTER);
         check_takes(ran, NAME, p.norm.length);
     }
 }
@@ -386,7 +397,7 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
     if (input.numel() == 0) return {output, sum, stats};
     dispatch(input.scalar_type(), NAME, [&](auto zero) {
         using T = decltype(zero);
-        Chain<T> p{};
+        DropoutAddNorm<T> p{};
         p.bias = pointer<T>(bias);
         p.norm.output = pointer<T>(output);
         p.norm.sum = keep ? pointer<T>(sum) : nullptr;
@@ -417,9 +428,10 @@ std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_layer_norm(
             const bool vectorized = p.norm.in.template vectors<T>(layout.length) &&
                                     p.norm.res.template vectors<T>(layout.length) &&
                                     p.norm.out.template vectors<T>(layout.length) && p.norm.parameter.whole;
-            if constexpr (STEP == NormStep::registers) launch_chain_registers(p, mask, vectorized, launch);
-            if constexpr (STEP == NormStep::smem_pipeline) launch_chain_pipeline(p, mask, vectorized, launch);
-            if constexpr (STEP == NormStep::cluster) launch_chain_rows<true>(p, mask, vectorized, launch);
+            if constexpr (STEP == NormStep::registers) launch_dropout_add_norm_registers(p, mask, vectorized, launch);
+            if constexpr (STEP == NormStep::smem_pipeline)
+                launch_dropout_add_norm_pipeline(p, mask, vectorized, launch);
+            if constexpr (STEP == NormStep::cluster) launch_dropout_add_norm_rows<true>(p, mask, vectorized, launch);
         }
     });
     KL_LAUNCH_CHECK();
@@ -440,14 +452,16 @@ void bias_dropout_add_layer_norm_kernel_attributes(std::vector<KernelAttributes>
             attributes.push_back(fact);
         };
         add(forward + "naive", kernel_attributes<bias_dropout_add_layer_norm_naive_kernel<T>>("", NORM_NAIVE_THREADS));
-        add(forward + "registers", kernel_attributes<bias_dropout_add_layer_norm_registers_kernel<T, true>>(
-                                       "", MIN_BLOCK, stage_bytes(MIN_BLOCK, CHAIN_STAGE_VECTORS<true, false>)));
+        add(forward + "registers",
+            kernel_attributes<bias_dropout_add_layer_norm_registers_kernel<T, true>>(
+                "", MIN_BLOCK, stage_bytes(MIN_BLOCK, DROPOUT_ADD_NORM_STAGE_VECTORS<true, false>)));
         add(forward + "registers (short rows)",
             kernel_attributes<bias_dropout_add_layer_norm_registers_short_kernel<T, SHORT_ROWS>>("", MIN_BLOCK));
         if constexpr (sizeof(T) == 2) {
             add(forward + "registers (rows by blocks)",
                 kernel_attributes<bias_dropout_add_layer_norm_registers_block_rows_kernel<T>>(
-                    "", ChainBlockRows::THREADS, stage_bytes(ChainBlockRows::THREADS, 2 * CHAIN_ROWS_STAGE_VECTORS)));
+                    "", DropoutAddNormBlockRows::THREADS,
+                    stage_bytes(DropoutAddNormBlockRows::THREADS, 2 * DROPOUT_ADD_NORM_ROWS_STAGE_VECTORS)));
             const auto pipeline = [&](const std::string& name, auto shape, auto cluster) {
                 using SHAPE = decltype(shape);
                 constexpr auto* KERNEL =
@@ -455,11 +469,11 @@ void bias_dropout_add_layer_norm_kernel_attributes(std::vector<KernelAttributes>
                 add(forward + name, kernel_attributes<KERNEL>("", SHAPE::THREADS,
                                                               stage_bytes(SHAPE::THREADS, SHAPE::stage_vectors(2))));
             };
-            pipeline("smem_pipeline (up to 4096)", ShortChainPipeline{}, std::false_type{});
-            pipeline("smem_pipeline (up to 8192)", ChainPipeline{}, std::false_type{});
-            pipeline("smem_pipeline", WideChainPipeline{}, std::false_type{});
-            pipeline("smem_pipeline (cluster)", ChainPipeline{}, std::true_type{});
-            pipeline("smem_pipeline (cluster, longest rows)", WideChainPipeline{}, std::true_type{});
+            pipeline("smem_pipeline (up to 4096)", ShortDropoutAddNormPipeline{}, std::false_type{});
+            pipeline("smem_pipeline (up to 8192)", DropoutAddNormPipeline{}, std::false_type{});
+            pipeline("smem_pipeline", WideDropoutAddNormPipeline{}, std::false_type{});
+            pipeline("smem_pipeline (cluster)", DropoutAddNormPipeline{}, std::true_type{});
+            pipeline("smem_pipeline (cluster, longest rows)", WideDropoutAddNormPipeline{}, std::true_type{});
         }
         add(forward + "cluster",
             kernel_attributes<bias_dropout_add_layer_norm_cluster_kernel<T, true>>("", ROW_THREADS));

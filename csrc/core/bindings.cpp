@@ -1,5 +1,5 @@
-// The extension module kernel_ladder._C: registers every operator with PyTorch through its stable ABI, and tells Python
-// which variants there are and what the compiler made of their kernels.
+// The extension module kernel_ladder._C registers every operator with PyTorch through its stable ABI. It also tells
+// Python which variants there are, and what the compiler made of their kernels.
 //
 // SCHEMAS is the one list of CUDA variants. Each is an overload of its operator; their order is the order of the climb,
 // and the last is the default of the level.
@@ -48,10 +48,10 @@ struct Schema {
 #define KL_ADD_RMS_NORM_BACKWARD                                                                 \
     "(Tensor grad, Tensor grad_sum, Tensor sum, Tensor? weight, Tensor stats, bool needs_input," \
     " bool needs_weight) -> (Tensor, Tensor)"
-#define KL_CHAIN                                                                                     \
+#define KL_DROPOUT_ADD_NORM                                                                          \
     "(Tensor input, Tensor bias, Tensor residual, Tensor? weight, Tensor? norm_bias, int threshold," \
     " float scale, SymInt seed, float eps, bool keep) -> (Tensor, Tensor, Tensor)"
-#define KL_CHAIN_BACKWARD "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"
+#define KL_DROPOUT_ADD_NORM_BACKWARD "(Tensor grad, int threshold, float scale, SymInt seed) -> (Tensor, Tensor)"
 
 const std::vector<Schema>& schemas() {
     static const std::vector<Schema> list = {
@@ -215,12 +215,12 @@ const std::vector<Schema>& schemas() {
         KL_NORM(add_rms_norm_backward, naive, KL_ADD_RMS_NORM_BACKWARD),
         KL_NORM(add_rms_norm_backward, block, KL_ADD_RMS_NORM_BACKWARD),
         KL_NORM(add_rms_norm_backward, registers, KL_ADD_RMS_NORM_BACKWARD),
-        KL_NORM(bias_dropout_add_layer_norm, naive, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm, registers, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm, smem_pipeline, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm, cluster, KL_CHAIN),
-        KL_NORM(bias_dropout_add_layer_norm_backward, naive, KL_CHAIN_BACKWARD),
-        KL_NORM(bias_dropout_add_layer_norm_backward, registers, KL_CHAIN_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm, naive, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm, registers, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm, smem_pipeline, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm, cluster, KL_DROPOUT_ADD_NORM),
+        KL_NORM(bias_dropout_add_layer_norm_backward, naive, KL_DROPOUT_ADD_NORM_BACKWARD),
+        KL_NORM(bias_dropout_add_layer_norm_backward, registers, KL_DROPOUT_ADD_NORM_BACKWARD),
         KL_OP("linear.naive(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
               linear_naive),
         KL_OP("linear.registers(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep)"
@@ -334,8 +334,8 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     return attributes;
 }
 
-// What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, save that the libraries are never destroyed: at exit
-// their destructors would tell PyTorch's operator registry, which may be gone by then and then aborts the process.
+// What STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, save that the libraries are never destroyed. At exit
+// their destructors would call PyTorch's operator registry. It may be gone by then, which aborts the process.
 void register_operators() {
     using torch::stable::detail::StableLibrary;
     auto* const definitions = new StableLibrary(StableLibrary::Kind::DEF, "kernel_ladder", nullptr, __FILE__, __LINE__);

@@ -76,7 +76,7 @@ __device__ inline int64_t vector_offset(const Operands<N>& all, int k, int64_t f
 }
 
 /// Whether 16 bytes from element `first` on are contiguous in every operand. If not, the kernel takes them element by
-/// element, with a store of its own: where the paths joined, the compiler would unpack and pack the vectors again.
+/// element, with a store of its own. Where the paths joined, the compiler would unpack and pack the vectors again.
 template <Access ACCESS, typename T>
 __device__ inline bool is_vector(int64_t first, int64_t numel) {
     return ACCESS != Access::strided && first + Vec<T>::size <= numel;

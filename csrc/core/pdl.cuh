@@ -1,5 +1,5 @@
-// Programmatic dependent launch (PDL, Hopper and later): a kernel starts while the one before it in the stream still runs,
-// and waits for its results itself. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
+// Programmatic dependent launch (PDL, Hopper and later). A kernel starts while the one before it in the stream still
+// runs, and waits for its results itself. CUDA C++ Programming Guide, "Programmatic Dependent Launch".
 #pragma once
 
 #include "core/launch.cuh"
@@ -13,8 +13,8 @@ __device__ inline void griddepcontrol_launch_dependents() {
 #endif
 }
 
-/// Waits until the kernel before has ended and its writes are visible. Every thread of a kernel launched with PDL must call
-/// it before it touches memory, because the next kernel in the stream waits for this one only. Such a kernel must not use
+/// Waits until the kernel before has ended and its writes are visible. Every thread of a kernel launched with PDL must
+/// call it before it touches memory. The next kernel in the stream waits for this one only. Such a kernel must not use
 /// ld.global.nc: its operands may be written while it waits.
 __device__ inline void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900

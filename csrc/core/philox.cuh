@@ -44,8 +44,9 @@ __device__ uint4 philox(uint32_t lower, uint32_t upper, const PhiloxKeys& keys) 
 
 /// Factors of dropout: `scale` where the element's 32-bit word is at least `threshold`, else zero.
 ///
-/// The upper half of a word comes from a first call and decides alone, unless it equals the threshold's upper half: a tie,
-/// once in 65536 times. Then a second call gives the lower halves, and the decisions replace the halves of the first.
+/// The upper half of a word comes from a first call. It decides alone unless it equals the threshold's upper half, a
+/// tie, once in 65536 times. Then a second call gives the lower halves, and the decisions replace the halves of the
+/// first.
 struct DropoutMask {
     PhiloxKeys keys;
     uint32_t threshold;

@@ -10,9 +10,9 @@
 namespace kl {
 namespace {
 
-// Neighbouring threads take neighbouring columns: a warp reads one element of A and, of a dense B, one run of memory,
-// and writes one run of C. Nothing else has changed.
-// Four blocks an SM leave registers for the loads of several turns at once.
+// Neighbouring threads take neighbouring columns. A warp reads one element of A and, of a dense B, one run of memory;
+// it writes one run of C. This mapping is the only difference from `naive`. Four blocks per SM leave registers for the
+// loads of several iterations at once.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4) matmul_coalesced_kernel(T* c, const T* a, const T* b, Product p) {
     const int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x;

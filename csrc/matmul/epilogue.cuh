@@ -61,8 +61,8 @@ __device__ inline void activate(Activation form, float (&x)[N]) {
     }
 }
 
-// activation(x + bias). The activation is a value and not a type: a branch that all threads take alike costs little
-// here, and an instance of a product for each form costs seconds of compilation.
+// activation(x + bias). The activation is a value and not a type. A branch that all threads take alike costs little
+// here; an instance of a product for each form costs seconds of compilation.
 template <typename T>
 struct BiasActivation {
     const T* bias;      // null for zeros

@@ -28,8 +28,8 @@ static_assert(visits_every_tile_once({8, 5, 4}, 1) && visits_every_tile_once({7,
               visits_every_tile_once({3, 7, 16}, 2) && visits_every_tile_once({5, 4, 1}, 3));
 
 // Compile-time test of stream-K: workers compute every k-tile of every tile once. Of a worker's work tiles only the
-// first ends a tile that another begins, and only the last shared one leaves a tile to others: no two workers wait for
-// each other.
+// first ends a tile that another begins, and only the last shared one leaves a tile to others. So no two workers wait
+// for each other.
 constexpr bool shares_everything_once(int tiles, int k_tiles, int workers) {
     int made[128] = {};
     const StreamKSchedule schedule{tiles, shared_tiles(tiles, k_tiles, workers), k_tiles, workers};

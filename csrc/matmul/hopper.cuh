@@ -15,7 +15,7 @@
 namespace kl {
 
 // A tile's 128 bytes of k are four instructions. An operand's tile is panels of 64 rows of 128 bytes (sm90.cuh), each
-// loaded by one TMA instruction: 64 of x by 128 bytes of k in either orientation (x = m or n).
+// loaded by one TMA instruction. A panel is 64 of x by 128 bytes of k in either orientation (x = m or n).
 constexpr int STEPS = 4;
 constexpr int PANEL_X = 64;
 constexpr int PANEL_BYTES = 64 * SWIZZLE_ROW;
@@ -85,11 +85,11 @@ HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tenso
 bool readable(ScalarType dtype, const void* data, int64_t X, int64_t stride_x, int64_t K, int64_t stride_k,
               int64_t batches, int64_t batch_stride, TmaTensor* tensor, Major* major);
 
-// Copies the operands of a call that TMA cannot read to rows that it can, where the product is worth it, and points the
-// call to the copies. They live as long as what is returned; those of a part, as long as its `kept`.
+// Copies the operands of a call that TMA cannot read, where the product is worth it, and points the call to the copies.
+// They live as long as what is returned; those of a part, as long as its `kept`.
 Tensor pad_operands(HopperCall* call, ScalarType dtype, const Launch& on);
-// Runs a call of which TMA cannot read an operand: as a whole, or, where copies would take more than 64 MiB, in parts
-// of its outputs one after the other; without copies where parts would be too small.
+// Runs a call of which TMA cannot read an operand. Where copies would take more than 64 MiB, it runs parts of the
+// outputs one after the other; without copies where parts would be too small.
 void chunked_copy(HopperCall& call, ScalarType dtype, const Launch& on, const std::function<void(HopperCall&)>& run);
 void pad_operands_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
@@ -198,8 +198,8 @@ __device__ inline void load_tile_multicast(uint32_t shared, const CUtensorMap& m
     }
 }
 
-// Loads a block's tiles of both operands, BM and BN wide: the one that only it reads, and its half of the one that both
-// blocks of the cluster read. `barrier` of each block counts a whole stage.
+// Loads a block's tiles of both operands, BM and BN wide. One it reads alone; of the other, which both blocks of the
+// cluster read, it loads half. `barrier` of each block counts a whole stage.
 template <Major A, Major B, int BM, int BN>
 __device__ inline void load_pair(uint32_t stage, const TmaOperands& from, uint32_t barrier, bool below, int m0, int n0,
                                  int k, int a_batch, int b_batch) {

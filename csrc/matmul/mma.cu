@@ -9,10 +9,10 @@
 // is multiplied while cp.async fills the others, past the registers. A warp holds its outputs in registers as 16×8
 // squares; ldmatrix brings the next fragments while the tensor cores work on these.
 //
-// A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way: [x][k] where memory runs along
-// k, [k][x] where it runs along x (x = m or n), which ldmatrix transposes on its way to the registers. Operands that
-// cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by element, into
-// [x][k].
+// A tile has the operand's own orientation, so that 16 bytes stay 16 bytes all the way. It is [x][k] where memory runs
+// along k, and [k][x] where it runs along x (x = m or n). ldmatrix transposes the latter on its way to the registers.
+// Operands that cannot be copied 16 bytes at a time (odd leading dimension, no stride of 1) are gathered element by
+// element, into [x][k].
 
 #include "core/mma.cuh"
 #include "matmul/linear.cuh"
@@ -48,8 +48,8 @@ struct Tile {
     static constexpr int E = CHUNK / sizeof(T);  // elements per chunk
     static constexpr int CHUNKS = (ALONG_X ? WIDTH : BK) / E, ROW_BYTES = CHUNKS * CHUNK;
 
-    // Chunks trade places within their row, so that what is read together lies in different banks: ldmatrix reads one
-    // chunk column of 8 rows, and the tf32 path, that has no transposing ldmatrix, two chunks of 4 rows.
+    // The chunks of a row are swizzled, so that what is read together lies in different banks. ldmatrix reads one chunk
+    // column of 8 rows. The tf32 path, which has no transposing ldmatrix, reads two chunks of 4 rows.
     __device__ static int mix(int row) { return ALONG_X && sizeof(T) == 4 ? row % 4 * 2 : row % 8; }
     __device__ static uint32_t offset(int row, int chunk) { return row * ROW_BYTES + (chunk ^ mix(row)) * CHUNK; }
 };
@@ -124,8 +124,8 @@ struct Reader : Tile<T, LAYOUT, WIDTH, THREADS> {
     using Base = Tile<T, LAYOUT, WIDTH, THREADS>;
     static constexpr int E = Base::E, ROW_BYTES = Base::ROW_BYTES;
 
-    // Base::offset(row, chunk) in two parts. A fragment's number and step change only bits of the chunk that are zero
-    // in the lane's own, so that a constant, by exclusive or, moves from one to the next.
+    // Base::offset(row, chunk) in two parts. A fragment's number and step change only bits that are zero in the lane's
+    // own chunk. So an exclusive or with a constant moves from one fragment to the next.
     uint32_t row_bytes, chunk_bytes;
 
     __device__ explicit Reader(int x_warp) {
@@ -163,8 +163,8 @@ struct Reader : Tile<T, LAYOUT, WIDTH, THREADS> {
     }
 };
 
-// Which tile of the output this block makes. Blocks that run together should share rows of A and columns of B in L2:
-// tiles are numbered down a group of rows before the next column is begun.
+// The tile of the output that this block computes. Blocks that run at the same time should share rows of A and columns
+// of B in L2. So tiles are numbered down a group of rows before the next column begins.
 struct BlockTile {
     uint32_t batch, m, n;  // there are fewer than 2³¹ blocks
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     Loader<T, A_LAYOUT, S::BM, S::THREADS> a_loader(a + a_offset, m0, p.M, p.a_m, p.a_k);
     Loader<T, B_LAYOUT, S::BN, S::THREADS> b_loader(b + b_offset, n0, p.N, p.b_n, p.b_k);
 
-    // One group per tile and turn, empty past the end, so that counting groups counts tiles.
+    // One group per tile and iteration, empty past the end, so that counting groups counts tiles.
     const auto load = [&](uint32_t stage, int64_t k0) {
         if (k0 < p.K) {
             const int k_left = static_cast<int>(min(p.K - k0, int64_t{BK}));
@@ -229,7 +229,7 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
         for (int step = 0; step < STEPS; ++step) {
             if (step == STEPS - 1) {
                 // The next tile is here. And every warp has fetched its last fragments of this one, which may therefore
-                // be overwritten in the next turn. (Past the last tile, what is fetched is not used.)
+                // be overwritten in the next iteration. (Past the last tile, what is fetched is not used.)
                 cp_async_wait<STAGES - 2>();
                 __syncthreads();
                 reading = next(reading);

@@ -10,9 +10,9 @@
 namespace kl {
 namespace {
 
-// Neighbouring threads take neighbouring rows: for dense operands, each of a warp's loads of A and stores of C touches
-// 32 cache lines, of which it uses one element each.
-// Four blocks an SM leave registers for the loads of several turns at once.
+// Neighbouring threads take neighbouring rows. For dense operands, each of a warp's loads of A and stores of C touches
+// 32 cache lines and uses one element of each. Four blocks per SM leave registers for the loads of several iterations
+// at once.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4) matmul_naive_kernel(T* c, const T* a, const T* b, Product p) {
     const int64_t i = int64_t{blockIdx.x} * THREADS + threadIdx.x;

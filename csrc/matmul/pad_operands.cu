@@ -1,10 +1,10 @@
 // Copies of operands that TMA cannot address, or reads badly. All rungs on Hopper share them.
 //
 // pad_operands: TMA reads rows, first elements and batches only at multiples of 16 bytes. Where a product is large
-// enough, an operand that is not so aligned is copied first, to rows that begin at multiples of 128 bytes, and the rung
-// runs on the copy. (PyTorch's Inductor pads such operands at compile time: torch/_inductor/fx_passes/pad_mm.py.) A
-// copy reads and writes an element once; the product uses it as often as the other operand is wide. Smaller products,
-// and operands without a stride of 1, go to plain_loader.cuh.
+// enough, any other operand is copied first, to rows that begin at multiples of 128 bytes. The rung runs on the copy.
+// (PyTorch's Inductor pads such operands at compile time: torch/_inductor/fx_passes/pad_mm.py.) A copy reads and writes
+// an element once; the product uses it as often as the other operand is wide. Smaller products, and operands without a
+// stride of 1, go to plain_loader.cuh.
 //
 // transpose_small_a: an A of few rows that lie along M. A TMA box is 64 wide, and costs as much as if it were full. The
 // time of `split_k` for few rows is that of reading B, so it copies such an A to lie along K.

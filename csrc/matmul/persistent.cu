@@ -7,8 +7,8 @@
 // Next      `stream_k`: share the last waves' k-tiles.
 //
 // Shared code: the body in persistent.cuh, of which `stream_k` launches the same kernel with another schedule. The
-// kernel with plain loads here multiplies, for every rung on Hopper, operands that TMA cannot read and that are not
-// worth a padded copy (pad_operands.cu). Plain loads take so long that it always shares tiles.
+// kernel with plain loads serves every rung on Hopper. It takes operands that TMA cannot read and that are not worth a
+// padded copy (pad_operands.cu). Plain loads are so slow that it always shares tiles.
 
 #include "matmul/persistent.cuh"
 

@@ -1,7 +1,7 @@
 // The persistent kernel's body and launch, which matmul's `persistent` and `stream_k` and linear's `persistent` share.
 //
-// Blocks stay on their SM and take work tiles from the scheduler. Producer warps run ahead into the next tile: while
-// the consumer warpgroups round and store a tile, the stages already fill with the next one's operands.
+// Blocks stay on their SM and take work tiles from the scheduler. Producer warps run ahead into the next tile. While
+// the consumer warpgroups round and store a tile, the stages already fill with the operands of the next.
 //
 // Both consumer warpgroups work on one 128×256 tile ("cooperative") rather than on tiles of their own, one storing
 // while the other multiplies ("ping-pong"). A warpgroup alone would make 64×256 or 128×128, which reads 5/3 or 4/3 of

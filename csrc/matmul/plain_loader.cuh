@@ -1,6 +1,6 @@
-// A loader for operands that TMA cannot read and that are not worth a copy (pad_operands.cu): few products, strides
-// other than 1 both ways, batches of several dimensions, tf32 that does not run along k. Two warpgroups load with plain
-// loads and store what TMA would have: K-major panels with the 128-byte swizzle. What runs along x is turned in the
+// A loader for operands that TMA cannot read and that are not worth a copy (pad_operands.cu). Their products are small,
+// no stride is 1, batches have several dimensions, or tf32 does not run along k. Two warpgroups use plain loads and
+// store what TMA would have stored: K-major panels with the 128-byte swizzle. What runs along x is transposed in
 // registers.
 #pragma once
 
@@ -70,8 +70,8 @@ struct PlainOperand {
         }
     }
 
-    // A thread turns four rows of k of one chunk of x into E rows of x of four elements of k. Those side by side hold
-    // all k of a row, so that their stores fill whole rows.
+    // A thread transposes four rows of k of one chunk of x into E rows of x of four elements of k. Those side by side
+    // hold all k of a row, so that their stores fill whole rows.
     template <int WIDTH>
     __device__ void along_x(uint32_t tile, int thread, const T* source, int k_left) const {
         constexpr int ROWS = 4, FOURS = SWIZZLE_ROW / (ROWS * sizeof(T)), STEP = THREADS / FOURS * E;

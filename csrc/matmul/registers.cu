@@ -1,6 +1,7 @@
 // matmul, rung 7 of 16: registers
-// Idea      A thread holds 8x16 outputs and loads two things ahead of their use: the values of the next k, from shared
-//           memory into a second set of registers, and the tiles of the next two steps, from global into shared memory.
+// Idea      A thread holds 8x16 outputs and loads two things ahead of their use. The values of the next k go from
+//           shared memory into a second set of registers; the tiles of the next two steps from global into shared
+//           memory.
 // Predicts  Shared loads of 16 bytes per multiply-add: (8 + 16) / 4 / 128 = 1/21 instead of 1/16 in `double_buffered`;
 //           tiles of 32 k instead of 8: a quarter of the barriers.
 // Limit now The rate of the float32 units.
@@ -19,7 +20,8 @@ namespace {
 
 constexpr int BLOCK_THREADS = 128;
 constexpr int BLOCK = 128;  // rows of A, and columns of B, per block
-// k of a tile: as much as the shared memory of two blocks per SM holds. 16-bit tiles wait in registers: half.
+// k of a tile: as much as the shared memory of two blocks per SM holds. 16-bit tiles wait in registers, so they have
+// half.
 template <typename T>
 constexpr int BLOCK_K = sizeof(T) == sizeof(float) ? 32 : 16;
 constexpr int STAGES = 3;  // tiles in shared memory: one multiplied, two in flight
@@ -168,7 +170,8 @@ __device__ __forceinline__ void multiply(T* c, const T* a, const T* b, const Pro
     Loader<T, B_ALONG_K, VECTORIZED> b_loader(b + b_offset, n0, p.N, p.K, p.b_n, p.b_k);
 
     // A warp makes 64×64 outputs, its lanes standing 8×4. Shared memory serves 16 bytes per lane for half a warp at
-    // once where neighbours, or every second lane, ask for the same: bit 0 of the lane chooses columns, bit 1 rows.
+    // once where neighbours, or every second lane, read the same address. So bit 0 of the lane chooses columns, bit 1
+    // rows.
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int m_thread = warp / 2 * 64 + lane / 2 % 8 * 4, n_thread = warp % 2 * 64 + (lane % 2 + lane / 16 * 2) * 4;
     float sum[8][16] = {};
@@ -287,8 +290,8 @@ void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, co
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
 void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
-    // An instance takes seconds to compile. 16-bit types, which later rungs make fast, have one for whole row-major
-    // operands and one for all others, which reads element by element, in any layout.
+    // An instance takes seconds to compile. 16-bit types, which later rungs make fast, have two instances. One takes
+    // whole row-major operands; the other reads any layout element by element.
     constexpr bool ROW_MAJOR = A_ALONG_K && !B_ALONG_K, EVERY = sizeof(T) == sizeof(float);
     if constexpr (EVERY || ROW_MAJOR) {
         if (is_whole<T, A_ALONG_K, B_ALONG_K>(a, b, p)) {

@@ -7,15 +7,16 @@
 //
 // As in `registers`, a thread makes 8x16 outputs, a block of 128 threads 128x128, and two blocks share an SM. Each
 // register is in one of two banks, by its parity, and two operands of one bank delay the next instruction. So rows are
-// walked back and forth, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h): each multiply-add
-// shares one operand with the one before, which is kept in the operand cache, and has two others, a column's value and
-// its sum. The compiler chooses their registers from different banks if nothing else binds the sums: they leave through
+// walked back and forth, as CUTLASS walks quads of outputs (include/cutlass/gemm/thread/mma_sm50.h). Each multiply-add
+// shares one operand with the one before, which stays in the operand cache. Its two others are a column's value and its
+// sum. The compiler chooses their registers from different banks if nothing else binds the sums. So sums leave through
 // shared memory, one by one.
 //
 // "Rows" are the operand with 8 values per thread. "Columns" are the operand with 16, which must lie along its x (m or
 // n). Rows may also lie along k: a thread then reads four k of each of its rows at once. Where A lies along m and B
 // along k, B is the rows, and the product is written transposed. Where both lie along k, the smaller is first copied to
-// lie along x. cuda_impl/matmul.py refuses products that are not worth that copy, and copies over 64 MiB.
+// lie along x. The host code in cuda_impl/matmul.py refuses products that are not worth that copy, and copies over 64
+// MiB.
 
 #include "matmul/hopper.cuh"
 
@@ -94,8 +95,8 @@ __device__ inline void load_operand(uint32_t shared, const CUtensorMap& map, uin
     }
 }
 
-// Stores a block's outputs at (m0, n0) of an M×N matrix, or TRANSPOSED of an N×M one, through shared memory: a warp
-// then stores whole rows, and no four sums need consecutive registers.
+// Stores a block's outputs at (m0, n0) of an M×N matrix, or TRANSPOSED of an N×M one. Through shared memory, a warp
+// stores whole rows, and no four sums need consecutive registers.
 template <typename Place, bool TRANSPOSED>
 __device__ inline void store_block(float* c, const float (&sum)[8][16], const Place& place, uint32_t shared, int M,
                                    int N, int m0, int n0) {
@@ -191,7 +192,8 @@ __global__ void __launch_bounds__(registers_tma::BLOCK_THREADS, 2)
             reading.advance();
         }
         // Refills the stage before the last, since other warps may be a tile behind. The warps, one on each of the SM's
-        // four schedulers, take turns at it: if one warp always did it, its scheduler would fall behind and all wait.
+        // four schedulers, alternate. If one warp did it always, its scheduler would fall behind, and all others would
+        // wait.
         if (tile > 1 && tile + 1 < k_tiles) {
             if (threadIdx.x == tile % WARPS * WARP) {
                 mbarrier_wait(empty + refilled.stage * 8, refilled.phase);

@@ -5,10 +5,9 @@
 // Limit now That read. Few columns leave SMs idle.
 // Next      `split_k`: for more rows, and for few columns.
 //
-// No shared memory is needed for operands: within a product the order of k is free as long as both operands have the
-// same, so a lane takes what its 16 bytes hold. The warps of a block share K, and their sums are added in order at the
-// end.
-// linear's `skinny`, its rung 5 of 5, is the same kernel with an epilogue.
+// No shared memory is needed for operands. Within a product the order of k is free as long as both operands have the
+// same. So a lane takes what its 16 bytes hold. The warps of a block share K; their sums are added in order at the end.
+// The `skinny` rung of linear, rung 5 of 5, is the same kernel with an epilogue.
 
 #include "core/mma.cuh"
 #include "matmul/linear.cuh"

@@ -14,9 +14,8 @@
 // A product this small takes 5 us, of which a third passes before the first bytes arrive. So the prologue avoids
 // integer division.
 //
-// Shared code: an A of at most 32 rows along M is copied to lie along K, and the first stages of B arrive during the
-// copy (pad_operands.cu). Operands that TMA cannot read are copied too, or read by `persistent`'s kernel with plain
-// loads.
+// Shared code (pad_operands.cu): an A of at most 32 rows along M is copied to lie along K. The first stages of B arrive
+// during the copy. Operands that TMA cannot read are copied too, or read by `persistent`'s kernel with plain loads.
 
 #include "core/divisor.cuh"
 #include "core/pdl.cuh"
@@ -214,7 +213,7 @@ struct Plan {
     bool pair;
 };
 
-// Lowers the TMA box of a K-major operand that has fewer rows than a panel: each row of a box outside the operand costs
+// Lowers the TMA box of a K-major operand that has fewer rows than a panel. Each row of a box outside the operand costs
 // TMA four cycles or more. In an MN-major operand the rows of a box are k, which must arrive as zeros.
 template <Major MAJOR>
 TmaTensor low(TmaTensor operand) {

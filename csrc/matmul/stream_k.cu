@@ -1,6 +1,6 @@
 // matmul, rung 14 of 16: stream_k
 // Idea      The tiles of the last two waves are cut into equal parts along K, one per block, so that no SM is idle.
-// Predicts  T tiles on S SMs take T / S tile times instead of ceil(T / S), plus the fix-up: at most one block per SM
+// Predicts  T tiles on S SMs take T / S tile times instead of ceil(T / S), plus the fix-up. At most one block per SM
 //           stores and adds 128 KiB of partial sums.
 // Limit now Blocks that wait for the partial sums of others.
 // Next      `split_k`: for few tiles, pass partial sums through distributed shared memory.
@@ -8,9 +8,9 @@
 // Osama et al., "Stream-K", arXiv:2301.03598.
 //
 // Shared code: the kernel of `persistent`, with the schedule of tile_scheduler.cuh and the fix-up of
-// stream_k_fixup.cuh. A block begins with the end of a tile that another begins, and ends with the beginning of one
-// that others end: whoever adds waits for what was computed first. Partial sums are added in the order of K: every run
-// gives the same bits.
+// stream_k_fixup.cuh. A block begins with the end of a tile that another block begins. It ends with the beginning of a
+// tile that others end. So the block that adds waits for what was computed first. Partial sums are added in the order
+// of K, so every run gives the same bits.
 
 #include "matmul/hopper.cuh"
 

@@ -6,9 +6,9 @@
 namespace kl {
 namespace persistent {
 
-// Global memory for partial sums. Each block that shares a tile and does not begin it stores its partial sums in its
-// own part of `sums`, the threads' 16 bytes side by side, and sets its flag. The block that begins the tile adds them
-// in the order of K.
+// Global memory for partial sums. A block that shares a tile and does not begin it stores its partial sums in its own
+// part of `sums`, and sets its flag. The 16 bytes of neighbouring threads lie side by side. The block that begins the
+// tile adds them in the order of K.
 struct Workspace {
     float* sums;
     uint32_t* flags;

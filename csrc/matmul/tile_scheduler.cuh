@@ -7,7 +7,7 @@
 namespace kl {
 
 // Tile rasterization: tile number -> (batch, tile row, tile column). Tiles that run at the same time should share rows
-// of A and columns of B in the L2, so tiles are numbered down a group of `group` rows before the next column begins.
+// of A and columns of B in the L2. So tiles are numbered down `group` rows before the next column begins.
 struct TileRaster {
     int tiles_m, tiles_n, group;
 
@@ -40,8 +40,9 @@ struct ClusterRaster {
 };
 
 // Stream-K (Osama et al., arXiv:2301.03598): the first `shared` tiles are laid end to end along K and cut into equal
-// parts, one per worker (a block, or a cluster of two), wherever the cuts fall. The other tiles stay whole: worker w
-// takes tiles shared + w, shared + w + workers, … With `shared` = 0 this is the schedule of a persistent kernel.
+// parts, wherever the cuts fall. Each worker, a block or a cluster of two, has one part. The other tiles stay whole:
+// worker w takes tiles shared + w, shared + w + workers, … With `shared` = 0 this is the schedule of a persistent
+// kernel.
 struct StreamKSchedule {
     int tiles, shared, k_tiles, workers;
 
@@ -49,8 +50,8 @@ struct StreamKSchedule {
     __host__ __device__ constexpr int begin(int worker) const { return shared * k_tiles * worker / workers; }
 };
 
-// How many tiles to share so that no worker is idle: those of the last wave, which does not fill the GPU, and those of
-// the wave before it, so that every worker's part is at least a tile where there are so many.
+// Returns how many tiles to share so that no worker is idle. They are those of the last wave, which does not fill the
+// GPU, and of the wave before it. So every worker's part is at least a tile where there are so many.
 constexpr int shared_tiles(int tiles, int k_tiles, int workers) {
     const int shared = tiles < workers ? tiles : tiles % workers + workers;
     const bool countable = int64_t{shared} * k_tiles * workers <= std::numeric_limits<int32_t>::max();
@@ -62,9 +63,9 @@ struct WorkTile {
     int tile, begin, end;
 };
 
-// Iterates over the work tiles of one worker. Among the shared tiles at most one work tile ends a tile that another
-// worker begins (the first), and at most one begins a tile that others end (the last): so the worker that adds partial
-// sums waits for those that were computed first.
+// Iterates over the work tiles of one worker. Of its shared work tiles only the first may end a tile that another
+// worker begins. Only the last may begin a tile that others end. So the worker that adds partial sums waits for those
+// that were computed first.
 struct StreamKScheduler {
     StreamKSchedule schedule;
     int at, end, whole;

@@ -1,8 +1,8 @@
 // layer_norm, rms_norm, add_rms_norm: the backward pass of every rung from `registers` on, and of
 // bias_dropout_add_layer_norm.
-// Idea      One read of input and gradient, one write: cp.async stages the next rows in shared memory while threads
-//           compute on one, and a thread keeps the sums of its columns over all its rows in registers (stage one of the
-//           weights').
+// Idea      One read of input and gradient, one write. cp.async stages the next rows in shared memory while threads
+//           compute on one. Each thread keeps the sums of its columns over all its rows in registers: stage one of the
+//           weights' gradients.
 // Predicts  3·N·sizeof(T) bytes per row; `block` moves up to 7·N: each operand twice, and once more for the weights.
 // Kernels   This file takes any rows, on one block or a cluster. backward_short.cuh and backward_persistent.cuh take
 //           16-bit rows of some lengths; launch_backward in launch.cuh selects among the three.
@@ -83,12 +83,12 @@ struct UnpackedVector {
 // Stores a thread's column sums over its rows as partials, stage one of the weights' gradients. The partials of the
 // bias lie `apart` from those of the weight. Rows that share a block are summed in shared memory first, to keep
 // partials few.
-template <bool VECTORIZED, typename Share, int SUMS, int V, int E>
-__device__ void store_partials(float* partials, int64_t apart, const float (&own)[SUMS][V][E], const Share& share,
-                               uint4* in_shared, int64_t length) {
+template <bool VECTORIZED, typename Partition, int SUMS, int V, int E>
+__device__ void store_partials(float* partials, int64_t apart, const float (&own)[SUMS][V][E],
+                               const Partition& partition, uint4* in_shared, int64_t length) {
     constexpr int FOURS = E / 4;
     constexpr int PIECES = V * FOURS;
-    const int lanes = blockDim.x, stripes = Share::ONE_ROW_PER_CTA ? 1 : static_cast<int>(blockDim.y),
+    const int lanes = blockDim.x, stripes = Partition::ONE_ROW_PER_CTA ? 1 : static_cast<int>(blockDim.y),
               width = lanes * PIECES;
     auto* const rows = reinterpret_cast<float4*>(in_shared);
     if (stripes > 1) __syncthreads();  // the stages have been read
@@ -98,8 +98,8 @@ __device__ void store_partials(float* partials, int64_t apart, const float (&own
         for (int i = 0; i < PIECES; ++i) {
             const float* const sum = own[s][i / FOURS] + i % FOURS * 4;
             const float4 four = make_float4(sum[0], sum[1], sum[2], sum[3]);
-            const int64_t column = int64_t{share.at(i / FOURS)} * E + i % FOURS * 4;
-            if (stripes == 1 && share.at(i / FOURS) < share.end)
+            const int64_t column = int64_t{partition.at(i / FOURS)} * E + i % FOURS * 4;
+            if (stripes == 1 && partition.at(i / FOURS) < partition.end)
                 store_columns<VECTORIZED>(partials + s * apart, column, four, length);
             if (stripes > 1) rows[(s * stripes + threadIdx.y) * width + i * lanes + threadIdx.x] = four;
         }
@@ -139,10 +139,10 @@ struct RowIterator {
         if constexpr (EVEN) at += row * even.step;
     }
 
-    // Returns the start of the current row, if it exists (`live`), and advances. The host precomputes the distance: a
+    // Returns the start of the current row, if it exists (`has_row`), and advances. The host precomputes the distance: a
     // kernel argument takes no register.
-    __device__ T* next(const Rows& rows, const EvenRows& even, int64_t apart, bool live) {
-        T* const start = EVEN ? at : base + (live ? rows.start(row) : 0);
+    __device__ T* next(const Rows& rows, const EvenRows& even, int64_t apart, bool has_row) {
+        T* const start = EVEN ? at : base + (has_row ? rows.start(row) : 0);
         if constexpr (EVEN) at += even.apart;
         row += apart;
         return start;
@@ -158,10 +158,10 @@ struct BackwardPart {
     // One row at a time in a block, shared by all its threads.
     static constexpr bool ONE_ROW_PER_CTA = CLUSTER || (VECTORIZED && !HAS_RESIDUAL && !IN_REGISTERS<V>);
     using Sums = std::conditional_t<IS_LAYERNORM, Pair, float>;
-    using Share = RowPartition<CLUSTER, ONE_ROW_PER_CTA>;
+    using Partition = RowPartition<CLUSTER, ONE_ROW_PER_CTA>;
 
     const NormBackward<T>& p;
-    const Share& share;
+    const Partition& partition;
     const SmemStages<T, ONE_ROW_PER_CTA ? ROW_THREADS : 0> stages;
     const int64_t row;
     const int own;  // iterations of this thread
@@ -171,9 +171,10 @@ struct BackwardPart {
     float scale[KEPT][E], x_hat[KEPT][E], weighted[KEPT][E], g[E];
     Vec<T> more[HAS_RESIDUAL ? V : 1];
 
-    __device__ BackwardPart(const NormBackward<T>& p_in, const Share& share_in, uint4* in_shared, int64_t row_in)
+    __device__ BackwardPart(const NormBackward<T>& p_in, const Partition& partition_in, uint4* in_shared,
+                            int64_t row_in)
         : p(p_in),
-          share(share_in),
+          partition(partition_in),
           stages(in_shared),
           row(row_in),
           own(iterations_of(row, p)),
@@ -182,7 +183,7 @@ struct BackwardPart {
           grad_sum(p.grad_sum, p.even_gs, row),
           grad_input(p.grad_input, p.even_gi, row) {
         if constexpr (!IN_REGISTERS<V>)
-            stages.template fetch_parameter<VECTORIZED, V>(WEIGHT, p.weight, p.parameter, share, p.length, 1.0f);
+            stages.template fetch_parameter<VECTORIZED, V>(WEIGHT, p.weight, p.parameter, partition, p.length, 1.0f);
     }
 
     // To be called after the first copies are issued, since it waits for memory.
@@ -190,7 +191,7 @@ struct BackwardPart {
         if constexpr (IN_REGISTERS<V>) {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
-                const int first = share.at(v) * E;
+                const int first = partition.at(v) * E;
                 unpack(load_parameter<VECTORIZED>(p.weight, p.parameter, first, p.length, 1.0f), scale[v]);
             }
         }
@@ -198,12 +199,12 @@ struct BackwardPart {
 
     // Copies the rows of an iteration to their stage. Must be called for every iteration, in order.
     __device__ void fetch(int iteration) {
-        const bool live = iteration < own;
+        const bool has_row = iteration < own;
         const int begin = iteration % STAGES * 2 * V;
-        stages.template fetch<VECTORIZED, V>(begin, input.next(p.in, p.even_in, p.apart, live), p.in, share, live,
-                                             p.length);
-        stages.template fetch<VECTORIZED, V>(begin + V, grad.next(p.g, p.even_g, p.apart, live), p.g, share, live,
-                                             p.length);
+        stages.template fetch<VECTORIZED, V>(begin, input.next(p.in, p.even_in, p.apart, has_row), p.in, partition,
+                                             has_row, p.length);
+        stages.template fetch<VECTORIZED, V>(begin + V, grad.next(p.g, p.even_g, p.apart, has_row), p.g, partition,
+                                             has_row, p.length);
         cp_async_commit();
     }
     __device__ Stats stats(int iteration) const {
@@ -212,9 +213,9 @@ struct BackwardPart {
     // Loads grad_sum of this iteration's row, which its gradient adds. Rows by elements load it later.
     __device__ void load_grad_sum(int iteration) {
         if constexpr (HAS_RESIDUAL && VECTORIZED) {
-            const bool live = ONE_ROW_PER_CTA || iteration < own;
-            load_row<VECTORIZED>(more, grad_sum.next(p.gs, p.even_gs, p.apart, live), p.gs, share, live, p.length,
-                                 0.0f);
+            const bool has_row = ONE_ROW_PER_CTA || iteration < own;
+            load_row<VECTORIZED>(more, grad_sum.next(p.gs, p.even_gs, p.apart, has_row), p.gs, partition, has_row,
+                                 p.length, 0.0f);
         }
     }
 
@@ -253,13 +254,13 @@ struct BackwardPart {
 
     // Second pass: computes and stores the gradient.
     __device__ void store_gradient(int iteration, const Sums& sums, const Stats& stats) {
-        const bool live = ONE_ROW_PER_CTA || iteration < own;
+        const bool has_row = ONE_ROW_PER_CTA || iteration < own;
         const Pair means = means_of(sums, p.per_element);
-        T* const to = grad_input.next(p.gi, p.even_gi, p.apart, live);
-        const T* const added = HAS_RESIDUAL && !VECTORIZED ? grad_sum.next(p.gs, p.even_gs, p.apart, live) : nullptr;
+        T* const to = grad_input.next(p.gi, p.even_gi, p.apart, has_row);
+        const T* const added = HAS_RESIDUAL && !VECTORIZED ? grad_sum.next(p.gs, p.even_gs, p.apart, has_row) : nullptr;
 #pragma unroll(VECTORIZED ? V : 1)
         for (int v = 0; v < V; ++v) {
-            const int at = v % KEPT, first = share.at(v) * E;
+            const int at = v % KEPT, first = partition.at(v) * E;
             if constexpr (!IN_REGISTERS<V>) unpack_row(iteration, v, stats);
             float x[E];
 #pragma unroll
@@ -270,12 +271,13 @@ struct BackwardPart {
                 if constexpr (VECTORIZED) unpack(more[v], g);
                 if constexpr (!VECTORIZED)
                     unpack(load_chunk(added, p.gs, first,
-                                      live && (!CLUSTER || share.template has<T>(v, p.length)) ? p.length : 0, 0.0f),
+                                      has_row && (!CLUSTER || partition.template has<T>(v, p.length)) ? p.length : 0,
+                                      0.0f),
                            g);
 #pragma unroll
                 for (int e = 0; e < E; ++e) x[e] += g[e];
             }
-            store_part<VECTORIZED, CLUSTER>(to, p.gi, pack<T>(x), v, share, live, p.length);
+            store_part<VECTORIZED, CLUSTER>(to, p.gi, pack<T>(x), v, partition, has_row, p.length);
         }
     }
 };
@@ -294,19 +296,19 @@ __global__ void __launch_bounds__(ROW_THREADS, 1)
     griddepcontrol_launch_dependents();  // each block fills its SM: the next kernel's blocks start as these exit
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     __shared__ ClusterReduceSmem<CLUSTER, Sums> reduce_smem[2];
-    const typename Part::Share share(vectors_of<T>(p.length));
-    share.open(reduce_smem[0], reduce_smem[1]);
+    const typename Part::Partition partition(vectors_of<T>(p.length));
+    partition.open(reduce_smem[0], reduce_smem[1]);
     griddepcontrol_wait();
     // A block's rows lie a grid apart, so that the last rows are spread over all SMs.
-    const int64_t first_row = CLUSTER ? share.row : blockIdx.x;
-    Part part(p, share, in_shared, first_row + (Part::ONE_ROW_PER_CTA ? 0 : int64_t{gridDim.x} * threadIdx.y));
+    const int64_t first_row = CLUSTER ? partition.row : blockIdx.x;
+    Part part(p, partition, in_shared, first_row + (Part::ONE_ROW_PER_CTA ? 0 : int64_t{gridDim.x} * threadIdx.y));
 #pragma unroll 1
     for (int iteration = 0; iteration < Part::STAGES; ++iteration) part.fetch(iteration);
     part.load_weight();
     const int iterations = Part::ONE_ROW_PER_CTA ? part.own : iterations_of(first_row, p);
     const bool gradient = p.grad_input != nullptr;
     Stats next = part.stats(0);
-    share.meet();
+    partition.meet();
     if constexpr (IN_REGISTERS<V> || !is_roomy_here()) {
         for (int iteration = 0; iteration < iterations; ++iteration) {
             const Stats stats = next;
@@ -345,7 +347,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 1)
     cp_async_wait<0>();
     if (w.partials == nullptr) return;
     float* const partials = w.partials + first_row * p.length;
-    const typename Part::Share anew(vectors_of<T>(p.length));  // recomputed, to hold no register during the loop
+    const typename Part::Partition anew(vectors_of<T>(p.length));  // recomputed, to hold no register during the loop
     store_partials<VECTORIZED>(partials, w.groups * p.length, part.of_columns, anew, in_shared, p.length);
 #endif
 }

@@ -1,5 +1,5 @@
 // layer_norm, rms_norm: the shared backward pass (backward.cuh) for 16-bit rows that nearly fill a block.
-// Idea      Persistent clusters of two blocks, one vector of a row per thread: a quarter of the column sums per thread
+// Idea      Persistent clusters of two blocks, one vector of a row per thread. A quarter of the column sums per thread
 //           allows 32 warps per SM instead of 16. No warp waits for a row's sums before it has passed over the next
 //           row. backward.cuh costs 3 to 10 % more at rows of 12289 to 16384 elements.
 #pragma once
@@ -17,8 +17,8 @@ struct PersistentBackwardShape {
 };
 
 // Shared-memory scratch for the partials of the warps, and of the blocks of a cluster, of an iteration's rows. Nothing
-// is overwritten before it is read: a block sends iteration t + 4 once it has received t + 2, for which every warp
-// arrived after it had received t. A warp that arrives for iteration t + 2 has received iteration t.
+// is overwritten before it is read. A block sends iteration t + 4 once it has received t + 2. Every warp arrived for t
+// + 2 after it had received t. A warp that arrives for iteration t + 2 has received iteration t.
 template <typename V, typename SHAPE>
 struct PersistentBackwardReduceSmem {
     static constexpr int ITERATIONS = 4, ROWS = SHAPE::ROWS, WARPS = SHAPE::WARPS;
@@ -129,8 +129,8 @@ struct PersistentRows {
     }
 };
 
-/// Each iteration computes its rows' partial sums and column sums and publishes the former, then waits for those of the
-/// iteration before and stores its gradients.
+/// Each iteration computes the partial sums and column sums of its rows and publishes the former. Then it waits for the
+/// partial sums of the iteration before and stores its gradients.
 template <class Op, typename T, typename SHAPE>
 __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     norm_backward_registers_persistent_kernel(const NormWeights<T> w, __grid_constant__ const NormBackward<T> p) {

@@ -1,6 +1,7 @@
 // layer_norm, rms_norm: the shared backward pass (backward.cuh) for short 16-bit rows.
-// Idea      WARPS warps share a row, and the next row waits in their registers: no copy through shared memory, and a
-//           barrier of the row's warps alone. backward.cuh costs 2 to 5 % more at rows of 256 to 1024 elements.
+// Idea      WARPS warps share a row, and the next row waits in their registers. There is no copy through shared memory,
+//           and only the row's warps wait at a barrier. backward.cuh costs 2 to 5 % more at rows of 256 to 1024
+//           elements.
 #pragma once
 
 #include "norm/backward.cuh"
@@ -70,17 +71,17 @@ struct WarpsRows {
     // Loads a row. Must be called for every row, in order. Zeros stay past a row's end; after the last row, the last
     // row stays.
     __device__ void fetch(int row) {
-        const bool live = row < static_cast<int>(p.count);
+        const bool has_row = row < static_cast<int>(p.count);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-            if (live & has(v)) {
+            if (has_row & has(v)) {
                 reinterpret_cast<uint4&>(x[v]) =
                     *evict_last(reinterpret_cast<const uint4*>(input + v * SHAPE::LANES * E));
                 reinterpret_cast<uint4&>(g[v]) =
                     *evict_last(reinterpret_cast<const uint4*>(grad + v * SHAPE::LANES * E));
             }
         }
-        if (live) stats = load_stats<IS_LAYERNORM>(p.stats, row);
+        if (has_row) stats = load_stats<IS_LAYERNORM>(p.stats, row);
         input += p.even_in.apart;
         grad += p.even_g.apart;
     }

@@ -43,8 +43,8 @@ constexpr bool HAS_PERSISTENT = false;
 template <class Op>
 constexpr bool HAS_PERSISTENT<Op, std::void_t<typename Op::Persistent>> = true;
 
-// Output, sum of input and residual (the output again where there is none), and what the backward pass needs of rows,
-// if that is to be kept.
+// Returns the output, the sum of input and residual (the output again without a residual), and the saved statistics of
+// rows, empty unless `keep`.
 template <class Op>
 std::tuple<Tensor, Tensor, Tensor> norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
                                                 const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,

@@ -63,7 +63,7 @@ __device__ inline Stats stats_of_deviations(float mean, Pair deviations, float p
 }
 
 // dx = rstd · (w·dy − mean(w·dy) − x̂ · mean(w·dy·x̂)); rms_norm has no first mean. That mean is of rounded products,
-// so it is subtracted from a rounded product: a fused multiply-add would give a row of one element a gradient.
+// so it is subtracted from a rounded product. A fused multiply-add would give a row of one element a gradient.
 template <bool IS_LAYERNORM>
 __device__ float gradient(float x_hat, float weighted, Pair means, float rstd) {
     return fmaf(-x_hat, means.second, IS_LAYERNORM ? __fsub_rn(weighted, means.first) : weighted) * rstd;
@@ -90,8 +90,8 @@ struct EvenRows {
     int64_t step, apart;
 };
 
-// Members that kernels of evenly spaced rows read come first: before its first load, every SM fetches the lines of the
-// arguments that it reads, one after the other.
+// Members that kernels of evenly spaced rows read come first. Before its first load, every SM fetches the cache lines
+// of the arguments that it reads, one after the other.
 template <typename T>
 struct NormBackward {
     T* grad_input;  // null where no gradient of the input is wanted
@@ -151,21 +151,21 @@ __device__ float sum_of(const Vec<T> (&tile)[V]) {
 }
 
 // Sums of a thread's deviations from `centre` and of their squares. The first sum is computed where it is WANTED.
-template <bool VECTORIZED, bool WANTED, typename T, int V, typename Share>
-__device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const Share& share, int64_t length) {
+template <bool VECTORIZED, bool WANTED, typename T, int V, typename Partition>
+__device__ Pair deviations_from(float centre, const Vec<T> (&tile)[V], const Partition& partition, int64_t length) {
     constexpr int E = Vec<T>::size;
     float x[E];
     Pair sums{-0.0f, -0.0f};
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         unpack(tile[v], x);
-        const int first = share.at(v) * E;
+        const int first = partition.at(v) * E;
         // Elements past the end are zeros and must have no deviation.
-        const float inside = share.template has<T>(v, length) ? centre : 0.0f;
+        const float shift = partition.template has<T>(v, length) ? centre : 0.0f;
         Pair partial{-0.0f, -0.0f};
 #pragma unroll
         for (int e = 0; e < E; ++e) {
-            const float deviation = x[e] - (VECTORIZED || first + e < static_cast<int>(length) ? inside : 0.0f);
+            const float deviation = x[e] - (VECTORIZED || first + e < static_cast<int>(length) ? shift : 0.0f);
             if constexpr (WANTED) partial.first += deviation;
             partial.second = fmaf(deviation, deviation, partial.second);
         }
@@ -181,13 +181,13 @@ inline void check_takes(bool takes, const char* op, int64_t length) {
 
 // ---- column sum ------------------------------------------------------------------------------------------------------
 
-/// Stage two of the weights' gradients, shared by every rung but `naive`: sums the partials of `w.groups` groups of
-/// rows. blockIdx.y selects the weight or the bias.
+/// Stage two of the weights' gradients, shared by every rung but `naive`. It sums the partials of `w.groups` groups of
+/// rows; blockIdx.y selects the weight or the bias.
 template <class Op, typename T>
 __global__ void __launch_bounds__(SUM_THREADS) norm_backward_column_sum_kernel(const NormWeights<T> w, int64_t length) {
     pdl_begin();
     T* const out = blockIdx.y == 0 ? w.grad_weight : w.grad_bias;
-    if (out != nullptr) sum_shares(out, w.partials + int64_t{blockIdx.y} * w.groups * length, w.groups, length);
+    if (out != nullptr) sum_partials(out, w.partials + int64_t{blockIdx.y} * w.groups * length, w.groups, length);
 }
 
 template <class Op, typename T>

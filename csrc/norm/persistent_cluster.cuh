@@ -29,10 +29,10 @@ struct PersistentShape {
     }
 };
 
-// Shared-memory scratch: partial statistics of the warps and of the blocks, and their mbarriers. Why nothing is
-// overwritten before it is read: a warp that arrives for row t + 2 has received row t, for which all warps had arrived.
-// A block sends row t + 4 once all its warps have received row t + 2, which every block sent once all of its warps had
-// read row t.
+// Shared-memory scratch: partial statistics of the warps and of the blocks, and their mbarriers. Nothing is overwritten
+// before it is read. A warp that arrives for row t + 2 has received row t, for which all warps had arrived. A block
+// sends row t + 4 once all its warps have received row t + 2. Every block sent t + 2 once all of its warps had read row
+// t.
 template <typename SHAPE>
 struct PersistentReduceSmem {
     static constexpr int WARP_STAGES = 2, BLOCK_STAGES = 4;
@@ -91,7 +91,7 @@ struct PersistentPart {
     const ShortNorm<T>& p;
     Scratch& smem;
     uint4 *const weight, *const bias, *const rows;
-    const PipelinePartition<BLOCK_SHAPE, true> share;
+    const PipelinePartition<BLOCK_SHAPE, true> partition;
     const int mine, segment, first, apart, iterations;  // vectors of this block, of a warp; rows
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
@@ -101,10 +101,10 @@ struct PersistentPart {
           weight(shared),
           bias(weight + SHAPE::STAGE_VECTORS),
           rows(bias + SHAPE::STAGE_VECTORS),
-          share(p.length / E),
-          mine(share.end - share.begin),
+          partition(p.length / E),
+          mine(partition.end - partition.begin),
           segment(SHAPE::FULL ? V * WARP : (mine + BLOCK_SHAPE::THREADS - 1) / BLOCK_SHAPE::THREADS * WARP),
-          first(share.group),
+          first(partition.group),
           apart(static_cast<int>(gridDim.x) / SHAPE::BLOCKS),
           iterations((static_cast<int>(p.count) - first + apart - 1) / apart) {}
 
@@ -118,7 +118,7 @@ struct PersistentPart {
     // Address of this block's part of an operand whose rows lie `step` elements apart.
     template <typename P>
     __device__ P* at(P* operand, int64_t step, int iteration) const {
-        return operand + (first + int64_t{iteration} * apart) * step + int64_t{share.begin} * E;
+        return operand + (first + int64_t{iteration} * apart) * step + int64_t{partition.begin} * E;
     }
 
     // Starts the bulk copy of this warp's segment of a row. Called by one thread of the warp.
@@ -153,8 +153,8 @@ struct PersistentPart {
         }
     }
 
-    // Partial statistics of a warp's vectors, in one pass about its first element. Where that is far from the mean the
-    // squares are large too: their loss is below the number of the warp's elements times the spacing of float32.
+    // Partial statistics of a warp's vectors, in one pass about its first element. Where that is far from the mean, the
+    // squares are large too. Their loss is below the number of the warp's elements times the spacing of float32.
     __device__ Pair partial_of(const Vec<T> (&tile)[V], float elements, float per_element) const {
         float x[E], centre = 0.0f;
         Pair partial_of_warp{};
@@ -163,11 +163,11 @@ struct PersistentPart {
             if (v > 0 && !any_has(v)) break;
             unpack(tile[v], x);
             if (v == 0) centre = shuffle_from(x[0], 0);
-            const float inside = has(v) ? centre : 0.0f;
+            const float shift = has(v) ? centre : 0.0f;
             Pair partial{};
 #pragma unroll
             for (int e = 0; e < E; ++e) {
-                const float deviation = x[e] - inside;
+                const float deviation = x[e] - shift;
                 partial = {partial.first + deviation, fmaf(deviation, deviation, partial.second)};
             }
             partial_of_warp = v == 0 ? partial : PairSum{}(partial_of_warp, partial);
@@ -196,7 +196,7 @@ struct PersistentPart {
 
     // The row warps: the first pass over a row, then the second pass over the row before.
     __device__ void run_row_warps() const {
-        const MergeBlocks merge(share.part * E, share.of_block(SHAPE::BLOCKS - 1) * E);
+        const MergeBlocks merge(partition.part * E, partition.of_block(SHAPE::BLOCKS - 1) * E);
         const auto elements = static_cast<float>(of_warp(warp) * E);
         const float per_element = 1.0f / fmaxf(elements, 1.0f);
         PipelineState<SHAPE::STAGES> row;
@@ -226,7 +226,7 @@ struct PersistentPart {
             if (iteration > 0) {
                 mbarrier_wait(shared_address(&smem.arrived[block_stage.stage]), block_stage.phase);
                 const Stats stats = merge.stats(smem.of_blocks[block_stage.stage], p.per_element, p.eps);
-                if (share.begin == 0 && own(0) == 0)
+                if (partition.begin == 0 && own(0) == 0)
                     store_stats<true>(p.stats, first + int64_t{iteration - 1} * apart, stats);
                 store(to, before, stats);
                 to += apart * p.out_step;

@@ -20,20 +20,20 @@ namespace kl {
 
 // On one block: two passes over registers, the second about the row's mean.
 template <bool VECTORIZED, typename T, int V>
-__device__ Stats centred_stats(Vec<T> (&tile)[V], const RowPartition<false>& share, const NormForward<T>& p) {
+__device__ Stats centred_stats(Vec<T> (&tile)[V], const RowPartition<false>& partition, const NormForward<T>& p) {
     __shared__ ReduceSmem<false, float> of_sum, of_squares;
     __shared__ ReduceSmem<false, Pair> of_deviations;
     const float mean = reduce_over_row(sum_of(tile), Sum{}, of_sum) * p.per_element;
     stay_packed(tile);
     // The first sum is not zero, because the mean is rounded.
-    Pair deviations = deviations_from<VECTORIZED, SHIFTED<T>>(mean, tile, share, p.length);
+    Pair deviations = deviations_from<VECTORIZED, SHIFTED<T>>(mean, tile, partition, p.length);
     if constexpr (SHIFTED<T>) deviations = reduce_over_row(deviations, PairSum{}, of_deviations);
     if constexpr (!SHIFTED<T>) deviations.second = reduce_over_row(deviations.second, Sum{}, of_squares);
     return stats_of_deviations(mean, deviations, p.per_element, p.eps);
 }
 
-// Partial statistics of some elements of a row: their count, a centre near them, and the sums of their deviations from
-// it and of the squares.
+// Partial statistics of some elements of a row: their count, a centre near them, and the sums of deviations from it and
+// of their squares.
 struct alignas(16) Moments {
     float count, centre;
     Pair deviations;
@@ -46,18 +46,18 @@ struct alignas(16) Moments {
 };
 
 // In a cluster, where an exchange costs more: one pass and one exchange. Each warp takes deviations from the mean of
-// its first vectors, which arrive first. Those are an eighth of the warp's elements: if their mean lies far from the
-// warp's, their own deviations outweigh what cancels, and at most three bits are lost. The row's moments follow from
-// those of all warps (Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample
-// Variances, 1979). For 16-bit elements they are taken about the first warp's centre: the cancellation there is far
-// below the elements' spacing.
+// its first vectors, which arrive first. Those are an eighth of the warp's elements. If their mean lies far from the
+// warp's, their own deviations outweigh what cancels: at most three bits are lost. The row's moments follow from those
+// of all warps (Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances,
+// 1979). For 16-bit elements they are taken about the first warp's centre: the cancellation there is far below the
+// elements' spacing.
 template <bool VECTORIZED, typename T, int V, typename F>
-__device__ Stats centred_stats(Vec<T> (&tile)[V], const RowPartition<true>& share, const NormForward<T>& p,
+__device__ Stats centred_stats(Vec<T> (&tile)[V], const RowPartition<true>& partition, const NormForward<T>& p,
                                ReduceSmem<true, Moments>& reduce_smem, F&& meanwhile) {
     constexpr int E = Vec<T>::size;
     const int lane = threadIdx.x % WARP;
-    const int left = min(share.end * E, static_cast<int>(p.length)) - (share.first - lane) * E;
-    const auto inside = [&](int v) { return max(min(left - v * share.step() * E, WARP * E), 0); };
+    const int left = min(partition.end * E, static_cast<int>(p.length)) - (partition.first - lane) * E;
+    const auto inside = [&](int v) { return max(min(left - v * partition.step() * E, WARP * E), 0); };
     int elements = 0;
 #pragma unroll
     for (int v = 0; v < V; ++v) elements += inside(v);
@@ -65,7 +65,8 @@ __device__ Stats centred_stats(Vec<T> (&tile)[V], const RowPartition<true>& shar
     const float sum = over_lanes(sum_of(head), Sum{}, WARP);
     Moments own{static_cast<float>(elements), 0.0f, {}};
     if (elements > 0) own.centre = sum * rcp_approx(static_cast<float>(inside(0)));
-    own.deviations = over_lanes(deviations_from<VECTORIZED, true>(own.centre, tile, share, p.length), PairSum{}, WARP);
+    own.deviations =
+        over_lanes(deviations_from<VECTORIZED, true>(own.centre, tile, partition, p.length), PairSum{}, WARP);
 
     const Moments* partials;
     const int count = exchange_over_row(own, reduce_smem, partials, meanwhile);
@@ -92,24 +93,24 @@ __device__ Stats plain_stats(const Vec<T> (&tile)[V], const NormForward<T>& p, R
     return stats_of_squares(reduce_over_row(squares, Sum{}, reduce_smem, meanwhile) * p.per_element, p.eps);
 }
 
-/// Normalises the row of this thread. `gather(tile, share, row, live)` loads it into registers, zeros past its end.
+/// Normalises the row of this thread. `gather(tile, partition, row, has_row)` loads it into registers, zeros past its end.
 /// Weight and bias, which come from the L1 or L2, are loaded when needed or one vector AHEAD: ptxas moves only CONSTANT
 /// loads across stores.
 template <typename T, bool IS_LAYERNORM, int V, bool VECTORIZED, bool CLUSTER, bool AHEAD, typename Gather>
 __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     __shared__ ReduceSmem<CLUSTER, std::conditional_t<IS_LAYERNORM && CLUSTER, Moments, float>> reduce_smem;
     constexpr int E = Vec<T>::size;
-    const RowPartition<CLUSTER> share(vectors_of<T>(p.length));
-    share.open(reduce_smem);
+    const RowPartition<CLUSTER> partition(vectors_of<T>(p.length));
+    partition.open(reduce_smem);
     if constexpr (!CLUSTER) pdl_begin();
-    const bool live = share.live(p.count);
-    const int64_t row = live ? share.row : 0;
+    const bool has_row = partition.has_row(p.count);
+    const int64_t row = has_row ? partition.row : 0;
     Vec<T> tile[V];
-    gather(tile, share, row, live);
-    share.meet();
+    gather(tile, partition, row, has_row);
+    partition.meet();
     Vec<T> weight, bias;
     const auto fetch_parameters = [&](int v) {
-        const int first = share.at(v) * E;
+        const int first = partition.at(v) * E;
         weight = load_parameter<VECTORIZED, CLUSTER>(p.weight, p.parameter, first, p.length, 1.0f);
         if constexpr (IS_LAYERNORM)
             bias = load_parameter<VECTORIZED, CLUSTER>(p.bias, p.parameter, first, p.length, 0.0f);
@@ -117,9 +118,10 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
     const auto meanwhile = [&] { fetch_parameters(0); };
     Stats stats;
     if constexpr (!IS_LAYERNORM) stats = plain_stats(tile, p, reduce_smem, meanwhile);
-    if constexpr (IS_LAYERNORM && CLUSTER) stats = centred_stats<VECTORIZED>(tile, share, p, reduce_smem, meanwhile);
-    if constexpr (IS_LAYERNORM && !CLUSTER) stats = centred_stats<VECTORIZED>(tile, share, p);
-    if (live && share.first == 0) store_stats<IS_LAYERNORM>(p.stats, row, stats);
+    if constexpr (IS_LAYERNORM && CLUSTER)
+        stats = centred_stats<VECTORIZED>(tile, partition, p, reduce_smem, meanwhile);
+    if constexpr (IS_LAYERNORM && !CLUSTER) stats = centred_stats<VECTORIZED>(tile, partition, p);
+    if (has_row && partition.first == 0) store_stats<IS_LAYERNORM>(p.stats, row, stats);
     stay_packed(tile);
     T* const out = p.output + p.out.start(row);
     if constexpr (AHEAD) fetch_parameters(0);
@@ -136,7 +138,7 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
             x[e] = normalized<IS_LAYERNORM, SHIFTED<T>>(x[e], stats);
             x[e] = IS_LAYERNORM ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
         }
-        store_part<VECTORIZED>(out, p.out, pack<T>(x), v, share, live, p.length);
+        store_part<VECTORIZED>(out, p.out, pack<T>(x), v, partition, has_row, p.length);
         keep_order();
     }
 }
@@ -145,14 +147,14 @@ __device__ void norm_registers_of(const NormForward<T>& p, Gather&& gather) {
 template <typename T, bool IS_LAYERNORM, bool HAS_RESIDUAL, int V, bool VECTORIZED, bool CLUSTER>
 __device__ void norm_registers(const NormForward<T>& p) {
     if (!exists_here<CLUSTER>()) return;
-    const auto gather = [&](Vec<T>(&tile)[V], const RowPartition<CLUSTER>& share, int64_t row, bool live) {
-        load_row<VECTORIZED>(tile, p.input + p.in.start(row), p.in, share, live, p.length, 0.0f);
+    const auto gather = [&](Vec<T>(&tile)[V], const RowPartition<CLUSTER>& partition, int64_t row, bool has_row) {
+        load_row<VECTORIZED>(tile, p.input + p.in.start(row), p.in, partition, has_row, p.length, 0.0f);
         if constexpr (HAS_RESIDUAL) {
             Vec<T> residual[V];
-            load_row<VECTORIZED>(residual, p.residual + p.res.start(row), p.res, share, live, p.length, 0.0f);
+            load_row<VECTORIZED>(residual, p.residual + p.res.start(row), p.res, partition, has_row, p.length, 0.0f);
 #pragma unroll
             for (int v = 0; v < V; ++v) tile[v] = add_vec(tile[v], residual[v]);
-            store_row<VECTORIZED>(p.sum + p.out.start(row), p.out, tile, share, live, p.length);
+            store_row<VECTORIZED>(p.sum + p.out.start(row), p.out, tile, partition, has_row, p.length);
         }
     };
     norm_registers_of<T, IS_LAYERNORM, V, VECTORIZED, CLUSTER, VECTORIZED && !CLUSTER>(p, gather);

@@ -41,22 +41,22 @@ ShortNorm<T> short_norm(const NormForward<T>& p) {
 // Two passes over registers, the second about each row's mean.
 template <typename T, int ROWS, bool BY_BLOCK, int V>
 __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
-                              const MultiRowPartition<ROWS, BY_BLOCK>& share, const ShortNorm<T>& p) {
+                              const MultiRowPartition<ROWS, BY_BLOCK>& partition, const ShortNorm<T>& p) {
     __shared__ BlockReduceSmem<BY_BLOCK ? ROWS : 0, float> of_sums, of_squares;
     __shared__ BlockReduceSmem<BY_BLOCK && SHIFTED<T> ? ROWS : 0, Pair> of_deviations;
     float sums[ROWS];
     Pair deviations[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) sums[r] = sum_of(tile[r]);
-    each_over_rows(sums, Sum{}, share, of_sums);
+    each_over_rows(sums, Sum{}, partition, of_sums);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         stats[r].mean = sums[r] * p.per_element;
-        deviations[r] = deviations_from<true, SHIFTED<T>>(stats[r].mean, tile[r], share, share.length);
+        deviations[r] = deviations_from<true, SHIFTED<T>>(stats[r].mean, tile[r], partition, partition.length);
         sums[r] = deviations[r].second;
     }
-    if constexpr (SHIFTED<T>) each_over_rows(deviations, PairSum{}, share, of_deviations);
-    if constexpr (!SHIFTED<T>) each_over_rows(sums, Sum{}, share, of_squares);
+    if constexpr (SHIFTED<T>) each_over_rows(deviations, PairSum{}, partition, of_deviations);
+    if constexpr (!SHIFTED<T>) each_over_rows(sums, Sum{}, partition, of_squares);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         if constexpr (!SHIFTED<T>) deviations[r].second = sums[r];
@@ -66,12 +66,12 @@ __device__ void centred_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V
 
 template <typename T, int ROWS, bool BY_BLOCK, int V>
 __device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
-                            const MultiRowPartition<ROWS, BY_BLOCK>& share, const ShortNorm<T>& p) {
+                            const MultiRowPartition<ROWS, BY_BLOCK>& partition, const ShortNorm<T>& p) {
     __shared__ BlockReduceSmem<BY_BLOCK ? ROWS : 0, float> of_squares;
     float squares[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) squares[r] = sum_over(tile[r], [](float sum, float x) { return fmaf(x, x, sum); });
-    each_over_rows(squares, Sum{}, share, of_squares);
+    each_over_rows(squares, Sum{}, partition, of_squares);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) stats[r] = stats_of_squares(squares[r] * p.per_element, p.eps);
 }
@@ -79,12 +79,13 @@ __device__ void plain_stats(Stats (&stats)[ROWS], const Vec<T> (&tile)[ROWS][V],
 /// Normalises this thread's rows. `gather(tile, meanwhile)` fills them, zeros past their end, and calls `meanwhile()`
 /// once all its loads are issued; with PRELOAD_PARAMS the loads of the parameters follow there.
 template <typename T, bool IS_LAYERNORM, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS, typename Gather>
-__device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROWS, BY_BLOCK>& share, Gather&& gather) {
+__device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROWS, BY_BLOCK>& partition,
+                              Gather&& gather) {
     constexpr int E = Vec<T>::size;
     Vec<T> tile[ROWS][V], weight[V], bias[V];
     const auto fetch_parameters = [&](int v) {
-        weight[v] = share.parameter(p.weight, v, 1.0f);
-        if constexpr (IS_LAYERNORM) bias[v] = share.parameter(p.bias, v, 0.0f);
+        weight[v] = partition.parameter(p.weight, v, 1.0f);
+        if constexpr (IS_LAYERNORM) bias[v] = partition.parameter(p.bias, v, 0.0f);
     };
     gather(tile, [&] {
 #pragma unroll
@@ -93,12 +94,12 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROW
         }
     });
     Stats stats[ROWS];
-    if constexpr (IS_LAYERNORM) centred_stats(stats, tile, share, p);
-    if constexpr (!IS_LAYERNORM) plain_stats(stats, tile, share, p);
-    if (share.lane == 0) {
+    if constexpr (IS_LAYERNORM) centred_stats(stats, tile, partition, p);
+    if constexpr (!IS_LAYERNORM) plain_stats(stats, tile, partition, p);
+    if (partition.lane == 0) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            if (share.live(r)) store_stats<IS_LAYERNORM>(p.stats, share.row + r * share.apart, stats[r]);
+            if (partition.has_row(r)) store_stats<IS_LAYERNORM>(p.stats, partition.row + r * partition.apart, stats[r]);
         }
     }
     if constexpr (!PRELOAD_PARAMS) fetch_parameters(0);
@@ -109,18 +110,18 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROW
         if constexpr (IS_LAYERNORM) unpack(bias[v], offset);
         if (!PRELOAD_PARAMS && v + 1 < V)
             fetch_parameters(v + 1);  // before the stores: ptxas moves no load across them
-        T* to = share.begin(p.output, p.out_step, v);
+        T* to = partition.begin(p.output, p.out_step, v);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r, to += share.next(p.out_step)) {
+        for (int r = 0; r < ROWS; ++r, to += partition.next(p.out_step)) {
             unpack(tile[r][v], x);
             Stats here = stats[r];
-            if constexpr (IS_LAYERNORM) here.mean = share.template has<T>(v, share.length) ? here.mean : 0.0f;
+            if constexpr (IS_LAYERNORM) here.mean = partition.template has<T>(v, partition.length) ? here.mean : 0.0f;
 #pragma unroll
             for (int e = 0; e < E; ++e) {
                 x[e] = normalized<IS_LAYERNORM, SHIFTED<T>>(x[e], here);
                 x[e] = IS_LAYERNORM ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
             }
-            share.store(to, r, v, pack<T>(x));
+            partition.store(to, r, v, pack<T>(x));
             keep_order();
         }
     }
@@ -130,25 +131,25 @@ __device__ void norm_short_of(const ShortNorm<T>& p, const MultiRowPartition<ROW
 template <typename T, bool IS_LAYERNORM, bool HAS_RESIDUAL, int ROWS, bool BY_BLOCK, int V, bool PRELOAD_PARAMS>
 __device__ void norm_short(const ShortNorm<T>& p) {
     pdl_begin();
-    const MultiRowPartition<ROWS, BY_BLOCK> share(p.count, p.length);
+    const MultiRowPartition<ROWS, BY_BLOCK> partition(p.count, p.length);
     const auto gather = [&](Vec<T>(&tile)[ROWS][V], auto&& meanwhile) {
-        share.load(tile, p.input, p.in_step, 0.0f);
+        partition.load(tile, p.input, p.in_step, 0.0f);
         [[maybe_unused]] Vec<T> residual[HAS_RESIDUAL ? ROWS : 1][V];
-        if constexpr (HAS_RESIDUAL) share.load(residual, p.residual, p.res_step, 0.0f);
+        if constexpr (HAS_RESIDUAL) partition.load(residual, p.residual, p.res_step, 0.0f);
         meanwhile();
         if constexpr (HAS_RESIDUAL) {
-            T* to = share.begin(p.sum, p.out_step);
+            T* to = partition.begin(p.sum, p.out_step);
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r, to += share.next(p.out_step)) {
+            for (int r = 0; r < ROWS; ++r, to += partition.next(p.out_step)) {
 #pragma unroll
                 for (int v = 0; v < V; ++v) {
                     tile[r][v] = add_vec(tile[r][v], residual[r][v]);
-                    share.store(to + v * share.lanes * Vec<T>::size, r, v, tile[r][v]);
+                    partition.store(to + v * partition.lanes * Vec<T>::size, r, v, tile[r][v]);
                 }
             }
         }
     };
-    norm_short_of<T, IS_LAYERNORM, ROWS, BY_BLOCK, V, PRELOAD_PARAMS>(p, share, gather);
+    norm_short_of<T, IS_LAYERNORM, ROWS, BY_BLOCK, V, PRELOAD_PARAMS>(p, partition, gather);
 }
 
 template <class Op, typename T, int ROWS>

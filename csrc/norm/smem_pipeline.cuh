@@ -71,27 +71,28 @@ struct PipelineRows {
     static constexpr int ROWS = SHAPE::ROWS, V = SHAPE::VECTORS, RING = SHAPE::RING;
 
     const ShortNorm<T>& p;
-    const PipelinePartition<SHAPE, CLUSTER>& share;
+    const PipelinePartition<SHAPE, CLUSTER>& partition;
     uint4* const own;
     const T* const residual;  // address of this thread's first vector
     const int left;           // rows from this block's first row to the last
 
-    __device__ PipelineRows(const ShortNorm<T>& p_in, const PipelinePartition<SHAPE, CLUSTER>& share_in, uint4* shared)
+    __device__ PipelineRows(const ShortNorm<T>& p_in, const PipelinePartition<SHAPE, CLUSTER>& partition_in,
+                            uint4* shared)
         : p(p_in),
-          share(share_in),
+          partition(partition_in),
           own(shared + threadIdx.x),
           residual(OPERANDS > 1 ? at(p.residual, p.res_step) : nullptr),
-          left(static_cast<int>(min(p.count - share.row(), int64_t{ROWS}))) {}
+          left(static_cast<int>(min(p.count - partition.row(), int64_t{ROWS}))) {}
 
     // Address of this thread's first vector of the first row. The asm makes it one value, from which later addresses
-    // differ by constants: otherwise ptxas keeps its terms in registers and adds them for each vector.
+    // differ by constants. Otherwise ptxas keeps its terms in registers and adds them for each vector.
     template <typename P>
     __device__ P* at(P* operand, int64_t step) const {
-        P* first = operand + share.row() * step + int64_t{share.at(0)} * Vec<T>::size;
+        P* first = operand + partition.row() * step + int64_t{partition.at(0)} * Vec<T>::size;
         asm volatile("" : "+l"(first));
         return first;
     }
-    __device__ bool live(int r, int v) const { return r < left && share.has(v); }
+    __device__ bool in_range(int r, int v) const { return r < left && partition.has(v); }
     __device__ uint4& stage(int operand, int r, int v) const {
         return own[(operand == 0 ? r * V + v : ROWS * V + r * RING + v % RING) * SHAPE::THREADS];
     }
@@ -100,7 +101,7 @@ struct PipelineRows {
         const T* from = first + v * SHAPE::THREADS * Vec<T>::size;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r, from += operand == 0 ? p.in_step : p.res_step) {
-            cp_async16_if<SINGLE_USE>(shared_address(&stage(operand, r, v)), from, live(r, v));
+            cp_async16_if<SINGLE_USE>(shared_address(&stage(operand, r, v)), from, in_range(r, v));
         }
     }
     __device__ void fetch_first() const {
@@ -171,14 +172,14 @@ struct PipelineReduceSmem {
     // Merges the partials of all warps into one value per row. `own` is in all lanes that finish the row. In a cluster
     // the first warps, one per row, send the block's value to the other blocks. `meanwhile()` runs before the wait.
     template <typename T, typename F>
-    __device__ void exchange(Value (&rows)[ROWS], const Value& own, const PipelinePartition<SHAPE, CLUSTER>& share,
+    __device__ void exchange(Value (&rows)[ROWS], const Value& own, const PipelinePartition<SHAPE, CLUSTER>& partition,
                              float per_element, F&& meanwhile) {
         constexpr int E = Vec<T>::size, WARPS = SHAPE::WARPS, LANES = SHAPE::LANES;
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         if (lane % LANES == 0) of_warps[lane / LANES][warp] = own;
         __syncthreads();
         const auto of_block = [&](int r, float per) {
-            const int elements = share.of_warp(lane % WARPS, SHAPE::VECTORS) * E;
+            const int elements = partition.of_warp(lane % WARPS, SHAPE::VECTORS) * E;
             return merge_moments<IS_LAYERNORM>(of_warps[r][lane % WARPS], elements, per, WARPS);
         };
         if constexpr (!CLUSTER) {
@@ -192,7 +193,8 @@ struct PipelineReduceSmem {
             cluster::wait();  // until every block has initialised its mbarrier
             if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared_address(&arrived), ROWS * blocks * sizeof(Value));
             if (warp < ROWS) {
-                const Value value = of_block(warp, rcp_approx(static_cast<float>(max(share.of_block(rank) * E, 1))));
+                const Value value =
+                    of_block(warp, rcp_approx(static_cast<float>(max(partition.of_block(rank) * E, 1))));
                 if (lane < blocks) cluster::send(&of_blocks[warp][rank], value, &arrived, lane);
             }
             meanwhile();
@@ -203,7 +205,8 @@ struct PipelineReduceSmem {
 #pragma unroll
             for (int r = 0; r < ROWS; r += ROWS_PER_WARP) {
                 const Value part = of_blocks[r + lane / APART][block];
-                const Value whole = merge_moments<IS_LAYERNORM>(part, share.of_block(block) * E, per_element, blocks);
+                const Value whole =
+                    merge_moments<IS_LAYERNORM>(part, partition.of_block(block) * E, per_element, blocks);
 #pragma unroll
                 for (int i = 0; i < ROWS_PER_WARP; ++i) rows[r + i] = shuffle_from(whole, i * APART);
             }
@@ -216,7 +219,7 @@ struct PipelineReduceSmem {
 /// vectors, as in registers.cuh. `make(r, v)` returns a vector, zeros past the row's end; it is called for the first
 /// vectors of all rows first, which `read(r, x)` then returns again.
 template <bool IS_LAYERNORM, typename T, typename SHAPE, bool CLUSTER, typename Make, typename Read>
-__device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAPE, CLUSTER>& share, Make&& make,
+__device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAPE, CLUSTER>& partition, Make&& make,
                                                     Read&& read) {
     constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, V = SHAPE::VECTORS, LANES = SHAPE::LANES;
     float x[E], centre[ROWS] = {};
@@ -224,7 +227,7 @@ __device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAP
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) found[r] = {-0.0f, -0.0f};  // -0 + x is x: the compiler drops the first addition
     const auto accumulate = [&](int r, int v) {
-        const float inside = IS_LAYERNORM && share.has(v) ? centre[r] : 0.0f;
+        const float inside = IS_LAYERNORM && partition.has(v) ? centre[r] : 0.0f;
         Pair partial{-0.0f, -0.0f};
 #pragma unroll
         for (int e = 0; e < E; ++e) {
@@ -243,7 +246,7 @@ __device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAP
     }
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if constexpr (IS_LAYERNORM) {
-        const float per_element = rcp_approx(static_cast<float>(max(share.of_warp(warp, 1) * E, 1)));
+        const float per_element = rcp_approx(static_cast<float>(max(partition.of_warp(warp, 1) * E, 1)));
         const float mean = reduce_rows_over_lanes(sums, Sum{}, WARP) * per_element;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) centre[r] = ROWS == 1 ? mean : shuffle_from(mean, r * LANES);
@@ -262,7 +265,7 @@ __device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAP
         float about = centre[0];
 #pragma unroll
         for (int r = 1; r < ROWS; ++r) about = chosen(lane / LANES == r, centre[r], about);
-        const auto elements = static_cast<float>(share.of_warp(warp, V) * E);
+        const auto elements = static_cast<float>(partition.of_warp(warp, V) * E);
         own.second -= own.first * (own.first * rcp_approx(fmaxf(elements, 1.0f)));  // its square may overflow
         return {fmaf(elements, about, own.first), own.second};
     } else {
@@ -272,42 +275,42 @@ __device__ RowPartial<IS_LAYERNORM> partial_of_warp(const PipelinePartition<SHAP
     }
 }
 
-/// Normalises the rows of a block. `make(r, v, words, live)` makes a row's vector from those of the operands; it is
+/// Normalises the rows of a block. `make(r, v, words, in_range)` makes a row's vector from those of the operands; it is
 /// called for vector v of all rows before vector v + 1.
 template <bool IS_LAYERNORM, typename SHAPE, bool CLUSTER, int OPERANDS, bool SINGLE_USE, typename T, typename Make>
-__device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelinePartition<SHAPE, CLUSTER>& share,
+__device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelinePartition<SHAPE, CLUSTER>& partition,
                                       Make&& make) {
     constexpr int E = Vec<T>::size, ROWS = SHAPE::ROWS, V = SHAPE::VECTORS;
     extern __shared__ __align__(STAGE_ALIGNMENT) uint4 in_shared[];
     __shared__ PipelineReduceSmem<IS_LAYERNORM, SHAPE, CLUSTER> mail;
     mail.open();
     if constexpr (!CLUSTER) pdl_begin();
-    const PipelineRows<T, SHAPE, CLUSTER, OPERANDS, SINGLE_USE> rows(p, share, in_shared);
+    const PipelineRows<T, SHAPE, CLUSTER, OPERANDS, SINGLE_USE> rows(p, partition, in_shared);
     rows.fetch_first();
     const auto make_and_keep = [&](int r, int v) {
         if (r == 0) rows.wait(v);
         uint4 words[OPERANDS];
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) words[o] = rows.stage(o, r, v);
-        const Vec<T> made = make(r, v, words, rows.live(r, v));
+        const Vec<T> made = make(r, v, words, rows.in_range(r, v));
         if constexpr (OPERANDS > 1) rows.stage(0, r, v) = reinterpret_cast<const uint4&>(made);
         if (r == ROWS - 1) rows.release(v);
         return made;
     };
     const RowPartial<IS_LAYERNORM> by_warp =
-        partial_of_warp<IS_LAYERNORM, T>(share, make_and_keep, [&](int r, float (&x)[E]) { rows.read(r, 0, x); });
+        partial_of_warp<IS_LAYERNORM, T>(partition, make_and_keep, [&](int r, float (&x)[E]) { rows.read(r, 0, x); });
     cp_async_wait<0>();
 
     uint4 weight, bias;
     const auto fetch_parameters = [&](int v) {
         weight = filled<T>(1.0f);
-        load_if<CLUSTER>(weight, p.weight + share.at(v) * E, p.weight != nullptr && share.has(v));
+        load_if<CLUSTER>(weight, p.weight + partition.at(v) * E, p.weight != nullptr && partition.has(v));
         if constexpr (!IS_LAYERNORM) return;
         bias = filled<T>(0.0f);
-        load_if<CLUSTER>(bias, p.bias + share.at(v) * E, p.bias != nullptr && share.has(v));
+        load_if<CLUSTER>(bias, p.bias + partition.at(v) * E, p.bias != nullptr && partition.has(v));
     };
     RowPartial<IS_LAYERNORM> found[ROWS];
-    mail.template exchange<T>(found, by_warp, share, p.per_element, [&] { fetch_parameters(0); });
+    mail.template exchange<T>(found, by_warp, partition, p.per_element, [&] { fetch_parameters(0); });
     Stats stats[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -317,7 +320,7 @@ __device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelineParti
         } else {
             stats[r] = stats_of_squares(found[r] * p.per_element, p.eps);
         }
-        if (share.at(0) == 0 && r < rows.left) store_stats<IS_LAYERNORM>(p.stats, share.row() + r, stats[r]);
+        if (partition.at(0) == 0 && r < rows.left) store_stats<IS_LAYERNORM>(p.stats, partition.row() + r, stats[r]);
     }
     T* const to = rows.at(p.output, p.out_step);
 #pragma unroll
@@ -335,7 +338,7 @@ __device__ void norm_smem_pipeline_of(const ShortNorm<T>& p, const PipelineParti
                 x[e] = normalized<IS_LAYERNORM, SHIFTED<T>>(x[e], stats[r]);
                 x[e] = IS_LAYERNORM ? fmaf(x[e], scale[e], offset[e]) : x[e] * scale[e];
             }
-            store_if(out, pack<T>(x), rows.live(r, v));
+            store_if(out, pack<T>(x), rows.in_range(r, v));
             keep_order();
         }
     }
@@ -347,15 +350,16 @@ template <class Op, typename T, typename SHAPE, bool CLUSTER>
 __global__ void __launch_bounds__(SHAPE::THREADS, SHAPE::BLOCKS)
     norm_smem_pipeline_kernel(__grid_constant__ const ShortNorm<T> p) {
     if (!exists_here<CLUSTER>()) return;
-    const PipelinePartition<SHAPE, CLUSTER> share(p.length / Vec<T>::size);
+    const PipelinePartition<SHAPE, CLUSTER> partition(p.length / Vec<T>::size);
     norm_smem_pipeline_of<Op::IS_LAYERNORM, SHAPE, CLUSTER, Op::HAS_RESIDUAL ? 2 : 1, true>(
-        p, share, [&](int r, int v, const auto& words, bool live) {
+        p, partition, [&](int r, int v, const auto& words, bool in_range) {
             const auto& x = reinterpret_cast<const Vec<T>&>(words[0]);
             if constexpr (!Op::HAS_RESIDUAL) {
                 return x;
             } else {
                 const Vec<T> sum = add_vec(x, reinterpret_cast<const Vec<T>&>(words[1]));
-                store_if(p.sum + (share.row() + r) * p.out_step + int64_t{share.at(v)} * Vec<T>::size, sum, live);
+                store_if(p.sum + (partition.row() + r) * p.out_step + int64_t{partition.at(v)} * Vec<T>::size, sum,
+                         in_range);
                 return sum;
             }
         });

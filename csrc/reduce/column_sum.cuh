@@ -1,5 +1,5 @@
 // Column sums: the gradient of an operand that is broadcast over rows. Two stages of fixed order make the result the
-// same in every run: each block sums a part of the rows (a share), then a second kernel sums these partials.
+// same in every run. Each block sums a group of rows, then a second kernel sums these partials.
 #pragma once
 
 #include "core/pdl.cuh"
@@ -11,27 +11,27 @@ constexpr int SUM_THREADS = SUM_LANES * SUM_LANES;
 constexpr int SUM_AT_ONCE = 4;         // loads in flight per thread: with 32 warps, more only adds instructions
 constexpr int64_t SUM_WAVE = 1 << 17;  // threads that any GPU runs at once
 
-/// output[c] = Σ partials[s, c] over shares s, on a grid of blocks_of_columns(columns) blocks of sum_block(columns).
+/// output[c] = Σ partials[g, c] over groups g of rows, on a grid of blocks_of_columns(columns) blocks of sum_block(columns).
 /// Each operation has its own kernel around this function, so that a profile tells them apart.
 template <typename T>
-__device__ void sum_shares(T* output, const float* partials, int64_t shares, int64_t columns) {
+__device__ void sum_partials(T* output, const float* partials, int64_t groups, int64_t columns) {
     __shared__ float sums[SUM_LANES][SUM_LANES + 1];
     const int64_t column = int64_t{blockIdx.x} * SUM_LANES + threadIdx.x;
     float sum = 0.0f;
     if (column < columns) {
         const int lanes = static_cast<int>(blockDim.y);
         const int64_t step = lanes * columns;
-        int left = static_cast<int>(shares) - static_cast<int>(threadIdx.y);  // shares from here on
-        const float* share = partials + threadIdx.y * columns + column;
+        int left = static_cast<int>(groups) - static_cast<int>(threadIdx.y);  // groups from here on
+        const float* partial = partials + threadIdx.y * columns + column;
         for (; left > (SUM_AT_ONCE - 1) * lanes; left -= SUM_AT_ONCE * lanes) {
             float some[SUM_AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < SUM_AT_ONCE; ++i, share += step) some[i] = *share;
+            for (int i = 0; i < SUM_AT_ONCE; ++i, partial += step) some[i] = *partial;
 #pragma unroll
             for (int i = 0; i < SUM_AT_ONCE; ++i) sum += some[i];
         }
 #pragma unroll 1
-        for (; left > 0; left -= lanes, share += step) sum += *share;
+        for (; left > 0; left -= lanes, partial += step) sum += *partial;
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -42,10 +42,10 @@ __device__ void sum_shares(T* output, const float* partials, int64_t shares, int
     }
 }
 
-/// End of stage one: sums the E columns of each thread over threadIdx.y and stores them as the share's row of the
+/// End of stage one: sums the E columns of each thread over threadIdx.y and stores them as the group's row of the
 /// partials. `sums` is shared memory for one float per thread and column.
 template <int E>
-__device__ void store_share(float* partials, const float (&sum)[E], float* sums, int64_t columns) {
+__device__ void store_partial(float* partials, const float (&sum)[E], float* sums, int64_t columns) {
     const int width = static_cast<int>(blockDim.x) * E, threads = static_cast<int>(blockDim.x * blockDim.y);
 #pragma unroll
     for (int e = 0; e < E; ++e) sums[threadIdx.y * width + threadIdx.x * E + e] = sum[e];
@@ -75,9 +75,9 @@ inline dim3 sum_block(int64_t columns) {
 }
 inline unsigned blocks_of_columns(int64_t columns) { return grid_size(ceil_div(columns, SUM_LANES)); }
 
-// Number of shares that keeps every SM busy with `column_blocks` blocks per share: two waves of blocks, so that the
-// tail is short, and at least `least` rows per share.
-inline int64_t row_shares(int64_t rows, int64_t column_blocks, int blocks_per_sm, int64_t least, int32_t device) {
+// Groups of rows that keep every SM busy with `column_blocks` blocks each: two waves, so that the tail is short. A group
+// has at least `least` rows.
+inline int64_t row_groups(int64_t rows, int64_t column_blocks, int blocks_per_sm, int64_t least, int32_t device) {
     const int64_t wanted = int64_t{2} * multiprocessors(device) * blocks_per_sm / column_blocks;
     return std::max<int64_t>(1, std::min(wanted, ceil_div(rows, least)));
 }

@@ -1,5 +1,5 @@
-// Rows of a tensor along one dimension: their layout, their partition over threads (RowPartition), loads and stores of
-// a thread's vectors, and the reduction over the threads of a row: within a warp, a block, or a cluster.
+// Rows of a tensor along one dimension: their layout, their partition over threads (RowPartition), and loads and stores
+// of a thread's vectors. reduce_over_row() reduces over the threads of a row, within a warp, a block, or a cluster.
 #pragma once
 
 #include <numeric>
@@ -191,7 +191,7 @@ struct RowPartition {
     __device__ int at(int v) const { return first + v * step(); }
 
     // Whether this thread has a row, of `count`. Every cluster has one.
-    __device__ bool live(int64_t count) const { return ONE_ROW_PER_CTA || row < count; }
+    __device__ bool has_row(int64_t count) const { return ONE_ROW_PER_CTA || row < count; }
 
     // Whether vector v lies in the row, of `length` elements, and in this block's part of it.
     template <typename T>
@@ -237,13 +237,13 @@ __device__ uint4 filled(float value) {
 
 // Loads this thread's vectors of a row, all in flight at once. `fill` stands past the row's end, and everywhere for a
 // thread without a row. VECTORIZED: rows consist of whole vectors on 16 bytes.
-template <bool VECTORIZED, typename T, int VECTORS, typename Share>
-__device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows, const Share& share, bool live,
-                         int64_t length, float fill) {
+template <bool VECTORIZED, typename T, int VECTORS, typename Partition>
+__device__ void load_row(Vec<T> (&tile)[VECTORS], const T* row, const Rows& rows, const Partition& partition,
+                         bool has_row, int64_t length, float fill) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        const int first = share.at(v) * Vec<T>::size;
-        const bool inside = live && share.template has<T>(v, length);
+        const int first = partition.at(v) * Vec<T>::size;
+        const bool inside = has_row && partition.template has<T>(v, length);
         if constexpr (VECTORIZED) {
             // As one 16-byte word: ptxas issues such loads back to back. Of single elements it would select one by
             // one and wait for each load in between.
@@ -305,11 +305,11 @@ __device__ float sum_over(const Vec<T> (&tile)[VECTORS], F&& f) {
 }
 
 // Stores vector v of this thread. STREAMED: through store_evict_first, where VECTORIZED.
-template <bool VECTORIZED, bool STREAMED = false, typename T, typename Share>
-__device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Share& share, bool live,
-                           int64_t length) {
-    if (!live || !share.template has<T>(v, length)) return;
-    const int first = share.at(v) * Vec<T>::size;
+template <bool VECTORIZED, bool STREAMED = false, typename T, typename Partition>
+__device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, const Partition& partition,
+                           bool has_row, int64_t length) {
+    if (!has_row || !partition.template has<T>(v, length)) return;
+    const int first = partition.at(v) * Vec<T>::size;
     if constexpr (VECTORIZED && STREAMED) {
         store_evict_first(row + first, part);
     } else if constexpr (VECTORIZED) {
@@ -319,11 +319,11 @@ __device__ void store_part(T* row, const Rows& rows, const Vec<T>& part, int v, 
     }
 }
 
-template <bool VECTORIZED, typename T, int VECTORS, typename Share>
-__device__ void store_row(T* row, const Rows& rows, const Vec<T> (&tile)[VECTORS], const Share& share, bool live,
-                          int64_t length) {
+template <bool VECTORIZED, typename T, int VECTORS, typename Partition>
+__device__ void store_row(T* row, const Rows& rows, const Vec<T> (&tile)[VECTORS], const Partition& partition,
+                          bool has_row, int64_t length) {
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) store_part<VECTORIZED>(row, rows, tile[v], v, share, live, length);
+    for (int v = 0; v < VECTORS; ++v) store_part<VECTORIZED>(row, rows, tile[v], v, partition, has_row, length);
 }
 
 __device__ inline float shuffle_xor(float x, int lane) { return __shfl_xor_sync(FULL_MASK, x, lane); }
@@ -417,8 +417,8 @@ T* pointer(const Tensor& tensor) {
     return static_cast<T*>(tensor.data_ptr());
 }
 
-// The layout of rows, common to all operands: every dimension but `dim`, in the memory order of the output, or in
-// `row_major` order where the number of a row matters.
+// The layout of rows, common to all operands: every dimension but `dim`. Rows are numbered in the memory order of the
+// output, or in `row_major` order where their numbers matter.
 struct RowLayout {
     DenseLike dense;
     int64_t dim, length = 1, count = 1;

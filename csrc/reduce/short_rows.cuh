@@ -42,8 +42,8 @@ __device__ void store_if(T* to, const Vec<T>& part, bool inside) {
     }
 }
 
-/// The rows and vectors of this thread. blockDim.x threads share a row, a whole warp unless a thread has SHORT_ROWS,
-/// and take every blockDim.y-th row of the block. BY_BLOCK: all threads of the block share all its rows.
+/// The rows and vectors of this thread: blockDim.x threads share every blockDim.y-th row of the block. They are a whole
+/// warp unless a thread has SHORT_ROWS. BY_BLOCK: all threads of the block share all its rows.
 template <int ROWS, bool BY_BLOCK = false>
 struct MultiRowPartition {
     int lane = threadIdx.x, lanes = ROWS < SHORT_ROWS && !BY_BLOCK ? WARP : blockDim.x,
@@ -53,7 +53,7 @@ struct MultiRowPartition {
 
     __device__ MultiRowPartition(int64_t count, int length_in)
         : length(length_in), left(static_cast<int>(min(count - row, int64_t{ROWS} * apart))) {}
-    __device__ bool live(int r) const { return r * apart < left; }
+    __device__ bool has_row(int r) const { return r * apart < left; }
 
     // As in RowPartition: index of this thread's vector v, and whether it lies in the row.
     __device__ int at(int v) const { return lane + v * lanes; }
@@ -81,7 +81,7 @@ struct MultiRowPartition {
             for (int v = 0; v < V; ++v) {
                 uint4 word = filled<T>(fill);
                 // & instead of &&: after a branch ptxas would use the values loaded so far before it loads the rest.
-                if (live(r) & has<T>(v, length)) {
+                if (has_row(r) & has<T>(v, length)) {
                     word = *evict_last(reinterpret_cast<const uint4*>(from + v * lanes * Vec<T>::size));
                 }
                 reinterpret_cast<uint4&>(tile[r][v]) = word;
@@ -94,7 +94,7 @@ struct MultiRowPartition {
         rows += row * step;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r, rows += apart * step) {
-            stages.template fetch<true, V>(r * V, rows, Rows{}, *this, live(r), length);
+            stages.template fetch<true, V>(r * V, rows, Rows{}, *this, has_row(r), length);
         }
     }
     // Vector v of a parameter, which all rows share; `absent` where the parameter is null.
@@ -107,7 +107,7 @@ struct MultiRowPartition {
     // Stores vector v of row r at `to`.
     template <typename T>
     __device__ void store(T* to, int r, int v, const Vec<T>& part) const {
-        store_if(to, part, live(r) && has<T>(v, length));
+        store_if(to, part, has_row(r) && has<T>(v, length));
     }
 };
 
@@ -181,9 +181,9 @@ __device__ void each_over_block(V (&values)[ROWS], Op op, V* partials) {
 }
 
 template <int ROWS, bool BY_BLOCK, typename V, typename Op, typename S>
-__device__ void each_over_rows(V (&values)[ROWS], Op op, const MultiRowPartition<ROWS, BY_BLOCK>& share, S& smem) {
+__device__ void each_over_rows(V (&values)[ROWS], Op op, const MultiRowPartition<ROWS, BY_BLOCK>& partition, S& smem) {
     if constexpr (BY_BLOCK) each_over_block(values, op, smem.partials);
-    if constexpr (!BY_BLOCK) each_over_lanes(values, op, share.lanes);
+    if constexpr (!BY_BLOCK) each_over_lanes(values, op, partition.lanes);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 // The instructions of Hopper's asynchronous path, each wrapped once: mbarrier, TMA, wgmma, clusters, setmaxnreg.
 // PTX ISA, "mbarrier", "Asynchronous copy", "Tensor copy", "Asynchronous Warpgroup Level Matrix Instructions".
 //
-// Shared-memory addresses are 32-bit numbers (shared_address). A kernel that uses this file has its body between
-// `#if KL_SM90A` and `#endif`: other architectures compile an empty body, and check_hopper (tensor_map.h) refuses to launch
-// it there.
+// Shared-memory addresses are 32-bit numbers (shared_address). A kernel that uses this file has its body between `#if
+// KL_SM90A` and `#endif`. Other architectures compile an empty body, which check_hopper (tensor_map.h) refuses to
+// launch.
 #pragma once
 
 #include <cuda.h>
@@ -201,8 +201,8 @@ __device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/// Copies contiguous shared memory to global memory, or adds its float32 elements there, each sum atomic: a multiple of 16
-/// bytes, by one thread, which commits and waits.
+/// Copies contiguous shared memory to global memory (bulk_store), or adds its float32 elements there atomically
+/// (bulk_add). One thread copies a multiple of 16 bytes, commits and waits.
 __device__ inline void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                  : "memory");
@@ -270,8 +270,8 @@ __device__ inline uint32_t cluster_rank() {
 }
 /// Cluster barrier for all threads of all blocks: writes before the arrival are visible after the wait.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-/// Arrival without release, for barriers that only order the lifetime of shared memory: other blocks may still read it at
-/// the kernel's end, or overwrite what has been read.
+/// Arrival without release, for barriers that only order the lifetime of shared memory. Other blocks may still read it
+/// at the kernel's end, or overwrite what has been read.
 __device__ inline void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -370,9 +370,9 @@ struct Wgmma;
 #define KL_UPDATED(x) "+f"(x)
 #define KL_WRITTEN(x) "=f"(x)
 
-// N outputs a row in R registers. P0 … P6 number the operands after them: from shared memory the descriptors of A and
-// B, whether to accumulate, and the transposing bits of A and B; from registers A's four, B's descriptor, accumulate,
-// and B's bit.
+// N outputs per row in R registers. P0 … P6 number the operands after them. With A in shared memory: descriptors of A
+// and B, whether to accumulate, transposing bits of A and B. With A in registers: its four, the descriptor of B,
+// whether to accumulate, B's bit.
 #define KL_WGMMA_SHARED(N, K, TYPE, R, A, B, ACCUMULATE, BITS, ...)                              \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " ACCUMULATE                \
                  ", 0;\n"                                                                        \

@@ -6,8 +6,8 @@
 
 namespace kl {
 
-// Alignment of the staging memory. cp.async moves 32-byte sectors: at 16 bytes off, across two sectors of shared
-// memory, the norms' backward pass took a seventh longer.
+// Alignment of the staging memory. cp.async moves 32-byte sectors. At an offset of 16 bytes, across two sectors, the
+// norms' backward pass took a seventh longer.
 constexpr int STAGE_ALIGNMENT = 128;
 
 /// A thread's 16-byte stages in shared memory. Each thread copies and reads only its own, so that no barrier is needed,
@@ -35,13 +35,13 @@ struct SmemStages {
     }
 
     // Copies vector v of a row to stage begin + v. Zeros stand past the row's end and for a thread without a row.
-    template <bool VECTORIZED, int V, typename Share>
-    __device__ void fetch(int begin, const T* row, const Rows& rows, const Share& share, bool live,
+    template <bool VECTORIZED, int V, typename Partition>
+    __device__ void fetch(int begin, const T* row, const Rows& rows, const Partition& partition, bool has_row,
                           int64_t length) const {
 #pragma unroll(VECTORIZED ? V : 1)  // element by element, one vector is long code
         for (int v = 0; v < V; ++v) {
-            const int first = share.at(v) * Vec<T>::size;
-            const bool inside = live && share.template has<T>(v, length);
+            const int first = partition.at(v) * Vec<T>::size;
+            const bool inside = has_row && partition.template has<T>(v, length);
             if (VECTORIZED || (rows.whole && inside && first + Vec<T>::size <= static_cast<int>(length))) {
                 cp_async16_if<SINGLE_USE>(shared_address(stage(begin + v)), row + first, inside);
             } else {
@@ -53,13 +53,13 @@ struct SmemStages {
 
     // The same for a parameter, through the L1 (.ca): the SM's other blocks read it too. `absent` stands for a null
     // one.
-    template <bool VECTORIZED, int V, typename Share>
-    __device__ void fetch_parameter(int begin, const T* parameter, const Rows& rows, const Share& share, int64_t length,
-                                    float absent) const {
+    template <bool VECTORIZED, int V, typename Partition>
+    __device__ void fetch_parameter(int begin, const T* parameter, const Rows& rows, const Partition& partition,
+                                    int64_t length, float absent) const {
 #pragma unroll(VECTORIZED ? V : 1)
         for (int v = 0; v < V; ++v) {
-            const int first = share.at(v) * Vec<T>::size;
-            if (VECTORIZED && parameter != nullptr && share.template has<T>(v, length)) {
+            const int first = partition.at(v) * Vec<T>::size;
+            if (VECTORIZED && parameter != nullptr && partition.template has<T>(v, length)) {
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(stage(begin + v))),
                              "l"(parameter + first)
                              : "memory");

@@ -87,8 +87,8 @@ CUtensorMap encode(const TmaTensor& t, const Key& key) {
     };
     CUresult status = make();
     if (status == CUDA_ERROR_INVALID_CONTEXT) {
-        // The first CUDA call of a thread, as in autograd: the driver does not make the context current as the runtime
-        // does. cudaSetDevice of the current device does, and is allowed during stream capture.
+        // The first CUDA call of a thread, as in autograd. Unlike the runtime, the driver does not make the context
+        // current. cudaSetDevice of the current device does, and is allowed during stream capture.
         int device = 0;
         check_status(cudaGetDevice(&device));
         check_status(cudaSetDevice(device));

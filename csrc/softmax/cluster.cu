@@ -6,8 +6,8 @@
 // Next      `cluster_two_pass`: read the row twice, the second time from L2.
 //
 // It refuses rows that `registers` holds in one block in both passes. The forward pass holds one tile where the backward
-// pass holds two. So rows of up to twice that length take a cluster of one block in the forward pass, compiled without
-// the cluster's barrier, and a cluster of two blocks in the backward pass.
+// pass holds two. So rows of up to twice that length take one block in the forward pass, compiled without the cluster's
+// barrier. In the backward pass they take a cluster of two.
 
 #include "softmax/row_in_registers.cuh"
 

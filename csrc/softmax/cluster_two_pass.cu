@@ -16,14 +16,14 @@ namespace {
 constexpr int ONE_BLOCK_PER_SM_BYTES = 120 * 1024;  // of dynamic shared memory, more than half of an SM's
 constexpr int STATIC_SHARED_BYTES = 4096;           // more than the kernels below take
 
-/// Calls f(share) for each piece of V vectors per thread of this block's part of a row, from its end if BACKWARDS.
+/// Calls f(partition) for each piece of V vectors per thread of this block's part of a row, from its end if BACKWARDS.
 template <int V, bool BACKWARDS, typename F>
-__device__ void each_piece(const RowPartition<true>& share, F&& f) {
-    const int step = V * RowPartition<true>::step(), begin = share.first - static_cast<int>(threadIdx.x);
-    const int pieces = (share.end - begin + step - 1) / step;
+__device__ void each_piece(const RowPartition<true>& partition, F&& f) {
+    const int step = V * RowPartition<true>::step(), begin = partition.first - static_cast<int>(threadIdx.x);
+    const int pieces = (partition.end - begin + step - 1) / step;
 #pragma unroll 1
     for (int i = 0; i < pieces; ++i) {
-        RowPartition<true> piece = share;
+        RowPartition<true> piece = partition;
         piece.first += (BACKWARDS ? pieces - 1 - i : i) * step;
         f(piece);
     }
@@ -35,19 +35,19 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_AN_SM<VECTORIZED>)
                                     __grid_constant__ const Rows in_rows, int64_t length) {
     if (!exists_here<true>()) return;
     __shared__ ReduceSmem<true, OnlineSoftmaxState> reduce_smem;
-    const RowPartition<true> share(vectors_of<T>(length));
-    share.open(reduce_smem);
-    const T* const in = input + in_rows.start(share.row);
+    const RowPartition<true> partition(vectors_of<T>(length));
+    partition.open(reduce_smem);
+    const T* const in = input + in_rows.start(partition.row);
     Vec<T> tile[WIDE_VECTORS];
     OnlineSoftmaxState state{NEG_INF, 0.0f};
-    each_piece<WIDE_VECTORS, false>(share, [&](const RowPartition<true>& piece) {
+    each_piece<WIDE_VECTORS, false>(partition, [&](const RowPartition<true>& piece) {
         load_row<VECTORIZED>(tile, in, in_rows, piece, true, length, NEG_INF);
         state = MergeSoftmax{}(state, softmax_state(tile));
     });
-    share.meet();
+    partition.meet();
     state = reduce_over_row(state, MergeSoftmax{}, reduce_smem);
-    T* const out = output + out_rows.start(share.row);
-    each_piece<WIDE_VECTORS, true>(share, [&](const RowPartition<true>& piece) {
+    T* const out = output + out_rows.start(partition.row);
+    each_piece<WIDE_VECTORS, true>(partition, [&](const RowPartition<true>& piece) {
         load_row<VECTORIZED>(tile, in, in_rows, piece, true, length, NEG_INF);
         store_softmax(tile, state, [&](int v, const Vec<T>& part) {
             store_part<VECTORIZED>(out, out_rows, part, v, piece, true, length);
@@ -62,24 +62,24 @@ __global__ void __launch_bounds__(ROW_THREADS, 1)
                                              __grid_constant__ const Rows o_rows, int64_t length) {
     if (!exists_here<true>()) return;
     __shared__ ReduceSmem<true, float> reduce_smem;
-    const RowPartition<true> share(vectors_of<T>(length));
-    share.open(reduce_smem);
-    const T* const g = grad + g_rows.start(share.row);
-    const T* const o = output + o_rows.start(share.row);
-    T* const gi = grad_input + gi_rows.start(share.row);
+    const RowPartition<true> partition(vectors_of<T>(length));
+    partition.open(reduce_smem);
+    const T* const g = grad + g_rows.start(partition.row);
+    const T* const o = output + o_rows.start(partition.row);
+    T* const gi = grad_input + gi_rows.start(partition.row);
     Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
     const auto load = [&](const RowPartition<true>& piece) {
         load_row<VECTORIZED>(g_tile, g, g_rows, piece, true, length, 0.0f);
         load_row<VECTORIZED>(o_tile, o, o_rows, piece, true, length, 0.0f);
     };
     float dot = 0.0f;
-    each_piece<ROW_VECTORS, false>(share, [&](const RowPartition<true>& piece) {
+    each_piece<ROW_VECTORS, false>(partition, [&](const RowPartition<true>& piece) {
         load(piece);
         dot += dot_of(g_tile, o_tile);
     });
-    share.meet();
+    partition.meet();
     dot = reduce_over_row(dot, Sum{}, reduce_smem);
-    each_piece<ROW_VECTORS, true>(share, [&](const RowPartition<true>& piece) {
+    each_piece<ROW_VECTORS, true>(partition, [&](const RowPartition<true>& piece) {
         load(piece);
         softmax_gradient(g_tile, o_tile, dot);
         store_row<VECTORIZED>(gi, gi_rows, g_tile, piece, true, length);

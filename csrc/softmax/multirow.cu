@@ -29,14 +29,14 @@ __global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
     softmax_multirow_kernel(__grid_constant__ const MultirowArguments<T> p) {
     pdl_begin();
     constexpr int E = Vec<T>::size, V = SHORT_VECTORS<T, ROWS>;
-    const MultiRowPartition<ROWS> share(p.count, p.length);
+    const MultiRowPartition<ROWS> partition(p.count, p.length);
     Vec<T> tile[ROWS][V];
-    share.load(tile, p.input, p.in_step, NEG_INF);
+    partition.load(tile, p.input, p.in_step, NEG_INF);
     float top[ROWS], sum[ROWS], x[ROWS][V * E];
     bool far = false;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) top[r] = max_of(tile[r]);
-    each_over_lanes(top, Max{}, share.lanes);
+    each_over_lanes(top, Max{}, partition.lanes);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) far = far || is_far(top[r]);
 #pragma unroll
@@ -56,17 +56,17 @@ __global__ void __launch_bounds__(MIN_BLOCK, SHORT_BLOCKS)
             sum[r] += partial;
         }
     }
-    each_over_lanes(sum, Sum{}, share.lanes);
-    T* output = share.begin(p.output, p.out_step);
+    each_over_lanes(sum, Sum{}, partition.lanes);
+    T* output = partition.begin(p.output, p.out_step);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r, output += share.next(p.out_step)) {
+    for (int r = 0; r < ROWS; ++r, output += partition.next(p.out_step)) {
         const float scale = 1.0f / sum[r];
 #pragma unroll
         for (int v = 0; v < V; ++v) {
             float part[E];
 #pragma unroll
             for (int e = 0; e < E; ++e) part[e] = x[r][v * E + e] * scale;
-            share.store(output + v * share.lanes * E, r, v, pack<T>(part));
+            partition.store(output + v * partition.lanes * E, r, v, pack<T>(part));
         }
     }
 }

@@ -21,8 +21,8 @@ __device__ float shifted_exp(float x, float half_shift) {
     return exp2_approx(IS_FAR ? (x - half_shift) * LOG2E : fmaf(x, LOG2E, -2.0f * half_shift));
 }
 
-/// Maximum and sum of some of a row's elements (Milakov and Gimelshein, arXiv:1805.02867), with a rounded maximum:
-/// 2 · half_shift is the whole number at or above max x · log2 e. Each term of the sum is then one multiply-add and one
+/// Maximum and sum of some of a row's elements (Milakov and Gimelshein, arXiv:1805.02867). The maximum is rounded: 2 ·
+/// half_shift is the whole number at or above max x · log2 e. Each term of the sum is then one multiply-add and one
 /// power of two, and states merge without error, by exact powers of two. Shifts are halved so that a far row, whose
 /// half_shift is the maximum itself, keeps the order of the maxima without overflow.
 struct OnlineSoftmaxState {
@@ -157,18 +157,18 @@ __device__ __forceinline__ void softmax_in_registers(T* output, const Rows& out_
                                                      const Rows& in_rows, int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
     __shared__ ReduceSmem<CLUSTER, OnlineSoftmaxState> reduce_smem;
-    const RowPartition<CLUSTER> share(vectors_of<T>(length));
-    share.open(reduce_smem);
+    const RowPartition<CLUSTER> partition(vectors_of<T>(length));
+    partition.open(reduce_smem);
     if constexpr (!CLUSTER) pdl_begin();
-    const bool live = share.live(count);
-    const int64_t row = live ? share.row : 0;
+    const bool has_row = partition.has_row(count);
+    const int64_t row = has_row ? partition.row : 0;
     Vec<T> tile[V];
-    load_row<VECTORIZED>(tile, input + in_rows.start(row), in_rows, share, live, length, NEG_INF);
-    share.meet();
+    load_row<VECTORIZED>(tile, input + in_rows.start(row), in_rows, partition, has_row, length, NEG_INF);
+    partition.meet();
     const OnlineSoftmaxState state = reduce_over_row(softmax_state(tile), MergeSoftmax{}, reduce_smem);
     T* const out = output + out_rows.start(row);
     store_softmax(tile, state, [&](int v, const Vec<T>& part) {
-        store_part<VECTORIZED>(out, out_rows, part, v, share, live, length);
+        store_part<VECTORIZED>(out, out_rows, part, v, partition, has_row, length);
     });
 }
 
@@ -179,20 +179,20 @@ __device__ __forceinline__ void softmax_backward_in_registers(T* grad_input, con
                                                               int64_t count, int64_t length) {
     if (!exists_here<CLUSTER>()) return;
     __shared__ ReduceSmem<CLUSTER, float> reduce_smem;
-    const RowPartition<CLUSTER> share(vectors_of<T>(length));
-    share.open(reduce_smem);
+    const RowPartition<CLUSTER> partition(vectors_of<T>(length));
+    partition.open(reduce_smem);
     if constexpr (!CLUSTER) pdl_begin();
-    const bool live = share.live(count);
-    const int64_t row = live ? share.row : 0;
+    const bool has_row = partition.has_row(count);
+    const int64_t row = has_row ? partition.row : 0;
     Vec<T> g_tile[ROW_VECTORS], o_tile[ROW_VECTORS];
-    load_row<VECTORIZED>(g_tile, grad + g_rows.start(row), g_rows, share, live, length, 0.0f);
-    load_row<VECTORIZED>(o_tile, output + o_rows.start(row), o_rows, share, live, length, 0.0f);
-    share.meet();
+    load_row<VECTORIZED>(g_tile, grad + g_rows.start(row), g_rows, partition, has_row, length, 0.0f);
+    load_row<VECTORIZED>(o_tile, output + o_rows.start(row), o_rows, partition, has_row, length, 0.0f);
+    partition.meet();
     const float dot = reduce_over_row(dot_of(g_tile, o_tile), Sum{}, reduce_smem);
     stay_packed(g_tile);
     stay_packed(o_tile);
     softmax_gradient(g_tile, o_tile, dot);
-    store_row<VECTORIZED>(grad_input + gi_rows.start(row), gi_rows, g_tile, share, live, length);
+    store_row<VECTORIZED>(grad_input + gi_rows.start(row), gi_rows, g_tile, partition, has_row, length);
 }
 
 }  // namespace kl

@@ -13,9 +13,9 @@
 //                     through distributed shared memory
 //   cluster_two_pass  the row is read twice, the second time from L2               memory bandwidth
 //
-// Every rung takes any strides unless it says otherwise: rows start where the other dimensions put them, and step by the
-// stride of the dimension itself. `multirow` shares the backward kernel of `registers`; `registers` and `cluster` are
-// instances of the device functions in row_in_registers.cuh.
+// Every rung takes any strides unless it says otherwise. Rows start where the other dimensions put them, and step by
+// the stride of the dimension itself. `multirow` shares the backward kernel of `registers`; `registers` and `cluster`
+// are instances of the device functions in row_in_registers.cuh.
 #pragma once
 
 #include "core/ops.h"

@@ -1,9 +1,9 @@
 """Matrix products whose operand is gathered, or whose result is summed and scattered, while they compute.
 
-Tensor parallelism with the sequence sharded in between needs both: rows are gathered before the first product of a
-block, and the last one's summands are added up and scattered by rows. Each is the other's gradient. The data travels
-around a ring in n parts, one hop a step, beside the product of the part that is there (Wang et al., Overlap
-Communication with Dependent Computation via Decomposition, ASPLOS 2023). The order of sums is fixed.
+Tensor parallelism with the sequence sharded in between needs both. Rows are gathered before the first product of a
+block; the summands of the last one are added up and scattered by rows. Each is the other's gradient. The data travels
+around a ring in n parts, one hop per step. Each hop runs beside the product of the part that is there (Wang et al.,
+Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023). The order of sums is fixed.
 """
 
 from __future__ import annotations

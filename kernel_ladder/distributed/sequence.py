@@ -28,19 +28,44 @@ def chunks_of(layout: str, rank: int, size: int, length: int) -> list[tuple[int,
 
 
 def positions(length: int, *, group: Any = None, layout: str = "zigzag", device: Any = None) -> torch.Tensor:
-    """The positions in the sequence of this rank's `length` rows: int64 ``(length,)``, for rotary embeddings, say."""
+    """The positions in the sequence of this rank's rows, for rotary embeddings, say.
+
+    Args:
+        length: this rank's rows.
+        group: the process group; None is all ranks.
+        layout: ``"zigzag"``, two chunks a rank, one from each end of the sequence; or ``"contiguous"``.
+        device: of the result.
+
+    Returns:
+        int64, ``(length,)``.
+
+    Raises:
+        ValueError: an unknown layout, or an odd `length` where a rank has two chunks.
+    """
     check_layout("positions", layout)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     chunks = chunks_of(layout, rank, size, length)
+    if length % len(chunks):
+        raise ValueError(f"positions: argument `length` must be even for layout={layout!r}, got {length}")
     rows = length // len(chunks)
     return torch.cat([torch.arange(first, first + rows, device=device) for _, first in chunks])
 
 
 def shard_sequence(x: torch.Tensor, dim: int = -2, *, group: Any = None, layout: str = "zigzag") -> torch.Tensor:
-    """This rank's part of `x`, which every rank has whole, along the dimension `dim`. Contiguous.
+    """This rank's part of a tensor that every rank has whole.
+
+    Args:
+        x: any shape and dtype, the same on every rank.
+        dim: the dimension that is shared.
+        group: the process group; None is all ranks.
+        layout: ``"zigzag"``, two chunks a rank, one from each end of the sequence; or ``"contiguous"``.
+
+    Returns:
+        A new contiguous tensor, along `dim` as long as `x` over the number of ranks.
 
     Raises:
-        ValueError: the length of `dim` is not a multiple of the number of chunks, twice the ranks for ``"zigzag"``.
+        ValueError: an unknown layout, or a length of `dim` that is not a multiple of the number of chunks, twice the
+            ranks for ``"zigzag"``.
     """
     check_layout("shard_sequence", layout)
     size = dist.get_world_size(group)
@@ -54,7 +79,20 @@ def shard_sequence(x: torch.Tensor, dim: int = -2, *, group: Any = None, layout:
 
 
 def unshard_sequence(x: torch.Tensor, dim: int = -2, *, group: Any = None, layout: str = "zigzag") -> torch.Tensor:
-    """The whole of a tensor of which each rank has its part `x`, on every rank. Not differentiable."""
+    """The whole of a tensor of which each rank has a part, on every rank: undoes :func:`shard_sequence`.
+
+    Args:
+        x: this rank's part, of the same shape and dtype on every rank.
+        dim: the dimension that is shared.
+        group: the process group; None is all ranks.
+        layout: that of :func:`shard_sequence`.
+
+    Returns:
+        A tensor as long along `dim` as all parts together. Not differentiable.
+
+    Raises:
+        ValueError: an unknown layout.
+    """
     check_layout("unshard_sequence", layout)
     size = dist.get_world_size(group)
     x = x.detach().movedim(dim, 0).contiguous()

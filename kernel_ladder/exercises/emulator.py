@@ -1,8 +1,8 @@
 """CUDA kernels on a CPU: a C++ compiler builds the kernel's own source, and its threads run as coroutines.
 
-The blocks of a grid run one after the other. The threads of a block run in turn, each until it waits at a barrier, so
-that a barrier that is missing shows in every run. Float arithmetic is the CPU's. Speed, races between blocks, and how
-loads meet memory are not modelled: they need a GPU.
+The blocks of a grid run one after the other. The threads of a block run in turn, each until it waits at a barrier. So a
+missing barrier shows in every run. Float arithmetic is the CPU's. Speed, races between blocks, and how loads meet
+memory are not modelled: they need a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory around every tensor that tells of loads and stores outside of it.
 
 Inputs stand between bands of NaN, so that a load without a mask brings NaN into the result. Tensors that the code under
-test makes with torch.empty and the like stand between bands too, and are filled with a NaN of its own: what is still
-there afterwards was never written, and a band that has changed was written to.
+test makes with torch.empty and the like stand between bands too, and are filled with a NaN of its own. What is still
+there afterwards was never written; a band that has changed was written to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hold the rungs of a file to float64, sample by sample, and say what is wrong with the first that deviates.
 
-``python -m kernel_ladder.exercises.judge`` is the process in which ``exercise check`` runs a student's code: a store
+``python -m kernel_ladder.exercises.judge`` is the process in which ``exercise check`` runs a student's code. A store
 past the end of memory may end it, and a loop without end never does. It prints one JSON object a line.
 """
 
@@ -23,7 +23,7 @@ from kernel_ladder.exercises.catalog import named
 from kernel_ladder.exercises.exercise import Exercise
 from kernel_ladder.exercises.guards import Guards, guarded
 from kernel_ladder.level_packages import load as load_package
-from kernel_ladder.spec import Case, Inputs, Output, each
+from kernel_ladder.spec import Case, Inputs, Output, dtype_name, each
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.agreement import Results, Standards, evaluate, held, standards
 from kernel_ladder.testing.samples import make_grad, make_inputs
@@ -147,7 +147,7 @@ def _about(case: Case, dtype: torch.dtype) -> Event:
     return {
         "sample": case.id,
         "shapes": [None if shape is None else list(shape) for shape in case.shapes],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "values": case.values,
         "layout": str(case.layout),
         "options": {name: str(value) for name, value in options.items()},

@@ -12,7 +12,8 @@ from kernel_ladder.exercises.rows import EXERCISES as ON_ROWS
 from kernel_ladder.spec import Case
 
 _FLOAT32 = (torch.float32,)
-THREADS, TILE = 256, 16
+THREADS = 256
+TILE = 16
 
 
 def _rows_of_matrix(case: Case) -> bool:

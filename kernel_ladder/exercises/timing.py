@@ -14,7 +14,7 @@ import kernel_ladder
 from kernel_ladder import table
 from kernel_ladder.exercises.exercise import Exercise
 from kernel_ladder.level_packages import load as load_package
-from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, dtype_name, each, has_gradient
 from kernel_ladder.table import Variant
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
@@ -23,7 +23,8 @@ LEVELS_ON_CPU = ("torch", "triton")
 #: Tuned for up to a minute a shape.
 LEFT_OUT = ("compile.max_autotune",)
 SECONDS_A_RUNG = 0.3
-REPEATS, WARM_UPS = 5, 1
+REPEATS = 5
+WARM_UPS = 1
 
 
 def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -56,7 +57,7 @@ def times(variant: Variant, exercise: Exercise | None, device: torch.device) -> 
         "rung": variant.name,
         "solution": None if exercise is None else exercise.rung,
         "case": case.id,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "pass": "forward" if grad is None else "backward",
         "bytes": spec.bytes(case, inputs[0].element_size(), grad is not None),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -119,7 +120,7 @@ def _backward_call(rung: Variant, copies: list[Inputs], case: Case, grad: Output
 
 
 def _copies(inputs: Inputs, device: torch.device) -> list[Inputs]:
-    """So many that none is in the L2 cache when its turn comes again."""
+    """So many copies that none is in the L2 cache when it is used again."""
     if device.type == "cpu":
         return [inputs]
     nbytes = sum(x.numel() * x.element_size() for x in inputs if x is not None)

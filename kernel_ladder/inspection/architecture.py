@@ -14,11 +14,13 @@ from kernel_ladder.errors import InspectError
 
 WARP = 32
 #: Registers per SM, the same since compute capability 3.5, and the granularity of a warp's allocation.
-REGISTERS, REGISTERS_STEP = 65536, 256
+REGISTERS = 65536
+REGISTERS_STEP = 256
 #: An SM has four schedulers, each with a quarter of the registers.
 SCHEDULERS = 4
 #: Shared memory that the driver reserves per block, and the allocation granularity, in bytes.
-SHARED_RESERVED, SHARED_STEP = 1024, 128
+SHARED_RESERVED = 1024
+SHARED_STEP = 128
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from kernel_ladder import autograd, selection, table
 from kernel_ladder.errors import InspectError
 from kernel_ladder.inspection.architecture import Architecture, occupancy
-from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.spec import Case, Inputs, Output, as_leaves, as_tuple, dtype_name, each, has_gradient
 from kernel_ladder.testing.samples import make_inputs
 
 #: Kinds of code. ``source`` is the code that a person, or torch.compile, wrote; ``tpu`` is StableHLO lowered for a TPU.
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
 
 @dataclass

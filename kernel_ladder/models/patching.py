@@ -13,9 +13,9 @@ from kernel_ladder.models.kinds import KINDS, Patched, of_class
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
 
-#: The attribute of a patched model that says what to put back.
+#: The attribute of a patched model that holds what :func:`unpatch` restores.
 UNDO = "_kernel_ladder_undo"
-#: What modules are called that a report tells of even if they are left.
+#: Parts of class names: the report lists such modules even if they are left as they are.
 NOTABLE = ("Norm", "MLP", "Intermediate", "Attention", "GELU", "Linear", "Conv1D", "GELUTanh", "GELUActivation")
 
 
@@ -114,7 +114,7 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
     shown = type(module).__name__
     kinds = [kind for kind in KINDS if kind.takes(module)]
     if isinstance(module, torch.nn.TransformerEncoderLayer) and module.activation_relu_or_gelu:
-        # PyTorch's fast path for inference would pass by the layer's modules.
+        # PyTorch's fast path for inference would bypass the layer's modules.
         undo["modules"].append((module, {"activation_relu_or_gelu": module.activation_relu_or_gelu}))
         module.activation_relu_or_gelu = 0
     if not kinds:

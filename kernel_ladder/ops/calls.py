@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from kernel_ladder import autocast, autograd, operators, selection, table
 from kernel_ladder.errors import raise_for_memory
-from kernel_ladder.spec import DTYPES, Inputs, each, names_of
+from kernel_ladder.spec import DTYPES, Inputs, dtype_name, dtype_names, each
 from kernel_ladder.tracing import PLAIN
 from kernel_ladder.transforms import transforms_active
 
@@ -111,5 +111,5 @@ def to_dtype(op: str, input: Any, dtype: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: argument `dtype` must be a torch.dtype or None, got {type(dtype).__name__}")
     if dtype not in DTYPES:
-        raise TypeError(f"{op}: argument `dtype` is {names_of([dtype])}; accepted are {names_of(DTYPES)} and None")
+        raise TypeError(f"{op}: argument `dtype` is {dtype_name(dtype)}; accepted are {dtype_names(DTYPES)} and None")
     return input.to(dtype) if isinstance(input, torch.Tensor) else input

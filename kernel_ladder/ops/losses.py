@@ -93,7 +93,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """``cross_entropy(input · linear_weightᵀ, target)``, as ``torch.nn.functional.linear_cross_entropy``.
 
-    The triton level makes the logits a chunk of rows at a time, so that memory never holds them whole, and computes
+    The triton level computes the logits one chunk of rows at a time, so that memory never holds them whole. It computes
     both gradients in the forward pass. The torch, compile and xla levels hold them.
 
     Args:

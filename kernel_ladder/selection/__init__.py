@@ -2,7 +2,7 @@
 
 A rung's own name means that rung and nothing else. A level's name means its rungs from the last to the first;
 ``"auto"`` means the rungs that :mod:`kernel_ladder.selection.orders` lists. The first that supports the call is taken.
-Where another order is faster, a measurement, a table of measured choices or a rule names the rungs to try before those:
+Where another order is faster, a measurement, a table of measured choices or a rule names the rungs to try first. See
 :mod:`kernel_ladder.selection.measured`, ``tables`` and ``rules``. Host code of kernels chooses nothing. :func:`explain`
 tells why rungs were passed over, :func:`why` why one was taken.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Preferred(NamedTuple):
-    """A rule, the rungs among which it names some, and the chooser whose rule it is, if it is one's."""
+    """A rule, the rungs among which it chooses, and the chooser that applies it, or None."""
 
     rule: Rule
     rungs: dict[str, Variant]
@@ -170,7 +170,7 @@ def _not_followed(variant: Variant, inputs: Inputs, compiling: bool) -> str | No
         return None
     given = [x for x in inputs if x is not None]
     if transforms_active():
-        # Tensors from outside of a transform are plain ones in it, save to autograd and to torch.compile.
+        # Inside a transform, tensors from outside look plain, except to autograd and to torch.compile.
         if compiling or variant.level == "compile" or any(x.requires_grad or is_wrapped(x) for x in given):
             return "torch.func (vmap, grad, jvp and so on) follows PyTorch's own operators alone; use backend='torch'"
     elif compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in given):
@@ -187,7 +187,7 @@ def _candidates(
     """
     if backend == "auto":
         first = ORDERS[op] if on_gpu else ()
-        # What the order leaves out of a level comes last: some inputs nothing else takes.
+        # Rungs that the order leaves out come last: they alone take some inputs.
         named = {name.partition(".")[0] for name in first}
         names = [
             *first,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch.compiler import is_compiling
 
-from kernel_ladder.selection.matmul import concrete, is_hopper
+from kernel_ladder.selection.matmul import is_hopper
 from kernel_ladder.semantics.masks import NO_WINDOW, band
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete, wants_gradient
 
 #: Head dimensions up to this one take tiles of 64 columns (csrc/attention/wgmma.cu, persistent.cu).
 NARROW_HEAD = 64
@@ -18,7 +18,8 @@ WGMMA_TILE = (64, 64)
 PERSISTENT_TILE = (192, 128)
 #: What a tile of queries costs beside its keys, as a number of keys; and in per cent what a score of ``wgmma`` costs
 #: beside one of ``persistent``. Fitted to times at 512 to 4096 keys on an H100.
-WGMMA_OVERHEAD, PERSISTENT_OVERHEAD = 80, 107
+WGMMA_OVERHEAD = 80
+PERSISTENT_OVERHEAD = 107
 WGMMA_PER_CENT = 111
 #: Queries that share a head of keys, up to which ``split_kv`` takes the call.
 SPLIT_ROWS = 16
@@ -72,10 +73,6 @@ def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
     return ("cuda.wgmma",) if cheaper(seqlen_q, seqlen_k, is_causal, window) else ()
 
 
-def _wants_gradient(inputs: Inputs) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-
 def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers the cuda level on Hopper, for gradients up to :data:`LONGEST_NARROW` keys or at head dimension 128.
 
@@ -91,7 +88,7 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     queries, heads, heads_kv = map(concrete, (query.shape[-2], query.shape[-3], key.shape[-3]))
     if queries * heads <= SPLIT_ROWS * heads_kv:
         return ()
-    if _wants_gradient(inputs):
+    if wants_gradient(*inputs):
         no_window = tuple(options.get("window_size") or NO_WINDOW) == NO_WINDOW
         too_long = d <= NARROW_HEAD and concrete(key.shape[-2]) > LONGEST_NARROW
         if d not in HEADS_WITH_GRADIENTS or heads != heads_kv or too_long or not no_window:
@@ -105,7 +102,7 @@ def triton_for_gradients_of_groups(inputs: Inputs, options: Options) -> tuple[st
     The cuda rungs of packed sequences have the backward kernels of attention's ``cuda.flash``, on mma.sync.
     """
     query, key = inputs[:2]
-    return ("triton.flash",) if _wants_gradient(inputs) and query.shape[-2] != key.shape[-2] else ()
+    return ("triton.flash",) if wants_gradient(*inputs) and query.shape[-2] != key.shape[-2] else ()
 
 
 RULES = {

@@ -18,6 +18,7 @@ from kernel_ladder.selection.rules import Rule
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.table import Variant
+from kernel_ladder.tracing import wants_gradient
 
 #: Choices that a chooser remembers.
 MAX_KNOWN = 4096
@@ -29,15 +30,6 @@ class Choice(NamedTuple):
 
     names: tuple[str, ...]
     reason: str
-
-
-def wants_gradient(inputs: Inputs) -> bool:
-    """Whether a call's backward pass will follow."""
-    if torch.is_grad_enabled():
-        for x in inputs:
-            if x is not None and x.requires_grad:
-                return True
-    return False
 
 
 Kind = tuple[Any, ...]
@@ -119,11 +111,11 @@ class Chooser:
         self._several = gpu.count() > 1
         self._names: dict[Kind, tuple[str, ...]] = {}
         self._reasons: dict[Kind, str] = {}
-        #: The rule that this chooser is: the names to try first.
+        #: The rule that this chooser applies: the names to try first.
         self.rule_of_names: Rule = self._repeated()
 
     def _repeated(self) -> Rule:
-        """What is called for every call: a look-up, in a closure because an attribute takes time."""
+        """The function that every call runs: a look-up, in a closure because an attribute takes time."""
         known, kind_of, several, first, grad_enabled = (
             self._names,
             self._kind,
@@ -153,7 +145,7 @@ class Chooser:
 
     def choice(self, inputs: Inputs, options: Options) -> Choice:
         """The names to try first, with the reason."""
-        kind = self._kind(inputs, options, wants_gradient(inputs))
+        kind = self._kind(inputs, options, wants_gradient(*inputs))
         if self._several:
             kind = (*kind, inputs[0].get_device())  # type: ignore[union-attr]
         if kind in self._names:
@@ -193,7 +185,7 @@ class Chooser:
         assert x is not None
         if self._features is None or (table := tables.of_device(x.get_device())) is None:
             return None
-        pass_ = tables.TRAINING if wants_gradient(inputs) else tables.FORWARD
+        pass_ = tables.TRAINING if wants_gradient(*inputs) else tables.FORWARD
         entries = table.entries.get((self.op, self.backend, pass_))
         usual = None if entries is None else next(self._supported(rule, inputs, options), None)
         if entries is None or usual is None:
@@ -206,7 +198,7 @@ class Chooser:
         return Choice(self._expanded(entry.better, inputs, options), reason)
 
     def _expanded(self, name: str, inputs: Inputs, options: Options) -> tuple[str, ...]:
-        """A rung's name; for a level's its own choice, then all of its rungs."""
+        """A rung's name alone; for a level's name the level's own choice, then all of its rungs."""
         if self.levels is None or name not in self.levels:
             return (name,)
         choose, rungs = self.levels[name]

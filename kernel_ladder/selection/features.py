@@ -15,6 +15,7 @@ from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete
 
 #: TMA and vectorized loads read rows that begin at multiples of these bytes.
 ALIGNMENT = 16
@@ -29,16 +30,8 @@ class Features(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def _concrete(size: Any) -> int:
-    """A size; where torch.compile has a symbol for it, the example's, without a guard on it."""
-    if type(size) is int:
-        return size
-    hint = size.node.hint
-    return 1 if hint is None else int(hint)
-
-
 def _sizes(*sizes: Any) -> tuple[int, ...]:
-    return tuple([max(_concrete(size), 1) for size in sizes])
+    return tuple([max(concrete(size), 1) for size in sizes])
 
 
 def _bits(x: torch.Tensor) -> str:
@@ -63,12 +56,12 @@ def _shape_of_product(aligned: bool, n: Any, k: Any) -> str:
     """How a product's columns and inner dimension fit: in whole tiles, in whole vectors, or neither."""
     if not aligned:
         return "unaligned"
-    return "ragged tiles" if _concrete(n) % TILE or _concrete(k) % (TILE // 2) else "whole tiles"
+    return "ragged tiles" if concrete(n) % TILE or concrete(k) % (TILE // 2) else "whole tiles"
 
 
 def _matmul(inputs: Inputs, options: Options) -> Features:
     a, b = as_matrices(inputs[0], inputs[1])  # type: ignore[arg-type]
-    batches = math.prod(_concrete(size) for size in batch_shape(a, b))
+    batches = math.prod(concrete(size) for size in batch_shape(a, b))
     words = [_precision(a), _shape_of_product(_aligned(a) and _aligned(b), b.shape[-1], a.shape[-1])]
     return Features(", ".join(words), _sizes(batches, a.shape[-2], b.shape[-1], a.shape[-1]))
 
@@ -77,8 +70,8 @@ def _linear(inputs: Inputs, options: Options) -> Features:
     x, weight = inputs[:2]
     assert x is not None
     assert weight is not None
-    k = _concrete(x.shape[-1])
-    rows = math.prod(_concrete(size) for size in x.shape[:-1])
+    k = concrete(x.shape[-1])
+    rows = math.prod(concrete(size) for size in x.shape[:-1])
     aligned = k * x.element_size() % ALIGNMENT == 0 and _aligned(weight)
     activation = "activation" if options.get("activation") is not None else "no activation"
     words = [_precision(x), _shape_of_product(aligned, weight.shape[0], k), activation]
@@ -90,7 +83,7 @@ def _attention(inputs: Inputs, options: Options) -> Features:
     assert query is not None
     assert key is not None
     assert value is not None
-    heads = math.prod(_concrete(size) for size in query.shape[:-2])
+    heads = math.prod(concrete(size) for size in query.shape[:-2])
     window = tuple(options.get("window_size", NO_WINDOW)) != NO_WINDOW
     seen = "window" if window else "causal" if options.get("is_causal") else "all keys"
     mask = "mask" if len(inputs) > 3 and inputs[3] is not None else "no mask"
@@ -106,8 +99,8 @@ def _rows(*words: str, dims: Callable[[torch.Tensor, Options], int] = lambda x, 
         x = inputs[0]
         assert x is not None
         row = dims(x, options)
-        length = math.prod(_concrete(size) for size in x.shape[x.dim() - row :])
-        count = math.prod(_concrete(size) for size in x.shape[: x.dim() - row])
+        length = math.prod(concrete(size) for size in x.shape[x.dim() - row :])
+        count = math.prod(concrete(size) for size in x.shape[: x.dim() - row])
         return Features(
             ", ".join([_bits(x), *(f"{word} {options.get(word)}" for word in words)]), _sizes(count, length)
         )
@@ -122,7 +115,7 @@ def _softmax(inputs: Inputs, options: Options) -> Features:
     last = dim == x.dim() - 1
     length = x.shape[dim] if x.dim() else 1
     words = [_bits(x), "rows" if last else "columns"]
-    return Features(", ".join(words), _sizes(_concrete(x.numel()) // max(_concrete(length), 1), length))
+    return Features(", ".join(words), _sizes(concrete(x.numel()) // max(concrete(length), 1), length))
 
 
 def _add(inputs: Inputs, options: Options) -> Features:
@@ -131,7 +124,7 @@ def _add(inputs: Inputs, options: Options) -> Features:
     assert other is not None
     words = [_bits(x), "two tensors" if x.shape == other.shape else "broadcast"]
     length = x.shape[-1] if x.dim() else 1
-    return Features(", ".join(words), _sizes(_concrete(x.numel()) // max(_concrete(length), 1), length))
+    return Features(", ".join(words), _sizes(concrete(x.numel()) // max(concrete(length), 1), length))
 
 
 FEATURES: dict[str, Callable[[Inputs, Options], Features]] = {

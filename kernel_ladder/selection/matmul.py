@@ -18,6 +18,7 @@ from kernel_ladder.selection.matmul_parts import Operand, Part
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete
 
 
 class Tile(NamedTuple):
@@ -48,7 +49,9 @@ TILES = (
     Tile(64, 64, False, 8),
 )
 #: The tile of `persistent` and `stream_k`. A cluster of two blocks makes two of them at once.
-WHOLE_ROWS, WHOLE_COLUMNS, WHOLE_BLOCKS = 128, 256, 2
+WHOLE_ROWS = 128
+WHOLE_COLUMNS = 256
+WHOLE_BLOCKS = 2
 SPLITS = (1, 2, 4, 8)
 ROW_BYTES = 128  # of k in a stage, for each row of A and column of B
 
@@ -63,7 +66,10 @@ PERSISTENT_START_CYCLES = 2000
 FIXUP_CYCLES = 43000  # stream-K: a block stores and adds 128 KiB of partial sums (of an H100)
 
 #: `split_k` copies an A of few rows to lie along K: csrc/matmul/pad_operands.cu.
-FEW_ROWS, FEW_ROWS_MIN_K, FEW_ROWS_MIN_B, FEW_ROWS_MAX_A = 32, 4096, 1 << 24, 1 << 25
+FEW_ROWS = 32
+FEW_ROWS_MIN_K = 4096
+FEW_ROWS_MIN_B = 1 << 24
+FEW_ROWS_MAX_A = 1 << 25
 
 _H100_SMS = 132
 MAX_PLANS = 4096  # kept for each device
@@ -219,14 +225,6 @@ def plan_of(
     if best_cycles < (streamed if stream_k and streamed is not None else whole):
         return best
     return best._replace(rung="cuda.stream_k" if stream_k else "cuda.persistent")
-
-
-def concrete(size: int | torch.SymInt) -> int:
-    """A size; where torch.compile has a symbol for it, the example's, without a guard on it."""
-    if type(size) is int:
-        return size
-    hint = size.node.hint  # type: ignore[union-attr]
-    return 1 if hint is None else int(hint)
 
 
 def plan(input: torch.Tensor, other: torch.Tensor) -> Plan:

@@ -1,9 +1,9 @@
 """The parts in which Hopper's matmul rungs compute a product whose unaligned operands are copied.
 
 TMA reads rows that begin at multiples of 16 bytes. Where a product is worth it, other operands are copied to such rows
-first, at most 64 MiB at a time, and a larger product is computed in parts of its outputs (csrc/matmul/pad_operands.cu).
-The cost model needs the sizes of those parts: the last wave of a part is not that of the product.
-:func:`parts_of` repeats ``csrc/matmul/chunked_copy.h``; a test compares the two.
+first, at most 64 MiB at a time. A larger product is computed in parts of its outputs (csrc/matmul/pad_operands.cu). The
+cost model needs the sizes of those parts: the last wave of a part is not that of the product. :func:`parts_of` repeats
+``csrc/matmul/chunked_copy.h``; a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ MIB = 1 << 20
 #: The most that copies take at a time, in bytes.
 MOST_BYTES = 64 * MIB
 #: A copy pays from this many multiply-adds on, for each element copied and in total.
-WORTH_PER_ELEMENT, WORTH_IN_TOTAL = 192, 1 << 29
+WORTH_PER_ELEMENT = 192
+WORTH_IN_TOTAL = 1 << 29
 #: TMA reads rows at multiples of these bytes; a copy's rows begin at multiples of ROW_BYTES.
-ALIGNMENT, ROW_BYTES = 16, 128
+ALIGNMENT = 16
+ROW_BYTES = 128
 #: The tile of `persistent`, of which a cluster computes two.
-TILE_M, TILE_N = 128, 256
+TILE_M = 128
+TILE_N = 256
 #: In stages of 128 bytes of K: the launches of a part, and the fix-up of shared tiles. A copy of STAGE_BYTES takes as
 #: long as a stage.
-LAUNCH_STAGES, SHARE_STAGES, STAGE_BYTES = 17, 16, MIB
+LAUNCH_STAGES = 17
+SHARE_STAGES = 16
+STAGE_BYTES = MIB
 #: Parts fill at least one in this many of the multiprocessors; else plain loads are faster.
 LEAST_FULL = 5
 #: Numbers of parts down the rows to compare: smaller parts may fill their waves better.

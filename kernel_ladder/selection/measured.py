@@ -23,13 +23,16 @@ from kernel_ladder import _version, gpu
 from kernel_ladder.errors import VariableError
 from kernel_ladder.spec import Inputs, Options, as_leaves, as_tuple
 from kernel_ladder.table import Variant
-from kernel_ladder.tracing import PLAIN
+from kernel_ladder.tracing import PLAIN, wants_gradient
 
 ENV_SELECT, MEASURE = "KERNEL_LADDER_SELECT", "measure"
 #: Rungs of each level that are timed beside the choice of tables and rules.
 CONTENDERS = 4
 #: Calls before those that count; rounds that count; and how long a round is, in seconds and calls at most.
-WARM_UP, ROUNDS, ROUND_S, ROUND_CALLS = 2, 5, 2e-4, 20
+WARM_UP = 2
+ROUNDS = 5
+ROUND_S = 2e-4
+ROUND_CALLS = 20
 
 
 class Found(NamedTuple):
@@ -135,7 +138,7 @@ def choice(
     if not can_time(inputs):
         return None
     times = {}
-    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    gradient = wants_gradient(*inputs)
     for rung in contenders():
         if (found_s := time_of(rung, inputs, options, gradient)) is not None:
             times[rung.name] = found_s
@@ -167,7 +170,7 @@ def time_of(rung: Variant, inputs: Inputs, options: Options, gradient: bool) -> 
             once = seconds(call, 1)
         calls = min(max(round(ROUND_S / max(once, 1e-9)), 1), ROUND_CALLS)
         return sorted(seconds(call, calls) for _ in range(ROUNDS))[ROUNDS // 2]
-    except Exception as error:  # a rung that fails is no choice; the call itself tells why where it is the only one
+    except Exception as error:  # a rung that fails is not chosen; if it is the only one, the call raises
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kernel_ladder.selection.matmul import concrete
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete
 
 #: Bytes of a vector, and of the shortest rows for which this is the choice.
 VECTOR, LEAST = 16, 8192

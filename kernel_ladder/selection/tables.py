@@ -2,8 +2,8 @@
 
 ``python -m bench select`` makes ``tables/<gpu>.json`` from measured rows. A call takes the choice of the nearest entry:
 one of the same category, with no size more than REACH times larger or smaller. The farther the entry, the larger must
-its gain be. The rule's choice stays where there is no such entry, where the entry has no better rung, and where the
-rule chooses a rung that the entry did not measure.
+its gain be. The rule's choice stays where there is no such entry, or none with a better rung. It also stays where the
+entry did not measure it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 #: The passes that have entries of their own: without a gradient, and forward and backward together.
 FORWARD, TRAINING = "forward", "training"
 #: How many times a size may differ from that of an entry, and the least gain of an entry at that distance and at none.
-REACH, FAR_GAIN, NEAR_GAIN = 2.0, 1.45, 1.03
+REACH = 2.0
+FAR_GAIN = 1.45
+NEAR_GAIN = 1.03
 #: Another folder of tables.
 ENV_FOLDER = "KERNEL_LADDER_TABLES"
 FOLDER = Path(__file__).parent / "tables"
@@ -60,7 +62,7 @@ class Table(NamedTuple):
 
 
 def slug(gpu_name: str) -> str:
-    """A GPU's name as files have it."""
+    """A GPU's name as file names spell it."""
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
 
 

@@ -9,7 +9,9 @@ from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.spec import Inputs, Options
 
 #: The least k that `split_k` splits, and the sides of its usual tile: as in ``triton_impl/matmul/split_k.py``.
-MIN_SPLIT_K, SPLIT_TILE, MIN_ROWS = 4096, 64, 16
+MIN_SPLIT_K = 4096
+SPLIT_TILE = 64
+MIN_ROWS = 16
 #: The largest tile of `persistent`: as in ``triton_impl/matmul/descriptors.py``.
 LARGEST_TILE = 128, 256
 #: Multiprocessors where there is no GPU to ask: those of an H200.

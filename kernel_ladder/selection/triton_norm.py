@@ -2,23 +2,18 @@
 
 Backward, `fused` keeps the sums of the parameters' gradients in registers, and is the fastest up to 8192 elements.
 Past that a row is spread over a cluster. Forward, `cluster` overtakes `fused` at 2049 elements for layer_norm and at
-8192 for rms_norm. `persistent_cluster` overtakes `cluster` at 32769, for the chain at 16385 (H100).
+8192 for rms_norm. `persistent_cluster` overtakes `cluster` at 32769, for bias_dropout_add_layer_norm at 16385 (H100).
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
-
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import wants_gradient
 
 #: The longest rows of the fastest `fused` backward pass.
 FUSED_BACKWARD = 8192
-
-
-def _wants_gradient(inputs: Inputs) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _by_length(n_cols: int, gradient: bool, cluster_from: int, persistent_from: int) -> tuple[str, ...]:
@@ -31,26 +26,26 @@ def _by_length(n_cols: int, gradient: bool, cluster_from: int, persistent_from: 
 
 def layer_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`cluster` from 2049 elements, `persistent_cluster` from 32769; with a gradient `fused` up to 8192."""
-    return _by_length(math.prod(options["normalized_shape"]), _wants_gradient(inputs), 2049, 32769)
+    return _by_length(math.prod(options["normalized_shape"]), wants_gradient(*inputs), 2049, 32769)
 
 
 def rms_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`fused` below 8192 elements, `cluster` from there; with a gradient `fused` at 8192 too."""
     n_cols = math.prod(options["normalized_shape"])
-    return _by_length(n_cols, _wants_gradient(inputs), 8192, n_cols + 1)
+    return _by_length(n_cols, wants_gradient(*inputs), 8192, n_cols + 1)
 
 
 def add_rms_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """As :func:`rms_norm`."""
     assert inputs[0] is not None
     n_cols = inputs[0].shape[-1]
-    return _by_length(n_cols, _wants_gradient(inputs), 8192, n_cols + 1)
+    return _by_length(n_cols, wants_gradient(*inputs), 8192, n_cols + 1)
 
 
 def bias_dropout_add_layer_norm(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """`cluster` from 2049 elements, `persistent_cluster` from 16385; with a gradient `fused` up to 8192."""
     assert inputs[0] is not None
-    return _by_length(inputs[0].shape[-1], _wants_gradient(inputs), 2049, 16385)
+    return _by_length(inputs[0].shape[-1], wants_gradient(*inputs), 2049, 16385)
 
 
 RULES = {

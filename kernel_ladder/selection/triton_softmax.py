@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kernel_ladder.selection.matmul import concrete
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete
 
 #: The longest rows at which `fused` is as fast as `cluster` (H100).
 FUSED = 8192

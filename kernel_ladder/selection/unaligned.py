@@ -8,6 +8,7 @@ import torch
 
 from kernel_ladder.selection import matmul
 from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete
 
 #: Bytes that TMA addresses are multiples of.
 ALIGNMENT = 16
@@ -17,16 +18,16 @@ LEAST = 2**28
 
 def _is_aligned(x: torch.Tensor) -> bool:
     """Whether a matrix, and its rows (or columns, if those are dense), begin on 16 bytes."""
-    step = x.stride(-2) if matmul.concrete(x.stride(-1)) == 1 else x.stride(-1)
+    step = x.stride(-2) if concrete(x.stride(-1)) == 1 else x.stride(-1)
     vector = ALIGNMENT // x.element_size()
-    return matmul.concrete(step) % vector == 0 and matmul.concrete(x.storage_offset()) % vector == 0
+    return concrete(step) % vector == 0 and concrete(x.storage_offset()) % vector == 0
 
 
 def _is_worth_it(input: torch.Tensor, other: torch.Tensor, columns: int | torch.SymInt) -> bool:
     if not input.is_cuda or input.dtype not in (torch.float16, torch.bfloat16) or min(input.dim(), other.dim()) < 2:
         return False
-    n = matmul.concrete(columns)
-    if not matmul.is_hopper(input.get_device()) or math.prod(map(matmul.concrete, input.shape)) * n < LEAST:
+    n = concrete(columns)
+    if not matmul.is_hopper(input.get_device()) or math.prod(map(concrete, input.shape)) * n < LEAST:
         return False
     return n * input.element_size() % ALIGNMENT != 0 or not (_is_aligned(input) and _is_aligned(other))
 

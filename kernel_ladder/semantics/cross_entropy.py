@@ -7,7 +7,7 @@ import math
 import torch
 from torch.compiler import is_compiling
 
-from kernel_ladder.spec import names_of
+from kernel_ladder.spec import dtype_name
 from kernel_ladder.tracing import PLAIN, shapes_only
 from kernel_ladder.transforms import transforms_active
 
@@ -56,7 +56,7 @@ def check_labels(
         raise TypeError(f"{op}: argument `target` must be a torch.Tensor, got {type(target).__name__}")
     if target.dtype != torch.int64:
         hint = "; probabilities of classes are not taken" if target.is_floating_point() else ""
-        raise TypeError(f"{op}: argument `target` has dtype {names_of([target.dtype])}; accepted is int64{hint}")
+        raise TypeError(f"{op}: argument `target` has dtype {dtype_name(target.dtype)}; accepted is int64{hint}")
     if target.device != input.device:
         raise ValueError(
             f"{op}: arguments `input` and `target` must be on the same device, got {input.device} and {target.device}"

@@ -85,6 +85,13 @@ def as_rows(x: torch.Tensor, dims: int) -> torch.Tensor:
     return x if dims == 1 else x.flatten(-dims)
 
 
+def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Weight or bias as one dense row: a view where its strides allow one, else a copy."""
+    if x is None or (x.dim() == 1 and x.is_contiguous()):
+        return x
+    return x.reshape(-1).contiguous()
+
+
 def forwards(normalise: Callable[..., tuple[Any, tuple]]) -> dict[str, Callable[..., Any]]:
     """A rung's `forward` and `inference`, both made from ``normalise(keep, *inputs, **options)``.
 

@@ -1,6 +1,6 @@
 """Philox 4×32-10: dropout's mask, bit for bit the same at every level.
 
-Philox is a counter-based generator: a keyed bijection of a 128-bit counter, ten rounds of two multiplications each
+Philox is a counter-based generator: a keyed bijection of a 128-bit counter, in ten rounds of two multiplications
 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11; the constants are those of their
 library Random123). It has no state: an element's mask follows from the seed and the element's index. So the backward
 pass recomputes the mask instead of loading it.
@@ -34,8 +34,10 @@ import torch
 from kernel_ladder.tracing import in_graph
 
 ROUNDS = 10
-M0, M1 = 0xD2511F53, 0xCD9E8D57
-W0, W1 = 0x9E3779B9, 0xBB67AE85  # the golden ratio, and √3 − 1, as fractions of 2³²
+M0 = 0xD2511F53
+M1 = 0xCD9E8D57
+W0 = 0x9E3779B9  # the golden ratio's fraction, times 2³²
+W1 = 0xBB67AE85  # that of √3, times 2³²
 WORD = 2**32 - 1
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_ladder.spec import Output, names_of
+from kernel_ladder.spec import Output, dtype_name, dtype_names
 
 
 def check(op: str, query: object, heads: int, sinks: object) -> None:
@@ -23,8 +23,8 @@ def check(op: str, query: object, heads: int, sinks: object) -> None:
         raise TypeError(f"{op}: argument `sinks` must be a torch.Tensor or None, got {type(sinks).__name__}")
     assert isinstance(query, torch.Tensor)
     if sinks.dtype not in (torch.float32, query.dtype):
-        accepted = names_of(list(dict.fromkeys((torch.float32, query.dtype))))
-        raise TypeError(f"{op}: argument `sinks` has dtype {names_of([sinks.dtype])}; accepted are {accepted}")
+        accepted = dtype_names(list(dict.fromkeys((torch.float32, query.dtype))))
+        raise TypeError(f"{op}: argument `sinks` has dtype {dtype_name(sinks.dtype)}; accepted are {accepted}")
     if sinks.device != query.device:
         raise ValueError(
             f"{op}: arguments `query` and `sinks` must be on the same device, got {query.device} and {sinks.device}"
@@ -56,7 +56,7 @@ def with_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, pac
     logits = sinks.to(lse.dtype)
     if lse.dim() > 1:
         logits = logits[:, None]
-    # Of a row that sees no key the share is 0, also where its sink is −∞.
+    # The share of a row that sees no key is 0, also where its sink is −∞.
     share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - logits)
     share = share.transpose(0, 1) if packed else share
     output = (output * share[..., None]).to(output.dtype)

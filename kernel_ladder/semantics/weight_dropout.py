@@ -1,8 +1,8 @@
 """Dropout of attention weights: which weight an element of dropout's mask belongs to, and what takes it.
 
-A weight is dropped where :func:`kernel_ladder.dropout` would drop it with the same seed, in a tensor of the shape
-(..., H, S_q, S_k) of the weights: :mod:`kernel_ladder.semantics.philox` defines the mask by the row-major index there.
-Weights are normalised before they are dropped, so that the log-sum-exp does not change. Hidden weights count too.
+A weight is dropped where :func:`kernel_ladder.dropout` would drop it with the same seed in a tensor of the weights'
+shape, (..., H, S_q, S_k). :mod:`kernel_ladder.semantics.philox` defines the mask by the row-major index there. Weights
+are normalised before they are dropped, so that the log-sum-exp does not change. Hidden weights count too.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def case_named(spec: Spec, text: str) -> Case:
     """A case of the sweep or the samples by its id, or a case of the sweep with other sizes.
 
     ``"4096x4096x14336"`` is a case of matmul's sweep. ``"1000x2000x3000"`` is made from the first case of the sweep
-    with the same form and no two equal sizes: each size is then identified by its number. If the text omits the end of
+    with the same form and no two equal sizes. Each size is then identified by its number. If the text omits the end of
     an id, the case keeps that of the sweep's case.
     """
     text = text.strip()

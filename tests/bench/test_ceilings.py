@@ -15,21 +15,16 @@ from rich.console import Console
 
 from bench.measure import ceiling_kernels, ceilings, clocks, timing
 from bench.rows import resume, store
-from bench.rows.store import CEILING, Row
+from bench.rows.store import CEILING
 from bench.show import table as bench_table
 from kernel_ladder import table
 from kernel_ladder.semantics import precision
 
-from ..conftest import DEVICE, alone, needs_gpu
+from ..conftest import DEVICE, a_row, alone, needs_gpu
 
 pytestmark = pytest.mark.xdist_group("timing")
 
 CPU = torch.device("cpu")
-
-
-def a_row(**fields) -> Row:
-    base = {"op": "gelu", "backend": "torch.naive", "level": "torch", "pass_": "forward", "dtype": "float32"}
-    return Row(**{**base, "shape": "2x2", "gpu": "here", "when": "2026-01-01T00:00:00+00:00", **fields})
 
 
 @alone

@@ -198,7 +198,7 @@ def test_triton_compiles_ahead_of_time(variant, pass_, arch):
 
 @needs_cuobjdump
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_kernels_begin_early_where_the_architecture_lets_them(arch):
+def test_kernels_use_pdl_where_the_architecture_has_it(arch):
     """Whatever GPU is here, or none."""
     found = looked_into("rms_norm", "triton.fused", "forward", "ptx", arch=arch)
     (ptx,) = (code.text for code in found.code if code.language == "ptx")
@@ -216,7 +216,7 @@ PERSISTENT = [
     ("rms_norm", "triton.online", "16384x1024", "backward", "sm_90", "_norm_online_row_means_kernel"),
     (
         *("bias_dropout_add_layer_norm", "triton.persistent_cluster", "4096x65536", "forward", "sm_90"),
-        "_chain_persistent_cluster_kernel",
+        "_persistent_cluster_kernel",
     ),
 ]
 
@@ -271,7 +271,7 @@ def test_cuda_reads_the_extension(variant, pass_):
     launched = {k.name for k in found.launches}  # on a GPU: with those of other operations
     norms = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "AddRmsNorm"}
     own = "norm_" if variant.op in norms else f"{variant.op}_"
-    if variant.op in norms:  # the chain's backward pass launches LayerNorm's kernels too
+    if variant.op in norms:  # bias_dropout_add_layer_norm's backward pass launches LayerNorm's kernels too
         assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
     for kernel in found.kernels:
         assert exists(kernel.source)

@@ -21,11 +21,7 @@ from ..conftest import DEVICE, every_variant, public, register_own_gelu, skip_un
 OUTER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
 
 
-@pytest.fixture(autouse=True)
-def forget_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forget_compiled")
 
 
 def calls():

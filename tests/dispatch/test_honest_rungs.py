@@ -1,7 +1,7 @@
 """A rung launches its own kernels: no two rungs of an operation share one in their forward pass.
 
-What rungs share openly stands in the tables here, each with the reason: helpers that are no rung's idea, and backward
-passes that serve several rungs.
+What rungs share openly stands in the tables here, each with its reason. They are helpers of no rung's idea, and
+backward passes that serve several rungs.
 """
 
 from __future__ import annotations

@@ -18,11 +18,7 @@ from ..conftest import DEVICE, elements, plain_cases, public, skip_unless_availa
 LEVELS = [level for level in kernel_ladder.LEVELS if level != "cuda" or DEVICE.type == "cuda"]
 
 
-@pytest.fixture(autouse=True)
-def forget_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forget_compiled")
 
 
 def small_case(op: str):

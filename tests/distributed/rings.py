@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import kernel_ladder
-from kernel_ladder.distributed import ring_attention, shard_sequence, unshard_sequence
+from kernel_ladder.distributed import positions, ring_attention, shard_sequence, unshard_sequence
 
 #: Heads of queries and of keys, D and D_v, mask, layout and window.
 CASES: dict[str, dict[str, Any]] = {
@@ -53,3 +55,19 @@ def compare(name: str, backend: str, dtype: torch.dtype, tolerance: float, rows:
     first = found()
     torch.testing.assert_close(first, list(expected), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
     assert all(torch.equal(x, y) for x, y in zip(first, found(), strict=True))
+
+
+def check_parts() -> None:
+    """Parts of a sequence: where their rows stand, and lengths that no layout divides."""
+    size = dist.get_world_size()
+    for layout in ("zigzag", "contiguous"):
+        x = torch.arange(4 * size)
+        part = shard_sequence(x, 0, layout=layout)
+        assert torch.equal(part, positions(4, layout=layout)), layout
+        assert torch.equal(unshard_sequence(part, 0, layout=layout), x), layout
+    with pytest.raises(ValueError, match="positions: argument `length` must be even for layout='zigzag', got 3"):
+        positions(3)
+    with pytest.raises(ValueError, match=rf"shard_sequence: {size} rows of argument `x` do not divide into {2 * size}"):
+        shard_sequence(torch.arange(size), 0)
+    with pytest.raises(ValueError, match="argument `layout` must be one of 'zigzag', 'contiguous', got 'ring'"):
+        positions(4, layout="ring")

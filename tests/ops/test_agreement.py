@@ -83,11 +83,11 @@ def has_formula(op: str) -> bool:
 def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backward: bool) -> bool:
     """Whether a variant is tried on a sample in a dtype: on all in all, where that does not take hours.
 
-    A compiler takes seconds or minutes for a sample: few have it, forward alone in one dtype by turns. Without a GPU
-    it has them in one dtype by turns and backward alone, where the output is compared too, save the first, which runs
-    forward as well. Triton's interpreter takes so long that each has one dtype by turns. The forward pass alone is
-    tried at every third sample without a GPU, interpreted at every second: the backward pass has its output compared.
-    The xla level has a share of the samples, by :data:`XLA_STRIDE`.
+    A compiler takes seconds or minutes for a sample: few have it, forward alone in one dtype by turns. Without a GPU it
+    has them in one dtype each, and backward alone, where the output is compared too. The first runs forward as well.
+    Triton's interpreter takes so long that each has one dtype by turns. The forward pass alone is tried at every third
+    sample without a GPU, interpreted at every second: the backward pass has its output compared. The xla level has a
+    share of the samples, by :data:`XLA_STRIDE`.
     """
     if variant.name in ("compile.max_autotune", "compile.reduce_overhead"):  # the same code as compile.default
         return index == compiled_on_cpu(variant.op)[0] and dtype is torch.bfloat16

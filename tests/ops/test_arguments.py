@@ -18,7 +18,7 @@ import kernel_ladder
 from kernel_ladder import UnsupportedError, table
 from kernel_ladder.semantics.cross_entropy import REDUCTIONS
 from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
-from kernel_ladder.spec import DTYPES, as_tuple, has_gradient, names_of
+from kernel_ladder.spec import DTYPES, as_tuple, dtype_name, has_gradient
 from kernel_ladder.testing.deviation import compare
 from kernel_ladder.testing.samples import make_inputs
 
@@ -471,10 +471,10 @@ def test_a_refused_dtype_names_all_that_are_taken(op, name, dtype):
     if given[name].dtype is dtype:
         dtype = torch.complex128
     if name == "attn_mask" or given[name].is_floating_point():
-        accepted = ("bool", "float32") if name == "attn_mask" else tuple(map(names_of, ([d] for d in DTYPES)))
+        accepted = ("bool", "float32") if name == "attn_mask" else tuple(map(dtype_name, DTYPES))
     else:
-        accepted = (names_of([given[name].dtype]),)
-    with pytest.raises(TypeError, match=f"{op}: argument `{name}` has dtype {names_of([dtype])}; accepted ") as raised:
+        accepted = (dtype_name(given[name].dtype),)
+    with pytest.raises(TypeError, match=f"{op}: argument `{name}` has dtype {dtype_name(dtype)}; accepted ") as raised:
         getattr(kernel_ladder, op)(**{**given, name: given[name].to(dtype)})
     for each in accepted:
         assert each in str(raised.value).partition("accepted")[2]

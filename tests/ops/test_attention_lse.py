@@ -71,8 +71,8 @@ def test_on_peaked_attention_gradients_differ_by_the_outputs_rounding_alone(vari
     The gradient of a score is P · (dP − delta). The formula has delta = Σ P · dP, which cancels dP where P is one;
     fused kernels have delta = Σ dO · O with the output in 16 bits, and are left with Σ dO · (rounding of O). In exact
     arithmetic that moves the gradient of query i by scale · Σ_d dO · (O − rounded O) · Σ_j P_ij K_j: more than the
-    formula errs, which is right of every kernel that keeps no more than the output. Here the same algorithm, in float64
-    with the output as the variant rounded it, stands for the oracle; the bound is the formula's.
+    formula errs. Every kernel that keeps no more than the output does so. Here the same algorithm, in float64 with the
+    output as the variant rounded it, stands for the oracle; the bound is the formula's.
     """
     case = Case("", ((1, 64, 5, 64),) * 3)
     inputs = tuple((4 * x).round().clamp(-9, 9).to(dtype) for x in make_inputs(case, torch.float32, DEVICE))

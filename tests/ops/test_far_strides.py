@@ -1,7 +1,7 @@
 """Strides that reach past 2³¹ elements, which offsets of 32 bits do not: every tensor, along every dimension.
 
-Each tensor argument, and the gradient of each output, is in turn a view over one large buffer, of which the last
-element along a dimension lies 2³¹ elements past the first. Results are held to what those of a dense copy are.
+Each tensor argument, and the gradient of each output, is in turn a view over one large buffer. Its last element along a
+dimension lies 2³¹ elements past the first. Results are held to what those of a dense copy are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention where exponentials would overflow by far without the subtraction of a row's maximum: forward.
 
-Not a sample of the spec: a fused backward makes the weights again from rounded scores, and of scores this large the
-rounding alone is more than the formula's own error.
+Not a sample of the spec. A fused backward computes the weights again from rounded scores; at scores this large the
+rounding alone exceeds the formula's own error.
 """
 
 from __future__ import annotations

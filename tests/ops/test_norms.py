@@ -111,9 +111,9 @@ def test_input_and_residual_share_one_gradient(variant):
     assert of_input is of_residual
 
 
-#: More rows than a GPU goes through at once, so that blocks and programs take several turns, of which the last is not
-#: full, and fewer; rows shared by a part of a warp, by warps, by a block, by a cluster; whole vectors and not; rows
-#: that leave threads of those who share them idle.
+#: More rows than a GPU goes through at once, so that blocks and programs loop several times, the last time not full,
+#: and fewer; rows shared by a part of a warp, by warps, by a block, by a cluster; whole vectors and not; rows that
+#: leave threads of those who share them idle.
 MANY_ROWS = [
     (140_003, 8),
     (70_001, 24),

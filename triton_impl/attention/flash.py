@@ -1,8 +1,8 @@
 """attention, rung 2 of 5: flash
 
-Idea      FlashAttention-2 (Dao, arXiv:2307.08691). The loop over keys has two parts: tiles that every row sees whole,
-          read and used without a mask, then the tiles on the diagonal and at the end of the keys. Tiles are tuned by
-          head dimension; causal programs start with the longest tiles.
+Idea      FlashAttention-2 (Dao, arXiv:2307.08691). The loop over keys has two parts. Tiles that every row sees whole
+          need no mask; tiles on the diagonal and at the end of the keys follow. Tiles are tuned by head dimension;
+          causal programs start with the longest tiles.
 Predicts  Masks cost arithmetic in ⌈BLOCK_M / BLOCK_N⌉ + 1 tiles per program instead of all.
 Limit now Every thread computes the addresses of its loads, in registers that the scores could have.
 Next      `tma`: the copy engine fetches the tiles.

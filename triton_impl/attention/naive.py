@@ -1,7 +1,7 @@
 """attention, rung 1 of 5: naive
 
-Idea      One program per block of queries. It walks over the keys block by block and keeps an online softmax per row:
-          a running maximum, a running sum and the weighted values (Milakov and Gimelshein, arXiv:1805.02867).
+Idea      One program per block of queries. It walks over the keys block by block and keeps the state of an online
+          softmax per row: running maximum, running sum, weighted values (Milakov and Gimelshein, arXiv:1805.02867).
 Predicts  The S_q × S_k scores never reach memory: (2 · S_q + 2 · S_k · ⌈S_q / BLOCK_M⌉) · D elements per head instead
           of S_q · S_k and more.
 Limit now Every block of keys is masked, on the diagonal or not, and one tile size serves every head dimension.
@@ -19,7 +19,7 @@ import triton.language as tl
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Output
-from kernel_ladder.tracing import shapes_only
+from kernel_ladder.tracing import shapes_only, wants_gradient
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.attention.tiles import LOG2_E
 from triton_impl.common.dot import dot
@@ -106,7 +106,7 @@ def unsupported(
     """Why the call is not the plain case, or None."""
     if (reason := unsupported_by_triton(query)) is not None:
         return reason
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if wants_gradient(query, key, value):
         return "no backward: use `flash` for gradients"
     if attn_mask is not None or window_size != NO_WINDOW or is_causal not in (False, True):
         return "takes no mask but is_causal=True; `flash` takes masks and windows"

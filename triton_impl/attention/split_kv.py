@@ -22,13 +22,11 @@ from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, multiprocessors
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.attention.call import Call, fill_without_keys, forward_by
-from triton_impl.attention.tiles import LOG2_E, apply_mask, load_tile, needs_int64, online_softmax, store_lse
+from triton_impl.attention.tiles import apply_mask, load_tile, needs_int64, online_softmax, store_lse
 from triton_impl.common.dot import dot
-from triton_impl.common.fast_math import exp2
+from triton_impl.common.fast_math import LOG2E, exp2
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
-
-_LOG2_E = tl.constexpr(LOG2_E)
 
 #: Rows of a tile: queries of all heads that share keys.
 MAX_ROWS = 32
@@ -124,7 +122,7 @@ def _combine_kernel(
     if MASK == 2:  # see store_lse
         lse_ptrs += splits * tl.cast(num_rows, tl.int64)
         log_sum = tl.load(lse_ptrs, mask=i < splits, other=-float("inf"))
-        weights = exp2((lse - shift) * _LOG2_E + log_sum)
+        weights = exp2((lse - shift) * LOG2E + log_sum)
     else:
         weights = exp2(lse - shift)
     row_sum = tl.sum(weights, 0)

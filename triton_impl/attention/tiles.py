@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -9,14 +10,13 @@ import triton
 import triton.language as tl
 
 from triton_impl import interpreted
-from triton_impl.common.fast_math import exp2
+from triton_impl.common.fast_math import LOG2E, exp2
 from triton_impl.common.philox import factors_at, factors_of_rows
 from triton_impl.runtime.launch_cache import to_time
 
 # Softmax in base two: exp(x) = exp2(x · log2 e), and the hardware has exp2.
-LOG2_E = 1.4426950408889634
-_LOG2_E = tl.constexpr(LOG2_E)
-LN_2 = 0.6931471805599453
+LOG2_E = LOG2E.value
+LN_2 = math.log(2)
 
 #: Values of BAND, the scores that queries see by place: all, all up to a diagonal, or those between two diagonals.
 EVERYTHING, BELOW_DIAGONAL, BETWEEN_DIAGONALS = range(3)
@@ -125,7 +125,7 @@ def online_softmax(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0
     """One step of online softmax: the weights of a tile of scores, and the state (acc, row_sum, row_max) rescaled.
 
     ``scores · factor`` are exponents of two. With an additive mask scores and maxima are exponents of e, and only their
-    difference is multiplied by log2 e: it is exact next to any number that a mask holds.
+    difference is multiplied by log2 e. It is exact next to any number that a mask holds.
     """
     largest = tl.max(scores, 1)
     if MASK != 2:
@@ -134,8 +134,8 @@ def online_softmax(scores, factor, acc, row_sum, row_max, MASK: tl.constexpr = 0
     # A row of −inf alone subtracts 0: its exponentials are 0, not NaN.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     if MASK == 2:
-        weights = exp2((scores - shift[:, None]) * _LOG2_E)
-        correction = exp2((row_max - shift) * _LOG2_E)
+        weights = exp2((scores - shift[:, None]) * LOG2E)
+        correction = exp2((row_max - shift) * LOG2E)
     else:
         weights = exp2(scores * factor - shift[:, None])
         correction = exp2(row_max - shift)
@@ -161,7 +161,7 @@ def store_lse(pointer, num_rows, row_max, row_sum, mask, MASK: tl.constexpr):
     """Store log-sum-exps in base two.
 
     With an additive mask the maximum (an exponent of e) and, `num_rows` further on, the log2 of the sum are stored
-    apart: the logarithm could vanish beside a large number of the mask.
+    apart. The logarithm could vanish beside a large number of the mask.
     """
     if MASK == 2:
         tl.store(pointer, row_max, mask=mask)
@@ -191,7 +191,7 @@ def recompute_weights(scores, factor, row_max, lse, MASK: tl.constexpr):
     if MASK == 2:
         below = scores - row_max
         # Recomputed scores may round to above their maximum. NaN stays.
-        return exp2(tl.where(below > 0.0, 0.0, below) * _LOG2_E - lse)
+        return exp2(tl.where(below > 0.0, 0.0, below) * LOG2E - lse)
     return exp2(scores * factor - lse)
 
 
@@ -218,7 +218,7 @@ def sequence(cu_seqlens_ptr, b, total):
 
 
 #: (BLOCK_M, BLOCK_N, num_warps, num_stages) to time, by the wider head dimension. Negative keys are float32,
-#: whose products run on CUDA cores: a thread holds whole rows of a tile, and larger tiles of wide heads spill kilobytes
+#: whose products run on CUDA cores. A thread holds whole rows of a tile, and larger tiles of wide heads spill kilobytes
 #: and compile for a minute. :func:`triton_impl.runtime.launch_cache.to_time` says what the first and the last must be.
 TileTable = dict[int, tuple[tuple[int, int, int, int], ...]]
 

@@ -1,8 +1,8 @@
 """attention, rung 4 of 5: warp_specialized
 
 Idea      A producer warp has the copy engine fetch K and V into stages of shared memory. Consumer warpgroups of 64
-          queries each overlap softmax with wgmma: the scores of the next tile and the product of the last weights with
-          V are in flight meanwhile (Shah et al., FlashAttention-3, arXiv:2407.08608). In Gluon, the language below
+          queries each overlap softmax with wgmma. The scores of the next tile, and the product of the last weights with
+          V, are in flight meanwhile (Shah et al., FlashAttention-3, arXiv:2407.08608). In Gluon, the language below
           Triton.
 Predicts  max(softmax, products) per tile instead of their sum.
 Limit now Registers: a consumer holds scores, weights and accumulator.
@@ -120,7 +120,7 @@ def _schedule(iteration, problem, BAND: gl.constexpr, ROWS: gl.constexpr):
     """Tile scheduler: (tile, head) of an iteration.
 
     Sections of heads follow each other (attention.tiles.program_tile); inside one, the longest causal tiles come first.
-    With a `fold` of 2 a program takes tiles in pairs, one from each end of the section: under a causal mask all pairs
+    With a `fold` of 2 a program takes tiles in pairs, one from each end of the section. Under a causal mask all pairs
     are equally long.
     """
     fold, section = problem.fold, problem.section

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from kernel_ladder.semantics.norms import forwards
+from kernel_ladder.semantics.norms import as_parameter, forwards
+from kernel_ladder.tracing import wants_gradient
 from triton_impl import layer_norm, register
 from triton_impl.bias_dropout_add_layer_norm import cluster, common, fused, online, persistent_cluster
 from triton_impl.bias_dropout_add_layer_norm.common import Forward, dropout_backward
@@ -21,7 +22,7 @@ from triton_impl.common.philox import arguments
 from triton_impl.norm import cluster_backward
 from triton_impl.norm import fused as norm_fused
 from triton_impl.norm import online as norm_online
-from triton_impl.norm.common import Backward, Needs, as_matrix, as_parameter, wants_gradient
+from triton_impl.norm.common import Backward, Needs, as_matrix
 from triton_impl.runtime.aot import Entry
 
 OP = "bias_dropout_add_layer_norm"

@@ -16,7 +16,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernel_ladder.tracing import address
+from kernel_ladder.tracing import address, wants_gradient
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.bias_dropout_add_layer_norm.common import Mask, forward_by
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
@@ -30,7 +30,7 @@ from triton_impl.common.gluon.cluster import (
     narrow,
     rewiden,
     store,
-    store_once,
+    store_from_first_block,
     widen,
 )
 from triton_impl.common.gluon.philox import factors
@@ -38,17 +38,17 @@ from triton_impl.common.gluon.requirements import unsupported as unsupported_by_
 from triton_impl.common.philox import ARGUMENTS
 from triton_impl.norm import cluster_backward
 from triton_impl.norm.cluster import block_moments, prefetch, row_moments
-from triton_impl.norm.common import rstd_of, wants_gradient
+from triton_impl.norm.common import rstd_of
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import Launch, LaunchCache, to_time
+from triton_impl.runtime.launch_cache import Launch, to_time
 
 #: Elements of a vector, and of a call of Philox.
 EIGHT = gl.constexpr(8)
 
 
 @gluon.jit(do_not_specialize=ARGUMENTS)
-def _chain_cluster_kernel(
+def _cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, n_rows, n_cols, eps,
     SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -94,9 +94,9 @@ def _chain_cluster_kernel(
     shift = (-deviation - mean) * rstd
     offset = prefetch((), norm_bias_ptr, i, n_cols, HAS_BIAS, EVEN)
     if SAVE_STATS:
-        store_once(stats_ptr + row, rstd, True)
-        store_once(stats_ptr + n_rows + row, mean, True)
-        store_once(stats_ptr + 2 * n_rows + row, -deviation * rstd, True)
+        store_from_first_block(stats_ptr + row, rstd, True)
+        store_from_first_block(stats_ptr + n_rows + row, mean, True)
+        store_from_first_block(stats_ptr + 2 * n_rows + row, -deviation * rstd, True)
     for v in gl.static_range(V):
         weight = prefetch(weight, weight_ptr, i, n_cols, HAS_WEIGHT and v + 1 < V, EVEN)
         offset = prefetch(offset, norm_bias_ptr, i, n_cols, HAS_BIAS and v + 1 < V, EVEN)
@@ -111,7 +111,8 @@ def _chain_cluster_kernel(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 #: Warps of a block and vectors of a row per thread, the best guess first; registers per thread.
-SHAPES, REGISTERS = ((16, 4), (8, 4), (8, 2), (16, 2), (4, 4), (32, 4)), 64
+SHAPES = ((16, 4), (8, 4), (8, 2), (16, 2), (4, 4), (32, 4))
+REGISTERS = 64
 #: Vectors of both operands that a thread loads ahead.
 AHEAD = (4, 2)
 
@@ -122,7 +123,8 @@ def _block(warps: int, vectors: int) -> int:
 
 
 #: Rows, in elements, of which the longest is that of the best guess, though the widest shape could hold longer ones.
-MIN_COLS, MAX_COLS = 2049, cluster.MAX_CLUSTER * _block(*SHAPES[0])
+MIN_COLS = 2049
+MAX_COLS = cluster.MAX_CLUSTER * _block(*SHAPES[0])
 
 
 def configs(n_cols: int) -> list[triton.Config]:
@@ -141,38 +143,31 @@ def configs(n_cols: int) -> list[triton.Config]:
     return to_time(found)
 
 
-_choose = Autotuner(_chain_cluster_kernel)
-_launches = LaunchCache()
+_choose = Autotuner(_cluster_kernel)
 
 
-def _launch(
+def _first_launch(
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
     mask: Mask,
-) -> None:
+) -> Launch:
     x = tensors[3]
     n_rows, n_cols = x.shape
-    if n_rows == 1:
-        strides = (n_cols, n_cols)  # a single row has any stride
     constants = (save_stats, *present)
+    fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
 
-    def make() -> Launch:
-        fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
+    def launch(config: triton.Config) -> Launch:
+        arguments = (*fixed, *config.kwargs.values())
+        return Launch(_cluster_kernel, (n_rows,), arguments, cluster.options(config))
 
-        def launch(config: triton.Config) -> Launch:
-            arguments = (*fixed, *config.kwargs.values())
-            return Launch(_chain_cluster_kernel, (n_rows,), arguments, cluster.options(config))
-
-        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
-        return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
-
-    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
+    key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+    return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
 
 
-forward = forward_by(_launch)
+forward = forward_by(_first_launch)
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
@@ -224,4 +219,4 @@ def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "eps": "fp32"}
     constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True, "DIVISIBILITY": 16}
-    return [entry(_chain_cluster_kernel, "bf16", constants, configs(4096)[0], types)]
+    return [entry(_cluster_kernel, "bf16", constants, configs(4096)[0], types)]

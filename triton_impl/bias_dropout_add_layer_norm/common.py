@@ -15,17 +15,21 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_ladder.semantics.norms import as_parameter
 from kernel_ladder.tracing import shapes_only
 from triton_impl.common.column_sum import row_partition, sum_partials
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import tile_of
 from triton_impl.common.philox import ARGUMENTS, factors_at, factors_of_rows
-from triton_impl.norm.common import as_matrix, as_parameter
+from triton_impl.norm.common import as_matrix
 from triton_impl.runtime.aot import Entry, entry
-from triton_impl.runtime.launch_cache import CachedKernel
+from triton_impl.runtime.launch_cache import CachedKernel, LaunchCache
 
 #: Of the dropout gradient's kernel: elements of a tile, its columns at most, warps, and programs per multiprocessor.
-TILE, TILE_COLS, WARPS, PROGRAMS = 2048, 256, 4, 7
+TILE = 2048
+TILE_COLS = 256
+WARPS = 4
+PROGRAMS = 7
 
 #: Key, threshold and scale of a dropout mask: see :func:`triton_impl.common.philox.arguments`.
 Mask = tuple[int, int, int, float]
@@ -100,12 +104,14 @@ def _dropout_backward_kernel(
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def forward_by(launch: Callable[..., None]) -> Forward:
-    """A rung's forward pass. ``launch(tensors, strides, present, eps, save_stats, mask)`` launches its kernel.
+def forward_by(first_launch: Callable[..., Any]) -> Forward:
+    """A rung's forward pass. ``first_launch(tensors, strides, present, eps, save_stats, mask)`` runs the first call of
+    its kind and returns the launch, which serves all others.
 
     `tensors` are output, sum, stats, input, bias, residual, weight and norm_bias; `strides` those of the rows of input
     and residual; `present` tells whether there are weight and norm_bias.
     """
+    launches = LaunchCache()
 
     def forward(
         save_stats: bool, mask: Mask, eps: float, *inputs: torch.Tensor | None
@@ -125,7 +131,13 @@ def forward_by(launch: Callable[..., None]) -> Forward:
             # An absent parameter is replaced by the bias. The kernel does not read it.
             tensors = (output, total, stats, x, b, r, b if w is None else w, b if n is None else n)
             present = (w is not None, n is not None)
-            launch(tensors, (x.stride(0), r.stride(0)), present, eps, save_stats, mask)
+            strides = (x.stride(0), r.stride(0)) if n_rows > 1 else (n_cols, n_cols)  # a single row has any stride
+            launches.run(
+                (save_stats, n_rows, n_cols, strides, present, x.dtype, x.device, eps),
+                lambda: first_launch(tensors, strides, present, eps, save_stats, mask),
+                tensors,
+                mask,
+            )
         return output, total, stats
 
     return forward

@@ -20,7 +20,7 @@ from triton_impl.common.philox import ARGUMENTS
 from triton_impl.norm.fused import normalize_rows
 from triton_impl.runtime.aot import Entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
-from triton_impl.runtime.launch_cache import Launch, LaunchCache
+from triton_impl.runtime.launch_cache import Launch
 from triton_impl.runtime.row_configs import forward_shapes, row_configs, suitable_forward
 
 
@@ -55,32 +55,26 @@ def _fused_kernel(
 
 
 _kernel = AutotunedKernel(_fused_kernel, row_configs((0,)), ("BLOCK", "SAVE_STATS", "DIVISIBILITY"), suitable_forward)
-_launches = LaunchCache()
 
 
-def _launch(
+def _first_launch(
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
     mask: Mask,
-) -> None:
-    x = tensors[3]
-    n_rows, n_cols = x.shape
-
-    def make() -> Launch:
-        constants = {
-            "SAVE_STATS": save_stats, "HAS_WEIGHT": present[0], "HAS_BIAS": present[1], "EIGHTS": n_cols % 8 == 0,
-            "DIVISIBILITY": divisibility_of(n_cols, *strides), "BLOCK": triton.next_power_of_2(n_cols),
-        }  # fmt: skip
-        arguments = (*strides, n_rows, n_cols, eps)
-        return _kernel(lambda meta: (triton.cdiv(n_rows, meta["ROWS"]),), tensors, arguments, constants, mask)
-
-    _launches.run((save_stats, n_rows, n_cols, strides, present, x.dtype, x.device, eps), make, tensors, mask)
+) -> Launch:
+    n_rows, n_cols = tensors[3].shape
+    constants = {
+        "SAVE_STATS": save_stats, "HAS_WEIGHT": present[0], "HAS_BIAS": present[1], "EIGHTS": n_cols % 8 == 0,
+        "DIVISIBILITY": divisibility_of(n_cols, *strides), "BLOCK": triton.next_power_of_2(n_cols),
+    }  # fmt: skip
+    arguments = (*strides, n_rows, n_cols, eps)
+    return _kernel(lambda meta: (triton.cdiv(n_rows, meta["ROWS"]),), tensors, arguments, constants, mask)
 
 
-forward = forward_by(_launch)
+forward = forward_by(_first_launch)
 
 
 def _entry(block: int, save_stats: bool) -> Entry:

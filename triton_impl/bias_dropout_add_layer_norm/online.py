@@ -22,7 +22,7 @@ from triton_impl.norm.common import rstd_of, store_stats
 from triton_impl.norm.online import PILOT, normalize_row, pilot_of
 from triton_impl.runtime.aot import Entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
-from triton_impl.runtime.launch_cache import Launch, LaunchCache
+from triton_impl.runtime.launch_cache import Launch
 from triton_impl.runtime.row_configs import blocks_of
 
 
@@ -75,31 +75,26 @@ def _online_kernel(
 
 
 _kernel = AutotunedKernel(_online_kernel, blocks_of((4096, 8), (8192, 16), (4096, 16)), ("n_cols",))
-_launches = LaunchCache()
 
 
-def _launch(
+def _first_launch(
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
     mask: Mask,
-) -> None:
+) -> Launch:
     x = tensors[3]
     n_rows, n_cols = x.shape
-
-    def make() -> Launch:
-        constants = {
-            "SAVE_STATS": save_stats, "HAS_WEIGHT": present[0], "HAS_BIAS": present[1], "EIGHTS": n_cols % 8 == 0,
-            "DIVISIBILITY": divisibility_of(n_cols, *strides), "PILOT": pilot_of(x.dtype),
-        }  # fmt: skip
-        return _kernel(lambda meta: (n_rows,), tensors, (*strides, n_rows, n_cols, eps), constants, mask)
-
-    _launches.run((save_stats, n_rows, n_cols, strides, present, x.dtype, x.device, eps), make, tensors, mask)
+    constants = {
+        "SAVE_STATS": save_stats, "HAS_WEIGHT": present[0], "HAS_BIAS": present[1], "EIGHTS": n_cols % 8 == 0,
+        "DIVISIBILITY": divisibility_of(n_cols, *strides), "PILOT": pilot_of(x.dtype),
+    }  # fmt: skip
+    return _kernel(lambda meta: (n_rows,), tensors, (*strides, n_rows, n_cols, eps), constants, mask)
 
 
-forward = forward_by(_launch)
+forward = forward_by(_first_launch)
 
 
 def ahead_of_time() -> list[Entry]:

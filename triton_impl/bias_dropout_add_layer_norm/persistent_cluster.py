@@ -14,6 +14,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernel_ladder.tracing import wants_gradient
 from triton_impl import multiprocessors
 from triton_impl.bias_dropout_add_layer_norm.cluster import any_address, combined, unsupported_rows
 from triton_impl.bias_dropout_add_layer_norm.common import Mask, forward_by
@@ -30,7 +31,7 @@ from triton_impl.common.gluon.smem_stages import (
     wait_stage,
 )
 from triton_impl.common.philox import ARGUMENTS
-from triton_impl.norm.common import add_pairs, wants_gradient
+from triton_impl.norm.common import add_pairs
 from triton_impl.norm.persistent_cluster import (
     OF_WARP,
     PILOT,
@@ -44,13 +45,17 @@ from triton_impl.norm.persistent_cluster import (
 )
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import LaunchCache, to_time
+from triton_impl.runtime.launch_cache import to_time
 from triton_impl.runtime.persistent_launch import PersistentLaunch
 
 #: Stages of a row's operands, and of the parameters, weight and norm_bias behind the bias; and the barriers on which
 #: their copies complete. One row is in flight: two make memory slower.
-_INPUT, _RESIDUAL, _BIAS, _IN_ALL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(5)
-_OF_ROWS, _OF_PARAMETERS = gl.constexpr(0), gl.constexpr(1)
+_INPUT = gl.constexpr(0)
+_RESIDUAL = gl.constexpr(1)
+_BIAS = gl.constexpr(2)
+_IN_ALL = gl.constexpr(5)
+_OF_ROWS = gl.constexpr(0)
+_OF_PARAMETERS = gl.constexpr(1)
 
 
 @gluon.jit
@@ -131,7 +136,7 @@ def _first_pass(
 
 
 @gluon.jit(do_not_specialize=ARGUMENTS)
-def _chain_persistent_cluster_kernel(
+def _persistent_cluster_kernel(
     out_ptr, sum_ptr, stats_ptr, input_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr,
     key_low, key_high, threshold, scale, in_stride, residual_stride, n_rows, n_cols, per_element, eps,
     SAVE_STATS: gl.constexpr, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -196,7 +201,9 @@ def _chain_persistent_cluster_kernel(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 #: Warps of a block, the best guess first; words of a row and registers per thread.
-WARPS, WORDS, REGISTERS = (8, 16), 16, 128
+WARPS = (8, 16)
+WORDS = 16
+REGISTERS = 128
 
 
 def configs(n_cols: int) -> list[triton.Config]:
@@ -213,10 +220,11 @@ def configs(n_cols: int) -> list[triton.Config]:
 
 #: Rows, in elements: from the shortest that `configs` has clusters of two blocks for, to the longest; and the multiple,
 #: in elements and bytes, of length, strides and addresses.
-MIN_COLS, MAX_COLS, MULTIPLE = 8193, cluster.MAX_CLUSTER * 2 * 32 * WORDS * max(WARPS), 32
+MIN_COLS = 8193
+MAX_COLS = cluster.MAX_CLUSTER * 2 * 32 * WORDS * max(WARPS)
+MULTIPLE = 32
 
-_choose = Autotuner(_chain_persistent_cluster_kernel)
-_launches = LaunchCache()
+_choose = Autotuner(_persistent_cluster_kernel)
 
 
 def _smem_bytes(config: triton.Config) -> int:
@@ -224,35 +232,29 @@ def _smem_bytes(config: triton.Config) -> int:
     return _IN_ALL.value * config.kwargs["BLOCK"] * 4
 
 
-def _launch(
+def _first_launch(
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
     mask: Mask,
-) -> None:
+) -> PersistentLaunch:
     x = tensors[3]
     n_rows, n_cols = x.shape
-    if n_rows == 1:
-        strides = (n_cols, n_cols)  # a single row has any stride
     constants = (save_stats, *present)
+    clusters = min(n_rows, multiprocessors(x.device, 1))
+    arguments = (strides[0] // 2, strides[1] // 2, n_rows, n_cols // 2, 1.0 / n_cols, eps, *constants)
 
-    def make() -> PersistentLaunch:
-        clusters = min(n_rows, multiprocessors(x.device, 1))
-        arguments = (strides[0] // 2, strides[1] // 2, n_rows, n_cols // 2, 1.0 / n_cols, eps, *constants)
+    def launch(config: triton.Config) -> PersistentLaunch:
+        smem = _smem_bytes(config)
+        return PersistentLaunch(_persistent_cluster_kernel, clusters, arguments, config, smem)
 
-        def launch(config: triton.Config) -> PersistentLaunch:
-            smem = _smem_bytes(config)
-            return PersistentLaunch(_chain_persistent_cluster_kernel, clusters, arguments, config, smem)
-
-        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
-        return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
-
-    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors, mask)
+    key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+    return _choose.launch(key, configs(n_cols), launch, *tensors, values=mask)
 
 
-forward = forward_by(_launch)
+forward = forward_by(_first_launch)
 
 
 def unsupported(input: torch.Tensor, *others: torch.Tensor | None, **options: object) -> str | None:
@@ -273,4 +275,4 @@ def ahead_of_time() -> list[Entry]:
     """A specialisation that stands for the calls."""
     types = {"stats_ptr": "*fp32", "scale": "fp32", "per_element": "fp32", "eps": "fp32"}
     constants = {"SAVE_STATS": False, "HAS_WEIGHT": True, "HAS_BIAS": True}
-    return [entry(_chain_persistent_cluster_kernel, "bf16", constants, configs(131072)[0], types)]
+    return [entry(_persistent_cluster_kernel, "bf16", constants, configs(131072)[0], types)]

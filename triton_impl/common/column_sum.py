@@ -17,11 +17,13 @@ from triton_impl.runtime.launch_cache import CachedKernel
 
 #: Elements of a tile of :func:`sum_partials_kernel`, and the most partials in it. Few columns make few programs, each
 #: of which waits for memory once per tile: so tiles are tall.
-SUM_TILE, MAX_TILE_PARTIALS = 4096, 512
+SUM_TILE = 4096
+MAX_TILE_PARTIALS = 512
 #: Warps for one tile, for two, for more. Few warps finish one tile soonest, and fit beside the kernel before.
 SUM_WARPS = (4, 8, 16)
 #: Cost of one more wave of programs, as a part of the time, and the most waves.
-WAVE_COST, MAX_WAVES = 0.03, 4
+WAVE_COST = 0.03
+MAX_WAVES = 4
 
 
 def sum_tile(n_partials: int) -> tuple[int, int]:

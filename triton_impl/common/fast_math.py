@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from triton_impl.common.dot import INTERPRETED
+
+#: log2 e: exp(x) = 2^(x · log2 e).
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit

@@ -12,10 +12,12 @@ import triton.language as tl
 from kernel_ladder.semantics import philox
 
 ROUNDS = tl.constexpr(philox.ROUNDS)
-M0, M1 = tl.constexpr(philox.M0), tl.constexpr(philox.M1)
-W0, W1 = tl.constexpr(philox.W0), tl.constexpr(philox.W1)
+M0 = tl.constexpr(philox.M0)
+M1 = tl.constexpr(philox.M1)
+W0 = tl.constexpr(philox.W0)
+W1 = tl.constexpr(philox.W1)
 
-#: A mask's arguments, which change from call to call: no kernel may specialise on them, and their types are always
+#: A mask's arguments, which change from call to call. No kernel may specialise on them, and their types are always
 #: three 32-bit integers and a float32.
 ARGUMENTS = ("key_low", "key_high", "threshold", "scale")
 
@@ -103,8 +105,8 @@ def eight_in_order(w0, w1, w2, w3):
 def factors_in_order(start, key_low, key_high, threshold, scale, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     """What dropout multiplies BLOCK elements in a row by, of which the first is number `start`, a multiple of BLOCK.
 
-    `VECTOR`, 4 or 8, is how many elements a thread holds side by side: its words are drawn where they are used, by a
-    call of Philox that serves eight, or four of them.
+    `VECTOR`, 4 or 8, is how many elements a thread holds side by side. Its words are drawn where they are used: one
+    call of Philox serves eight elements, or four.
     """
     first_call = start // 8
     vector = tl.arange(0, BLOCK // VECTOR).to(tl.uint32)

@@ -21,7 +21,8 @@ from triton_impl.cross_entropy.rows import Options, counts, gradient_of_loss, pa
 from triton_impl.runtime.aot import entry
 
 #: Columns of a block, of 8 warps.
-BLOCK_N, WARPS = 4096, 8
+BLOCK_N = 4096
+WARPS = 8
 
 
 @triton.jit

@@ -14,17 +14,10 @@ import triton
 import triton.language as tl
 
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
-from triton_impl.common.elementwise import offset_of
+from triton_impl.common.elementwise import indexing, offset_of
+from triton_impl.common.fast_math import LOG2E
 from triton_impl.common.pdl import griddepcontrol_wait
-from triton_impl.cross_entropy.rows import (
-    LOG2E,
-    Options,
-    addressing,
-    counts,
-    gradient_of_loss,
-    passes,
-    settled,
-)
+from triton_impl.cross_entropy.rows import Options, counts, gradient_of_loss, passes, settled
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
@@ -146,7 +139,7 @@ def launch_forward(
 ) -> None:
     n_rows, n_cols = target.numel(), input.shape[-1]
     tensors = (input, target, losses, stats)
-    strides = (input.stride(-1), *addressing(input[..., 0], target))
+    strides = (input.stride(-1), *indexing(input[..., 0], target))
 
     def make() -> Launch:
         constants = {**options.constants(), "DIVISIBILITY": divisibility_of(n_cols, strides[7])}
@@ -168,7 +161,7 @@ def launch_backward(
     n_rows, n_cols = target.numel(), input.shape[-1]
     tensors = (grad_input, input, target, grad, stats, count)
     steps = (grad_input.stride(-1), input.stride(-1))
-    strides = (*steps, *addressing(grad_input[..., 0], input[..., 0], target, grad))
+    strides = (*steps, *indexing(grad_input[..., 0], input[..., 0], target, grad))
 
     def make() -> Launch:
         divisibility = divisibility_of(n_cols, strides[8], strides[12])

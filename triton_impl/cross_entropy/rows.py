@@ -18,12 +18,10 @@ from kernel_ladder.semantics.cross_entropy import rows_of
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
-from triton_impl.common.elementwise import MAX_DIMS, offset_of, pad_strides
+from triton_impl.common.elementwise import MAX_DIMS, indexing, offset_of
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import entry
 from triton_impl.runtime.launch_cache import CachedKernel
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 #: Rows per iteration of the sum over rows.
 SUM_BLOCK = 8192
@@ -114,16 +112,11 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Opti
 Backward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Options], None]
 
 
-def addressing(*tensors: torch.Tensor) -> list[int]:
-    """What :func:`offset_of` takes to find a row of tensors of one shape: three inner sizes, then four strides each."""
-    return pad_strides(*collapse(tensors[0].shape, *(t.stride() for t in tensors)))
-
-
 def launch_sum(
     output: torch.Tensor, count: torch.Tensor, losses: torch.Tensor, target: torch.Tensor, options: Options
 ) -> None:
     """Write the sum or mean of the rows' losses, and with a mean the number of rows that it divides by."""
-    sizes = (target.numel(), options.ignore_index, *addressing(target))
+    sizes = (target.numel(), options.ignore_index, *indexing(target))
     arguments = (*sizes, options.reduction == "mean", SUM_BLOCK)
     _sum_of[output.dtype](1, (losses, target, output, count), arguments)
 

@@ -37,7 +37,8 @@ from triton_impl.runtime.launch_cache import CachedKernel, Launch
 #: Bytes of partial sums, at most.
 WORKSPACE_BYTES = 64 * 2**20
 #: Splits of a tile's k, at most, and the least of k that is worth one.
-MAX_SPLITS, MIN_SPLIT_K = 32, 256
+MAX_SPLITS = 32
+MIN_SPLIT_K = 256
 #: The least k that is worth splitting at all: less takes no longer than the second kernel.
 MIN_K = 4096
 #: Outputs of a program of the second kernel.

@@ -115,7 +115,9 @@ def accumulate(
     return acc, offs_m, offs_n, mask_m[:, None] & mask_n[None, :]
 
 
-_UNIT, _WIDE = 1 << 12, 1 << 13  # bits of the tuning key, of A; those of B are two further up
+#: Bits of the tuning key about an operand's strides, A's; those of B are two further up.
+_INNER_STRIDE_IS_1 = 1 << 12
+_ALIGNED_16_BYTES = 1 << 13
 
 
 def _magnitude(size: int) -> int:
@@ -164,9 +166,10 @@ def arguments_of(a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], dic
 
 
 def _width(inner: int, outer: int) -> int:
+    """The bits of an operand with these strides, in elements."""
     if inner == 1:
-        return _UNIT + (_WIDE if outer % 8 == 0 else 0)
-    return _WIDE if inner % 8 == 0 else 0
+        return _INNER_STRIDE_IS_1 + (_ALIGNED_16_BYTES if outer % 8 == 0 else 0)
+    return _ALIGNED_16_BYTES if inner % 8 == 0 else 0
 
 
 #: What the cost model takes a GPU to be where it cannot ask: an H200's multiprocessors.

@@ -29,15 +29,15 @@ from triton_impl.common.gluon.cluster import (
     rewiden,
     split_by_warp,
     store,
-    store_once,
+    store_from_first_block,
     widen,
 )
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
 from triton_impl.norm import cluster_backward
-from triton_impl.norm.common import Kind, add_pairs, forward_by, rstd_of
+from triton_impl.norm.common import Kind, add_pairs, by_kind, forward_by, rstd_of
 from triton_impl.runtime.aot import TYPES, Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
-from triton_impl.runtime.launch_cache import Launch, LaunchCache
+from triton_impl.runtime.launch_cache import Launch
 
 
 @gluon.jit
@@ -117,8 +117,9 @@ def block_moments(x, i, n_cols, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr,
 
 @gluon.jit
 def row_moments(parts, n_cols, BLOCK: gl.constexpr, IS_LAYERNORM: gl.constexpr):
-    """A mean, the mean deviation from it, and the variance (or mean square) of a row, (blocks,) each, merged from the
-    moments of its parts in the order of the blocks (Chan, Golub and LeVeque 1983).
+    """A mean, the mean deviation from it, and the variance (or mean square) of a row, (blocks,) each.
+
+    They are merged from the moments of the row's parts in the order of the blocks (Chan, Golub and LeVeque 1983).
     """
     mean = parts[0]
     deviation = gl.zeros_like(mean)
@@ -183,10 +184,10 @@ def _norm_cluster_kernel(
     shift = -deviation * rstd
     bias = prefetch((), bias_ptr, i, n_cols, HAS_BIAS, EVEN)
     if SAVE_STATS:
-        store_once(stats_ptr + row, rstd, True)
+        store_from_first_block(stats_ptr + row, rstd, True)
         if IS_LAYERNORM:
-            store_once(stats_ptr + n_rows + row, mean, True)
-            store_once(stats_ptr + 2 * n_rows + row, shift, True)
+            store_from_first_block(stats_ptr + n_rows + row, mean, True)
+            store_from_first_block(stats_ptr + 2 * n_rows + row, shift, True)
     for k in gl.static_range(len(x)):
         weight = prefetch(weight, weight_ptr, i, n_cols, HAS_WEIGHT and k + 1 < len(x), EVEN)
         bias = prefetch(bias, bias_ptr, i, n_cols, HAS_BIAS and k + 1 < len(x), EVEN)
@@ -215,35 +216,30 @@ def _norm_cluster_kernel(
 MIN_COLS = 2049
 
 _choose = Autotuner(_norm_cluster_kernel)
-_launches = LaunchCache()
 
 
-def _launch(
+def _first_launch(
     kind: Kind,
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
-) -> None:
+) -> Launch:
     x = tensors[3]
     n_rows, n_cols = x.shape
     constants = (*kind, save_stats, *present, cluster.vector_of(x.dtype))
+    fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
 
-    def make() -> Launch:
-        fixed = (*strides, n_rows, n_cols, eps, *constants, divisibility_of(n_cols, *strides))
+    def launch(config: triton.Config) -> Launch:
+        arguments = (*fixed, *config.kwargs.values())
+        return Launch(_norm_cluster_kernel, (n_rows,), arguments, cluster.options(config))
 
-        def launch(config: triton.Config) -> Launch:
-            arguments = (*fixed, *config.kwargs.values())
-            return Launch(_norm_cluster_kernel, (n_rows,), arguments, cluster.options(config))
-
-        key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
-        return _choose.launch(key, cluster.configs(n_cols, x.dtype, 1 + kind.has_residual), launch, *tensors)
-
-    _launches.run((n_rows, n_cols, strides, constants, x.dtype, x.device, eps), make, tensors)
+    key = (n_cols, str(x.dtype), *constants, cluster.fills_gpu(n_rows, x.device))
+    return _choose.launch(key, cluster.configs(n_cols, x.dtype, 1 + kind.has_residual), launch, *tensors)
 
 
-forward = forward_by(_launch)
+forward = forward_by(by_kind(_first_launch))
 
 
 def unsupported_rows(kind: Kind, x: torch.Tensor, n_cols: int, gradient: bool) -> str | None:

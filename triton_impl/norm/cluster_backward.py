@@ -16,7 +16,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernel_ladder.tracing import address
 from triton_impl import multiprocessors
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.gluon import cluster
@@ -28,7 +27,14 @@ from triton_impl.common.gluon.cluster_reduce import (
     row_of,
     wait_for_cluster_reduce,
 )
-from triton_impl.common.gluon.smem_stages import allocate_stages, bulk_copy, init_stages, wait_stage, warp_part_layout
+from triton_impl.common.gluon.smem_stages import (
+    allocate_stages,
+    bulk_copy,
+    for_bulk_copies,
+    init_stages,
+    wait_stage,
+    warp_part_layout,
+)
 from triton_impl.norm.common import Kind, Needs, add_pairs, backward_by
 from triton_impl.runtime.aot import TYPES, Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
@@ -251,7 +257,8 @@ def _norm_cluster_backward_kernel(
 #: threads of 128 registers; 64 bytes of 16-bit values need 64 of these for column sums. With half of that, twice as
 #: many rows are in flight. Shared memory, which holds the weight too, has room for one block of 16 warps, for three of
 #: 4, or for two of 8 with half of that; two of 8 with all of it lack 400 bytes.
-SHAPES, REGISTERS = ((16, 64, 3), (8, 64, 3), (16, 32, 6), (4, 64, 3), (8, 32, 6)), 128
+SHAPES = ((16, 64, 3), (8, 64, 3), (16, 32, 6), (4, 64, 3), (8, 32, 6))
+REGISTERS = 128
 #: Bytes of the shortest row, more than one block, and of the longest.
 MIN_BYTES = 1 + min(32 * warps * size for warps, size, _ in SHAPES)
 MAX_BYTES = cluster.MAX_CLUSTER * max(32 * warps * size for warps, size, _ in SHAPES)
@@ -280,14 +287,6 @@ _choose = Autotuner(_norm_cluster_backward_kernel)
 _launches = LaunchCache()
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a dense copy where bulk copies cannot read its rows: they need strides and addresses of 16 bytes."""
-    stride = x.stride(0) if x.dim() == 2 and x.shape[0] > 1 else 0
-    if (x.dtype.itemsize * stride | address(x)) % ALIGNMENT == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _launch(
     kind: Kind,
     x: torch.Tensor,
@@ -299,9 +298,9 @@ def _launch(
     grad_input: torch.Tensor | None,
 ) -> torch.Tensor | None:
     n_rows, n_cols = x.shape
-    x, grad = _aligned(x), _aligned(grad)
+    x, grad = for_bulk_copies(x), for_bulk_copies(grad)
     # An absent operand is replaced by one that is there. The kernel does not read it.
-    s, w = (grad if grad_sum is None else _aligned(grad_sum)), (x if weight is None else _aligned(weight))
+    s, w = (grad if grad_sum is None else for_bulk_copies(grad_sum)), (x if weight is None else for_bulk_copies(weight))
     needs_weights = needs.weight or needs.bias
     strides = (grad.stride(0), s.stride(0), x.stride(0))
     key = (kind, n_rows, n_cols, strides, weight is None, needs, x.dtype, x.device)

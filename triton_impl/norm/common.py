@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kernel_ladder.semantics.norms import as_rows
-from kernel_ladder.spec import mixed, names_of
+from kernel_ladder.spec import dtype_name, mixed
 from kernel_ladder.tracing import shapes_only
 from triton_impl.common.column_sum import sum_partials
 from triton_impl.common.dot import INTERPRETED
+from triton_impl.runtime.launch_cache import LaunchCache
 
 #: Multiprocessors to assume where there is no GPU: few, because the interpreter runs programs one by one.
 MULTIPROCESSORS_INTERPRETED = 3
@@ -100,13 +101,6 @@ def as_matrix(x: torch.Tensor, dims: int = 1) -> torch.Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def as_parameter(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Weight or bias as one dense row."""
-    if x is None or (x.dim() == 1 and x.is_contiguous()):
-        return x
-    return x.reshape(-1).contiguous()
-
-
 def dtype_of(x: torch.Tensor | None) -> torch.dtype | None:
     """A parameter's dtype, which its gradient gets; None for an absent one."""
     return None if x is None else x.dtype
@@ -116,17 +110,7 @@ def not_one_dtype(*inputs: torch.Tensor | None) -> str | None:
     """Why a rung that takes one dtype refuses a call with a float32 parameter beside 16-bit rows, or None."""
     if inputs[0] is None or not mixed(inputs[0], *inputs[1:]):
         return None
-    return f"takes parameters of the input's dtype, got float32 beside {names_of([inputs[0].dtype])}"
-
-
-def dtypes_of(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.dtype, ...]:
-    """The dtypes that decide a forward launch: of input, weight and bias, from the tensors that it takes."""
-    return tensors[3].dtype, tensors[-2].dtype, tensors[-1].dtype
-
-
-def wants_gradient(*inputs: torch.Tensor | None) -> bool:
-    """Whether autograd will differentiate a call with these inputs."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return f"takes parameters of the input's dtype, got float32 beside {dtype_name(inputs[0].dtype)}"
 
 
 # ---- host: forward -------------------------------------------------------------------------------------------------
@@ -169,6 +153,28 @@ def forward_by(launch: Callable[..., None]) -> Forward:
         return output, total, stats
 
     return forward
+
+
+def by_kind(first_launch: Callable[..., Any]) -> Callable[..., None]:
+    """A `launch` of :func:`forward_by`: `first_launch`, with its arguments, runs the first call of a kind.
+
+    It returns the launch, which serves all others.
+    """
+    launches = LaunchCache()
+
+    def launch(
+        kind: Kind,
+        tensors: tuple[torch.Tensor, ...],
+        strides: tuple[int, int],
+        present: tuple[bool, bool],
+        eps: float,
+        save_stats: bool,
+    ) -> None:
+        x, dtypes = tensors[3], (tensors[3].dtype, tensors[-2].dtype, tensors[-1].dtype)
+        key = (kind, save_stats, x.shape, strides, present, *dtypes, x.device, eps)
+        launches.run(key, lambda: first_launch(kind, tensors, strides, present, eps, save_stats), tensors)
+
+    return launch
 
 
 # ---- host: backward ------------------------------------------------------------------------------------------------

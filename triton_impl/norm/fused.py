@@ -25,7 +25,7 @@ from triton_impl.norm.common import (
     Needs,
     add_pairs,
     backward_by,
-    dtypes_of,
+    by_kind,
     forward_by,
     load_stats,
     normalize,
@@ -46,7 +46,8 @@ from triton_impl.runtime.row_configs import (
 )
 
 #: The longest rows that registers hold, forward and backward.
-MAX_COLS, MAX_COLS_BACKWARD = 32768, 8192
+MAX_COLS = 32768
+MAX_COLS_BACKWARD = 8192
 #: The longest rows whose parameters are loaded into registers before the statistics are known.
 MAX_PRELOADED = tl.constexpr(4096)
 
@@ -208,28 +209,23 @@ _backward = AutotunedKernel(
 _launches = LaunchCache()
 
 
-def _launch_forward(
+def _first_forward(
     kind: Kind,
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
-) -> None:
+) -> Launch:
     x, (has_weight, has_bias) = tensors[3], present
     n_rows, n_cols = x.shape
-
-    def make() -> Launch:
-        constants = {
-            "IS_LAYERNORM": kind.is_layernorm, "HAS_RESIDUAL": kind.has_residual, "SAVE_STATS": save_stats,
-            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "DIVISIBILITY": divisibility_of(n_cols, *strides),
-            "BLOCK": triton.next_power_of_2(n_cols),
-        }  # fmt: skip
-        arguments = (*strides, n_rows, n_cols, eps)
-        return _forward(lambda meta: (triton.cdiv(n_rows, meta["ROWS"]),), tensors, arguments, constants)
-
-    key = ("forward", kind, save_stats, n_rows, n_cols, strides, present, *dtypes_of(tensors), x.device, eps)
-    _launches.run(key, make, tensors)
+    constants = {
+        "IS_LAYERNORM": kind.is_layernorm, "HAS_RESIDUAL": kind.has_residual, "SAVE_STATS": save_stats,
+        "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "DIVISIBILITY": divisibility_of(n_cols, *strides),
+        "BLOCK": triton.next_power_of_2(n_cols),
+    }  # fmt: skip
+    arguments = (*strides, n_rows, n_cols, eps)
+    return _forward(lambda meta: (triton.cdiv(n_rows, meta["ROWS"]),), tensors, arguments, constants)
 
 
 def _launch_backward(
@@ -261,12 +257,12 @@ def _launch_backward(
         }  # fmt: skip
         return _backward(lambda meta: (programs,), tensors, (*strides, n_rows, n_cols), constants)
 
-    key = ("backward", kind, n_rows, n_cols, strides, weight is None, needs, x.dtype, w.dtype, x.device)
+    key = (kind, n_rows, n_cols, strides, weight is None, needs, x.dtype, w.dtype, x.device)
     _launches.run(key, make, tensors)
     return partials
 
 
-forward = forward_by(_launch_forward)
+forward = forward_by(by_kind(_first_forward))
 backward = backward_by(_launch_backward)
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 
+from kernel_ladder.tracing import wants_gradient
 from triton_impl.common.column_sum import sum_partials_kernel, sum_tile, sum_warps
 from triton_impl.common.gluon import requirements
 from triton_impl.norm import cluster, cluster_backward, fused, online, persistent_cluster
-from triton_impl.norm.common import Backward, Forward, Kind, not_one_dtype, wants_gradient
+from triton_impl.norm.common import Backward, Forward, Kind, not_one_dtype
 from triton_impl.runtime.aot import Entry, entry
 
 

@@ -20,11 +20,13 @@ from kernel_ladder.semantics.norms import eps_or_default
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported
 from triton_impl.runtime.aot import Entry, entry
+from triton_impl.runtime.row_configs import warps_of_row
 
 #: The longest row: 32 float32 values per thread at 16 warps.
 MAX_COLS = 16384
 #: Tile of the kernel that sums columns.
-TILE_ROWS, TILE_COLS = 32, 64
+TILE_ROWS = 32
+TILE_COLS = 64
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
@@ -135,12 +137,7 @@ def _launch(kernel, n_rows: int, n_cols: int, *arguments) -> None:
     if shapes_only() or n_rows * n_cols == 0:
         return
     block = triton.next_power_of_2(n_cols)
-    kernel[(n_rows,)](*arguments, BLOCK_N=block, num_warps=_warps_of(block), enable_fp_fusion=False)
-
-
-def _warps_of(block: int) -> int:
-    """Warps of a program that holds a row of `block` elements: 8 elements per thread where 16 warps suffice."""
-    return min(max(block // 256, 1), 16)
+    kernel[(n_rows,)](*arguments, BLOCK_N=block, num_warps=warps_of_row(block), enable_fp_fusion=False)
 
 
 def _parameter_gradients(
@@ -240,7 +237,7 @@ def ahead_of_time(is_layernorm: bool) -> list[Entry]:
     if is_layernorm:
         as_row_values = [_layer_norm_kernel, _layer_norm_backward_kernel]
     found = [
-        (kernel, {}, triton.Config({"BLOCK_N": block}, num_warps=_warps_of(block)))
+        (kernel, {}, triton.Config({"BLOCK_N": block}, num_warps=warps_of_row(block)))
         for kernel in as_row_values
         for block in (1024, MAX_COLS)
     ]

@@ -27,7 +27,7 @@ from triton_impl.norm.common import (
     Kind,
     Needs,
     backward_by,
-    dtypes_of,
+    by_kind,
     forward_by,
     load_stats,
     normalize,
@@ -43,7 +43,8 @@ from triton_impl.runtime.row_configs import blocks_of
 #: The largest block of columns that a configuration has.
 LARGEST_BLOCK = 16384
 #: Elements at the start of a row whose mean is the pilot: see :func:`pilot_of`.
-PILOT, PILOT_FLOAT32 = 256, 8192
+PILOT = 256
+PILOT_FLOAT32 = 8192
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -232,27 +233,22 @@ def pilot_of(dtype: torch.dtype) -> int:
     return PILOT_FLOAT32 if dtype == torch.float32 else PILOT
 
 
-def _launch_forward(
+def _first_forward(
     kind: Kind,
     tensors: tuple[torch.Tensor, ...],
     strides: tuple[int, int],
     present: tuple[bool, bool],
     eps: float,
     save_stats: bool,
-) -> None:
+) -> Launch:
     x, (has_weight, has_bias) = tensors[3], present
     n_rows, n_cols = x.shape
-
-    def make() -> Launch:
-        constants = {
-            "IS_LAYERNORM": kind.is_layernorm, "HAS_RESIDUAL": kind.has_residual, "SAVE_STATS": save_stats,
-            "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "DIVISIBILITY": divisibility_of(n_cols, *strides),
-            "PILOT": pilot_of(x.dtype), "EVEN": n_cols % LARGEST_BLOCK == 0,
-        }  # fmt: skip
-        return _forward(lambda meta: (n_rows,), tensors, (*strides, n_rows, n_cols, eps), constants)
-
-    key = ("forward", kind, save_stats, n_rows, n_cols, strides, present, *dtypes_of(tensors), x.device, eps)
-    _launches.run(key, make, tensors)
+    constants = {
+        "IS_LAYERNORM": kind.is_layernorm, "HAS_RESIDUAL": kind.has_residual, "SAVE_STATS": save_stats,
+        "HAS_WEIGHT": has_weight, "HAS_BIAS": has_bias, "DIVISIBILITY": divisibility_of(n_cols, *strides),
+        "PILOT": pilot_of(x.dtype), "EVEN": n_cols % LARGEST_BLOCK == 0,
+    }  # fmt: skip
+    return _forward(lambda meta: (n_rows,), tensors, (*strides, n_rows, n_cols, eps), constants)
 
 
 def _launch_backward(
@@ -306,7 +302,7 @@ def _launch_backward(
     return partials
 
 
-forward = forward_by(_launch_forward)
+forward = forward_by(by_kind(_first_forward))
 backward = backward_by(_launch_backward)
 
 

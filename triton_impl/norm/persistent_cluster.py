@@ -2,7 +2,7 @@
 
 Idea      As many clusters as the GPU holds, each of which loops over rows. Weight and bias stay in shared memory, where
           `cluster` reads them from L2 for every row. The next row is copied into shared memory while one is worked on
-          (smem_stages.py), and row sums travel during the first pass over the next row (cluster_reduce.py): no warp
+          (smem_stages.py), and row sums travel during the first pass over the next row (cluster_reduce.py). No warp
           waits for another of its block. Between the passes a row is in registers, so its stage is free for the next.
           In Gluon, for Hopper and 16-bit elements. No backward pass.
 Predicts  2·N·sizeof(T) bytes per row, and no L2 traffic for parameters, which is 2·N·sizeof(T) per row in `cluster`.
@@ -18,10 +18,9 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernel_ladder.tracing import address
 from triton_impl import multiprocessors, unsupported
 from triton_impl.common.gluon import cluster
-from triton_impl.common.gluon.cluster import floats, row_layout, split_by_warp, store_once
+from triton_impl.common.gluon.cluster import floats, row_layout, split_by_warp, store_from_first_block
 from triton_impl.common.gluon.cluster_reduce import (
     init_cluster_reduce,
     reduce_arrive,
@@ -30,18 +29,27 @@ from triton_impl.common.gluon.cluster_reduce import (
     wait_for_cluster_reduce,
 )
 from triton_impl.common.gluon.requirements import unsupported as unsupported_by_gluon
-from triton_impl.common.gluon.smem_stages import allocate_stages, bulk_copy, init_stages, wait_stage, warp_part_layout
+from triton_impl.common.gluon.smem_stages import (
+    allocate_stages,
+    bulk_copy,
+    for_bulk_copies,
+    init_stages,
+    wait_stage,
+    warp_part_layout,
+)
 from triton_impl.norm.common import Kind, add_pairs, forward_by, rstd_of
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import LaunchCache, to_time
 from triton_impl.runtime.persistent_launch import PersistentLaunch
 
-#: Words of a thread's vector and of a warp's, and of the pilot: the start of a row, about whose mean deviations are
-#: taken, and which each warp loads in advance. The pilot mean may be far from the mean of all, but not in units of how
-#: rows vary: at most √(n_cols / pilot), 91 for 262144 elements. Of the 24 bits of a sum of squares that leaves 11, and
-#: its root has one more; stored values have 8 or 11.
-VECTOR, OF_WARP, PILOT = gl.constexpr(4), gl.constexpr(128), gl.constexpr(16)
+#: Words of a thread's vector, of a warp's, and of the pilot: the start of a row, which each warp loads in advance.
+#: Deviations are taken about its mean. The pilot mean may be far from the mean of all, but not in units of how rows
+#: vary: at most √(n_cols / pilot), 91 for 262144 elements. Of the 24 bits of a sum of squares that leaves 11, and its
+#: root has one more; stored values have 8 or 11.
+VECTOR = gl.constexpr(4)
+OF_WARP = gl.constexpr(128)
+PILOT = gl.constexpr(16)
 
 
 @gluon.constexpr_function
@@ -172,9 +180,9 @@ def second_pass(
     rstd = rstd_of(sums[1] * per_element - lost * lost, eps)
     shift = -lost * rstd
     if SAVE_STATS:
-        store_once(stats_ptr + row, rstd, True)
-        store_once(stats_ptr + n_rows + row, centre, True)
-        store_once(stats_ptr + 2 * n_rows + row, shift, True)
+        store_from_first_block(stats_ptr + row, rstd, True)
+        store_from_first_block(stats_ptr + n_rows + row, centre, True)
+        store_from_first_block(stats_ptr + 2 * n_rows + row, shift, True)
     # In 16-bit elements, what this rounds is far below their own spacing.
     offset = shift - centre * rstd
     weight = vectors(rows.index(rows.shape[0] - 2).load(OWN), LAYOUT)
@@ -282,18 +290,12 @@ def configs(n_cols: int) -> list[triton.Config]:
 KIND = Kind(is_layernorm=True, has_residual=False)
 #: Rows, in elements: from the shortest that `configs` has clusters of two blocks for, to the longest; and the multiple,
 #: in elements and bytes, of length, strides and addresses.
-MIN_COLS, MAX_COLS, MULTIPLE = 8193, cluster.MAX_BYTES // 2, 32
+MIN_COLS = 8193
+MAX_COLS = cluster.MAX_BYTES // 2
+MULTIPLE = 32
 
 _choose = Autotuner(_norm_persistent_cluster_kernel)
 _launches = LaunchCache()
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a dense copy where bulk copies cannot read its rows."""
-    stride = x.stride(0) if x.dim() == 2 and x.shape[0] > 1 else 0
-    if (stride | address(x)) % MULTIPLE == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _launch(
@@ -305,7 +307,7 @@ def _launch(
     save_stats: bool,
 ) -> None:
     output, _, stats, *inputs = tensors
-    x, _, weight, bias = map(_aligned, inputs)
+    x, _, weight, bias = (for_bulk_copies(x, MULTIPLE * x.dtype.itemsize, MULTIPLE) for x in inputs)
     n_rows, n_cols = x.shape
     constants = (save_stats, *present)
     stride = x.stride(0) if n_rows > 1 else n_cols

@@ -126,8 +126,8 @@ def traced(capability: int, shared_limit: int) -> Iterator[list[TracedLaunch]]:
     """In the block, launches compile for `capability` and are recorded in order; nothing runs.
 
     So the host code of a rung, called with tensors on the device "meta", shows which kernels it would launch on such a
-    GPU, specialised and configured as there. A kernel that needs more than `shared_limit` bytes of shared memory raises
-    ``triton.OutOfResources``, as on that GPU.
+    GPU. A kernel that needs more than `shared_limit` bytes of shared memory raises ``triton.OutOfResources``, as on
+    that GPU.
     """
     calls: list[TracedLaunch] = []
     compile_or_launch = triton.JITFunction.run

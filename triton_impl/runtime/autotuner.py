@@ -1,6 +1,6 @@
 """Choose among a kernel's configurations: a cost model leaves few, which are compiled side by side and timed in rounds.
 
-Triton's own autotuner compiles one after the other, and cannot keep on disk what it chose for kernels that take tensor
+Triton's own autotuner compiles one after the other. It cannot keep on disk what it chose for kernels that take tensor
 descriptors, whose blocks are a configuration's.
 """
 
@@ -27,7 +27,8 @@ from triton_impl.runtime import launch_cache
 from triton_impl.runtime.cache_key import stabilize
 
 #: Runs of each configuration: as many as fit in the time, within these.
-ROUNDS, SECONDS = (5, 40), 0.5
+ROUNDS = (5, 40)
+SECONDS = 0.5
 #: Written between runs, so that none finds its operands in the L2.
 FLUSH_BYTES = 256 * 2**20
 

@@ -1,10 +1,10 @@
 """Keys of kernels on disk that are the same whatever else a process has run.
 
-Triton finds what it compiled before, and autotuner.py what it chose, by a kernel's key: a hash of its source, of the
-keys of what it calls, and of the constants that all of these use. In Triton 3.6 (mended in 3.9) the constants of a
+Triton finds what it compiled before, and autotuner.py what it chose, by a kernel's key. It is a hash of its source, of
+the keys of what it calls, and of the constants that all of these use. In Triton 3.6 (mended in 3.9) the constants of a
 called function are known only once its own key has been asked for (``DependenciesFinder._update_hash`` reads them
-before it asks), so that a kernel's key depends on which kernels were run before it, and the next process compiles and
-times it again.
+before it asks). So a kernel's key depends on which kernels ran before it, and the next process compiles and times it
+again.
 """
 
 from __future__ import annotations

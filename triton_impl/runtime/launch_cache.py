@@ -1,8 +1,8 @@
 """Launch a kernel with little more host work than Triton's own, and cache launches by the operands they served.
 
-:class:`Launch` repeats one launch on other tensors. :class:`LaunchCache` finds it by what decides it. The configuration
-of a kernel is chosen elsewhere, once (``autotuner.py``); the environment's say in that, and the list of choices that
-:func:`recorded` keeps, are here.
+:class:`Launch` repeats one launch on other tensors. :class:`LaunchCache` finds it by a key: shapes,
+strides, dtypes and options. ``autotuner.py`` chooses the configuration of a kernel. The environment variable that
+switches tuning off, and the list of choices that :func:`recorded` keeps, are here.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LaunchPlan(NamedTuple):
 
 
 class LaunchCache(dict[Hashable, Any]):
-    """Launches, or tuples that hold some, by what decides them. Bounded, for programs whose shapes never repeat."""
+    """Launches, or tuples that hold some, by the key that decides them. Bounded: shapes may never repeat."""
 
     def remember(self, key: Hashable, value: Any) -> None:
         if len(self) >= MAX_LAUNCHES:

@@ -14,19 +14,15 @@ from triton_impl.runtime.launch_cache import Launch
 class PersistentLaunch:
     """A launch of as many clusters as the GPU holds, which is known once the kernel has been compiled.
 
-    Parameters
-    ----------
-    kernel, arguments, config
-        What is launched, as :class:`triton_impl.runtime.launch_cache.Launch` and the autotuner take them.
-    most : int
-        The largest number of clusters that have work.
-    smem_bytes : int
-        Bytes of shared memory, all of them stages (smem_stages.py).
+    Args:
+        kernel, arguments, config: what is launched, as :class:`triton_impl.runtime.launch_cache.Launch` and the
+            autotuner take them.
+        most: the largest number of clusters that have work.
+        smem_bytes: bytes of shared memory, all of them stages (smem_stages.py).
 
-    Raises
-    ------
-    RuntimeError
-        At the first launch, if Triton allocated other shared memory: the address of the stages would not be known.
+    Raises:
+        RuntimeError: at the first launch, if Triton allocated other shared memory. The address of the stages would not
+            be known.
     """
 
     def __init__(

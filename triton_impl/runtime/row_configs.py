@@ -14,6 +14,11 @@ WARPS = (1, 2, 4, 8, 16, 32)
 MAX_ROWS = 64
 
 
+def warps_of_row(block: int) -> int:
+    """Warps of a `naive` program that holds a row of `block` elements: 8 elements per thread where 16 warps suffice."""
+    return min(max(block // 256, 1), 16)
+
+
 def _shapes(block: int, per_thread: tuple[int, ...], totals: tuple[int, ...], most_warps: int) -> list[tuple[int, int]]:
     """(rows, warps) of a program: enough rows for some of `totals` elements, some of `per_thread` each, best first."""
     shapes = []
@@ -39,8 +44,11 @@ def backward_shapes(block: int) -> list[tuple[int, int]]:
 
 #: A persistent program of one warp takes rows of up to ALONE elements, at least LEAST of them, so that no warp waits
 #: for another. PERSISTENT_WARPS a multiprocessor keep enough loads in flight; fewer do (OF_WHOLE_BLOCKS) where a row
-#: is a whole block, since each warp then has more loads, and fewer warps leave fewer partial sums to add.
-ALONE, LEAST, PERSISTENT_WARPS, OF_WHOLE_BLOCKS = 512, 8, 12, 10
+#: is a whole block, since each warp then has more loads, and fewer partial sums remain to be added.
+ALONE = 512
+LEAST = 8
+PERSISTENT_WARPS = 12
+OF_WHOLE_BLOCKS = 10
 
 
 def persistent_shapes(block: int) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
+from triton_impl.common.fast_math import LOG2E
 from triton_impl.common.gluon import cluster
 from triton_impl.common.gluon.cluster import (
     as_row_values,
@@ -32,8 +33,6 @@ from triton_impl.common.gluon.requirements import unsupported as unsupported_by_
 from triton_impl.runtime.aot import TYPES, Entry, entry
 from triton_impl.runtime.autotuner import Autotuner
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit

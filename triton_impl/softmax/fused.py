@@ -18,6 +18,7 @@ import triton.language as tl
 from triton_impl.common.cache_policy import EVICTION_OF_SINGLE_USE
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import offset_of
+from triton_impl.common.fast_math import LOG2E
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
@@ -30,7 +31,7 @@ from triton_impl.runtime.row_configs import (
     suitable_forward,
 )
 from triton_impl.softmax import rows
-from triton_impl.softmax.rows import LOG2E, Kernels, passes
+from triton_impl.softmax.rows import Kernels, passes
 
 #: The longest row.
 MAX_COLS = 32768

@@ -15,6 +15,7 @@ import triton.language as tl
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.runtime.aot import entry
+from triton_impl.runtime.row_configs import warps_of_row
 
 #: The longest row: 32 float32 values per thread at 16 warps.
 MAX_COLS = 16384
@@ -50,12 +51,7 @@ def _launch(kernel, *tensors: torch.Tensor) -> None:
     if shapes_only() or numel == 0:
         return
     block = triton.next_power_of_2(n_cols)
-    kernel[(numel // n_cols,)](*tensors, n_cols, BLOCK_N=block, num_warps=warps_of(block))
-
-
-def warps_of(block: int) -> int:
-    """Warps of a program that holds a row of `block` elements: 8 elements per thread where 16 warps suffice."""
-    return min(max(block // 256, 1), 16)
+    kernel[(numel // n_cols,)](*tensors, n_cols, BLOCK_N=block, num_warps=warps_of_row(block))
 
 
 def forward(input: torch.Tensor, *, dim: int) -> tuple[torch.Tensor, tuple]:
@@ -82,7 +78,7 @@ def unsupported(input: torch.Tensor, *, dim: int) -> str | None:
 
 
 AOT = [
-    entry(kernel, "bf16", {}, triton.Config({"BLOCK_N": block}, num_warps=warps_of(block)))
+    entry(kernel, "bf16", {}, triton.Config({"BLOCK_N": block}, num_warps=warps_of_row(block)))
     for kernel in (_softmax_kernel, _softmax_backward_kernel)
     for block in (1024, MAX_COLS)
 ]

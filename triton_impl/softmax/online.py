@@ -17,12 +17,13 @@ import triton.language as tl
 
 from triton_impl.common.divisibility import assume_divisible, divisibility_of
 from triton_impl.common.elementwise import offset_of
+from triton_impl.common.fast_math import LOG2E
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.aot import Entry, entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch
 from triton_impl.runtime.row_configs import blocks_of
-from triton_impl.softmax.rows import LOG2E, Kernels, passes
+from triton_impl.softmax.rows import Kernels, passes
 
 #: Columns of a block of the strided kernels.
 STRIDED_BLOCK = 4096
@@ -35,7 +36,7 @@ PER_LANE = tl.constexpr(4)
 
 @triton.jit
 def _softmax_row(out_ptr, input_ptr, n_cols, out_stride, in_stride, BLOCK: tl.constexpr, PER_LANE: tl.constexpr):
-    """One row. Each lane has its own running maximum and sum, so the loop has no reduction across threads, and takes
+    """One row. Each lane has its own running maximum and sum, so the loop has no reduction across threads. A lane takes
     PER_LANE values per iteration for one correction of its sum.
     """
     LANES: tl.constexpr = BLOCK // PER_LANE

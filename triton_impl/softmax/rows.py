@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.common.elementwise import MAX_DIMS, gradient_for_kernel, pad_strides
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Kernels(NamedTuple):

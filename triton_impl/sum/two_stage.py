@@ -32,11 +32,13 @@ from triton_impl.runtime.launch_cache import LaunchCache, LaunchPlan
 TILE = {2: 1024, 4: 512, 8: 256}
 LOADS = 8
 #: Columns of a tile: 256 bytes of them. Partials are few rows in the L2, and take narrow tiles.
-COLUMN_BYTES, PARTIAL_COLUMNS = 256, 16
+COLUMN_BYTES = 256
+PARTIAL_COLUMNS = 16
 #: A sum is split until it has so many programs. A constant, so that every GPU adds in the same order.
 ENOUGH_PROGRAMS = 1024
 #: The least number of iterations of a part's loop, along rows and down columns: fewer are not worth a second stage.
-MIN_ROW_ITERATIONS, MIN_COLUMN_ITERATIONS = 2, 4
+MIN_ROW_ITERATIONS = 2
+MIN_COLUMN_ITERATIONS = 4
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def _store(out_ptr, sums, mask):
 
 # ---- kernels: program (o, p) adds part p of the summands of a block of outputs ---------------------------------------
 # Tiles are added element by element, and across threads only at the end. The LOADS tiles of an iteration are one load,
-# added in a thread's registers first: of separate loads ptxas keeps only two or three in flight.
+# added in a thread's registers first. Of separate loads ptxas keeps only two or three in flight.
 
 
 @triton.jit

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from kernel_ladder.semantics.masks import NO_WINDOW
+from kernel_ladder.tracing import wants_gradient
 from xla_impl.lazy import jax, jnp
 
 #: The largest head dimension of cuDNN's kernel, and what its head dimensions are multiples of.
-CUDNN_HEAD_DIM, CUDNN_HEAD_MULTIPLE = 256, 8
+CUDNN_HEAD_DIM = 256
+CUDNN_HEAD_MULTIPLE = 8
 
 
 def formula(
@@ -75,7 +77,7 @@ def unsupported(
         return "computes in float32: takes float16, bfloat16 and float32, got float64"
     if return_lse and query.element_size() == 2:
         return "JAX rounds the log-sum-exp to 16 bits; use xla.jit"
-    if return_lse and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if return_lse and wants_gradient(query, key, value):
         return "the log-sum-exp has no gradient there; use xla.jit"
     if query.dim() < 3:
         return f"takes at least 3 dimensions, got {query.dim()}"
@@ -88,8 +90,7 @@ def unsupported(
         lengths = f"{query.shape[-2]} and {key.shape[-2]}"
         return f"a mask aligned to the lower right needs as many queries as keys, got {lengths}"
     if query.is_cuda:
-        trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if trains and (query.shape[-2] % 2 or key.shape[-2] % 2):
+        if wants_gradient(query, key, value) and (query.shape[-2] % 2 or key.shape[-2] % 2):
             return f"cuDNN's gradients take even lengths, got {query.shape[-2]} queries and {key.shape[-2]} keys"
         return _cudnn_unsupported(query, window_size, is_causal)
     return "XLA's CPU products of float16 have no float32 sums" if query.dtype is torch.float16 else None

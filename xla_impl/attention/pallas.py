@@ -22,7 +22,8 @@ from xla_impl import pallas
 from xla_impl.formulas import without_keys
 from xla_impl.lazy import jax, jnp, lax, pl
 
-BLOCK_Q, BLOCK_K = 64, 64
+BLOCK_Q = 64
+BLOCK_K = 64
 
 
 class Shape(NamedTuple):

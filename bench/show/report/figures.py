@@ -1,8 +1,8 @@
 """The report's charts as Plotly figures: rate against size, roofline, climb.
 
 A figure is a dictionary: `view` says which choice of the page it belongs to, `data` and `layout` are Plotly's. Three
-things are left to ``charts.js``, which knows the page: a colour is a name of the style sheet with a strength
-(``"cuda 0.7"``, ``"ink"``), `customdata` holds indices of rows, and text is plain.
+things are left to ``charts.js``, which knows the page. A colour is a name of the style sheet with a strength (``"cuda
+0.7"``, ``"ink"``), `customdata` holds indices of rows, and text is plain.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ ALL = "all"
 DASHES = {"torch": "solid", "compile": "dashdot", "triton": "dash", "cuda": "solid", "xla": "dot", "peer": "4px,2px"}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "hexagon")
 CEILING_LINE = {"color": "ink", "dash": "dash", "width": 1.6}
-LONGEST_SHAPE, LONGEST_REASON = 30, 120  # characters
+# Characters.
+LONGEST_SHAPE = 30
+LONGEST_REASON = 120
 MANY_SHAPES = 36  # the names of more stand upright
-LEGEND_LINE, BAR, NAME = 19, 26, 16  # CSS pixels
+# CSS pixels.
+LEGEND_LINE = 19
+BAR = 26
+NAME = 16
 #: A climb of more than this factor hides its first steps on a linear scale.
 STEEP = 50
 #: Factor between the levels of one operation on a roofline: their lines would otherwise lie on each other.

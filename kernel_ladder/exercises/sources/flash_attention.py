@@ -8,7 +8,8 @@ from kernel_ladder.exercises import not_plain
 from kernel_ladder.table import register
 
 EXERCISE = "flash_attention"
-BLOCK_M, BLOCK_N = 32, 32
+BLOCK_M = 32
+BLOCK_N = 32
 LOG2E = 1.4426950408889634
 LARGEST_HEAD_DIM = 128
 

@@ -9,7 +9,10 @@ from kernel_ladder.table import register
 
 EXERCISE = "matmul_tiled"
 #: Sizes of a tile, and rows of tiles in a group. On a GPU, try 128 x 128 x 64 with GROUP_M = 8.
-BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M = 32, 16, 32, 2
+BLOCK_M = 32
+BLOCK_N = 16
+BLOCK_K = 32
+GROUP_M = 2
 
 
 @triton.jit

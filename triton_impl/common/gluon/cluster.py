@@ -1,6 +1,6 @@
-"""Rows spread over the blocks of a thread-block cluster, in Gluon. Each block holds a part of a row in registers, and
-the blocks exchange a maximum or sums through distributed shared memory (PTX ISA, ``mapa``, ``st.async``). A row that
-one block can hold may have a block alone.
+"""Rows spread over the blocks of a thread-block cluster, in Gluon. Each block holds a part of a row in registers. The
+blocks exchange a maximum or sums through distributed shared memory (PTX ISA, ``mapa``, ``st.async``). A row that one
+block can hold may have a block alone.
 
 A part is a tuple of vectors, one per thread, and is worked on a vector at a time. Between load and store it keeps the
 type of memory: two 16-bit values per register, so that twice as much is in flight.
@@ -25,7 +25,8 @@ from triton_impl.runtime.launch_cache import to_time
 #: Largest portable cluster size, in blocks.
 MAX_CLUSTER = 8
 #: Warps of a block, the best guess first, and registers per thread. Two such blocks fit a multiprocessor.
-WARPS, REGISTERS = (16, 8, 32), 64
+WARPS = (16, 8, 32)
+REGISTERS = 64
 #: Warps of a block that has a row alone, the best guess first.
 WARPS_OF_ONE_BLOCK = (16, 8, 4)
 #: Registers per thread for its part of a row. In a cluster more are the better guess, in one block fewer.
@@ -205,7 +206,7 @@ def rewiden(x):
 
 
 @gluon.jit
-def store_once(ptr, value, row_mask):
+def store_from_first_block(ptr, value, row_mask):
     """Store a value (blocks,) that all blocks have, if `row_mask`: the first block stores it."""
     block = gl.arange(0, gl.num_ctas(), layout=value.type.layout)
     gl.store(ptr + gl.zeros_like(block), value, mask=(block == 0) & row_mask)

@@ -1,10 +1,10 @@
 """Sums over a cluster, once per iteration of a persistent kernel, in Gluon; cluster.py has a single exchange.
 
 In an iteration every warp calls :func:`reduce_arrive` with sums over its own elements, then :func:`reduce_wait` for the
-iteration before. So values have one iteration to travel, and no warp waits for another of its block: the last warp to
-store its values adds up those of all warps, and sends the sum to all blocks with ``st.async``.
+iteration before. So values have one iteration to travel, and no warp waits for another of its block. The last warp to
+store its values adds up those of all warps. It sends the sum to all blocks with ``st.async``.
 
-Scratch: two buffers for the values of warps, each with a count of arrivals, and four buffers for those of blocks, each
+Scratch: two buffers for the values of warps, each with a count of arrivals. Four buffers hold those of blocks, each
 with an mbarrier that completes when all values are there. No buffer is overwritten before it is read, and no byte is
 counted for another iteration:
 
@@ -14,8 +14,8 @@ counted for another iteration:
   this block sent once all of its own warps had waited for t.
 - So the barrier had completed for t by then. It does not complete again before its own block, sending t + 4, sets the
   expected bytes, though some may have come before.
-- A block that has waited for the last iteration may exit: all that was sent to it has arrived, and the blocks that it
-  sent to stay until theirs has.
+- A block that has waited for the last iteration may exit. All that was sent to it has arrived; the blocks that it sent
+  to wait for theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from triton_impl.common.gluon.cluster import floats
 #: Bytes of a block buffer, two values of eight blocks, and of a warp buffer, two values of 32 warps. Offsets of the
 #: warp buffers, of the barriers and of the arrival counts; and the size of all, a multiple of 128 bytes, so that the
 #: shared memory behind it is aligned.
-_BLOCK_BUFFER, _WARP_BUFFER = gl.constexpr(64), gl.constexpr(256)
+_BLOCK_BUFFER = gl.constexpr(64)
+_WARP_BUFFER = gl.constexpr(256)
 _WARP_BUFFERS, _BARRIERS, _COUNTS, _BYTES = (gl.constexpr(n) for n in (256, 768, 800, 896))
 
 

@@ -13,7 +13,11 @@ from triton.experimental.gluon import language as gl
 from kernel_ladder.semantics import philox
 from triton_impl.common.philox import eight_in_order, factors_of_deciding
 
-_ROUNDS, _M0, _M1, _W0, _W1 = philox.ROUNDS, philox.M0, philox.M1, philox.W0, philox.W1
+_ROUNDS = philox.ROUNDS
+_M0 = philox.M0
+_M1 = philox.M1
+_W0 = philox.W0
+_W1 = philox.W1
 
 
 @gluon.constexpr_function

@@ -1,7 +1,7 @@
 """Stages of shared memory for rows in flight, in Gluon. Each warp copies its own part of a row and alone reads it, so
 no warp waits for another.
 
-Triton would make all warps of a block wait between its own copies and loads, and in 3.6 its copies have no cache
+Triton would make all warps of a block wait between its own copies and loads. In Triton 3.6 its copies have no cache
 policy, which costs some 4 % of bandwidth. So the copies are written out here: bulk copies (PTX ISA, ``cp.async.bulk``),
 one per row and warp. They need a shared-memory address, which Triton does not tell. In a kernel without other shared
 memory the stages are at its start; persistent_launch.py checks that.
@@ -12,9 +12,12 @@ with a policy where registers are short.
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernel_ladder.tracing import address
+from triton_impl.common.gluon.cluster import ALIGNMENT
 from triton_impl.common.gluon.cluster_reduce import wait_on_barrier
 
 #: The cache policy evict_last (cache_policy.py), as ``createpolicy`` encodes it.
@@ -177,3 +180,14 @@ def keep_stages(stages):
     LAYOUT: gl.constexpr = warp_part_layout(gl.num_ctas(), gl.num_warps(), 4, stages.shape[2])
     words = stages.index(0).load(LAYOUT)
     gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def for_bulk_copies(x: torch.Tensor, of_stride: int = ALIGNMENT, of_address: int = ALIGNMENT) -> torch.Tensor:
+    """`x`, rows or one row, or a dense copy where bulk copies cannot read it.
+
+    They can where the bytes between rows are a multiple of `of_stride`, and the address is one of `of_address`.
+    """
+    stride = x.dtype.itemsize * x.stride(0) if x.dim() == 2 and x.shape[0] > 1 else 0
+    if stride % of_stride == 0 and address(x) % of_address == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
