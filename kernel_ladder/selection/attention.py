@@ -90,8 +90,8 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
         return ()
     if wants_gradient(*inputs):
         no_window = tuple(options.get("window_size") or NO_WINDOW) == NO_WINDOW
-        too_long = d <= NARROW_HEAD and concrete(key.shape[-2]) > LONGEST_NARROW
-        if d not in HEADS_WITH_GRADIENTS or heads != heads_kv or too_long or not no_window:
+        past_longest = d <= NARROW_HEAD and concrete(key.shape[-2]) > LONGEST_NARROW
+        if d not in HEADS_WITH_GRADIENTS or heads != heads_kv or past_longest or not no_window:
             return ()
     return *prefer_wgmma(inputs, options), "cuda.persistent"
 
