@@ -72,7 +72,7 @@ XLA_STRIDE = 3 if DEVICE.type == "cuda" else 11
 
 
 #: Operations whose compiled code is of kinds that others' samples try in every dtype and layout: reductions of rows.
-COMPILED_ONCE = ("cross_entropy", "linear_cross_entropy")
+COMPILED_ONCE = ("attention_paged", "cross_entropy", "linear_cross_entropy")
 
 
 def has_formula(op: str) -> bool:
