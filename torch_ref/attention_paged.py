@@ -218,7 +218,7 @@ def _counts(case: Case) -> list[int]:
 
 
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
-    (batch, heads, rows, d), (_, page_size, heads_kv, _), (*_, d_v), table, *_ = case.shapes
+    (batch, heads, rows, d), (_, _, heads_kv, _), (*_, d_v), *_ = case.shapes
     left = case.options.get("window_size", NO_WINDOW)[0]
     keys = sum(min(n, rows + left) if left >= 0 else n for n in _counts(case))
     inputs = batch * heads * rows * d + keys * heads_kv * (d + d_v)
@@ -257,9 +257,9 @@ SPEC = register_spec(
 
 def _unsupported(*inputs: Any, **options: Any) -> str | None:
     query, key_cache, value_cache, block_table, cache_seqlens = inputs
-    if options.get("batch_invariant") and not readable(cache_seqlens):
-        if is_compiling() or type(cache_seqlens) is not torch.Tensor or is_wrapped(cache_seqlens) or gpu.capturing():
-            return "with `batch_invariant` it takes one sequence at a time, whose length the host must be able to read"
+    traced = is_compiling() or type(cache_seqlens) is not torch.Tensor or is_wrapped(cache_seqlens)
+    if options.get("batch_invariant") and (traced or gpu.capturing()):
+        return "with `batch_invariant` it takes one sequence at a time, whose length the host must be able to read"
     if not query.is_cuda:
         return None
     keys = block_table.numel() * key_cache.shape[1]

@@ -52,7 +52,7 @@ def cases() -> list[Case]:
         _case("many-rows", [40, 33], 16, 1, 5, 16, 16, causal=True),
         _case("long", [700, 300], 2, 1, 1, 16, 64, columns=40),
         _case("invariant", [70, 600], 2, 1, 1, 16, 16, batch_invariant=True),
-        _case("d24-dv40", [21, 47], 2, 2, 1, 24, 16, d_v=40),
+        _case("d24-dv40", [21, 9], 2, 2, 1, 24, 4, d_v=40),
         _case("window", [67, 20, 300], 2, 2, 2, 8, 4, window_size=(9, 0)),
         _case("window", [67, 20], 2, 2, 3, 8, 4, causal=True, window_size=(20, -1)),
         _case("window-endless", [20, 7], 1, 1, 2, 8, 4, window_size=(2**31, 2**70)),
@@ -95,7 +95,9 @@ ERRORS = [
         r"`cache_seqlens` has dtype int64; accepted is int32",
     ),
     ErrorCase("table-shape", _bad(table=((0, 1),)), ValueError, r"`block_table` .* query's 2 sequences, .* \(1, 2\)"),
-    ErrorCase("table-flat", _bad(table=(0, 1)), ValueError, r"`block_table` must have 2 dimensions, B by max_pages, of"),
+    ErrorCase(
+        "table-flat", _bad(table=(0, 1)), ValueError, r"`block_table` must have 2 dimensions, B by max_pages, of"
+    ),
     ErrorCase("lengths-shape", _bad(lengths=(8, 3, 1)), ValueError, r"`cache_seqlens` must have 1 dimension, B, of"),
     # The host does not read tables and lengths on a GPU: these cases have theirs on the CPU.
     ErrorCase(

@@ -1,8 +1,8 @@
 """attention_paged, rung 1 of 1: split_kv
 
-Idea      The kernel of attention's `split_kv`, whose tiles of keys come from pages: one program has all query heads that
-          share a head of keys, so each page is read once, and looks its keys' pages up in the block table. A sequence's
-          keys are split by its own length, which only the GPU knows (Flash-Decoding, Dao et al.,
+Idea      Attention's `split_kv` on keys that lie in pages: one program has all query heads that share a head of keys,
+          so each page is read once, and it looks the pages of a tile's keys up in the block table. A sequence's keys
+          are split by its own length, which only the GPU knows (Flash-Decoding, Dao et al.,
           https://crfm.stanford.edu/2023/10/12/flashdecoding.html; PagedAttention, Kwon et al., arXiv:2309.06180).
 Predicts  The time of `split_kv` on dense keys, plus four bytes of the block table a page.
 Limit now A second launch, and float32 partial outputs through memory.

@@ -69,7 +69,10 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             return None if shape is None else _layout(shape, case.layout_of(place), make)
         if case.kinds[place] == "parameter":
             return make(shape).to(computation_dtype(dtype))
-        integers = {**dict.fromkeys(("offsets", "lengths", "pages"), torch.int32), **dict.fromkeys(_CLASSES, torch.int64)}
+        integers = {
+            **dict.fromkeys(("offsets", "lengths", "pages"), torch.int32),
+            **dict.fromkeys(_CLASSES, torch.int64),
+        }
         kind = {**integers, "rotations": torch.complex64}.get(_kind(case, place)[0], torch.bool)
         return torch.empty(shape, dtype=kind, device=device)
 
