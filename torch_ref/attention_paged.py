@@ -258,7 +258,7 @@ SPEC = register_spec(
 def _unsupported(*inputs: Any, **options: Any) -> str | None:
     query, key_cache, value_cache, block_table, cache_seqlens = inputs
     traced = is_compiling() or type(cache_seqlens) is not torch.Tensor or is_wrapped(cache_seqlens)
-    if options.get("batch_invariant") and (traced or gpu.capturing()):
+    if options.get("batch_invariant") and (traced or (cache_seqlens.is_cuda and gpu.capturing())):
         return "with `batch_invariant` it takes one sequence at a time, whose length the host must be able to read"
     if not query.is_cuda:
         return None
