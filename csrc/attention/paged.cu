@@ -302,9 +302,9 @@ template <typename T>
 __global__ void __launch_bounds__(PAGED_COMBINE_THREADS)
     attention_paged_split_kv_combine_kernel(T* output, float* lse, const float* partial, const float* of_splits,
                                             const __grid_constant__ Pages pages, const __grid_constant__ PagedSizes s) {
+    griddepcontrol_wait();
     const int64_t row = blockIdx.x, rows = gridDim.x;
     const int count = Span(pages, s, row / (int64_t{s.heads} * s.tokens)).count();
-    griddepcontrol_wait();
     float highest = -INFINITE, sum = 0.0f;
     for (int i = threadIdx.x % WARP; i < count; i += WARP) highest = fmaxf(highest, of_splits[i * rows + row]);
     highest = warp_reduce(highest, Max{});
