@@ -15,8 +15,7 @@
 // How many splits a sequence has follows from its length and from the most that the host allows. With `batch_invariant`
 // that is a constant, else it follows from the batch and the number of SMs.
 
-#include "attention/tile.cuh"
-#include "core/divisor.cuh"
+#include "attention/pages.cuh"
 #include "core/pdl.cuh"
 
 namespace kl {
@@ -41,26 +40,6 @@ struct PagedShape {
 using Paged64 = PagedShape<64, 32, 3, 4, 2>;
 using Paged128 = PagedShape<128, 16, 3, 4, 2>;
 using Paged256 = PagedShape<256, 16, 2, 4, 1>;
-
-/// Keys or values: element (page, row of the page, head, column). Strides count elements.
-template <typename T>
-struct Cache {
-    const T* data;
-    int64_t page, row, head, column;
-    bool whole;  // rows consist of aligned vectors of 16 bytes
-};
-
-/// The pages of every sequence. Numbers that are outside the cache, and lengths that the table cannot hold, are clamped.
-struct Pages {
-    const int32_t *table, *lengths;
-    int64_t sequence, column, length;  // strides
-    int count, capacity;               // pages of the cache; keys that a row of the table holds
-    Divisor by_size;
-
-    __device__ int of(int64_t batch, int key) const {
-        return min(max(table[batch * sequence + by_size.quotient(key) * column], 0), count - 1);
-    }
-};
 
 struct PagedSizes {
     int heads, heads_kv, tokens, D, D_v;
@@ -93,43 +72,128 @@ struct Span {
     __device__ int count() const { return (length - begin + per_split - 1) / per_split; }
 };
 
-/// Copies the keys `key0` … of one head to a tile. Lane r of the warp knows the page of row r. All lanes call it.
-template <int ROWS, int HEAD_DIM, typename T>
-__device__ void load_paged_tile(uint32_t shared, const Cache<T>& cache, const T* head, const Divisor& by_size, int page,
-                                int key0, int rows_left, int columns) {
-    constexpr int CHUNKS = HEAD_DIM / 8, STEP = WARP / CHUNKS;  // rows per iteration
-    const int lane = threadIdx.x % WARP, chunk = lane % CHUNKS;
-    const auto source = [&](int row) {
-        return head + __shfl_sync(FULL_MASK, page, row) * cache.page + by_size.remainder(key0 + row) * cache.row;
-    };
-    if (cache.whole) {
-#pragma unroll
-        for (int i = 0; i < ROWS / STEP; ++i) {
-            const int row = lane / CHUNKS + i * STEP;
-            const T* p = source(row) + chunk * 8;
-            cp_async16_if(shared + tile_offset<HEAD_DIM>(row, chunk), p, row < rows_left && chunk * 8 < columns);
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < ROWS / STEP; ++i) {
-        const int row = lane / CHUNKS + i * STEP;
-        const T* p = source(row);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+
+/// Copies the rows of a block, tokens of the heads from head0 on, to a tile. Rows past the last are zeros.
+template <typename T, typename S>
+__device__ void load_query(uint32_t q_tile, const PagedOperands<T>& p, const PagedSizes& s, int64_t batch, int head0,
+                           int row0, int rows) {
+    constexpr int D = S::HEAD_DIM, CHUNKS = D / 8;
+    for (int i = threadIdx.x; i < PAGED_ROWS * CHUNKS; i += S::THREADS) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const uint32_t head = s.by_tokens.quotient(row0 + row), token = row0 + row - head * s.tokens;
+        const T* source = p.query + batch * p.q_batch + (head0 + head) * p.q_head + token * p.q_row;
         Vec<T> v;
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             const int column = chunk * 8 + e;
-            v[e] = row < rows_left && column < columns ? p[column * cache.column] : from_float<T>(0.0f);
+            v[e] = row < rows && column < s.D ? source[column * p.q_column] : from_float<T>(0.0f);
         }
-        store_shared16(shared + tile_offset<HEAD_DIM>(row, chunk), *reinterpret_cast<const uint4*>(&v));
+        store_shared16(q_tile + tile_offset<D>(row, chunk), *reinterpret_cast<const uint4*>(&v));
     }
 }
+
+/// One step of online softmax: scores become weights, and the state of this lane's two rows is rescaled. A row sees the
+/// keys first … last; column 0 is key0.
+template <int N, int M>
+__device__ void softmax_step(Squares<1, N>& scores, Squares<1, M>& output, float (&row_max)[2], float (&row_sum)[2],
+                             const int (&first)[2], const int (&last)[2], int key0, float factor) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float new_max = row_max[h];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int column = key0 + lane_column(j) + e;
+                float& score = scores.x[0][j][2 * h + e];
+                if (column < first[h] || column > last[h]) score = -INFINITE;
+                new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
+            }
+        }
+        new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
+        new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
+        const float shift = new_max == -INFINITE ? 0.0f : new_max;
+        const float rescale = exp2_approx((row_max[h] - shift) * factor);
+        row_max[h] = new_max;
+        float sum[2] = {};
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = scores.x[0][j][2 * h + e];
+                x = exp2_approx((x - shift) * factor);
+                sum[e] += x;
+            }
+        }
+        row_sum[h] = fmaf(row_sum[h], rescale, sum[0] + sum[1]);
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; ++e) {
+#pragma unroll
+            for (int j = 0; j < M; ++j) output.x[0][j][e] *= rescale;
+        }
+    }
+}
+
+/// Merges the softmaxes that the warps have of their tiles, and stores rows from first_row on. All threads call it, when
+/// none reads the stages any more: `results` reuses their memory.
+template <typename T, typename S>
+__device__ void merge_warps(float* results, const Squares<1, S::HEAD_DIM / 8>& output, const float (&row_max)[2],
+                            float (&row_sum)[2], const PagedOperands<T>& p, const PagedSizes& s, int64_t first_row,
+                            int rows) {
+    constexpr int D = S::HEAD_DIM, WARPS = S::WARPS;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const float factor = s.scale * LOG2E;
+    float* stats = results + WARPS * PAGED_ROWS * D;  // maximum and sum of a warp's row
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = warp * PAGED_ROWS + lane_row(0, h);
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j) {
+            results[row * D + lane_column(j)] = output.x[0][j][2 * h];
+            results[row * D + lane_column(j) + 1] = output.x[0][j][2 * h + 1];
+        }
+        row_sum[h] = quad_sum(row_sum[h]);
+        if (lane % 4 == 0) {
+            stats[row * 2] = row_max[h];
+            stats[row * 2 + 1] = row_sum[h];
+        }
+    }
+    __syncthreads();
+    for (int row = warp; row < rows; row += WARPS) {
+        float highest = -INFINITE, sum = 0.0f, share[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, stats[(w * PAGED_ROWS + row) * 2]);
+        const float shift = highest == -INFINITE ? 0.0f : highest;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            share[w] = exp2_approx((stats[(w * PAGED_ROWS + row) * 2] - shift) * factor);
+            sum = fmaf(share[w], stats[(w * PAGED_ROWS + row) * 2 + 1], sum);
+        }
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const int64_t index = first_row + row;
+        if (lane == 0) p.lse[index] = highest * s.scale + logf(sum);
+        for (int column = lane; column < s.D_v; column += WARP) {
+            float total = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) total = fmaf(share[w], results[(w * PAGED_ROWS + row) * D + column], total);
+            total *= inverse;
+            if (s.splits > 1) {
+                p.partial[index * s.D_v + column] = total;
+            } else {
+                p.output[index * s.D_v + column] = from_float<T>(total);
+            }
+        }
+    }
+}
+
+#endif
 
 template <typename T, typename S>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     attention_paged_split_kv_kernel(const __grid_constant__ PagedOperands<T> p, const __grid_constant__ PagedSizes s) {
 #if __CUDA_ARCH__ >= 800
-    constexpr int D = S::HEAD_DIM, N = S::TILE / 8, CHUNKS = D / 8, WARPS = S::WARPS;
+    constexpr int D = S::HEAD_DIM, N = S::TILE / 8, WARPS = S::WARPS;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t q_tile = shared_address(shared_bytes);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -170,18 +234,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 
     const int group = s.heads / s.heads_kv, head0 = head_kv * group;
     const int row0 = blockIdx.y * PAGED_ROWS, rows = min(group * s.tokens - row0, PAGED_ROWS);
-    for (int i = threadIdx.x; i < PAGED_ROWS * CHUNKS; i += S::THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const uint32_t head = s.by_tokens.quotient(row0 + row), token = row0 + row - head * s.tokens;
-        const T* source = p.query + batch * p.q_batch + (head0 + head) * p.q_head + token * p.q_row;
-        Vec<T> v;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            const int column = chunk * 8 + e;
-            v[e] = row < rows && column < s.D ? source[column * p.q_column] : from_float<T>(0.0f);
-        }
-        store_shared16(q_tile + tile_offset<D>(row, chunk), *reinterpret_cast<const uint4*>(&v));
-    }
+    load_query<T, S>(q_tile, p, s, batch, head0, row0, rows);
     __syncthreads();
 
     int first[2], last[2];  // the keys that this lane's two rows see
@@ -202,45 +255,9 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         __syncwarp();  // tile i has landed for all lanes, and all have read tile i − 1, whose stage is filled next
         load(i + S::STAGES - 1);
         const uint32_t k_tile = ring + i % S::STAGES * 2 * S::TILE_BYTES;
-        const int key0 = first_key(i);
-
         Squares<1, N> scores;
         multiply_rows<T, D>(scores, q_tile, 0, k_tile);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float new_max = row_max[h];
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = key0 + lane_column(j) + e;
-                    float& score = scores.x[0][j][2 * h + e];
-                    if (column < first[h] || column > last[h]) score = -INFINITE;
-                    new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
-                }
-            }
-            new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
-            new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
-            const float shift = new_max == -INFINITE ? 0.0f : new_max;
-            const float rescale = exp2_approx((row_max[h] - shift) * factor);
-            row_max[h] = new_max;
-            float sum[2] = {};
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = scores.x[0][j][2 * h + e];
-                    x = exp2_approx((x - shift) * factor);
-                    sum[e] += x;
-                }
-            }
-            row_sum[h] = fmaf(row_sum[h], rescale, sum[0] + sum[1]);
-#pragma unroll
-            for (int e = 2 * h; e < 2 * h + 2; ++e) {
-#pragma unroll
-                for (int j = 0; j < D / 8; ++j) output.x[0][j][e] *= rescale;
-            }
-        }
+        softmax_step(scores, output, row_max, row_sum, first, last, first_key(i), factor);
         const auto weights = round_squares<T>(scores);
         multiply_accumulate<T, D>(output, weights, k_tile + S::TILE_BYTES, 0);
     }
@@ -248,51 +265,11 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     __syncthreads();  // all warps have read their last stage
     griddepcontrol_launch_dependents();
 
-    // Partial results per warp and row: output, then maximum and sum.
-    float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
-    float* stats = results + WARPS * PAGED_ROWS * D;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int row = warp * PAGED_ROWS + lane_row(0, h);
-#pragma unroll
-        for (int j = 0; j < D / 8; ++j) {
-            results[row * D + lane_column(j)] = output.x[0][j][2 * h];
-            results[row * D + lane_column(j) + 1] = output.x[0][j][2 * h + 1];
-        }
-        row_sum[h] = quad_sum(row_sum[h]);
-        if (lane % 4 == 0) {
-            stats[row * 2] = row_max[h];
-            stats[row * 2 + 1] = row_sum[h];
-        }
-    }
-    __syncthreads();
-    for (int row = warp; row < rows; row += WARPS) {
-        float highest = -INFINITE, sum = 0.0f, share[WARPS];
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, stats[(w * PAGED_ROWS + row) * 2]);
-        const float shift = highest == -INFINITE ? 0.0f : highest;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            share[w] = exp2_approx((stats[(w * PAGED_ROWS + row) * 2] - shift) * factor);
-            sum = fmaf(share[w], stats[(w * PAGED_ROWS + row) * 2 + 1], sum);
-        }
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        // The row of (batch, head, token), counted over all splits.
-        const int64_t all = (batch * s.heads + head0) * s.tokens + row0 + row;
-        const int64_t index = split * (gridDim.x / s.splits / s.heads_kv * int64_t{s.heads} * s.tokens) + all;
-        if (lane == 0) p.lse[index] = highest * s.scale + logf(sum);
-        for (int column = lane; column < s.D_v; column += WARP) {
-            float total = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) total = fmaf(share[w], results[(w * PAGED_ROWS + row) * D + column], total);
-            total *= inverse;
-            if (s.splits > 1) {
-                p.partial[index * s.D_v + column] = total;
-            } else {
-                p.output[index * s.D_v + column] = from_float<T>(total);
-            }
-        }
-    }
+    // The row of (batch, head, token), counted over all splits.
+    const int64_t all_rows = gridDim.x / s.splits / s.heads_kv * int64_t{s.heads} * s.tokens;
+    const int64_t first_row = split * all_rows + (batch * s.heads + head0) * s.tokens + row0;
+    merge_warps<T, S>(reinterpret_cast<float*>(shared_bytes + S::Q_BYTES), output, row_max, row_sum, p, s, first_row,
+                      rows);
 #endif
 }
 
@@ -320,16 +297,6 @@ __global__ void __launch_bounds__(PAGED_COMBINE_THREADS)
         for (int i = 0; i < count; ++i) total = fmaf(share(i), partial[(i * rows + row) * s.D_v + column], total);
         output[row * s.D_v + column] = from_float<T>(total * inverse);
     }
-}
-
-template <typename T>
-Cache<T> make_cache(const Tensor& tensor) {
-    const auto strides = tensor.strides();
-    Cache<T> cache{static_cast<const T*>(tensor.data_ptr()), strides[0], strides[1], strides[2], strides[3], false};
-    cache.whole = cache.column == 1 && tensor.size(3) % Vec<T>::size == 0 && is_aligned16(cache.data);
-    // A dimension of one element may have any stride.
-    for (int d = 0; d < 3; ++d) cache.whole = cache.whole && (tensor.size(d) == 1 || strides[d] % Vec<T>::size == 0);
-    return cache;
 }
 
 void check_integers(const Tensor& tensor, const Tensor& query, int64_t dim, const char* name) {
@@ -369,11 +336,12 @@ PagedSizes check_paged(const Tensor& query, const Tensor& key, const Tensor& val
         return static_cast<int>(side < 0 ? MAX_LENGTH : std::min<int64_t>(side, MAX_LENGTH));
     };
     const auto some = [](int64_t n) { return Divisor(static_cast<uint32_t>(std::max<int64_t>(n, 1))); };
-    return {static_cast<int>(heads),
-            static_cast<int>(heads_kv),
-            static_cast<int>(tokens),
-            static_cast<int>(query.size(3)),
-            static_cast<int>(value.size(3)),
+    const auto number = [](int64_t n) { return static_cast<int>(n); };
+    return {number(heads),
+            number(heads_kv),
+            number(tokens),
+            number(query.size(3)),
+            number(value.size(3)),
             reach(left),
             reach(right),
             1,
