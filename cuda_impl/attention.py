@@ -74,7 +74,7 @@ def flash_unsupported(
     return _mma_unsupported(query, attn_mask)
 
 
-def _split_too_large(query: torch.Tensor, value: torch.Tensor) -> str | None:
+def split_too_large(query: torch.Tensor, value: torch.Tensor) -> str | None:
     """Why the tiles of ``split_kv`` do not fit in a block's shared memory, or None."""
     if (limit := _small(query.get_device())) is None:
         return None
@@ -148,7 +148,7 @@ def _split_unsupported(
     rows = query.shape[-2] * (query.shape[-3] // max(key.shape[-3], 1))
     if rows > SPLIT_ROWS:
         return f"split_kv is for few queries: at most {SPLIT_ROWS} share a head of keys, got {rows}"
-    return _mma_unsupported(query, attn_mask) or _split_too_large(query, value)
+    return _mma_unsupported(query, attn_mask) or split_too_large(query, value)
 
 
 def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

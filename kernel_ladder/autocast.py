@@ -31,6 +31,7 @@ _POLICY = {
     "linear_cross_entropy": ("aten::linear", LOWER),
     "attention": ("aten::scaled_dot_product_attention", LOWER),
     "attention_varlen": ("aten::scaled_dot_product_attention", LOWER),
+    "attention_paged": ("aten::scaled_dot_product_attention", LOWER),
     "softmax": ("aten::softmax.int", FLOAT32),
     "cross_entropy": ("aten::cross_entropy_loss", FLOAT32),
     "sum": ("aten::sum.dim_IntList", FLOAT32),

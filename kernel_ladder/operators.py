@@ -411,7 +411,7 @@ def _hinted(value: Any) -> Any:
 
 def _fixed_widths(op: str, inputs: Inputs) -> Inputs:
     """Inputs whose row length and number of heads are compile-time constants: kernels are compiled for these."""
-    heads = {"attention": -3, "attention_varlen": -2}.get(op)
+    heads = {"attention": -3, "attention_varlen": -2, "attention_paged": -3}.get(op)
 
     def fixed(x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
@@ -420,6 +420,8 @@ def _fixed_widths(op: str, inputs: Inputs) -> Inputs:
                 shape[dim] = int(shape[dim])
         return x if all(a is b for a, b in zip(shape, x.shape, strict=True)) else x.expand(shape)
 
+    if op == "attention_paged":  # no kernel is compiled for a number of sequences, or of pages
+        return (*each(fixed, inputs[:3]), *inputs[3:])
     return each(fixed, inputs)
 
 

@@ -27,6 +27,7 @@ OPS: tuple[str, ...] = (
     "matmul",
     "attention",
     "attention_varlen",
+    "attention_paged",
     "add",
     "sum",
     "layer_norm",

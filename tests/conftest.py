@@ -184,6 +184,15 @@ def every_variant(*levels: str) -> list[Variant]:
     return [v for op in kernel_ladder.OPS for v in table.variants(op) if not levels or v.level in levels]
 
 
+#: Operations of inference, whose formulas have gradients and whose kernels refuse them.
+INFERENCE = ("attention_paged",)
+
+
+def without_gradient(variant: Variant) -> bool:
+    """Whether a variant is a kernel that refuses gradients."""
+    return variant.op in INFERENCE and variant.level in ("triton", "cuda")
+
+
 def variant_id(variant: Variant) -> str:
     return f"{variant.op}-{variant.name}"
 

@@ -261,8 +261,10 @@ def check_options(
     enable_gqa: object,
     window_size: object,
     return_lse: object,
+    *,
+    key: str = "key",
 ) -> None:
-    """Raise for the first fault of an attention call's options, if there is one."""
+    """Raise for the first fault of an attention call's options, if there is one. `key` names the argument of keys."""
     if isinstance(is_causal, str):
         if is_causal != LOWER_RIGHT:
             raise ValueError(f"{op}: argument `is_causal` must be a bool or {LOWER_RIGHT!r}, got {is_causal!r}")
@@ -274,12 +276,12 @@ def check_options(
     if heads_kv != heads:
         if not enable_gqa:
             raise ValueError(
-                f"{op}: argument `key` must have the {heads} heads of `query` unless `enable_gqa` is True, "
+                f"{op}: argument `{key}` must have the {heads} heads of `query` unless `enable_gqa` is True, "
                 f"got {heads_kv}"
             )
         if heads_kv == 0 or heads % heads_kv:
             raise ValueError(
-                f"{op}: argument `key` must have a number of heads that divides query's {heads}, got {heads_kv}"
+                f"{op}: argument `{key}` must have a number of heads that divides query's {heads}, got {heads_kv}"
             )
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, numbers.Real):

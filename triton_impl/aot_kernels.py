@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 
 from triton_impl import add, bias_gelu, dropout, gelu, linear, rope, swiglu
-from triton_impl.attention.aot_kernels import AOT_VARLEN
+from triton_impl.attention.aot_kernels import AOT_PAGED, AOT_VARLEN
 from triton_impl.common.column_sum import sum_partials_kernel, sum_tile, sum_warps
 from triton_impl.matmul import descriptors
 from triton_impl.matmul.aot_kernels import EVEN, MASKED, descriptor_entry
@@ -133,4 +133,5 @@ AOT = {
     "dropout": DROPOUT,
     "linear": LINEAR,
     "attention_varlen": AOT_VARLEN,
+    "attention_paged": AOT_PAGED,
 }

@@ -126,6 +126,11 @@ const std::vector<Schema>& schemas() {
               " Tensor cu_seqlens_k, SymInt max_seqlen_q, int left, int right, float scale, bool enable_gqa)"
               " -> (Tensor, Tensor)",
               attention_varlen_pingpong),
+        // A sequence's key j is in page block_table[sequence, j / page_size] of (pages, page_size, H_kv, D).
+        KL_OP("attention_paged.split_kv(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table,"
+              " Tensor cache_seqlens, int left, int right, float scale, bool enable_gqa, bool batch_invariant)"
+              " -> (Tensor, Tensor)",
+              attention_paged_split_kv),
         KL_OP(
             "attention_backward.naive(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value,"
             " Tensor? attn_mask, SymInt first, SymInt last, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
@@ -310,6 +315,7 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     attention_split_kv_kernel_attributes(attributes, dtype);
     attention_varlen_flash_kernel_attributes(attributes, dtype);
     attention_varlen_kernel_attributes(attributes, dtype);
+    attention_paged_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
     attention_varlen_backward_kernel_attributes(attributes, dtype);
     attention_wgmma_backward_kernel_attributes(attributes, dtype);

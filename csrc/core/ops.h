@@ -210,6 +210,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_warp_specialized(
     const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& attn_mask, int64_t first,
     int64_t last, double scale, bool enable_gqa, bool deterministic);
+std::tuple<Tensor, Tensor> attention_paged_split_kv(const Tensor& query, const Tensor& key_cache,
+                                                    const Tensor& value_cache, const Tensor& block_table,
+                                                    const Tensor& cache_seqlens, int64_t left, int64_t right,
+                                                    double scale, bool enable_gqa, bool batch_invariant);
 std::tuple<Tensor, Tensor, Tensor> attention_varlen_backward_flash(
     const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& output, const Tensor& lse, const Tensor& cu_seqlens_q,
@@ -233,6 +237,7 @@ void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attribu
 void attention_varlen_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_paged_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_varlen_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_warp_specialized_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);

@@ -147,6 +147,16 @@ def _attention_varlen(query: Tensor, key: Tensor, value: Tensor, *cu_seqlens: Te
     return Rule((packed, packed, packed, *whole), outputs, {"heads": key.shape[-2]})
 
 
+def _attention_paged(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, **options: Any
+) -> Rule:
+    # Any sequence may have any page, so that caches are split by heads alone.
+    of_query, cache = ("batch", "heads", None, None), (None, None, "heads", None)
+    outputs = (of_query, of_query[:-1]) if options.get("return_lse") else (of_query,)
+    inputs = (of_query, cache, cache, ("batch", None), ("batch",))
+    return Rule(inputs, outputs, {"heads": key_cache.shape[-2]})
+
+
 def _rope(input: Tensor, freqs_cis: Tensor, **options: Any) -> Rule:
     dims = (*_numbered(input.dim() - 2), None, None)  # positions decide the angles
     return Rule((dims, (None, None)), (dims,))
@@ -178,6 +188,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "add_rms_norm": _add_norm,
     "attention": _attention,
     "attention_varlen": _attention_varlen,
+    "attention_paged": _attention_paged,
     "bias_dropout_add_layer_norm": _whole,
     "bias_gelu": _elementwise,
     "cross_entropy": _cross_entropy,

@@ -31,6 +31,7 @@ NORMS = ("layer_norm", "rms_norm", "add_rms_norm")
 SHARED = {
     "linear": "matmul",
     "attention_varlen": "attention",
+    "attention_paged": "attention",
     "bias_dropout_add_layer_norm": "norm",
     **dict.fromkeys(NORMS, "norm"),
 }
@@ -165,7 +166,8 @@ def _ops_of(file: Path) -> tuple[str, ...]:
     """The operations that a CUDA source is about, by its name, else by its folder's."""
     if file.stem in OPS:
         return (file.stem,)
-    return ("attention_varlen",) if file.stem.startswith("varlen") else (file.parent.name,)
+    of_attention = next((op for op in ("varlen", "paged") if file.stem.startswith(op)), None)
+    return (f"attention_{of_attention}",) if of_attention else (file.parent.name,)
 
 
 def _own(op: str, file: Path, rung: str) -> Path:

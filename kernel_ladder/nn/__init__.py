@@ -11,6 +11,7 @@ from kernel_ladder.nn.dropout import Dropout
 from kernel_ladder.nn.linear import GELU, Linear
 from kernel_ladder.nn.mlp import GeluMLP, SwigluMLP
 from kernel_ladder.nn.norms import LayerNorm, RMSNorm
+from kernel_ladder.nn.paged_cache import PagedKVCache
 
 __all__ = [
     "GELU",
@@ -22,6 +23,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MultiheadAttention",
+    "PagedKVCache",
     "RMSNorm",
     "SwigluMLP",
 ]

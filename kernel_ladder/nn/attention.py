@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kernel_ladder import ops
 from kernel_ladder.nn.backend import HasBackend, HasParts, only
 from kernel_ladder.nn.linear import Linear
+from kernel_ladder.nn.paged_cache import PagedKVCache
 
 
 class MultiheadAttention(HasBackend, torch.nn.MultiheadAttention):
@@ -226,12 +228,35 @@ class GroupedQueryAttention(HasParts):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
-        """Attend from each token of `x`, ``(B, S, E)``, to those up to it, and to those in `cache`, which grows."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        cache: KVCache | PagedKVCache | None = None,
+        sequences: Sequence[int] | None = None,
+        batch_invariant: bool = False,
+    ) -> torch.Tensor:
+        """Attend from each token of `x`, ``(B, S, E)``, to those up to it, and to those in `cache`, which grows.
+
+        Args:
+            x: tokens of B sequences.
+            cache: keys and values of the tokens before.
+            sequences: of a paged cache, the B sequences of `x`; None is all that are there.
+            batch_invariant: of a paged cache, see :func:`kernel_ladder.attention_paged`.
+        """
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        window = (-1, -1) if self.window_size is None else (self.window_size, -1)
+        if isinstance(cache, PagedKVCache):
+            places = cache.update(k, v, sequences)
+            output = ops.attention_paged(
+                q, cache.keys, cache.values, *places, is_causal=True, window_size=window,
+                enable_gqa=self.num_kv_heads != self.num_heads, batch_invariant=batch_invariant, backend=self._backend,
+            )  # fmt: skip
+            return self.o_proj(output.transpose(1, 2).flatten(-2))
+        for name, given, none in (("sequences", sequences, None), ("batch_invariant", batch_invariant, False)):
+            if given is not none:
+                raise ValueError(f"GroupedQueryAttention: argument `{name}` goes with a PagedKVCache alone")
         if cache is not None:
             k, v = cache.update(k, v)
-        window = (-1, -1) if self.window_size is None else (self.window_size, -1)
         causal: bool | str = "lower_right" if k.shape[-2] != q.shape[-2] else True
         output = ops.attention(
             q, k, v, is_causal=causal, enable_gqa=self.num_kv_heads != self.num_heads, window_size=window,
@@ -243,6 +268,11 @@ class GroupedQueryAttention(HasParts):
         """An empty cache for this layer, with its device and dtype."""
         w = self.k_proj.weight
         return KVCache(batch_size, self.num_kv_heads, max_length, self.head_dim, w.device, w.dtype)
+
+    def new_paged_cache(self, num_pages: int, page_size: int = 16) -> PagedKVCache:
+        """An empty cache in pages for this layer, with its device and dtype, and without sequences."""
+        w = self.k_proj.weight
+        return PagedKVCache(num_pages, page_size, self.num_kv_heads, self.head_dim, w.device, w.dtype)
 
     def extra_repr(self) -> str:
         heads = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

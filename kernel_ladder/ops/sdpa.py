@@ -1,4 +1,4 @@
-"""Attention, of batches and of packed sequences."""
+"""Attention, of batches, of packed sequences, and to keys in pages."""
 
 from __future__ import annotations
 
@@ -168,6 +168,78 @@ def attention_varlen(
     if sinks is not None:
         return _with_sinks("attention_varlen", backend, inputs, options, sinks)
     return call("attention_varlen", backend, inputs, options)
+
+
+def attention_paged(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: Sequence[int] | None = NO_WINDOW,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Any:
+    """:func:`attention` of new tokens to keys and values that lie in the pages of a cache, as in decoding.
+
+    Key j of sequence b is in page ``block_table[b, j // page_size]``, row ``j % page_size``.
+
+    Args:
+        query: ``(B, H, L, D)``, L new tokens of each of B sequences; float16, bfloat16, float32 (float64 at the torch
+            and compile levels); any strides.
+        key_cache: ``(pages, page_size, H_kv, D)``; any strides. The keys of the new tokens are there already.
+        value_cache: ``(pages, page_size, H_kv, D_v)``.
+        block_table: ``(B, max_pages)``, int32: the pages of each sequence, in order. Entries past its keys are not
+            read. Several sequences may name one page. A table on the CPU is checked. Entries on a GPU are clamped to
+            the cache when they are read: wrong ones give wrong numbers, but no memory outside the tensors is read.
+        cache_seqlens: ``(B,)``, int32: the keys of each sequence, those of its new tokens included, from 0 to
+            ``max_pages · page_size``; checked or clamped likewise.
+        is_causal: within each sequence, aligned to the lower right: the last new token sees every key, the one before
+            it all but one.
+        scale: a positive factor on the scores; ``1/√D`` if None.
+        enable_gqa: allow H to be a multiple of H_kv: consecutive query heads share one key and value head.
+        window_size: as for :func:`attention`, within each sequence.
+        return_lse: also return the logarithm of each row's sum of exponentials.
+        sinks: ``(H,)``, as for :func:`attention`.
+        batch_invariant: give a sequence the same bits whatever else is in the batch, for one L and one backend. The
+            kernels then split its keys by its own length alone. ``torch.naive`` takes one sequence at a time, and reads
+            the lengths from a GPU. The compile and xla levels refuse it.
+        dropout_p: must be 0: attention weights are not dropped.
+        backend: see :func:`kernel_ladder.use`.
+
+    Returns:
+        A tensor ``(B, H, L, D_v)``. With `return_lse` also one of shape ``(B, H, L)`` in float32 (float64 for float64).
+        A query that sees no key gives zeros and −inf. The kernels of the triton and cuda levels have no gradient and
+        refuse a call that wants one; the formula of the other levels has it.
+
+    Source: Kwon et al., PagedAttention, arXiv:2309.06180; FlashAttention's ``flash_attn_with_kvcache`` has the same
+    caches, table and lengths.
+    """
+    if type(dropout_p) is not float or dropout_p:
+        _no_dropout("attention_paged", dropout_p)
+    options = {
+        "is_causal": is_causal,
+        "scale": None if scale is None else as_number(scale),
+        "enable_gqa": enable_gqa,
+        "window_size": NO_WINDOW if window_size is None or window_size is NO_WINDOW else as_ints(window_size),
+        "return_lse": return_lse,
+        "batch_invariant": batch_invariant,
+    }
+    inputs = (query, key_cache, value_cache, block_table, cache_seqlens)
+    if sinks is None:
+        return call("attention_paged", backend, inputs, options)
+    if isinstance(query, torch.Tensor) and query.dim() == 4:
+        of_sinks.check("attention_paged", query, query.shape[1], sinks)
+    asked = {**options, "return_lse": True if return_lse is False else return_lse}
+    output, lse = call("attention_paged", backend, inputs, asked)
+    return of_sinks.with_sinks(output, lse, sinks, False, return_lse)
 
 
 def _no_dropout(op: str, dropout_p: Any) -> None:

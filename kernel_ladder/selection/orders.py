@@ -31,6 +31,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "torch.naive",
     ),
     "attention_varlen": ("cuda.pingpong", "triton.flash", "torch.flash", "torch.naive"),
+    "attention_paged": ("cuda.split_kv", "triton.split_kv", "torch.naive"),
     "add": ("cuda.vectorized", "triton.fused", "torch.builtin"),
     "sum": ("cuda.two_stage", "triton.two_stage", "torch.builtin"),
     "layer_norm": ("cuda.cluster", "cuda.registers", "triton.cluster", "triton.fused", "torch.builtin"),

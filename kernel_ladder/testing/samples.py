@@ -15,7 +15,7 @@ from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gr
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 _CLASSES = ("classes", "some_classes", "no_classes")
-KINDS = ("boolean", "hidden_rows", "offsets", "parameter", "rotations", *_CLASSES)
+KINDS = ("boolean", "hidden_rows", "offsets", "lengths", "pages", "parameter", "rotations", *_CLASSES)
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -69,7 +69,10 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             return None if shape is None else _layout(shape, case.layout_of(place), make)
         if case.kinds[place] == "parameter":
             return make(shape).to(computation_dtype(dtype))
-        integers = {"offsets": torch.int32, **dict.fromkeys(_CLASSES, torch.int64)}
+        integers = {
+            **dict.fromkeys(("offsets", "lengths", "pages"), torch.int32),
+            **dict.fromkeys(_CLASSES, torch.int64),
+        }
         kind = {**integers, "rotations": torch.complex64}.get(_kind(case, place)[0], torch.bool)
         return torch.empty(shape, dtype=kind, device=device)
 
@@ -97,6 +100,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
       ``no_classes``: all are
     - ``offsets@1``: int32, from 0 up to the first dimension of argument 1, as :func:`offsets` gives them;
       ``offsets:0,3,7``: exactly these
+    - ``pages@1``: int32 numbers of pages of argument 1, in random order; each occurs once, if there are enough pages
+    - ``lengths@3,1``: int32, up to the keys in a row of argument 3's pages of argument 1, as :func:`lengths_of` gives
+      them; ``lengths:5,0,7``: exactly these
     """
     if case.values not in VALUES:
         raise ValueError(f"unknown values {case.values!r}; known are {', '.join(VALUES)}")
@@ -141,6 +147,16 @@ def offsets(rows: int, count: int) -> list[int]:
     return [rows * i * i // (count - 1) ** 2 for i in range(count)]
 
 
+def lengths_of(case: Case, place: int) -> list[int]:
+    """The lengths that a case's argument of this kind holds; unless it names them, from all keys of a row to half."""
+    _, separator, detail = _kind(case, place)
+    if separator == ":":
+        return [int(n) for n in detail.split(",") if n]
+    (count, *_), (table, cache) = case.shapes[place] or (0,), (case.shapes[int(n)] or (0, 0) for n in detail.split(","))
+    keys = table[1] * cache[1]
+    return [keys - keys // 2 * i // count for i in range(count)]
+
+
 def _kind(case: Case, place: int) -> list[str]:
     """The name of an argument's kind, then a separator and detail, which may be empty."""
     return re.split(r"([:@]|$)", case.kinds[place], maxsplit=1)
@@ -150,6 +166,12 @@ def _of_kind(case: Case, place: int, shape: tuple[int, ...], generator: torch.Ge
     kind, separator, detail = _kind(case, place)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
+    if kind == "lengths":
+        return torch.tensor(lengths_of(case, place), dtype=torch.int32, device=generator.device)
+    if kind == "pages":
+        (pages, *_), needed = case.shapes[int(detail)] or (0,), shape[0] * shape[1]
+        order = torch.randperm(max(pages, needed), generator=generator, device=generator.device)
+        return (order[:needed] % max(pages, 1)).view(shape).int()
     if separator == ":":
         return torch.tensor([int(n) for n in detail.split(",")], dtype=torch.int32, device=generator.device)
     if kind == "offsets":

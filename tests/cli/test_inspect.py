@@ -22,7 +22,7 @@ from kernel_ladder.inspection.inspect import NO_KERNEL, Inspection, Request, ins
 from kernel_ladder.spec import PASSES
 from kernel_ladder.testing.cases import case_named
 
-from ..conftest import DEVICE, every_variant, needs_gpu, variant_id
+from ..conftest import DEVICE, every_variant, needs_gpu, variant_id, without_gradient
 from ..sampling import MODES_OF_DEFAULT
 from ..triton.test_aot import spilt_by_old_triton
 
@@ -62,7 +62,11 @@ OF_TRITON = ("source", "ttgir", "ptx", "sass")
 
 
 def at_level(level: str) -> list:
-    return [pytest.param(v, p, id=f"{variant_id(v)}-{p}") for v in every_variant(level) for p in PASSES]
+    return [
+        pytest.param(v, p, id=f"{variant_id(v)}-{p}")
+        for v in every_variant(level)
+        for p in PASSES[: 1 if without_gradient(v) else None]
+    ]
 
 
 def exists(location: str | None) -> bool:

@@ -29,10 +29,16 @@ X, Y, SQUARE, VECTOR = _row(6, 16), _row(6, 16) + 0.5, _row(16, 16), _row(16) + 
 HEADS = _row(2, 2, 8, 16)
 LABELS = torch.tensor([0, 5, -100, 15, 3, 7])
 OFFSETS = torch.tensor([0, 8], dtype=torch.int32)
+TABLE = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
 
 
 def _varlen(q, k, v, *offsets):
     return F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
+
+
+def _paged(q, k, v, table, lengths):
+    k, v = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
 
 
 def _dropped(x):
@@ -56,6 +62,11 @@ CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable, Callable]] = {
     "matmul": ((X, SQUARE), kl.matmul, torch.matmul),
     "attention": ((HEADS, HEADS + 1, HEADS * 2), kl.attention, F.scaled_dot_product_attention),
     "attention_varlen": ((HEADS[0].transpose(0, 1),) * 3 + (OFFSETS,) * 2, kl.attention_varlen, _varlen),
+    "attention_paged": (
+        (HEADS, HEADS.view(4, 4, 2, 16), HEADS.view(4, 4, 2, 16), TABLE, torch.tensor([8, 8], dtype=torch.int32)),
+        kl.attention_paged,
+        _paged,
+    ),
     "add": ((X, Y), kl.add, torch.add),
     "sum": ((X,), kl.sum, torch.sum),
     "layer_norm": (

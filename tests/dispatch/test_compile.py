@@ -15,7 +15,16 @@ from kernel_ladder.spec import each
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, every_variant, public, register_own_gelu, skip_unless_it_runs, typical_case, variant_id
+from ..conftest import (
+    DEVICE,
+    every_variant,
+    public,
+    register_own_gelu,
+    skip_unless_it_runs,
+    typical_case,
+    variant_id,
+    without_gradient,
+)
 
 #: Inductor on the CPU takes tens of seconds a graph and would test Inductor; tracing and differentiation are the same.
 OUTER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
@@ -37,6 +46,7 @@ def test_inside_compile(variant, backward):
     spec, case = kernel_ladder.spec(variant.op), typical_case(variant.op, most=20_000)
     inputs = make_inputs(case, torch.float32, DEVICE)
     skip_unless_it_runs(variant, inputs, case.options)
+    backward = backward and not without_gradient(variant)
 
     @torch.compile(fullgraph=True, backend=OUTER)
     def inside(*inputs):

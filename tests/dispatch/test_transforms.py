@@ -13,7 +13,15 @@ from kernel_ladder import UnsupportedError
 from kernel_ladder.spec import Inputs, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, elements, plain_cases, public, skip_unless_available, skip_unless_it_runs
+from ..conftest import (
+    DEVICE,
+    elements,
+    plain_cases,
+    public,
+    skip_unless_available,
+    skip_unless_it_runs,
+    without_gradient,
+)
 
 LEVELS = [level for level in kernel_ladder.LEVELS if level != "cuda" or DEVICE.type == "cuda"]
 
@@ -31,6 +39,8 @@ def skip_unless_differentiable(op: str, level: str) -> None:
     skip_unless_it_runs(kernel_ladder.variants(op, level)[-1])
     if (op, level) == ("attention_varlen", "cuda"):
         pytest.skip("takes 16 bits alone, in which rungs differ that read other strides")
+    if without_gradient(kernel_ladder.variants(op, level)[-1]):
+        pytest.skip("it is for inference and refuses gradients: tests/ops/test_attention_paged.py")
 
 
 def elsewhere(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from kernel_ladder.distributed.sharding import RULES
 from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
 
-from ..conftest import DEVICE, elements, plain_cases, typical_case
+from ..conftest import DEVICE, INFERENCE, elements, plain_cases, typical_case
 from . import blocks, products, rings, sharded
 from .group import Check, run
 
@@ -38,7 +38,7 @@ def calls_on_dtensors() -> list[Check]:
         for i, case in enumerate(cases(op)):
             call = op, "torch", case, torch.float64, 4 if i else 24, 1e-9
             checks.append(Check(f"{op} on DTensors, {case.id}", sharded.compare, call))
-        if INTERPRETED:
+        if INTERPRETED and op not in INFERENCE:
             call = op, "triton", typical_case(op, 3000), torch.float32, 2, 1e-4
             checks.append(Check(f"{op} on DTensors at the triton level", sharded.compare, call))
     return checks

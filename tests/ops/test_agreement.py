@@ -16,7 +16,7 @@ from kernel_ladder.table import Variant
 from kernel_ladder.testing.agreement import agreement, standards
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, computes, every_variant, never_runs, variant_id
+from ..conftest import DEVICE, computes, every_variant, never_runs, variant_id, without_gradient
 
 
 @functools.lru_cache(maxsize=8)
@@ -72,7 +72,7 @@ XLA_STRIDE = 3 if DEVICE.type == "cuda" else 11
 
 
 #: Operations whose compiled code is of kinds that others' samples try in every dtype and layout: reductions of rows.
-COMPILED_ONCE = ("cross_entropy", "linear_cross_entropy")
+COMPILED_ONCE = ("attention_paged", "cross_entropy", "linear_cross_entropy")
 
 
 def has_formula(op: str) -> bool:
@@ -89,6 +89,10 @@ def is_tried(variant: Variant, index: int, case: Case, dtype: torch.dtype, backw
     sample without a GPU, interpreted at every second: the backward pass has its output compared. The xla level has a
     share of the samples, by :data:`XLA_STRIDE`.
     """
+    if without_gradient(variant):
+        if backward:
+            return index == 0  # that it refuses it, one sample tells
+        backward = True  # there is no other pass that has its output compared
     if variant.name in ("compile.max_autotune", "compile.reduce_overhead"):  # the same code as compile.default
         return index == compiled_on_cpu(variant.op)[0] and dtype is torch.bfloat16
     if variant.level == "compile":

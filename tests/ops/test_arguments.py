@@ -57,7 +57,10 @@ REFUSED: dict[tuple[str, str], tuple[Any, type[Exception], str]] = {
     **{(op, "out"): OUT for op in ("gelu", "softmax", "matmul", "add", "sum", "linear")},
     ("add", "alpha"): (2, ValueError, r"`alpha` must be 1, got 2; multiply `other` by it beforehand"),
     ("dropout", "inplace"): (True, ValueError, r"`inplace` must be False, got True"),
-    ("attention_varlen", "dropout_p"): (0.1, ValueError, r"`dropout_p` must be 0: .*, got 0\.1"),
+    **{
+        (op, "dropout_p"): (0.1, ValueError, r"`dropout_p` must be 0: .*, got 0\.1")
+        for op in ("attention_varlen", "attention_paged")
+    },
 }
 
 

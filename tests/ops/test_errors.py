@@ -37,6 +37,11 @@ NUMBERS = [
         {"max_seqlen_q": np.int64(200), "scale": np.float32(0.25)},
         {"max_seqlen_q": 200, "scale": 0.25},
     ),
+    (
+        "attention_paged",
+        {"scale": np.float32(0.25), "window_size": [np.int64(2), 0]},
+        {"scale": 0.25, "window_size": (2, 0)},
+    ),
 ]
 
 

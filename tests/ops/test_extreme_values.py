@@ -64,6 +64,10 @@ def offsets(*places: int) -> Values:
     return lambda shape, largest: torch.tensor(places, dtype=torch.int32)
 
 
+def pages(shape: tuple[int, ...], largest: float) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.int32).flip(0).view(shape)
+
+
 class Extreme(NamedTuple):
     """Arguments of an operation: (shape, values) of each, or None. `most` bounds what `values` take for the largest."""
 
@@ -233,6 +237,21 @@ EXTREMES: dict[str, list[Extreme]] = {
             65504.0,
         ),
     ],
+    # Scores of up to 80,000, past float16, of which the scale leaves 8.
+    "attention_paged": [
+        Extreme(
+            "large-scores",
+            (
+                ((2, 1, 3, 8), alternating(100 / 65504)),
+                ((4, 4, 1, 8), alternating(100 / 65504)),
+                ((4, 4, 1, 8), normal),
+                ((2, 2), pages),
+                ((2,), offsets(7, 5)),
+            ),
+            {"is_causal": True, "scale": 1e-4, "enable_gqa": False},
+            65504.0,
+        ),
+    ],
 }  # fmt: skip
 
 
@@ -299,6 +318,8 @@ def parameters():
         for variant in table.variants(op):
             if op == "attention_varlen" and variant.name in MODES_OF_DEFAULT:
                 continue
+            if op == "attention_paged" and variant.level == "compile" and DEVICE.type == "cpu":
+                continue  # a C++ compiler takes half a minute for its gather; attention's products are the same
             reason = table.unavailable(op, variant.level) or variant.here()
             if reason is None:
                 here.append(variant)

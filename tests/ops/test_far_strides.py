@@ -63,6 +63,14 @@ CASES = {
             **_ATTENTION,
         )
     ],
+    "attention_paged": [
+        _case(
+            "pages",
+            *((2, 3, 2, 16), (7, 3, 3, 16), (7, 3, 3, 16), (2, 3), (2,)),
+            kinds={3: "pages@1", 4: "lengths:8,5"},
+            **{**_ATTENTION, "is_causal": True},
+        )
+    ],
     "add": [_case("same", (3, 5, 40), (3, 5, 40)), _case("row", (9, 40), (40,)), _case("column", (9, 40), (9, 1))],
     "sum": [
         _case("all", (5, 7, 40), dim=None, keepdim=False),

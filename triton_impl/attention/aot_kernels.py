@@ -12,7 +12,7 @@ from triton_impl.attention.backward import _key_value_kernel, _query_kernel
 from triton_impl.attention.flash import _forward_kernel
 from triton_impl.attention.mask_grad import _mask_grad_kernel
 from triton_impl.attention.naive import _naive_kernel
-from triton_impl.attention.split_kv import _split_kernel
+from triton_impl.attention.split_kv import CONFIGS, _split_kernel
 from triton_impl.attention.tiles import (
     ADDITIVE,
     BELOW_DIAGONAL,
@@ -22,6 +22,7 @@ from triton_impl.attention.tiles import (
     NO_DROPOUT,
 )
 from triton_impl.attention.tma import _tma_kernel
+from triton_impl.attention_paged import _paged_combine_kernel, _paged_split_kernel
 from triton_impl.runtime.aot import Entry, entry
 
 
@@ -125,6 +126,31 @@ AOT = [
     ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
     ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),
     ahead_of_time(_split_kernel, 64, 32, 64, 4, 4, mask=BOOLEAN),
+]
+
+
+def _paged(head_dim: int, rows: int, choice: int, page_size: int, band: int = 0, dtype: str = "bf16") -> Entry:
+    config = CONFIGS[choice]
+    constants = {"BAND": band, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "PAGE_SIZE": page_size}
+    constants |= {"BLOCK_D": head_dim, "BLOCK_DV": head_dim, "EVEN_D": True, "EVEN_DV": True, "BLOCK_M": rows}
+    constants |= {"q_d": 1, "k_d": 1, "v_d": 1, "t_p": 1, "n_b": 1}
+    types = {"out_ptr": "*fp32", "lse_ptr": "*fp32", "table_ptr": "*i32", "lengths_ptr": "*i32", "scale_log2": "fp32"}
+    return entry(_paged_split_kernel, dtype, constants, config, types=types)
+
+
+#: Of keys in pages: `attention_paged`. Each program of the second kernel has one row.
+AOT_PAGED = [
+    _paged(128, 16, 0, 16),
+    _paged(128, 64, 2, 256, BELOW_DIAGONAL),
+    _paged(64, 16, 1, 16, BETWEEN_DIAGONALS),
+    _paged(256, 32, 3, 1),
+    _paged(64, 16, 3, 16, dtype="fp32"),
+    entry(
+        _paged_combine_kernel,
+        "bf16",
+        {"BLOCK_SPLITS": 32, "BLOCK_DV": 128, "n_b": 1},
+        types=dict.fromkeys(("partial_ptr", "partial_lse_ptr", "lse_ptr"), "*fp32") | {"lengths_ptr": "*i32"},
+    ),
 ]
 
 #: Of packed sequences: `attention_varlen`, which runs the same kernels.

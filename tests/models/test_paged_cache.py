@@ -1,0 +1,143 @@
+"""A paged key-value cache: greedy generation, sequences that come and go, and pages that run out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_ladder import nn
+
+from ..conftest import DEVICE, skip_unless_available
+
+VOCABULARY, WIDTH, LAYERS = 37, 32, 2
+NEW_TOKENS = 7
+
+
+class Model(torch.nn.Module):
+    """A language model with random weights. Positions are embedded, so that the order of tokens matters."""
+
+    def __init__(self, backend: str | None = None) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = torch.nn.Embedding(64, WIDTH)
+        self.norms = torch.nn.ModuleList(nn.RMSNorm(WIDTH, backend="torch") for _ in range(LAYERS))
+        self.attention = torch.nn.ModuleList(
+            nn.GroupedQueryAttention(WIDTH, 4, 2, window_size=9 if i else None, backend=backend) for i in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, backend="torch")
+
+    def forward(self, tokens: torch.Tensor, start: int = 0, caches: list | None = None, **of_cache) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight[start : start + tokens.shape[1]]
+        for i, (norm, attention) in enumerate(zip(self.norms, self.attention, strict=True)):
+            x = x + attention(norm(x), None if caches is None else caches[i], **of_cache)
+        return self.head(x)
+
+
+def make_model(backend: str | None = None) -> Model:
+    torch.manual_seed(3)
+    model = Model(backend)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model.to(DEVICE).eval()
+
+
+def prompts(length: int = 7) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (3, length), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+
+
+def generate(model: Model, tokens: torch.Tensor, caches: list | None = None) -> torch.Tensor:
+    """The most likely tokens, one after the other; without caches each step begins anew."""
+    step = tokens
+    for _ in range(NEW_TOKENS):
+        logits = model(step, tokens.shape[1] - step.shape[1], caches)
+        chosen = logits[:, -1:].argmax(-1)
+        tokens = torch.cat([tokens, chosen], 1)
+        step = tokens if caches is None else chosen
+    return tokens
+
+
+def paged(model: Model, sequences: int, num_pages: int = 40, page_size: int = 4) -> list:
+    caches = [layer.new_paged_cache(num_pages, page_size) for layer in model.attention]
+    for cache in caches:
+        for _ in range(sequences):
+            cache.add()
+    return caches
+
+
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+@torch.no_grad()
+def test_greedy_generation_is_that_of_other_caches(level):
+    for op in (*nn.GroupedQueryAttention.OPS, "attention_paged"):
+        skip_unless_available(op, level)
+    plain = generate(make_model("torch"), prompts())
+    assert len({tuple(row) for row in plain[:, 7:].tolist()}) == 3, "three different texts"
+    model = make_model(level)
+    assert torch.equal(generate(model, prompts(), paged(model, 3)), plain)
+    if level != "triton" or DEVICE.type == "cuda":  # the interpreter takes seconds for each
+        contiguous = [layer.new_cache(3, 32) for layer in model.attention]
+        assert torch.equal(generate(model, prompts(), contiguous), plain)
+
+
+@torch.no_grad()
+def test_a_sequence_goes_on_where_others_begin_and_end():
+    model = make_model("torch")
+    alone = generate(model, prompts()[:1], paged(model, 1))
+    caches = paged(model, 2)
+    free = caches[0].free_pages
+
+    def step(tokens: torch.Tensor, start: int, sequences: list[int]) -> torch.Tensor:
+        return model(tokens, start, caches, sequences=sequences, batch_invariant=True)[:, -1:].argmax(-1)
+
+    text = step(prompts()[:2], 0, [1, 2])
+    found = [text[:1]]
+    for place in range(7, 7 + NEW_TOKENS - 1):
+        if place == 10:  # the second ends, and a third one takes its pages
+            for cache in caches:
+                cache.free(2)
+                assert cache.add() == 3
+            step(prompts()[2:, :5], 0, [3])
+        text = step(text, place, [1, 2]) if place < 10 else step(text[:1], place, [1])
+        found.append(text[:1])
+    assert torch.equal(torch.cat([prompts()[:1], *found], 1), alone)
+    for cache in caches:
+        assert cache.sequences == (1, 3)
+        assert (cache.length(1), cache.length(3)) == (7 + NEW_TOKENS - 1, 5)
+        cache.reset()
+        assert (cache.sequences, cache.free_pages) == ((), free)
+
+
+def test_pages_run_out_and_come_back():
+    cache = nn.PagedKVCache(3, 4, 2, 8)
+    one, two = cache.add(), cache.add()
+    x = torch.randn(1, 2, 7, 8)
+    table, lengths = cache.update(x, x + 1, [one])
+    assert table.shape == (1, 2)
+    assert (lengths.tolist(), cache.free_pages) == ([7], 1)
+    stored = cache.keys[table[0].long()].flatten(0, 1)[:7]
+    torch.testing.assert_close(stored, x[0].transpose(0, 1), rtol=0, atol=0)
+    before = cache.keys.clone()
+    with pytest.raises(ValueError, match=r"2 more tokens of 2 sequences need 2 pages, and 1 of 3 are free: free a seq"):
+        cache.update(*(torch.randn(2, 2, 2, 8),) * 2)
+    assert torch.equal(cache.keys, before)
+    assert (cache.length(one), cache.length(two), cache.free_pages) == (7, 0, 1)
+    cache.free(one)
+    table, lengths = cache.update(*(torch.randn(1, 2, 12, 8),) * 2, [two])
+    assert sorted(table[0].tolist()) == [0, 1, 2]
+    assert lengths.tolist() == [12]
+
+
+def test_what_a_cache_does_not_take():
+    cache = nn.PagedKVCache(3, 4, 2, 8)
+    one = cache.add()
+    x = torch.zeros(1, 2, 1, 8)
+    for wrong, message in (
+        (lambda: cache.free(9), r"there is no sequence 9; there are 1"),
+        (lambda: cache.update(x, x, [one, 5]), "there is no sequence 5"),
+        (lambda: cache.update(x, x, [one, one]), r"`sequences` must name each sequence once, got \[1, 1\]"),
+        (lambda: cache.update(x[:, :1], x), r"`key` must have shape .* \(1, 2, S, 8\) for 1 sequences, got \(1, 1, 1"),
+        (lambda: cache.update(x, torch.zeros(1, 2, 2, 8)), r"`value` must have shape"),
+        (lambda: nn.PagedKVCache(0, 4, 2, 8), "`num_pages` must be 1 or more, got 0"),
+        (lambda: nn.GroupedQueryAttention(8, 2)(torch.zeros(1, 1, 8), sequences=[1]), "goes with a PagedKVCache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
