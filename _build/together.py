@@ -62,7 +62,7 @@ LONGEST = [
     "attention/flash.cu",
     "attention/flash_backward.cu",
     "attention/varlen_backward.cu",
-    "attention/flash_dropout_backward.cu",
+    "attention/flash_masked_backward.cu",
     "matmul/mma.cu",
     "matmul/registers.cu",
 ]

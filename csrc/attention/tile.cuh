@@ -176,6 +176,28 @@ __device__ void apply_mask(Squares<M, N>& scores, const Mask& mask, int64_t offs
     }
 }
 
+/// Which of a lane's scores, of 16 rows by N × 8 columns, keep their weights. two(h, n) tells of elements 2h and 2h + 1 of
+/// square n, which are bits 4n + 2h and 4n + 2h + 1. It is a loop, and precedes the scores, because a call of Philox per
+/// score would be most of the kernel's code, and takes registers.
+template <int N, typename Two>
+__device__ uint32_t kept_weights(Two&& two) {
+    static_assert(4 * N <= 32);
+    uint32_t kept = 0;
+#pragma unroll 2
+    for (int i = 0; i < 2 * N; ++i) kept |= two(i % 2, i / 2) << 2 * i;
+    return kept;
+}
+
+/// Multiplies by dropout's factors.
+template <int N>
+__device__ void drop(Squares<1, N>& c, uint32_t kept, float scale) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c.x[0][n][e] *= (kept >> (4 * n + e) & 1) != 0 ? scale : 0.0f;
+    }
+}
+
 /// c = A · Bᵀ over the head dimension: A is M · 16 rows of a tile from a_row on, B the first N · 8 rows of another. Each
 /// fragment of B serves all M squares.
 template <typename T, int HEAD_DIM, int M, int N>
