@@ -18,6 +18,8 @@ from pathlib import Path
 
 GROUPS = {
     "elementwise": ["add.cu", "bias_gelu.cu", "dropout.cu", "gelu.cu", "rope.cu", "sum.cu", "swiglu.cu"],
+    "flash": ["attention/flash.cu", "attention/varlen_flash.cu", "attention/flash_masked.cu"],
+    "flash_backward": ["attention/flash_backward.cu", "attention/varlen_backward.cu"],
     "hopper_attention": [
         "attention/wgmma.cu",
         "attention/warp_specialized.cu",
@@ -32,7 +34,10 @@ GROUPS = {
         "matmul/warp_specialized.cu",
         "matmul/cluster.cu",
         "matmul/stream_k.cu",
+        "matmul/registers_tma.cu",
     ],
+    "persistent_matmul": ["matmul/split_k.cu", "matmul/persistent.cu", "matmul/linear_persistent.cu"],
+    "rms_norms": ["rms_norm.cu", "add_rms_norm.cu"],
     "softmax": [
         "softmax/naive.cu",
         "softmax/online.cu",
@@ -41,7 +46,7 @@ GROUPS = {
         "softmax/cluster.cu",
         "cross_entropy.cu",
     ],
-    "softmax_dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu"],
+    "dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu", "attention/split_kv.cu"],
     "products": [
         "attention/naive.cu",
         "linear.cu",
@@ -59,9 +64,6 @@ GROUPS = {
 
 #: Compiled first, so that none is left to run on its own at the end. Each takes twice as long as most.
 LONGEST = [
-    "attention/flash.cu",
-    "attention/flash_backward.cu",
-    "attention/varlen_backward.cu",
     "attention/flash_masked_backward.cu",
     "matmul/mma.cu",
     "matmul/registers.cu",

@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_dropout_backward_flash(
 }
 
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    flash_backward_attributes<Batched>(attributes, dtype, "attention_backward.flash.");
+    flash_backward_attributes<Any>(attributes, dtype, "attention_backward.flash.");
 }
 
 }  // namespace kl

@@ -1,5 +1,5 @@
-// attention, backward pass of rung 2 of 7: flash. The kernels, for batches (flash_backward.cu), for packed sequences
-// (varlen_backward.cu), and for either where every score is tested (flash_masked_backward.cu).
+// attention, backward pass of rung 2 of 7: flash. The kernels, for batches (flash_backward.cu) and packed sequences
+// (varlen_backward.cu); flash_masked_backward.cu has the instances that test every score.
 //
 // Three kernels. With P the weights and dP = dO · Vᵀ:
 //
@@ -99,8 +99,8 @@ __device__ inline float masked_weight(float score, float max, float log2_sum, fl
     return exp2_approx(fmaf(below, factor, -log2_sum));
 }
 
-/// `Sequences` makes no difference here: rows are those of all sequences.
-template <typename T, typename Sequences>
+/// Rows are those of all sequences.
+template <typename T>
 __global__ void attention_flash_delta_kernel(float* delta, const float* grad_lse, const __grid_constant__ View<T> grad,
                                              const __grid_constant__ View<T> output,
                                              const __grid_constant__ Attention a) {
@@ -452,13 +452,13 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std:
                                          static_cast<const float*>(delta.data_ptr()),
                                          mask};
         const auto grid = grid_size(ceil_div(a.rows(), DELTA_THREADS / WARP));
-        attention_flash_delta_kernel<T, Sequences><<<grid, DELTA_THREADS, 0, launch.stream>>>(
+        attention_flash_delta_kernel<T><<<grid, DELTA_THREADS, 0, launch.stream>>>(
             static_cast<float*>(delta.data_ptr()), of_lse, operands.grad, make_view<T>(output), a);
         KL_LAUNCH_CHECK();
         if (mask.kind != MaskKind::NONE || hides_left || dropout) {
             return launch_flash_masked_backward(operands, a, General(sequences, dropout), launch);
         }
-        launch_products(operands, a, sequences, launch);
+        launch_products(operands, a, Any(sequences), launch);
     });
     return {grad_query, grad_key, grad_value};
 }
@@ -478,7 +478,7 @@ void flash_backward_attributes(std::vector<KernelAttributes>& attributes, Scalar
                 (prefix + "key." + head_dim).c_str(), K::THREADS, KEY_SHARED<K>));
         };
         if constexpr (!Sequences::GENERAL) {
-            attributes.push_back(kernel_attributes<attention_flash_delta_kernel<T, Sequences>>(
+            attributes.push_back(kernel_attributes<attention_flash_delta_kernel<T>>(
                 (prefix + "delta").c_str(), DELTA_THREADS));
             add("128", QueryShape128{}, KeyShape128{});
             add("256", QueryShape256{}, KeyShape256{});

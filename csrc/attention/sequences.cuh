@@ -108,19 +108,13 @@ struct GeneralSequence : PackedSequence {
     __device__ int64_t mask(const Mask& mask, int head) const { return mask.at(batch, head); }
 };
 
-/// Batches or packed sequences, whose weights may be dropped (kernel_ladder/semantics/weight_dropout.py): told apart at run
-/// time, for the instances that test every score.
-struct General {
-    static constexpr bool GENERAL = true, PACKED = true;
+/// Batches or packed sequences, told apart at run time: one instance of a kernel for both.
+struct Any {
+    static constexpr bool GENERAL = false, PACKED = true;
     Packed packed{};  // without offsets where the sequences are batches
-    bool drops = false;
-    DropoutMask dropout;
 
-    explicit General(const Batched&, const std::optional<DropoutMask>& mask = {})
-        : drops(mask.has_value()), dropout(mask.value_or(DropoutMask(0, 1.0, 0, "attention"))) {}
-    explicit General(const Packed& packed, const std::optional<DropoutMask>& = {}) : General(Batched{}) {
-        this->packed = packed;
-    }
+    explicit Any(const Batched&) {}
+    explicit Any(const Packed& packed) : packed(packed) {}
 
     __host__ __device__ bool is_packed() const { return packed.cu_seqlens_q != nullptr; }
     __host__ __device__ int64_t count(const Attention& all) const {
@@ -132,6 +126,18 @@ struct General {
         if (is_packed()) return {packed.at(all, index), 0};
         return {{all, 0, 0, all.S_q}, index};
     }
+};
+
+/// The same for the instances that test every score, where weights may be dropped
+/// (kernel_ladder/semantics/weight_dropout.py).
+struct General : Any {
+    static constexpr bool GENERAL = true;
+    bool drops;
+    DropoutMask dropout;
+
+    template <typename Sequences>
+    General(const Sequences& sequences, const std::optional<DropoutMask>& mask)
+        : Any(sequences), drops(mask.has_value()), dropout(mask.value_or(DropoutMask(0, 1.0, 0, "attention"))) {}
 };
 
 /// Checks the offsets of packed operands (1, H, T, D). A negative side of the window hides nothing.

@@ -312,7 +312,6 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     attention_varlen_flash_kernel_attributes(attributes, dtype);
     attention_varlen_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
-    attention_varlen_backward_kernel_attributes(attributes, dtype);
     attention_flash_masked_backward_kernel_attributes(attributes, dtype);
     attention_wgmma_backward_kernel_attributes(attributes, dtype);
     attention_warp_specialized_backward_kernel_attributes(attributes, dtype);
