@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> attention_dropout_flash(const Tensor& query, const Te
 }
 
 void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    flash_attributes<Batched, Shape64, Shape128>(attributes, dtype, "attention.flash.");
+    flash_attributes<Any, Shape64, Shape128>(attributes, dtype, "attention.flash.");
 }
 
 }  // namespace kl

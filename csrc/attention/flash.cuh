@@ -1,5 +1,5 @@
-// attention, rung 2 of 7: flash. The kernel, for batches (flash.cu), for packed sequences (varlen_flash.cu), and for either
-// where every score is tested (flash_masked.cu).
+// attention, rung 2 of 7: flash. The kernel, for batches (flash.cu) and packed sequences (varlen_flash.cu); flash_masked.cu
+// has the instances that test every score.
 //
 // cp.async loads values while scores are computed, and the next keys while values are used. Each warp keeps maximum, sum
 // and output of its rows in registers and rescales them when the maximum grows (Milakov and Gimelshein,
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     const int head = static_cast<int>(outer % all.heads);
     const auto sequence = sequences.at(all, static_cast<int>(outer / all.heads));
     const Attention& a = sequence.a;
-    if (Sequences::PACKED && q0 >= a.S_q) return;
+    if (q0 >= a.S_q) return;
     const T* key = sequence.keys(p.key, head);
     const T* value = sequence.keys(p.value, head);
     const int keys = min(a.S_k, q0 + S::BLOCK + a.last);  // no later one is seen
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     }
 
     const int rows_left = a.S_q - q0 - warp_row;
-    const int64_t first_row = sequence.first_row(head, outer) + q0 + warp_row;
+    const int64_t first_row = sequence.first_row(head) + q0 + warp_row;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -242,8 +242,9 @@ void launch_flash(const FlashOperands<T>& operands, const Attention& a, const Se
     if (operands.mask.kind != MaskKind::NONE || hides_left || dropout || !whole) {
         return launch_flash_masked(operands, a, General(sequences, dropout), launch);
     }
-    dispatch_shape<Shape64, Shape128, Shape256>(
-        std::max(a.D, a.D_v), [&](auto shape) { launch_flash<T, decltype(shape)>(operands, a, sequences, launch); });
+    dispatch_shape<Shape64, Shape128, Shape256>(std::max(a.D, a.D_v), [&](auto shape) {
+        launch_flash<T, decltype(shape)>(operands, a, Any(sequences), launch);
+    });
 }
 
 /// Adds the attributes of instances, named by head dimension below `prefix`.

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(S::THREADS)
     const Attention& a = sequence.a;
     // Under a causal mask the longest tiles start first.
     const int q0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * S::BLOCK;
-    if (Sequences::PACKED && q0 >= a.S_q) return;
+    if (q0 >= a.S_q) return;
     const T* key = sequence.keys(p.key, head);
     const T* value = sequence.keys(p.value, head);
     const int keys = max(min(a.S_k, q0 + S::BLOCK + a.last), 0);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = q0 + warp_row + lane_row(0, h);
-        const int64_t index = sequence.first_row(head, outer) + row;
+        const int64_t index = sequence.first_row(head) + row;
         of_row[h] = row_shift(p, index, row < a.S_q);
         delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
     }
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(S::THREADS)
     const int head_kv = block / tiles % all.heads_kv;
     const auto sequence = sequences.at(all, block / tiles / all.heads_kv);
     const Attention& a = sequence.a;
-    if (Sequences::PACKED && k0 >= a.S_k) return;
+    if (k0 >= a.S_k) return;
     const int group = a.group(), head_begin = head_kv * group, head_end = head_begin + group;
     // Queries before q_begin do not see the tile's first key, and those from q_end on do not see its last.
     const int q_begin = max(k0 - a.last, 0) / S::STREAM * S::STREAM;
@@ -478,8 +478,8 @@ void flash_backward_attributes(std::vector<KernelAttributes>& attributes, Scalar
                 (prefix + "key." + head_dim).c_str(), K::THREADS, KEY_SHARED<K>));
         };
         if constexpr (!Sequences::GENERAL) {
-            attributes.push_back(kernel_attributes<attention_flash_delta_kernel<T>>(
-                (prefix + "delta").c_str(), DELTA_THREADS));
+            attributes.push_back(
+                kernel_attributes<attention_flash_delta_kernel<T>>((prefix + "delta").c_str(), DELTA_THREADS));
             add("128", QueryShape128{}, KeyShape128{});
             add("256", QueryShape256{}, KeyShape256{});
         }

@@ -31,8 +31,4 @@ std::tuple<Tensor, Tensor> attention_varlen_flash(const Tensor& query, const Ten
     return {output, lse};
 }
 
-void attention_varlen_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    flash_attributes<Packed, Shape64, Shape128>(attributes, dtype, "attention_varlen.flash.");
-}
-
 }  // namespace kl

@@ -309,7 +309,6 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     attention_pingpong_kernel_attributes(attributes, dtype);
     attention_persistent_kernel_attributes(attributes, dtype);
     attention_split_kv_kernel_attributes(attributes, dtype);
-    attention_varlen_flash_kernel_attributes(attributes, dtype);
     attention_varlen_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
     attention_flash_masked_backward_kernel_attributes(attributes, dtype);

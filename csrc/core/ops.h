@@ -221,7 +221,6 @@ void attention_warp_specialized_kernel_attributes(std::vector<KernelAttributes>&
 void attention_pingpong_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
-void attention_varlen_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_masked_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
