@@ -17,9 +17,11 @@ import os
 from pathlib import Path
 
 GROUPS = {
-    "elementwise": ["add.cu", "bias_gelu.cu", "dropout.cu", "gelu.cu", "rope.cu", "sum.cu", "swiglu.cu"],
     "flash": ["attention/flash.cu", "attention/varlen_flash.cu", "attention/flash_masked.cu"],
     "flash_backward": ["attention/flash_backward.cu", "attention/varlen_backward.cu"],
+    "persistent_matmul": ["matmul/split_k.cu", "matmul/persistent.cu", "matmul/linear_persistent.cu"],
+    "elementwise": ["add.cu", "bias_gelu.cu", "dropout.cu", "gelu.cu", "rope.cu", "sum.cu", "swiglu.cu"],
+    "dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu", "attention/split_kv.cu"],
     "hopper_attention": [
         "attention/wgmma.cu",
         "attention/warp_specialized.cu",
@@ -36,8 +38,6 @@ GROUPS = {
         "matmul/stream_k.cu",
         "matmul/registers_tma.cu",
     ],
-    "persistent_matmul": ["matmul/split_k.cu", "matmul/persistent.cu", "matmul/linear_persistent.cu"],
-    "rms_norms": ["rms_norm.cu", "add_rms_norm.cu"],
     "softmax": [
         "softmax/naive.cu",
         "softmax/online.cu",
@@ -46,7 +46,6 @@ GROUPS = {
         "softmax/cluster.cu",
         "cross_entropy.cu",
     ],
-    "dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu", "attention/split_kv.cu"],
     "products": [
         "attention/naive.cu",
         "linear.cu",
@@ -64,9 +63,11 @@ GROUPS = {
 
 #: Compiled first, so that none is left to run on its own at the end. Each takes twice as long as most.
 LONGEST = [
-    "attention/flash_masked_backward.cu",
-    "matmul/mma.cu",
+    "layer_norm.cu",
     "matmul/registers.cu",
+    "matmul/mma.cu",
+    "attention/flash_masked_backward.cu",
+    "add_rms_norm.cu",
 ]
 
 
