@@ -21,7 +21,7 @@ PACKAGES = find_packages(
 )
 
 #: Minutes of one core that the sources take for one architecture, on a cloud machine's virtual core.
-CORE_MINUTES = 12
+CORE_MINUTES = 8
 #: The file that takes longest, which is what many cores wait for, in minutes.
 LONGEST_MINUTES = 2
 

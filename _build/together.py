@@ -1,10 +1,9 @@
 """Which files of ``csrc`` are compiled together.
 
 A file costs 4 seconds before its first kernel, headers of CUDA and of the C++ library read by every stage of nvcc for
-each architecture: as much as the kernels of many. A group is compiled as one file that includes them all. That takes 88
-of 549 seconds of a core from a build for both default architectures, and as large a share from one for Hopper alone. No
-group takes as long as the longest file that is compiled alone, which is how long a build takes on many cores. A file
-that no group names is compiled alone.
+each architecture: as much as the kernels of many. A group is compiled as one file that includes them all. No group takes
+longer than the longest file that is compiled alone, which is how long a build takes on many cores. A file that no group
+names is compiled alone.
 
 The files of a group share their namespaces, the anonymous one too: none may give a name another meaning. And kernels
 with dynamic shared memory stand apart from those without: on Hopper nvcc gives every kernel of a file the kilobyte of

@@ -110,12 +110,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         load(v_tile, value, p.value, n, a.D_v, masked);
         [[maybe_unused]] uint32_t kept = 0;
         if constexpr (Sequences::GENERAL) {
-            if (sequences.drops) {
-                kept = kept_weights<N>([&](int h, int j) {
-                    const int64_t row = sequence.first_row(head) + q0 + warp_row + lane_row(0, h);
-                    return sequences.dropout.keeps_two(row * a.S_k + n * S::STREAM + lane_column(j));
-                });
-            }
+            const int64_t row = sequence.first_row(head) + q0 + warp_row;
+            if (sequences.drops) kept = kept_weights<N>(sequences.dropout, row, n * S::STREAM, a);
         }
 
         Squares<M, N> scores;

@@ -181,12 +181,8 @@ __global__ void __launch_bounds__(S::THREADS)
         const int k0 = n * S::STREAM;
         [[maybe_unused]] uint32_t kept = 0;
         if constexpr (Sequences::GENERAL) {
-            if (sequences.drops) {
-                kept = kept_weights<N>([&](int h, int j) {
-                    const int64_t row = sequence.first_row(head) + q0 + warp_row + lane_row(0, h);
-                    return sequences.dropout.keeps_two(row * a.S_k + k0 + lane_column(j));
-                });
-            }
+            const int64_t row = sequence.first_row(head) + q0 + warp_row;
+            if (sequences.drops) kept = kept_weights<N>(sequences.dropout, row, k0, a);
         }
 
         Squares<1, N> scores, grad_weights;
@@ -302,14 +298,8 @@ __global__ void __launch_bounds__(S::THREADS)
             const float *delta = log2_sum + S::STREAM, *row_max = delta + S::STREAM;  // the last where MASKED
             [[maybe_unused]] uint32_t kept = 0;
             if constexpr (Sequences::GENERAL) {
-                if (sequences.drops) {
-                    kept = kept_weights<N>([&](int h, int j) {
-                        const int64_t first = (sequence.first_row(head) + q0 + lane_column(j)) * a.S_k;
-                        const int64_t element = first + k0 + warp_row + lane_row(0, h);
-                        const DropoutMask& mask = sequences.dropout;
-                        return (mask.keeps(element) ? 1u : 0u) | (mask.keeps(element + a.S_k) ? 2u : 0u);
-                    });
-                }
+                const int64_t row = sequence.first_row(head) + q0;
+                if (sequences.drops) kept = kept_transposed<N>(sequences.dropout, row, k0 + warp_row, a);
             }
             Squares<1, N> weights, grad_scores;
             multiply_rows<T, D>(weights, k_tile, warp_row, q_tile(stage));
