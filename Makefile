@@ -46,7 +46,7 @@ $(if $(PYTHON),,$(PY)):
 
 $(INSTALLED): $(if $(PYTHON),,$(PY)) $(BUILT_FROM) $(STALE)
 	@echo "== Installing into $(PY): torch if it is missing (a download of 0.2 to 3 GB), then the package; with an nvcc"
-	@echo "   its CUDA extension, compiled by $(CORES) cores (12 minutes on 2 cores, 6 on 4, 3 on 8 or more)"
+	@echo "   its CUDA extension, compiled by $(CORES) cores (8 minutes on 2 cores, 4 on 4, 2 on 8 or more)"
 	$(if $(TORCH),@$(PY) -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)"))
 	@$(PY) _build/install.py
 	@mkdir -p build && touch $@

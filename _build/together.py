@@ -1,10 +1,9 @@
 """Which files of ``csrc`` are compiled together.
 
 A file costs 4 seconds before its first kernel, as much as many kernels. Every stage of nvcc reads the headers of CUDA
-and of the C++ library for each architecture. A group is compiled as one file that includes them all. That takes 88 of
-549 seconds of a core from a build for both default architectures, and as large a share from one for Hopper alone. No
-group takes as long as the longest file that is compiled alone, which is how long a build takes on many cores. A file
-that no group names is compiled alone.
+and of the C++ library for each architecture. A group is compiled as one file that includes them all. No group takes
+longer than the longest file that is compiled alone, which is how long a build takes on many cores. A file that no group
+names is compiled alone.
 
 The files of a group share their namespaces, the anonymous one too: none may give a name another meaning. Kernels with
 dynamic shared memory stand apart from those without. On Hopper nvcc gives every kernel of a file the kilobyte of shared
@@ -17,7 +16,11 @@ import os
 from pathlib import Path
 
 GROUPS = {
+    "flash": ["attention/flash.cu", "attention/varlen_flash.cu", "attention/flash_masked.cu"],
+    "flash_backward": ["attention/flash_backward.cu", "attention/varlen_backward.cu"],
+    "persistent_matmul": ["matmul/split_k.cu", "matmul/persistent.cu", "matmul/linear_persistent.cu"],
     "elementwise": ["add.cu", "bias_gelu.cu", "dropout.cu", "gelu.cu", "rope.cu", "sum.cu", "swiglu.cu"],
+    "dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu", "attention/split_kv.cu"],
     "hopper_attention": [
         "attention/wgmma.cu",
         "attention/warp_specialized.cu",
@@ -32,6 +35,7 @@ GROUPS = {
         "matmul/warp_specialized.cu",
         "matmul/cluster.cu",
         "matmul/stream_k.cu",
+        "matmul/registers_tma.cu",
     ],
     "softmax": [
         "softmax/naive.cu",
@@ -41,7 +45,6 @@ GROUPS = {
         "softmax/cluster.cu",
         "cross_entropy.cu",
     ],
-    "softmax_dynamic_shared": ["softmax/shared.cu", "softmax/cluster_two_pass.cu"],
     "products": [
         "attention/naive.cu",
         "linear.cu",
@@ -59,12 +62,11 @@ GROUPS = {
 
 #: Compiled first, so that none is left to run on its own at the end. Each takes twice as long as most.
 LONGEST = [
-    "attention/flash.cu",
-    "attention/flash_backward.cu",
-    "attention/varlen_backward.cu",
-    "attention/flash_dropout_backward.cu",
-    "matmul/mma.cu",
+    "layer_norm.cu",
     "matmul/registers.cu",
+    "matmul/mma.cu",
+    "attention/flash_masked_backward.cu",
+    "add_rms_norm.cu",
 ]
 
 

@@ -6,6 +6,7 @@
 
 #include "core/ops.h"
 #include "core/pdl.cuh"
+#include "reduce/dimensions.cuh"
 
 namespace kl {
 namespace {
@@ -14,14 +15,6 @@ constexpr int LOADS = 4;  // in flight per thread
 // Enough to cover the latency of memory. Without this bound the compiler saves registers, and a thread waits for each
 // load before it issues the next.
 constexpr int BLOCKS_PER_SM = 4;
-
-/// Offsets of the outputs and of their summands.
-struct Reduction {
-    Strided kept;     // index of an output -> offset of its first summand
-    Strided output;   // index of an output -> its own offset
-    Strided reduced;  // index of a summand -> offset from the first
-    int64_t count, length;
-};
 
 /// The type of partial sums: float32 for 16-bit values, added in a tree; float64 for float32, rounded once at the end.
 /// An SM gets about two float32 per clock from memory, so that even two float64 units keep up.
@@ -269,73 +262,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-/// Sort key of a dimension. One that repeats an element (stride 0) is the outermost.
-int64_t distance(int64_t stride) { return stride == 0 ? std::numeric_limits<int64_t>::max() : stride; }
-
-struct Layout {
-    Reduction r;
-    std::vector<int64_t> output_sizes;
-    bool columns;  // adjacent elements belong to neighbouring outputs
-
-    Layout(const Tensor& input, const std::vector<int64_t>& dims, bool keepdim) {
-        std::vector<bool> summed(input.dim(), false);
-        for (const int64_t d : dims) {
-            KL_CHECK(0 <= d && d < input.dim() && !summed[d], "sum: argument `dim` must hold each dimension once,",
-                     " counted from the first of ", input.dim(), ", got ", d);
-            summed[d] = true;
-        }
-        std::vector<int64_t> order[2], stride(input.dim());  // of the output
-        r.count = r.length = 1;
-        int64_t next = 1;
-        for (int64_t d = input.dim(); d-- > 0;) {
-            order[summed[d]].insert(order[summed[d]].begin(), d);
-            (summed[d] ? r.length : r.count) *= input.size(d);
-            stride[d] = next;
-            if (!summed[d]) next *= std::max<int64_t>(input.size(d), 1);
-        }
-        for (int64_t d = 0; d < input.dim(); ++d) {
-            if (!summed[d] || keepdim) output_sizes.push_back(summed[d] ? 1 : input.size(d));
-        }
-        // In the order of memory, so that as many dimensions collapse as can, and the innermost is the closest.
-        for (auto& dims_of : order) {
-            std::stable_sort(dims_of.begin(), dims_of.end(), [&](int64_t a, int64_t b) {
-                return distance(input.stride(a)) > distance(input.stride(b));
-            });
-        }
-        const auto walk = [&](const std::vector<int64_t>& of, auto&& stride_of) {
-            std::vector<int64_t> sizes, strides;
-            for (const int64_t d : of) {
-                sizes.push_back(input.size(d));
-                strides.push_back(stride_of(d));
-            }
-            return collapse(sizes.data(), strides.data(), static_cast<int64_t>(of.size()), "sum");
-        };
-        r.kept = walk(order[0], [&](int64_t d) { return input.stride(d); });
-        r.output = walk(order[0], [&](int64_t d) { return stride[d]; });
-        r.reduced = walk(order[1], [&](int64_t d) { return input.stride(d); });
-        columns = innermost(r.kept) < innermost(r.reduced);
-    }
-
-    static int64_t innermost(const Strided& walk) {
-        return walk.dims == 0 ? std::numeric_limits<int64_t>::max() : distance(walk.strides[walk.dims - 1]);
-    }
-};
-
-bool steps_by(const Strided& walk, int64_t multiple, int dims) {
-    bool all = true;
-    for (int d = 0; d < dims; ++d) all = all && walk.strides[d] % multiple == 0;
-    return all;
-}
-
-/// Whether `inner`'s last dimension consists of aligned vectors of 16 bytes, from every offset of `outer`.
-template <typename In>
-bool in_vectors(const In* input, const Strided& inner, const Strided& outer) {
-    constexpr int64_t N = Vec<In>::size;
-    const int last = inner.dims - 1;
-    return last >= 0 && inner.strides[last] == 1 && inner.sizes[last] % N == 0 && steps_by(inner, N, last) &&
-           steps_by(outer, N, outer.dims) && is_aligned16(input);
-}
-
 struct Shape {
     dim3 grid, block;
     int64_t part;  // summands, or vectors of them, that a block adds for each of its outputs
@@ -422,7 +348,7 @@ Strided walk_of(int64_t size, int64_t stride) { return collapse(&size, &stride, 
 
 /// Launches `coalesced` (`split` false) or `two_stage`.
 template <typename T>
-void launch_coalesced(T* output, const T* input, const Layout& layout, bool split, const Tensor& like,
+void launch_coalesced(T* output, const T* input, const ReductionLayout& layout, bool split, const Tensor& like,
                       const Launch& launch) {
     using Part = Accumulator<T>;
     const bool columns = layout.columns;
@@ -446,7 +372,7 @@ enum class SumRung { naive, block, coalesced, two_stage };
 Tensor sum(const Tensor& input, const std::vector<int64_t>& dim, bool keepdim, SumRung rung) {
     check_cuda(input, "sum", "input");
     const Launch launch(input);
-    const Layout layout(input, dim, keepdim);
+    const ReductionLayout layout(input, dim, keepdim);
     const Reduction& r = layout.r;
     Tensor output = empty(input, input.scalar_type(), layout.output_sizes);
     if (r.count == 0) return output;

@@ -54,10 +54,11 @@ _PASSES = {
 
 
 #: Variants that run the kernels of another. A sum in two stages runs those of one stage twice; a product cut in equal
-#: parts runs that of whole tiles.
+#: parts runs that of whole tiles; packed sequences run those of batches.
 _KERNELS_OF = {
-    ("sum", "two_stage"): "coalesced",
-    ("matmul", "stream_k"): "persistent",
+    ("sum", "two_stage"): ("sum", "coalesced"),
+    ("matmul", "stream_k"): ("matmul", "persistent"),
+    ("attention_varlen", "flash"): ("attention", "flash"),
 }
 
 
@@ -106,13 +107,8 @@ class Instance:
         return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in types), None)
 
     @property
-    def packed(self) -> bool:
-        """Whether it reads packed sequences: a kernel of attention_varlen."""
-        return self.name.endswith(("Packed>", "Packed> >")) or self.function.startswith("attention_varlen_")
-
-    @property
     def launch_key(self) -> tuple[str, ...]:
-        """What decides how it is launched: its function, and what of tiles' shape, loader, packing is an argument."""
+        """What decides how it is launched: its function, and what of tiles' shape and loader is an argument."""
         return _launch_key(self.name)
 
     @property
@@ -123,7 +119,7 @@ class Instance:
 
 
 def _launch_key(name: str) -> tuple[str, ...]:
-    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)|(?<=<)\w+Norm(?=,)|Packed", name))
+    return (name.partition("<")[0], *re.findall(r"\w*Shape<[^>]*>|\w+Loader(?=<)|(?<=<)\w+Norm(?=,)", name))
 
 
 def readable(symbol: str) -> str:
@@ -157,7 +153,7 @@ def of_variant(op: str, step: str) -> list[Instance]:
 
     Those of a normalisation are ``norm_<step>…_kernel<Op, …>``; sums of columns serve each step but the first.
     """
-    step = _KERNELS_OF.get((op, step), step)
+    op, step = _KERNELS_OF.get((op, step), (op, step))
     if op in _NORMS:
         sums = "|_backward_column_sum" if step in ("block", "registers") else ""
         named = re.compile(rf"norm((_backward)?_{step}(_\w+)?{sums})_kernel<{_NORMS[op]}, .*")
@@ -165,10 +161,8 @@ def of_variant(op: str, step: str) -> list[Instance]:
     # Of two names that fit, as "registers" and "registers_tma", the longer is the variant's.
     longer = [name for name in climb(op) if name.startswith(f"{step}_")]
     not_longer = f"(?!{'|'.join(f'{name}_' for name in longer)})" if longer else ""
-    packed = op == "attention_varlen"  # which also has instances of attention's kernels
-    family = "attention(_varlen)?" if packed else op
-    named = re.compile(rf"{family}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
-    return [i for i in instances() if named.fullmatch(i.function) and i.packed == packed]
+    named = re.compile(rf"{op}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
+    return [i for i in instances() if named.fullmatch(i.function)]
 
 
 def sources() -> Path | None:

@@ -1,11 +1,13 @@
-// attention, rung 2 of 7: flash. The kernel, for batches (flash.cu) and for packed sequences (varlen_flash.cu).
+// attention, rung 2 of 7: flash. The kernel, for batches (flash.cu) and packed sequences (varlen_flash.cu); flash_masked.cu
+// has the instances that test every score.
 //
 // cp.async loads values while scores are computed, and the next keys while values are used. Each warp keeps maximum, sum
 // and output of its rows in registers and rescales them when the maximum grows (Milakov and Gimelshein,
 // arXiv:1805.02867). Warps exchange nothing. The log-sum-exp of each row is saved for the backward pass.
 //
-// A mask in memory, or a window, takes an instance of its own (MASKED), which tests every score; it skips tiles outside
-// the band. The other instances test scores only in the tiles on the diagonal and at the end.
+// The instances with General sequences take a mask in memory, a window, dropped weights, and operands that do not consist
+// of aligned vectors. They test every score, and skip tiles outside the band. The others test scores only in the tiles on
+// the diagonal and at the end.
 //
 // What bounds the tile shapes: a fragment of keys or values from ldmatrix serves as many 16-row squares as a warp has;
 // with one square, shared memory could not feed the tensor cores. But scores and output stay in registers, for two blocks
@@ -18,6 +20,20 @@
 #include "attention/tile.cuh"
 
 namespace kl {
+
+template <typename T>
+struct FlashOperands {
+    View<T> output, query, key, value;
+    Lse lse;
+    Mask mask;
+};
+
+/// Launches the instance for General sequences, in flash_masked.cu.
+void launch_flash_masked(const FlashOperands<half>& operands, const Attention& a, const General& sequences,
+                         const Launch& launch);
+void launch_flash_masked(const FlashOperands<bfloat16>& operands, const Attention& a, const General& sequences,
+                         const Launch& launch);
+
 namespace {
 
 //                          head dim, queries, keys, warps
@@ -25,27 +41,16 @@ using Shape64 = FlashShape<64, 128, 128, 4>;
 using Shape128 = FlashShape<128, 128, 64, 4>;
 using Shape256 = FlashShape<256, 64, 64, 4>;
 
-// Reading a mask takes registers, so that a warp has one square of rows.
-using MaskedShape64 = FlashShape<64, 64, 64, 4>;
-using MaskedShape128 = FlashShape<128, 64, 64, 4>;
-
 template <typename S>
 constexpr int SHARED = S::BLOCK_BYTES + 2 * S::STREAM_BYTES;  // Q, K and V
 
-template <typename T>
-struct Operands {
-    View<T> output, query, key, value;
-    Lse lse;
-    Mask mask;
-};
-
-// VECTORIZED: all operands consist of aligned 16-byte vectors. MASKED: there is a mask, or a band with a left side.
-template <typename T, typename S, bool VECTORIZED, bool MASKED, typename Sequences>
+template <typename T, typename S, typename Sequences>
 __global__ void __launch_bounds__(S::THREADS, 2)
-    attention_flash_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention all,
+    attention_flash_kernel(const __grid_constant__ FlashOperands<T> p, const __grid_constant__ Attention all,
                            const __grid_constant__ Sequences sequences) {
 #if __CUDA_ARCH__ >= 800
     constexpr int M = S::ROWS / 16, N = S::STREAM / 8, D = S::HEAD_DIM;
+    constexpr bool MASKED = Sequences::GENERAL;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const uint32_t q_tile = shared_address(shared_bytes);
     const uint32_t k_tile = q_tile + S::BLOCK_BYTES, v_tile = k_tile + S::STREAM_BYTES;
@@ -57,7 +62,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     const int head = static_cast<int>(outer % all.heads);
     const auto sequence = sequences.at(all, static_cast<int>(outer / all.heads));
     const Attention& a = sequence.a;
-    if (Sequences::PACKED && q0 >= a.S_q) return;
+    if (q0 >= a.S_q) return;
     const T* key = sequence.keys(p.key, head);
     const T* value = sequence.keys(p.value, head);
     const int keys = min(a.S_k, q0 + S::BLOCK + a.last);  // no later one is seen
@@ -71,8 +76,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         if constexpr (MASKED) {
             load_tile<S::STREAM, D, S::THREADS>(tile, source + k0 * view.row, view, a.S_k - k0, columns);
         } else {
-            load_tile<S::STREAM, D, S::THREADS, VECTORIZED, decltype(masked)::value>(tile, source + k0 * view.row, view,
-                                                                                     a.S_k - k0, columns);
+            load_tile<S::STREAM, D, S::THREADS, true, decltype(masked)::value>(tile, source + k0 * view.row, view,
+                                                                               a.S_k - k0, columns);
         }
         cp_async_commit();
     };
@@ -80,8 +85,8 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         load_tile<S::BLOCK, D, S::THREADS>(q_tile, sequence.queries(p.query, head) + q0 * p.query.row, p.query,
                                            a.S_q - q0, a.D);
     } else {
-        load_tile<S::BLOCK, D, S::THREADS, VECTORIZED, true>(q_tile, sequence.queries(p.query, head) + q0 * p.query.row,
-                                                             p.query, a.S_q - q0, a.D);
+        load_tile<S::BLOCK, D, S::THREADS, true, true>(q_tile, sequence.queries(p.query, head) + q0 * p.query.row,
+                                                       p.query, a.S_q - q0, a.D);
     }
     load(k_tile, key, p.key, steps - 1, a.D, std::true_type{});
 
@@ -103,6 +108,11 @@ __global__ void __launch_bounds__(S::THREADS, 2)
         cp_async_wait<0>();
         __syncthreads();  // keys n have landed for all threads, and all have read values n + 1
         load(v_tile, value, p.value, n, a.D_v, masked);
+        [[maybe_unused]] uint32_t kept = 0;
+        if constexpr (Sequences::GENERAL) {
+            const int64_t row = sequence.first_row(head) + q0 + warp_row;
+            if (sequences.drops) kept = kept_weights<N>(sequences.dropout, row, n * S::STREAM, a);
+        }
 
         Squares<M, N> scores;
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile);
@@ -154,17 +164,15 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 float sum[2] = {};
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    float x[2] = {exponential(scores.x[m][j][2 * h]), exponential(scores.x[m][j][2 * h + 1])};
+                    const float x[2] = {exponential(scores.x[m][j][2 * h]), exponential(scores.x[m][j][2 * h + 1])};
 #pragma unroll
                     for (int e = 0; e < 2; ++e) sum[e] += x[e];
-                    if constexpr (Sequences::DROPS) {  // after they were summed
-                        const int64_t row = sequence.first_row(head, outer) + q0 + warp_row + lane_row(m, h);
-                        float drop[2];
-                        sequences.factors(drop, row, n * S::STREAM + lane_column(j), a);
+                    if constexpr (MASKED) {
 #pragma unroll
-                        for (int e = 0; e < 2; ++e) x[e] *= drop[e];
+                        for (int e = 0; e < 2; ++e) scores.x[m][j][2 * h + e] = x[e];
+                    } else {
+                        weights.x[j / 2][m][j % 2 * 2 + h] = pack(x[0], x[1], T{});  // as round_squares places them
                     }
-                    weights.x[j / 2][m][j % 2 * 2 + h] = pack(x[0], x[1], T{});  // as round_squares places them
                 }
                 row_sum[m][h] = fmaf(row_sum[m][h], rescale, sum[0] + sum[1]);
 #pragma unroll
@@ -173,6 +181,10 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                     output.x[m][j][2 * h + 1] *= rescale;
                 }
             }
+        }
+        if constexpr (MASKED) {
+            if (sequences.drops) drop(scores, kept, sequences.dropout.scale);  // after they were summed
+            weights = round_squares<T>(scores);
         }
         multiply_accumulate<T, D>(output, weights, v_tile, 0);
     };
@@ -185,7 +197,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     }
 
     const int rows_left = a.S_q - q0 - warp_row;
-    const int64_t first_row = sequence.first_row(head, outer) + q0 + warp_row;
+    const int64_t first_row = sequence.first_row(head) + q0 + warp_row;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -207,9 +219,10 @@ __global__ void __launch_bounds__(S::THREADS, 2)
 #endif
 }
 
-template <typename T, typename S, bool VECTORIZED, bool MASKED, typename Sequences>
-void launch_flash(const Operands<T>& operands, const Attention& a, const Sequences& sequences, const Launch& launch) {
-    const auto kernel = attention_flash_kernel<T, S, VECTORIZED, MASKED, Sequences>;
+template <typename T, typename S, typename Sequences>
+void launch_flash(const FlashOperands<T>& operands, const Attention& a, const Sequences& sequences,
+                  const Launch& launch) {
+    const auto kernel = attention_flash_kernel<T, S, Sequences>;
     static DeviceSet asked;
     allow_shared(kernel, SHARED<S>, launch.device, asked);
     const auto grid = grid_size(sequences.count(a) * a.heads * ceil_div(sequences.longest_q(a), S::BLOCK));
@@ -217,67 +230,33 @@ void launch_flash(const Operands<T>& operands, const Attention& a, const Sequenc
     KL_LAUNCH_CHECK();
 }
 
-/// Launches the instance for the band and the layout of the operands.
+/// Launches the instance for the call.
 template <typename T, typename Sequences>
-void launch_flash(const Operands<T>& operands, const Attention& a, const Sequences& sequences, bool hides_left,
-                  const Launch& launch) {
-    const int head_dim = std::max(a.D, a.D_v);
+void launch_flash(const FlashOperands<T>& operands, const Attention& a, const Sequences& sequences, bool hides_left,
+                  const std::optional<DropoutMask>& dropout, const Launch& launch) {
     const bool whole = operands.query.whole && operands.key.whole && operands.value.whole;
-    // To have fewer instances, the one that tests every score takes packed operands that are not whole, and dropped
-    // weights.
-    if (operands.mask.kind != MaskKind::NONE || hides_left || Sequences::DROPS || (Sequences::PACKED && !whole)) {
-        return dispatch_shape<MaskedShape64, MaskedShape128, Shape256>(head_dim, [&](auto shape) {
-            launch_flash<T, decltype(shape), false, true>(operands, a, sequences, launch);
-        });
+    if (operands.mask.kind != MaskKind::NONE || hides_left || dropout || !whole) {
+        return launch_flash_masked(operands, a, General(sequences, dropout), launch);
     }
-    if constexpr (!Sequences::DROPS) {
-        dispatch_shape<Shape64, Shape128, Shape256>(head_dim, [&](auto shape) {
-            using S = decltype(shape);
-            if constexpr (!Sequences::PACKED) {
-                if (!whole) return launch_flash<T, S, false, false>(operands, a, sequences, launch);
-            }
-            launch_flash<T, S, true, false>(operands, a, sequences, launch);
-        });
-    }
-}
-
-/// Output and log-sum-exp of batches.
-template <typename Sequences>
-std::tuple<Tensor, Tensor> flash_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                         const std::optional<Tensor>& attn_mask, const Attention& a,
-                                         const Sequences& sequences) {
-    const Mask mask = make_mask(attn_mask, query, a);
-    const Launch launch(query);
-    Tensor output = empty_like_query(query, query.scalar_type(), a.D_v);
-    Tensor lse = empty_lse(query, mask);
-    if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
-    dispatch_16bit(query.scalar_type(), "attention", [&](auto zero) {
-        using T = decltype(zero);
-        const Operands<T> operands{make_view<T>(output),           make_view<T>(query),    make_view<T>(key, a.group()),
-                                   make_view<T>(value, a.group()), make_lse(lse, mask, a), mask};
-        launch_flash(operands, a, sequences, a.hides_left(), launch);
+    dispatch_shape<Shape64, Shape128, Shape256>(std::max(a.D, a.D_v), [&](auto shape) {
+        launch_flash<T, decltype(shape)>(operands, a, Any(sequences), launch);
     });
-    return {output, lse};
 }
 
-/// Adds the attributes of the kernel's instances, named by head dimension below `prefix`.
-template <typename Sequences>
+/// Adds the attributes of instances, named by head dimension below `prefix`.
+template <typename Sequences, typename S64, typename S128>
 void flash_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype, const std::string& prefix) {
     if (dtype == ScalarType::Float) return;
     dispatch_16bit(dtype, "attention", [&](auto zero) {
-        const auto add = [&](const char* name, auto shape, auto masked) {
+        const auto add = [&](const char* name, auto shape) {
             using T = decltype(zero);
             using S = decltype(shape);
-            constexpr bool MASKED = decltype(masked)::value;
-            attributes.push_back(kernel_attributes<attention_flash_kernel<T, S, !MASKED, MASKED, Sequences>>(
-                (prefix + name).c_str(), S::THREADS, SHARED<S>));
+            attributes.push_back(kernel_attributes<attention_flash_kernel<T, S, Sequences>>((prefix + name).c_str(),
+                                                                                            S::THREADS, SHARED<S>));
         };
-        add("64", Shape64{}, std::false_type{});
-        add("128", Shape128{}, std::false_type{});
-        add("256", Shape256{}, std::false_type{});
-        add("masked.64", MaskedShape64{}, std::true_type{});
-        add("masked.128", MaskedShape128{}, std::true_type{});
-        add("masked.256", Shape256{}, std::true_type{});
+        add("64", S64{});
+        add("128", S128{});
+        add("256", Shape256{});
     });
 }
 

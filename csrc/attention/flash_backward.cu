@@ -19,8 +19,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_flash(const Tensor& grad, 
                           a.hides_left(), a, Batched{});
 }
 
+std::tuple<Tensor, Tensor, Tensor> attention_dropout_backward_flash(
+    const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& attn_mask, int64_t first,
+    int64_t last, double scale, bool enable_gqa, int64_t threshold, double drop_scale, int64_t seed) {
+    const Attention a = prepare_attention(query, key, value, first, last, scale, enable_gqa);
+    return flash_backward(grad, grad_lse, query, key, value, output, lse, make_mask(attn_mask, query, a),
+                          a.hides_left(), a, Batched{}, DropoutMask(threshold, drop_scale, seed, "attention"));
+}
+
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    flash_backward_attributes<Batched>(attributes, dtype, "attention_backward.flash.");
+    flash_backward_attributes<Any>(attributes, dtype, "attention_backward.flash.");
 }
 
 }  // namespace kl

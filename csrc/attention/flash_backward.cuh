@@ -1,5 +1,5 @@
-// attention, backward pass of rung 2 of 7: flash. The kernels, for batches (flash_backward.cu) and for packed sequences
-// (varlen_backward.cu).
+// attention, backward pass of rung 2 of 7: flash. The kernels, for batches (flash_backward.cu) and packed sequences
+// (varlen_backward.cu); flash_masked_backward.cu has the instances that test every score.
 //
 // Three kernels. With P the weights and dP = dO · Vᵀ:
 //
@@ -10,6 +10,9 @@
 // One kernel for both would compute P and dP once, but would sum dQ by atomics in an order that changes from run to run.
 // Two kernels that sum in registers give the same bits each time. The key kernel computes the transposed squares
 // Sᵀ = K · Qᵀ, so that in both kernels the weights stay in registers as the A operand of the next product.
+//
+// The instances with General sequences take a mask in memory, a window, and dropped weights. With F the factors of dropout,
+// which the kernels draw again, dV = (P ∘ F)ᵀ · dO and dS = P ∘ (F ∘ dP − delta); delta is still rowsum(dO ∘ O).
 #pragma once
 
 #include <string>
@@ -18,6 +21,21 @@
 #include "attention/tile.cuh"
 
 namespace kl {
+
+template <typename T>
+struct FlashGradients {
+    View<T> query, key, value, grad;
+    View<T> grad_query, grad_key, grad_value;
+    const float *lse, *log_sum, *delta;  // `log_sum` as in Lse
+    Mask mask;
+};
+
+/// Launches the instances for General sequences, in flash_masked_backward.cu.
+void launch_flash_masked_backward(const FlashGradients<half>& operands, const Attention& a, const General& sequences,
+                                  const Launch& launch);
+void launch_flash_masked_backward(const FlashGradients<bfloat16>& operands, const Attention& a,
+                                  const General& sequences, const Launch& launch);
+
 namespace {
 
 //                               head dim, queries, keys, warps
@@ -47,23 +65,17 @@ constexpr int LEAST_SHARED = 99 * 1024;
 static_assert(KEY_SHARED<KeyShape64> <= LEAST_SHARED && KEY_SHARED<SmallKeyShape128> <= LEAST_SHARED &&
               KEY_SHARED<SmallKeyShape256> <= LEAST_SHARED);
 
-// Code for 9.0a runs on GPUs that hold the larger tiles, so that the small ones are left out of it.
+// Code for 9.0a runs on GPUs that hold the larger tiles, so that the small ones are left out of it. With General sequences
+// the small ones serve every GPU: there are fewer instances, and at head dimension 128 none that spills registers.
 template <typename S>
 constexpr bool SMALL = std::is_same_v<S, SmallQueryShape128> || std::is_same_v<S, SmallQueryShape256> ||
                        std::is_same_v<S, SmallKeyShape128> || std::is_same_v<S, SmallKeyShape256>;
+template <typename S, typename Sequences>
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool SMALL_TILES = false;
+constexpr bool LEFT_OUT = SMALL<S> && !Sequences::GENERAL;
 #else
-constexpr bool SMALL_TILES = true;
+constexpr bool LEFT_OUT = false;
 #endif
-
-template <typename T>
-struct Operands {
-    View<T> query, key, value, grad;
-    View<T> grad_query, grad_key, grad_value;
-    const float *lse, *log_sum, *delta;  // `log_sum` as in Lse
-    Mask mask;
-};
 
 /// Recomputes weights: exp(score − max) / sum. Without an additive mask the log-sum-exp includes the maximum.
 struct RowShift {
@@ -72,7 +84,7 @@ struct RowShift {
 
 /// For a query outside, or one that sees no key, the logarithm is infinite: its weights are exp(−∞) = 0.
 template <typename T>
-__device__ RowShift row_shift(const Operands<T>& p, int64_t row, bool inside) {
+__device__ RowShift row_shift(const FlashGradients<T>& p, int64_t row, bool inside) {
     const float lse = inside ? p.lse[row] : -INFINITE;
     if (lse == -INFINITE) return {0.0f, INFINITE};
     if (p.log_sum == nullptr) return {0.0f, lse * LOG2E};
@@ -87,8 +99,8 @@ __device__ inline float masked_weight(float score, float max, float log2_sum, fl
     return exp2_approx(fmaf(below, factor, -log2_sum));
 }
 
-/// `Sequences` makes no difference here: rows are those of all sequences.
-template <typename T, typename Sequences>
+/// Rows are those of all sequences.
+template <typename T>
 __global__ void attention_flash_delta_kernel(float* delta, const float* grad_lse, const __grid_constant__ View<T> grad,
                                              const __grid_constant__ View<T> output,
                                              const __grid_constant__ Attention a) {
@@ -106,12 +118,13 @@ __global__ void attention_flash_delta_kernel(float* delta, const float* grad_lse
     if (threadIdx.x % WARP == 0) delta[index] = sum - (grad_lse != nullptr ? grad_lse[index] : 0.0f);
 }
 
-template <typename T, typename S, bool MASKED, typename Sequences>
+template <typename T, typename S, typename Sequences>
 __global__ void __launch_bounds__(S::THREADS)
-    attention_flash_query_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention all,
+    attention_flash_query_kernel(const __grid_constant__ FlashGradients<T> p, const __grid_constant__ Attention all,
                                  const __grid_constant__ Sequences sequences) {
 #if __CUDA_ARCH__ >= 800
-    if constexpr (SMALL<S> && !SMALL_TILES) return;
+    if constexpr (LEFT_OUT<S, Sequences>) return;
+    constexpr bool MASKED = Sequences::GENERAL;
     constexpr int N = S::STREAM / 8, D = S::HEAD_DIM;
     static_assert(S::ROWS == 16);
     extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -125,7 +138,7 @@ __global__ void __launch_bounds__(S::THREADS)
     const Attention& a = sequence.a;
     // Under a causal mask the longest tiles start first.
     const int q0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * S::BLOCK;
-    if (Sequences::PACKED && q0 >= a.S_q) return;
+    if (q0 >= a.S_q) return;
     const T* key = sequence.keys(p.key, head);
     const T* value = sequence.keys(p.value, head);
     const int keys = max(min(a.S_k, q0 + S::BLOCK + a.last), 0);
@@ -154,7 +167,7 @@ __global__ void __launch_bounds__(S::THREADS)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = q0 + warp_row + lane_row(0, h);
-        const int64_t index = sequence.first_row(head, outer) + row;
+        const int64_t index = sequence.first_row(head) + row;
         of_row[h] = row_shift(p, index, row < a.S_q);
         delta[h] = row < a.S_q ? p.delta[index] : 0.0f;
     }
@@ -165,24 +178,26 @@ __global__ void __launch_bounds__(S::THREADS)
         cp_async_wait<0>();
         __syncthreads();  // tile n has landed for all threads, and all have read tile n − 1, whose stage n + 1 takes
         if (n + 1 < steps) load(n + 1);
+        const int k0 = n * S::STREAM;
+        [[maybe_unused]] uint32_t kept = 0;
+        if constexpr (Sequences::GENERAL) {
+            const int64_t row = sequence.first_row(head) + q0 + warp_row;
+            if (sequences.drops) kept = kept_weights<N>(sequences.dropout, row, k0, a);
+        }
 
         Squares<1, N> scores, grad_weights;
         multiply_rows<T, D>(scores, q_tile, warp_row, k_tile(n));
         multiply_rows<T, D>(grad_weights, grad_tile, warp_row, v_tile(n));
-        const int k0 = n * S::STREAM;
-        if constexpr (MASKED) apply_mask<T>(scores, p.mask, mask_offset, q0 + warp_row, k0, a);
+        if constexpr (Sequences::GENERAL) {
+            apply_mask<T>(scores, p.mask, mask_offset, q0 + warp_row, k0, a);
+            if (sequences.drops) drop(grad_weights, kept, sequences.dropout.scale);
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = q0 + warp_row + lane_row(0, h);
             const int left = min(a.S_k, row + 1 + a.last) - k0;
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                if constexpr (Sequences::DROPS) {
-                    float drop[2];
-                    sequences.factors(drop, sequence.first_row(head, outer) + row, k0 + lane_column(j), a);
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) grad_weights.x[0][j][2 * h + e] *= drop[e];
-                }
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& s = scores.x[0][j][2 * h + e];
@@ -201,12 +216,13 @@ __global__ void __launch_bounds__(S::THREADS)
 #endif
 }
 
-template <typename T, typename S, bool MASKED, typename Sequences>
+template <typename T, typename S, typename Sequences>
 __global__ void __launch_bounds__(S::THREADS)
-    attention_flash_key_kernel(const __grid_constant__ Operands<T> p, const __grid_constant__ Attention all,
+    attention_flash_key_kernel(const __grid_constant__ FlashGradients<T> p, const __grid_constant__ Attention all,
                                const __grid_constant__ Sequences sequences) {
 #if __CUDA_ARCH__ >= 800
-    if constexpr (SMALL<S> && !SMALL_TILES) return;
+    if constexpr (LEFT_OUT<S, Sequences>) return;
+    constexpr bool MASKED = Sequences::GENERAL;
     constexpr int N = S::STREAM / 8, D = S::HEAD_DIM, PARTS = D / S::COLUMNS;
     static_assert(S::ROWS == 16 && 3 * S::STREAM <= S::THREADS);
     constexpr int STATS = MASKED ? 3 : 2;
@@ -224,7 +240,7 @@ __global__ void __launch_bounds__(S::THREADS)
     const int head_kv = block / tiles % all.heads_kv;
     const auto sequence = sequences.at(all, block / tiles / all.heads_kv);
     const Attention& a = sequence.a;
-    if (Sequences::PACKED && k0 >= a.S_k) return;
+    if (k0 >= a.S_k) return;
     const int group = a.group(), head_begin = head_kv * group, head_end = head_begin + group;
     // Queries before q_begin do not see the tile's first key, and those from q_end on do not see its last.
     const int q_begin = max(k0 - a.last, 0) / S::STREAM * S::STREAM;
@@ -280,9 +296,17 @@ __global__ void __launch_bounds__(S::THREADS)
             // Rows are keys here, and columns queries.
             const float* log2_sum = row_stats + stage * STATS * S::STREAM;
             const float *delta = log2_sum + S::STREAM, *row_max = delta + S::STREAM;  // the last where MASKED
+            [[maybe_unused]] uint32_t kept = 0;
+            if constexpr (Sequences::GENERAL) {
+                const int64_t row = sequence.first_row(head) + q0;
+                if (sequences.drops) kept = kept_transposed<N>(sequences.dropout, row, k0 + warp_row, a);
+            }
             Squares<1, N> weights, grad_scores;
             multiply_rows<T, D>(weights, k_tile, warp_row, q_tile(stage));
             multiply_rows<T, D>(grad_scores, v_tile, warp_row, grad_tile(stage));
+            if constexpr (Sequences::GENERAL) {
+                if (sequences.drops) drop(grad_scores, kept, sequences.dropout.scale);
+            }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = k0 + warp_row + lane_row(0, h);
@@ -306,16 +330,13 @@ __global__ void __launch_bounds__(S::THREADS)
                         } else {
                             weight = exp2_approx(fmaf(weight, scale, -log2_sum[column]));
                         }
-                        if constexpr (Sequences::DROPS) {
-                            const float drop = sequences.factor(sequence.first_row(head) + q0 + column, row, a);
-                            grad = inside ? weight * (grad * drop - delta[column]) : 0.0f;
-                            weight = inside ? weight * drop : 0.0f;
-                        } else {
-                            grad = inside ? weight * (grad - delta[column]) : 0.0f;
-                            weight = inside ? weight : 0.0f;
-                        }
+                        grad = inside ? weight * (grad - delta[column]) : 0.0f;
+                        weight = inside ? weight : 0.0f;
                     }
                 }
+            }
+            if constexpr (Sequences::GENERAL) {
+                if (sequences.drops) drop(weights, kept, sequences.dropout.scale);
             }
             multiply_accumulate<T, D>(grad_value, round_squares<T>(weights), grad_tile(stage), column0);
             multiply_accumulate<T, D>(grad_key, round_squares<T>(grad_scores), q_tile(stage), column0);
@@ -331,14 +352,15 @@ __global__ void __launch_bounds__(S::THREADS)
 #endif
 }
 
-template <typename T, bool MASKED, typename Sequences>
-void launch_products(const Operands<T>& operands, const Attention& a, const Sequences& sequences,
+template <typename T, typename Sequences>
+void launch_products(const FlashGradients<T>& operands, const Attention& a, const Sequences& sequences,
                      const Launch& launch) {
     const int head_dim = std::max(a.D, a.D_v);
-    const bool small = shared_limit(launch.device) < std::max(KEY_SHARED<KeyShape128>, KEY_SHARED<KeyShape256>);
+    const bool small =
+        Sequences::GENERAL || shared_limit(launch.device) < std::max(KEY_SHARED<KeyShape128>, KEY_SHARED<KeyShape256>);
     const auto query = [&](auto shape) {
         using S = decltype(shape);
-        const auto kernel = attention_flash_query_kernel<T, S, MASKED, Sequences>;
+        const auto kernel = attention_flash_query_kernel<T, S, Sequences>;
         static DeviceSet asked;
         allow_shared(kernel, SHARED<S>, launch.device, asked);
         const auto grid = grid_size(sequences.count(a) * a.heads * ceil_div(sequences.longest_q(a), S::BLOCK));
@@ -346,15 +368,15 @@ void launch_products(const Operands<T>& operands, const Attention& a, const Sequ
     };
     if (small) {
         dispatch_shape<QueryShape64, SmallQueryShape128, SmallQueryShape256>(head_dim, query);
-    } else {
+    } else if constexpr (!Sequences::GENERAL) {
         dispatch_shape<QueryShape64, QueryShape128, QueryShape256>(head_dim, query);
     }
     KL_LAUNCH_CHECK();
-    Operands<T> by_key = operands;  // there, heads of key and value count, not those of query
+    FlashGradients<T> by_key = operands;  // there, heads of key and value count, not those of query
     by_key.key.group = by_key.value.group = 1;
     const auto key = [&](auto shape) {
         using S = decltype(shape);
-        const auto kernel = attention_flash_key_kernel<T, S, MASKED, Sequences>;
+        const auto kernel = attention_flash_key_kernel<T, S, Sequences>;
         static DeviceSet asked;
         allow_shared(kernel, KEY_SHARED<S>, launch.device, asked);
         const int64_t parts = S::HEAD_DIM / S::COLUMNS;
@@ -364,7 +386,7 @@ void launch_products(const Operands<T>& operands, const Attention& a, const Sequ
     };
     if (small) {
         dispatch_shape<KeyShape64, SmallKeyShape128, SmallKeyShape256>(head_dim, key);
-    } else {
+    } else if constexpr (!Sequences::GENERAL) {
         dispatch_shape<KeyShape64, KeyShape128, KeyShape256>(head_dim, key);
     }
     KL_LAUNCH_CHECK();
@@ -388,7 +410,8 @@ template <typename Sequences>
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std::optional<Tensor>& grad_lse,
                                                   const Tensor& query, const Tensor& key, const Tensor& value,
                                                   const Tensor& output, const Tensor& lse, const Mask& mask,
-                                                  bool hides_left, const Attention& a, const Sequences& sequences) {
+                                                  bool hides_left, const Attention& a, const Sequences& sequences,
+                                                  const std::optional<DropoutMask>& dropout = {}) {
     const float* of_lse = grad_lse_pointer(grad_lse, query, a);
     check_attention_output(grad, query, a, "grad");
     check_attention_output(output, query, a, "output");
@@ -407,26 +430,25 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const std:
     Tensor delta = empty_like_query(query, ScalarType::Float, 0);
     dispatch_16bit(query.scalar_type(), "attention_backward", [&](auto zero) {
         using T = decltype(zero);
-        const Operands<T> operands{make_view<T>(query),
-                                   make_view<T>(key, a.group()),
-                                   make_view<T>(value, a.group()),
-                                   make_view<T>(grad),
-                                   gradient_view<T, Sequences>(grad_query),
-                                   gradient_view<T, Sequences>(grad_key),
-                                   gradient_view<T, Sequences>(grad_value),
-                                   make_lse(lse, mask, a).data,
-                                   make_lse(lse, mask, a).log_sum,
-                                   static_cast<const float*>(delta.data_ptr()),
-                                   mask};
+        const FlashGradients<T> operands{make_view<T>(query),
+                                         make_view<T>(key, a.group()),
+                                         make_view<T>(value, a.group()),
+                                         make_view<T>(grad),
+                                         gradient_view<T, Sequences>(grad_query),
+                                         gradient_view<T, Sequences>(grad_key),
+                                         gradient_view<T, Sequences>(grad_value),
+                                         make_lse(lse, mask, a).data,
+                                         make_lse(lse, mask, a).log_sum,
+                                         static_cast<const float*>(delta.data_ptr()),
+                                         mask};
         const auto grid = grid_size(ceil_div(a.rows(), DELTA_THREADS / WARP));
-        attention_flash_delta_kernel<T, Sequences><<<grid, DELTA_THREADS, 0, launch.stream>>>(
+        attention_flash_delta_kernel<T><<<grid, DELTA_THREADS, 0, launch.stream>>>(
             static_cast<float*>(delta.data_ptr()), of_lse, operands.grad, make_view<T>(output), a);
         KL_LAUNCH_CHECK();
-        // To have fewer instances, dropped weights take those that test every score.
-        if (mask.kind != MaskKind::NONE || hides_left || Sequences::DROPS) {
-            return launch_products<T, true>(operands, a, sequences, launch);
+        if (mask.kind != MaskKind::NONE || hides_left || dropout) {
+            return launch_flash_masked_backward(operands, a, General(sequences, dropout), launch);
         }
-        if constexpr (!Sequences::DROPS) launch_products<T, false>(operands, a, sequences, launch);
+        launch_products(operands, a, Any(sequences), launch);
     });
     return {grad_query, grad_key, grad_value};
 }
@@ -440,16 +462,18 @@ void flash_backward_attributes(std::vector<KernelAttributes>& attributes, Scalar
         const auto add = [&](const char* head_dim, auto query_shape, auto key_shape) {
             using Q = decltype(query_shape);
             using K = decltype(key_shape);
-            attributes.push_back(kernel_attributes<attention_flash_query_kernel<T, Q, false, Sequences>>(
+            attributes.push_back(kernel_attributes<attention_flash_query_kernel<T, Q, Sequences>>(
                 (prefix + "query." + head_dim).c_str(), Q::THREADS, SHARED<Q>));
-            attributes.push_back(kernel_attributes<attention_flash_key_kernel<T, K, false, Sequences>>(
+            attributes.push_back(kernel_attributes<attention_flash_key_kernel<T, K, Sequences>>(
                 (prefix + "key." + head_dim).c_str(), K::THREADS, KEY_SHARED<K>));
         };
-        attributes.push_back(
-            kernel_attributes<attention_flash_delta_kernel<T, Sequences>>((prefix + "delta").c_str(), DELTA_THREADS));
+        if constexpr (!Sequences::GENERAL) {
+            attributes.push_back(
+                kernel_attributes<attention_flash_delta_kernel<T>>((prefix + "delta").c_str(), DELTA_THREADS));
+            add("128", QueryShape128{}, KeyShape128{});
+            add("256", QueryShape256{}, KeyShape256{});
+        }
         add("64", QueryShape64{}, KeyShape64{});
-        add("128", QueryShape128{}, KeyShape128{});
-        add("256", QueryShape256{}, KeyShape256{});
         add("128.small", SmallQueryShape128{}, SmallKeyShape128{});
         add("256.small", SmallQueryShape256{}, SmallKeyShape256{});
     });

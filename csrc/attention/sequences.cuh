@@ -1,5 +1,5 @@
-// Where the sequences of a call lie. Kernels with sequences as a template parameter serve `attention`, whose sequences are
-// batches of one length, and `attention_varlen`, whose sequences of several lengths are packed in one batch.
+// Where the sequences of a call lie: batches of one length (attention), or sequences of several lengths, packed in one
+// batch (attention_varlen). Kernels of `flash` with sequences as a template parameter serve both.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -7,51 +7,9 @@
 
 namespace kl {
 
-/// A sequence that is a batch of its own.
-struct BatchedSequence {
-    const Attention& a;
-    int batch;
-
-    template <typename T>
-    __device__ T* queries(const View<T>& view, int head) const {
-        return view.at(batch, head);
-    }
-    template <typename T>
-    __device__ T* keys(const View<T>& view, int head) const {
-        return view.at(batch, head);
-    }
-    /// Index of the first query's log-sum-exp.
-    __device__ int64_t first_row(int head) const { return (int64_t{batch} * a.heads + head) * a.S_q; }
-    /// The same where the block has one query head, number `outer` of all batches' heads: registers are short.
-    template <typename Integer>
-    __device__ int64_t first_row(int, Integer outer) const {
-        return int64_t{outer} * a.S_q;
-    }
-    __device__ int64_t mask(const Mask& mask, int head) const { return mask.at(batch, head); }
-};
-
 /// The batches of a call.
 struct Batched {
-    static constexpr bool PACKED = false, DROPS = false;
-
-    __host__ __device__ int64_t count(const Attention& all) const { return all.batches; }
-    __host__ __device__ int longest_q(const Attention& all) const { return all.S_q; }
-    __host__ __device__ int longest_k(const Attention& all) const { return all.S_k; }
-    __device__ BatchedSequence at(const Attention& all, int batch) const { return {all, batch}; }
-};
-
-/// Batches whose weights are dropped (kernel_ladder/semantics/weight_dropout.py).
-struct Dropped : Batched {
-    static constexpr bool DROPS = true;
-    DropoutMask mask;
-
-    explicit Dropped(const DropoutMask& mask) : mask(mask) {}
-    /// Factor of the weight of a row of scores, counted over all heads of all batches, and a key.
-    __device__ float factor(int64_t row, int key, const Attention& a) const { return mask.of(row * a.S_k + key); }
-    /// The same of this key and the next.
-    __device__ void factors(float (&both)[2], int64_t row, int key, const Attention& a) const {
-        mask.of(both, row * a.S_k + key);
-    }
+    static constexpr bool PACKED = false;
 };
 
 /// A sequence inside a batch: `a` has its own lengths and band.
@@ -68,18 +26,14 @@ struct PackedSequence {
     __device__ T* keys(const View<T>& view, int head) const {
         return view.at(0, head) + key_row * view.row;
     }
+    /// Index of the first query's log-sum-exp.
     __device__ int64_t first_row(int head) const { return int64_t{head} * total_q + query_row; }
-    template <typename Integer>
-    __device__ int64_t first_row(int head, Integer) const {
-        return first_row(head);
-    }
-    __device__ int64_t mask(const Mask&, int) const { return 0; }
 };
 
 /// Sequences packed one after the other. Their offsets lie in device memory, so that the host does not know the lengths:
 /// a grid has tiles for the longest sequence, and blocks past the end of theirs exit.
 struct Packed {
-    static constexpr bool PACKED = true, DROPS = false;
+    static constexpr bool PACKED = true;
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
     int64_t sequences;
     int most_q, most_k;  // of a sequence, 1 or more
@@ -100,6 +54,54 @@ struct Packed {
         return found;
     }
     __host__ bool hides_left() const { return left < MAX_LENGTH; }
+};
+
+/// A sequence of either kind.
+struct GeneralSequence : PackedSequence {
+    int batch;
+
+    template <typename T>
+    __device__ T* queries(const View<T>& view, int head) const {
+        return view.at(batch, head) + query_row * view.row;
+    }
+    template <typename T>
+    __device__ T* keys(const View<T>& view, int head) const {
+        return view.at(batch, head) + key_row * view.row;
+    }
+    __device__ int64_t first_row(int head) const { return (int64_t{batch} * a.heads + head) * total_q + query_row; }
+    __device__ int64_t mask(const Mask& mask, int head) const { return mask.at(batch, head); }
+};
+
+/// Batches or packed sequences, told apart at run time: one instance of a kernel for both.
+struct Any {
+    static constexpr bool GENERAL = false;
+    Packed packed{};  // without offsets where the sequences are batches
+
+    explicit Any(const Batched&) {}
+    explicit Any(const Packed& packed) : packed(packed) {}
+
+    __host__ __device__ bool is_packed() const { return packed.cu_seqlens_q != nullptr; }
+    __host__ __device__ int64_t count(const Attention& all) const {
+        return is_packed() ? packed.sequences : all.batches;
+    }
+    __host__ __device__ int longest_q(const Attention& all) const { return is_packed() ? packed.most_q : all.S_q; }
+    __host__ __device__ int longest_k(const Attention& all) const { return is_packed() ? packed.most_k : all.S_k; }
+    __device__ GeneralSequence at(const Attention& all, int index) const {
+        if (is_packed()) return {packed.at(all, index), 0};
+        return {{all, 0, 0, all.S_q}, index};
+    }
+};
+
+/// The same for the instances that test every score, where weights may be dropped
+/// (kernel_ladder/semantics/weight_dropout.py).
+struct General : Any {
+    static constexpr bool GENERAL = true;
+    bool drops;
+    DropoutMask dropout;
+
+    template <typename Sequences>
+    General(const Sequences& sequences, const std::optional<DropoutMask>& mask)
+        : Any(sequences), drops(mask.has_value()), dropout(mask.value_or(DropoutMask(0, 1.0, 0, "attention"))) {}
 };
 
 /// Checks the offsets of packed operands (1, H, T, D). A negative side of the window hides nothing.

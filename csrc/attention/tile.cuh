@@ -6,6 +6,7 @@
 
 #include "attention/attention.cuh"
 #include "core/mma.cuh"
+#include "core/philox.cuh"
 
 namespace kl {
 
@@ -173,6 +174,43 @@ __device__ void apply_mask(Squares<M, N>& scores, const Mask& mask, int64_t offs
                 }
             }
         }
+    }
+}
+
+/// Which of a lane's scores, of 16 rows by N × 8 columns, keep their weights: bit 4n + e is that of element e of square n.
+/// `two(h, n)` gives bits 2h and 2h + 1 of a square. It is a loop, and precedes the scores, because a call of Philox per
+/// score would be most of the kernel's code, and takes registers.
+template <int N, typename Two>
+__device__ uint32_t kept_bits(Two&& two) {
+    static_assert(4 * N <= 32);
+    uint32_t kept = 0;
+#pragma unroll 2
+    for (int i = 0; i < 2 * N; ++i) kept |= two(i % 2, i / 2) << 2 * i;
+    return kept;
+}
+
+/// The bits of a warp's squares that begin at query `row`, counted over all heads of all batches, and at a key.
+template <int N>
+__device__ uint32_t kept_weights(const DropoutMask& mask, int64_t row, int key, const Attention& a) {
+    return kept_bits<N>(
+        [&](int h, int n) { return mask.keeps_two((row + lane_row(0, h)) * a.S_k + key + lane_column(n)); });
+}
+/// The same of transposed squares: rows are keys.
+template <int N>
+__device__ uint32_t kept_transposed(const DropoutMask& mask, int64_t row, int key, const Attention& a) {
+    return kept_bits<N>([&](int h, int n) {
+        const int64_t element = (row + lane_column(n)) * a.S_k + key + lane_row(0, h);
+        return (mask.keeps(element) ? 1u : 0u) | (mask.keeps(element + a.S_k) ? 2u : 0u);
+    });
+}
+
+/// Multiplies by dropout's factors.
+template <int N>
+__device__ void drop(Squares<1, N>& c, uint32_t kept, float scale) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c.x[0][n][e] *= (kept >> (4 * n + e) & 1) != 0 ? scale : 0.0f;
     }
 }
 

@@ -18,8 +18,4 @@ std::tuple<Tensor, Tensor, Tensor> attention_varlen_backward_flash(
     return flash_backward(grad, grad_lse, query, key, value, output, lse, Mask{}, packed.hides_left(), a, packed);
 }
 
-void attention_varlen_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    flash_backward_attributes<Packed>(attributes, dtype, "attention_varlen_backward.flash.");
-}
-
 }  // namespace kl

@@ -23,16 +23,12 @@ std::tuple<Tensor, Tensor> attention_varlen_flash(const Tensor& query, const Ten
     if (sums_nothing(a, output, lse, launch.stream)) return {output, lse};
     dispatch_16bit(query.scalar_type(), "attention_varlen", [&](auto zero) {
         using T = decltype(zero);
-        const Operands<T> operands{packed_view<T>(output),       make_view<T>(query),
-                                   make_view<T>(key, a.group()), make_view<T>(value, a.group()),
-                                   make_lse(lse, Mask{}, a),     Mask{}};
-        launch_flash(operands, a, packed, packed.hides_left(), launch);
+        const FlashOperands<T> operands{packed_view<T>(output),       make_view<T>(query),
+                                        make_view<T>(key, a.group()), make_view<T>(value, a.group()),
+                                        make_lse(lse, Mask{}, a),     Mask{}};
+        launch_flash(operands, a, packed, packed.hides_left(), {}, launch);
     });
     return {output, lse};
-}
-
-void attention_varlen_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
-    flash_attributes<Packed>(attributes, dtype, "attention_varlen.flash.");
 }
 
 }  // namespace kl

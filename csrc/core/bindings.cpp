@@ -308,16 +308,16 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     matmul_split_k_attributes(attributes, dtype);
     attention_naive_kernel_attributes(attributes, dtype);
     attention_flash_kernel_attributes(attributes, dtype);
+    attention_flash_masked_kernel_attributes(attributes, dtype);
     attention_wgmma_kernel_attributes(attributes, dtype);
     attention_warp_specialized_kernel_attributes(attributes, dtype);
     attention_pingpong_kernel_attributes(attributes, dtype);
     attention_persistent_kernel_attributes(attributes, dtype);
     attention_split_kv_kernel_attributes(attributes, dtype);
-    attention_varlen_flash_kernel_attributes(attributes, dtype);
     attention_varlen_kernel_attributes(attributes, dtype);
     attention_paged_kernel_attributes(attributes, dtype);
     attention_flash_backward_kernel_attributes(attributes, dtype);
-    attention_varlen_backward_kernel_attributes(attributes, dtype);
+    attention_flash_masked_backward_kernel_attributes(attributes, dtype);
     attention_wgmma_backward_kernel_attributes(attributes, dtype);
     attention_warp_specialized_backward_kernel_attributes(attributes, dtype);
     add_kernel_attributes(attributes, dtype);

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cuda/annotated_ptr>
 #include <limits>
 #include <string>
 #include <vector>
@@ -178,15 +177,18 @@ __device__ inline Vec<T> load_vec(const T* pointer) {
     return *reinterpret_cast<const Vec<T>*>(pointer);
 }
 
-using Persisting = cuda::access_property::persisting;
+/// The L2 cache policy evict_last for every line, encoded as createpolicy returns it. It is what
+/// cuda::access_property::persisting stands for; its header alone would double the time that a small file compiles.
+constexpr uint64_t EVICT_LAST_POLICY = 0x14F0000000000000;
 
 /// Pointer whose loads have the L2 eviction policy evict_last, for data that is read once. Written lines then leave L2
 /// early, and memory moves the same bytes 1 to 5 % faster. From compute capability 10.0 on it is the plain pointer: cicc of
-/// CUDA 13.0 crashes there on associate_access_property with 16-bit elements, and no gain has been measured.
+/// CUDA 13.0 crashes there on an associated access property with 16-bit elements, and no gain has been measured.
 template <typename T>
 __device__ inline const T* evict_last(const T* pointer) {
-#if __CUDA_ARCH__ < 1000
-    return cuda::associate_access_property(pointer, Persisting{});
+#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000
+    __builtin_assume(__isGlobal(pointer));
+    return static_cast<const T*>(__nv_associate_access_property(pointer, EVICT_LAST_POLICY));
 #else
     return pointer;
 #endif

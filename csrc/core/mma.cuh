@@ -25,7 +25,7 @@ __device__ inline void cp_async16_if(uint32_t shared, const void* global, bool i
         asm volatile(
             "{\n.reg .pred outside;\nsetp.eq.b32 outside, %2, 0;\n"
             "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, outside, %3;\n}" ::"r"(shared),
-            "l"(global), "r"(static_cast<int>(inside)), "l"(static_cast<uint64_t>(cuda::access_property(Persisting{})))
+            "l"(global), "r"(static_cast<int>(inside)), "l"(EVICT_LAST_POLICY)
             : "memory");
     } else {
         asm volatile(

@@ -29,24 +29,14 @@ struct KernelAttributes {
 template <auto* KERNEL>
 struct KernelType {};
 
+/// Attributes of a kernel of that type name.
+KernelAttributes kernel_attributes_of(const void* kernel, const char* type, const char* name, int threads,
+                                      int64_t dynamic_shared);
+
 template <auto* KERNEL>
 KernelAttributes kernel_attributes(const char* name, int threads, int64_t dynamic_shared = 0) {
-    auto* const kernel = KERNEL;
-    cudaFuncAttributes queried{};
-    KernelAttributes attributes{name, typeid(KernelType<KERNEL>).name(), -1, -1, dynamic_shared, -1, threads, -1};
-    if (cudaFuncGetAttributes(&queried, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
-        attributes.registers = queried.numRegs;
-        attributes.static_shared = static_cast<int64_t>(queried.sharedSizeBytes);
-        attributes.local = static_cast<int64_t>(queried.localSizeBytes);
-        if (dynamic_shared > queried.maxDynamicSharedSizeBytes) {  // possible only where the kernel has asked for it
-            cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(dynamic_shared));
-        }
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&attributes.blocks_per_sm, reinterpret_cast<const void*>(kernel),
-                                                      threads, static_cast<size_t>(dynamic_shared));
-    }
-    cudaGetLastError();  // without a GPU the query fails; nothing after it should see that
-    return attributes;
+    return kernel_attributes_of(reinterpret_cast<const void*>(KERNEL), typeid(KernelType<KERNEL>).name(), name, threads,
+                                dynamic_shared);
 }
 
 // gelu.cu
@@ -229,16 +219,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_dropout_backward_flash(
     int64_t last, double scale, bool enable_gqa, int64_t threshold, double drop_scale, int64_t seed);
 void attention_naive_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_flash_masked_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_warp_specialized_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_pingpong_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_persistent_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_split_kv_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
-void attention_varlen_flash_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_varlen_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_flash_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_paged_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
-void attention_varlen_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void attention_flash_masked_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_wgmma_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void attention_warp_specialized_backward_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 

@@ -66,7 +66,9 @@ struct DropoutMask {
     }
 
     // The factor of one element.
-    __device__ float of(int64_t index) const {
+    __device__ float of(int64_t index) const { return keeps(index) ? scale : 0.0f; }
+
+    __device__ bool keeps(int64_t index) const {
         const auto lower = static_cast<uint32_t>(index / PHILOX_HALVES);
         const auto upper = static_cast<uint32_t>(index / PHILOX_HALVES >> 32);
         const int half = static_cast<int>(index % PHILOX_HALVES);
@@ -74,16 +76,13 @@ struct DropoutMask {
         if ((word ^ threshold) >> 16 == 0) {
             word = (word & 0xFFFF0000u) | from_half(philox<1>(lower, upper, keys), half) >> 16;
         }
-        return word >= threshold ? scale : 0.0f;
+        return word >= threshold;
     }
 
-    // The factors of an element and the next: of one call, unless another begins between them.
-    __device__ void of(float (&factors)[2], int64_t index) const {
+    // Whether an element (bit 0) and the next (bit 1) are kept: of one call, unless another begins between them.
+    __device__ uint32_t keeps_two(int64_t index) const {
         const int half = static_cast<int>(index % PHILOX_HALVES);
-        if (half + 1 == PHILOX_HALVES) {
-            factors[0] = of(index), factors[1] = of(index + 1);
-            return;
-        }
+        if (half + 1 == PHILOX_HALVES) return (keeps(index) ? 1u : 0u) | (keeps(index + 1) ? 2u : 0u);
         const auto lower = static_cast<uint32_t>(index / PHILOX_HALVES);
         const auto upper = static_cast<uint32_t>(index / PHILOX_HALVES >> 32);
         const uint4 w = philox<0>(lower, upper, keys);
@@ -93,8 +92,7 @@ struct DropoutMask {
 #pragma unroll
             for (int e = 0; e < 2; ++e) words[e] = (words[e] & 0xFFFF0000u) | from_half(more, half + e) >> 16;
         }
-#pragma unroll
-        for (int e = 0; e < 2; ++e) factors[e] = words[e] >= threshold ? scale : 0.0f;
+        return (words[0] >= threshold ? 1u : 0u) | (words[1] >= threshold ? 2u : 0u);
     }
 
     // Words for SIZE elements, the first of which is number SIZE · (upper · 2^32 + lower).

@@ -308,14 +308,17 @@ void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch&
     const Layout a_layout = layout_of<T>(a, p.M, p.a_m, p.K, p.a_k, p, p.a_batch);
     const Layout b_layout = layout_of<T>(b, p.N, p.b_n, p.K, p.b_k, p, p.b_batch);
     constexpr Layout ALONG_K = Layout::ALONG_K, ALONG_X = Layout::ALONG_X, GATHERED = Layout::GATHERED;
-    if (a_layout == GATHERED || b_layout == GATHERED) {  // by the smaller tiles alone
-        return launch<Small, matmul_mma_kernel<T, Small, GATHERED, GATHERED>>(c, a, b, p, on);
+    // An instance takes seconds to compile. Layouts that linear has too take its kernel, with an epilogue that does
+    // nothing. Gathered operands, and two transposed ones, have the smaller tiles alone.
+    const BiasActivation<T> none{};
+    if (a_layout == GATHERED || b_layout == GATHERED) {
+        return launch<Small, linear_mma_kernel<T, Small, GATHERED>>(c, a, b, p, on, none);
     }
     if (a_layout == ALONG_K) {
-        if (b_layout == ALONG_K) return launch<S, matmul_mma_kernel<T, S, ALONG_K, ALONG_K>>(c, a, b, p, on);
+        if (b_layout == ALONG_K) return launch<S, linear_mma_kernel<T, S, ALONG_K>>(c, a, b, p, on, none);
         return launch<S, matmul_mma_kernel<T, S, ALONG_K, ALONG_X>>(c, a, b, p, on);
     }
-    if (b_layout == ALONG_K) return launch<S, matmul_mma_kernel<T, S, ALONG_X, ALONG_K>>(c, a, b, p, on);
+    if (b_layout == ALONG_K) return launch<Small, matmul_mma_kernel<T, Small, ALONG_X, ALONG_K>>(c, a, b, p, on);
     return launch<S, matmul_mma_kernel<T, S, ALONG_X, ALONG_X>>(c, a, b, p, on);
 }
 

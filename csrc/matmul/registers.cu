@@ -288,17 +288,28 @@ void launch(T* c, const T* a, const T* b, const Product& p, const Launch& on, co
     KERNEL<<<grid, BLOCK_THREADS, SHARED<T>, on.stream>>>(c, a, b, p, epilogue...);
 }
 
+void launch_linear(float* c, const float* a, const float* b, const Product& p, const Launch& on,
+                   const BiasActivation<float>& epilogue) {
+    is_whole<float, true, true>(a, b, p) ? launch<linear_registers_kernel<float, true>>(c, a, b, p, on, epilogue)
+                                         : launch<linear_registers_kernel<float, false>>(c, a, b, p, on, epilogue);
+}
+
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
 void launch_matmul(T* c, const T* a, const T* b, const Product& p, const Launch& on) {
-    // An instance takes seconds to compile. 16-bit types, which later rungs make fast, have two instances. One takes
-    // whole row-major operands; the other reads any layout element by element.
+    // An instance takes seconds to compile. 16-bit types, which later rungs make fast, have two. One takes whole row-major
+    // operands; the other reads any layout element by element. Float32 operands along k take linear's kernel, with an
+    // epilogue that does nothing.
     constexpr bool ROW_MAJOR = A_ALONG_K && !B_ALONG_K, EVERY = sizeof(T) == sizeof(float);
-    if constexpr (EVERY || ROW_MAJOR) {
-        if (is_whole<T, A_ALONG_K, B_ALONG_K>(a, b, p)) {
-            return launch<matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, true>>(c, a, b, p, on);
+    if constexpr (EVERY && A_ALONG_K && B_ALONG_K) {
+        launch_linear(c, a, b, p, on, BiasActivation<T>{});
+    } else {
+        if constexpr (EVERY || ROW_MAJOR) {
+            if (is_whole<T, A_ALONG_K, B_ALONG_K>(a, b, p)) {
+                return launch<matmul_registers_kernel<T, A_ALONG_K, B_ALONG_K, true>>(c, a, b, p, on);
+            }
         }
+        launch<matmul_registers_kernel<T, !EVERY || A_ALONG_K, false, false>>(c, a, b, p, on);
     }
-    launch<matmul_registers_kernel<T, !EVERY || A_ALONG_K, EVERY && B_ALONG_K, false>>(c, a, b, p, on);
 }
 
 }  // namespace
@@ -313,10 +324,10 @@ Tensor matmul_registers(const Tensor& input, const Tensor& other) {
         const auto* a = static_cast<const T*>(input.data_ptr());
         const auto* b = static_cast<const T*>(other.data_ptr());
         const bool a_along_k = p.a_k <= p.a_m || p.M == 1, b_along_k = p.b_k < p.b_n || p.N == 1;
-        if (a_along_k) {
-            b_along_k ? launch_matmul<T, true, true>(c, a, b, p, on) : launch_matmul<T, true, false>(c, a, b, p, on);
+        if (b_along_k) {  // also where A is not: two transposed operands are read element by element
+            launch_matmul<T, true, true>(c, a, b, p, on);
         } else {
-            b_along_k ? launch_matmul<T, false, true>(c, a, b, p, on) : launch_matmul<T, false, false>(c, a, b, p, on);
+            a_along_k ? launch_matmul<T, true, false>(c, a, b, p, on) : launch_matmul<T, false, false>(c, a, b, p, on);
         }
     });
     KL_LAUNCH_CHECK();
@@ -335,9 +346,7 @@ std::tuple<Tensor, Tensor> linear_registers(const Tensor& input, const Tensor& w
     auto* c = static_cast<float*>(call.output.data_ptr());
     const auto* a = static_cast<const float*>(input.data_ptr());
     const auto* b = static_cast<const float*>(weight.data_ptr());
-    const auto epilogue = call.epilogue<float>();
-    is_whole<float, true, true>(a, b, p) ? launch<linear_registers_kernel<float, true>>(c, a, b, p, on, epilogue)
-                                         : launch<linear_registers_kernel<float, false>>(c, a, b, p, on, epilogue);
+    launch_linear(c, a, b, p, on, call.epilogue<float>());
     KL_LAUNCH_CHECK();
     return call.outputs();
 }

@@ -221,8 +221,7 @@ __device__ inline void bulk_load(void* shared, const void* global, uint32_t byte
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
             "%4;" ::"r"(shared_address(shared)),
-            "l"(global), "r"(bytes), "r"(shared_address(barrier)),
-            "l"(static_cast<uint64_t>(cuda::access_property(Persisting{})))
+            "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(EVICT_LAST_POLICY)
             : "memory");
     } else {
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -279,8 +279,8 @@ def test_cuda_reads_the_extension(variant, pass_):
         assert all(f"<{norms[variant.op]}, " in k.name for k in found.kernels if k.name.startswith("norm_"))
     for kernel in found.kernels:
         assert exists(kernel.source)
-        instance_of_attention = variant.op == "attention_varlen" and kernel.name.endswith("Packed>")
-        assert kernel.name.startswith(own) or instance_of_attention or kernel.name in launched
+        of_attention = variant.op == "attention_varlen" and kernel.name.startswith("attention_flash_")
+        assert kernel.name.startswith(own) or of_attention or kernel.name in launched
         assert kernel.registers is not None
         assert 0 < kernel.registers <= 255
         assert kernel.local is not None
@@ -352,12 +352,8 @@ def test_every_kernel_of_the_extension_belongs_to_one_variant():
     from cuda_impl.inspect import _KERNELS_OF, instances, of_variant, source_of
 
     def kernel(instance) -> str:
-        """Its function; of a normalisation's template with the operation, which is the first argument.
-
-        Attention's kernels have instances for packed sequences, which are attention_varlen's.
-        """
-        function = re.sub(r"(?<=Norm),.*|<(?!\w+Norm,).*", "", instance.name)
-        return f"packed {function}" if instance.packed else function
+        """Its function; of a normalisation's template with the operation, which is the first argument."""
+        return re.sub(r"(?<=Norm),.*|<(?!\w+Norm,).*", "", instance.name)
 
     owners: dict[str, set[str]] = {kernel(i): set() for i in instances()}
     for variant in every_variant("cuda"):
@@ -370,7 +366,7 @@ def test_every_kernel_of_the_extension_belongs_to_one_variant():
     # The second stage of the weights' gradients serves two rungs.
     shared = {f"norm_backward_column_sum_kernel<{of}": 2 for of in ("LayerNorm", "RmsNorm", "AddRmsNorm")}
     assert {name: len(of) for name, of in owners.items()} == {**dict.fromkeys(owners, 1), **shared}
-    assert all(source_of(name.removeprefix("packed ").partition("<")[0]) for name in owners)
+    assert all(source_of(name.partition("<")[0]) for name in owners)
 
 
 @needs_extension
