@@ -19,6 +19,7 @@ TEST ?=
 # Processes that run tests side by side; unset, as many as there are cores and GPU memory for.
 WORKERS ?=
 
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 PY := $(if $(PYTHON),$(PYTHON),.venv/bin/python)
 INSTALLED := build/installed-$(shell echo '$(PY)' | cksum | cut -d' ' -f1)
 BUILT_FROM := setup.py pyproject.toml $(wildcard _build/*.py) $(shell find csrc -type f 2>/dev/null)

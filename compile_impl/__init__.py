@@ -13,7 +13,6 @@ import shutil
 import threading
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,14 +32,17 @@ ROUNDED = {"emulate_precision_casts": True}
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _as_eager() -> AbstractContextManager[None]:
-    """Settings under which a rung's gradients behave as those of eager calls. They hold where its graphs are traced.
+class _Inductor(torch._TorchCompileInductorWrapper):
+    """Inductor, with gradients that behave as those of eager calls, however often PyTorch compiles anew.
 
     A graph may be differentiated again: PyTorch otherwise donates what the backward pass has saved to its results. And
     gradients arrive in their outputs' layout, PyTorch's default from 2.13 on. Older ones make them contiguous, of which
     PyTorch's attention can give wrong results: torch_ref/attention_builtin.py.
     """
-    return functorch_config.patch(donated_buffer=False, guess_tangent_strides_as_outputs=True)
+
+    def __call__(self, model_: Any, inputs_: Any, **more: Any) -> Any:
+        with functorch_config.patch(donated_buffer=False, guess_tangent_strides_as_outputs=True):
+            return super().__call__(model_, inputs_, **more)
 
 
 @functools.cache
@@ -57,9 +59,6 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
     A ladder compares each shape at its best. So shapes, strides and options are compile-time constants, and each
     combination of them compiles once. Dynamo limits the compilations per code object, so each gets a copy of it.
     """
-    if "mode" in settings and "options" in settings:  # of which torch.compile takes one
-        of_mode = torch._inductor.list_mode_options(settings.pop("mode"))
-        settings["options"] = {**of_mode, **settings["options"]}
 
     def signature(inputs: Inputs, options: dict[str, Any]) -> tuple:
         tensors = each(lambda x: (x.shape, x.stride(), x.dtype, x.device, x.requires_grad), inputs)
@@ -71,14 +70,14 @@ def compiled(formula: Callable[..., Output], **settings: Any) -> Callable[..., t
         if in_graph():  # inside a caller's torch.compile, which compiles the formula itself
             return formula(*inputs, **options), ()
         key = signature(inputs, options)
-        known = key in runs
-        if not known:
+        if key not in runs:
             copy = types.FunctionType(
                 formula.__code__.replace(), formula.__globals__, formula.__name__, formula.__defaults__
             )
             copy.__kwdefaults__ = formula.__kwdefaults__
-            runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, **settings)
-        with _ONE_AT_A_TIME, nullcontext() if known else _as_eager():
+            inductor = _Inductor(settings.get("mode"), settings.get("options"), False)
+            runs[key] = torch.compile(copy, fullgraph=True, dynamic=False, backend=inductor)
+        with _ONE_AT_A_TIME:
             output = runs[key](*inputs, **options)
         return near_gradients(output), ()
 

@@ -133,6 +133,22 @@ def test_a_graph_that_is_retained_is_differentiated_again(variant):
     torch.testing.assert_close(again, tuple(2 * x for x in first), rtol=1e-2, atol=1e-3)
 
 
+def test_what_is_compiled_again_has_the_same_gradients():
+    """torch._dynamo.reset() forgets compiled code, as a change of a global setting does."""
+    skip_unless_available("linear_cross_entropy", "compile")
+    case = typical_case("linear_cross_entropy", 500)
+    leaves = as_leaves(make_inputs(case, torch.float32, DEVICE))
+    found = []
+    for _ in range(2):
+        outputs = as_tuple(kernel_ladder.linear_cross_entropy(*leaves, **case.options, backend="compile.default"))
+        wanted = [x for x in leaves if has_gradient(x)]
+        grads = [torch.ones_like(x) for x in outputs]
+        found += [torch.autograd.grad(outputs, wanted, grads, retain_graph=True) for _ in range(2)]
+        torch._dynamo.reset()
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
 @pytest.mark.parametrize("pass_", ["forward", "backward", "backward of a graph"])
 def test_memory_that_is_short_is_pytorchs_own_error(monkeypatch, pass_):
     def full(*args, **kwargs):

@@ -7,7 +7,7 @@ import torch
 
 from kernel_ladder import nn
 
-from ..conftest import DEVICE, skip_unless_available
+from ..conftest import DEVICE, needs_gpu, skip_unless_available
 
 VOCABULARY, WIDTH, LAYERS = 37, 32, 2
 NEW_TOKENS = 7
@@ -64,7 +64,23 @@ def paged(model: Model, sequences: int, num_pages: int = 40, page_size: int = 4)
     return caches
 
 
+@needs_gpu  # the cuda level takes 16 bits alone, in which another level may choose another token
 @pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+@torch.no_grad()
+def test_logits_in_16_bits_are_those_without_a_cache(level):
+    skip_unless_available("attention_paged", level)
+    text = generate(make_model("torch"), prompts())
+    expected = make_model("torch")(text)
+    model = make_model(level).bfloat16()
+    caches = paged(model, 3)
+    found = [model(text[:, :7], 0, caches)]
+    found += [model(text[:, i : i + 1], i, caches) for i in range(7, text.shape[1])]
+    error = (torch.cat(found, 1).float() - expected).norm() / expected.norm()
+    rounded = (make_model("torch").bfloat16()(text).float() - expected).norm() / expected.norm()
+    assert error <= 2 * rounded
+
+
+@pytest.mark.parametrize("level", ["torch", "triton"])
 @torch.no_grad()
 def test_greedy_generation_is_that_of_other_caches(level):
     for op in (*nn.GroupedQueryAttention.OPS, "attention_paged"):

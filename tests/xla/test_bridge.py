@@ -106,6 +106,7 @@ def test_a_cuda_graph_is_refused():
 def test_work_of_a_side_stream_is_waited_for():
     stream = torch.cuda.Stream()
     x = torch.zeros(1 << 24, device=DEVICE)
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(50):
             x += 1
