@@ -20,7 +20,7 @@ from kernel_ladder import table
 from kernel_ladder.spec import Case, Inputs, Options, Output
 from kernel_ladder.table import Variant
 
-from . import linker, once_a_rung, sampling, sharing
+from . import linker, once_a_rung, resume, sampling, sharing
 
 # The tests' thousand shapes would be tuned for hours. Read when the Triton level is first imported, which is later.
 os.environ.setdefault("KERNEL_LADDER_AUTOTUNE", "0")
@@ -64,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every case of the tests marked `sampled` (default: of those that a compiler makes anew, a share)",
     )
+    resume.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    resume.record(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,6 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             parts[(item.get_closest_marker("alone") is not None) == (chosen == "only")].append(item)
         config.hook.pytest_deselected(items=parts[False])
         items[:] = parts[True]
+    resume.leave_out(config, items)
 
 
 @pytest.hookimpl(wrapper=True)

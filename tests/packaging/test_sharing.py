@@ -11,7 +11,7 @@ import pytest
 import kernel_ladder
 from kernel_ladder import table
 
-from .. import once_a_rung, sharing
+from .. import once_a_rung, sampling, sharing
 from ..__main__ import NOTHING_SELECTED, ROOT, main, outcome, plan
 from ..conftest import DEVICE, alone, every_variant, needs_gpu, skip_unless_it_runs
 from ..sharing import GIB, Ledger, worker_count
@@ -213,3 +213,65 @@ def test_a_test_that_needs_the_gpu_alone_has_no_worker_beside_it(request):
     assert DEVICE.type == "cuda"
     if request.config.getoption("--alone") is not None:
         assert not hasattr(request.config, "workerinput")
+
+
+# ---- a share of the cases, and runs that go on ---------------------------------------------------------------------
+
+
+def item(name: str, *, level: str | None = None, marked: bool = True) -> SimpleNamespace:
+    """What is asked of a test."""
+    marker = SimpleNamespace(kwargs={} if level is None else {"level": level})
+    return SimpleNamespace(nodeid=name, get_closest_marker=lambda kind: marker if marked else None)
+
+
+@pytest.mark.parametrize(
+    ("rung", "device", "share"),
+    [
+        ("compile.default", "cpu", 3),
+        ("triton.fused", "cpu", 1),
+        ("triton.fused", "cuda", 4),
+        ("compile.max_autotune", "cuda", 9),
+        ("cuda.flash", "cuda", 1),
+    ],
+)
+def test_a_share_of_what_compilers_make_anew_is_run(rung, device, share):
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    items = [item(f"tests/x.py::test[{i}-{rung}]") for i in range(900)]
+    kept = [*items]
+    sampling.choose(config, kept, device)
+    assert len(kept) == pytest.approx(900 / share, rel=0.2)
+    again = [*items]
+    sampling.choose(config, again, device)
+    assert again == kept, "the same ones in every process"
+    unmarked = [item("tests/x.py::test[compile.default]", marked=False)] * 5
+    sampling.choose(config, unmarked, device)
+    assert len(unmarked) == 5
+
+
+RESUMED = """
+import pytest
+@pytest.mark.parametrize("i", range(4))
+def test(i):
+    assert i != 2 or {good}
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+def test_an_interrupted_run_goes_on(workers, tmp_path):
+    path, passed = tmp_path / "test_some.py", tmp_path / "new" / "passed.txt"
+    shared = (ROOT / "tests" / "resume.py").read_text()
+    (tmp_path / "resume.py").write_text(shared)
+    (tmp_path / "conftest.py").write_text(
+        "import resume\npytest_addoption = resume.add_option\npytest_configure = resume.record\n"
+        "def pytest_collection_modifyitems(config, items):\n    resume.leave_out(config, items)\n"
+    )
+    said = []
+    for good in (False, True, True):
+        path.write_text(RESUMED.format(good=good))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--resume", str(passed), *workers]
+        said.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout)
+    assert "1 failed, 3 passed" in said[0]
+    assert "1 passed" in said[1]
+    assert "3 deselected" in said[1] or workers
+    assert len(passed.read_text().splitlines()) == 4
+    assert "passed" not in said[2]
