@@ -156,6 +156,12 @@ def test_wrong_results_are_found():
     nan = [naive[0] * float("nan"), naive[1]]
     assert "y: " in check.hold(["y", "z"], nan, exact, naive)
     assert "nan of y" in check.hold_model(["y", "z"], nan, exact, naive)
+    many = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    lone = many.bfloat16()
+    assert check.hold_model(["x"], [lone.clone()], [many], [lone]) is None
+    of_lone = lone.clone()
+    of_lone[many.sub(0.5).abs().argmin()] = 0  # one of many does not show in the mean
+    assert "an element of x" in check.hold_model(["x"], [of_lone], [many], [lone])
 
 
 @pytest.mark.parametrize(
