@@ -209,14 +209,19 @@ def _candidates(
     return _with_rules(op, rungs_of_level, on_gpu and tabled) if backend == level else rungs_of_level
 
 
+#: Operations whose rules take microseconds of arithmetic on sizes and strides.
+REMEMBERED = frozenset(("attention", "linear", "matmul"))
+
+
 def _with_rules(
     op: str, rungs: tuple[Variant, ...], tabled: bool, auto: bool = False
 ) -> tuple[Variant | Preferred, ...]:
     """`rungs`, before the first of each level what names others of the level, if anything does.
 
-    `auto`: these are what ``"auto"`` stands for on a GPU, where a rule may prefer a rung of any level. Where there are
-    tables or measurements, choosers take the place of rules.
+    `auto`: these are what ``"auto"`` stands for on a GPU, where a rule may prefer a rung of any level. Choosers take
+    the place of rules where there are tables or measurements, and where to remember a choice costs less.
     """
+    remembered = tabled and op in REMEMBERED and not tables.are_off()
     auto_tabled = auto and tabled and _has_table(op, "auto")
     levels = dict.fromkeys(rung.level for rung in rungs)
     if auto_tabled:  # a table may name levels that the order leaves out
@@ -226,7 +231,7 @@ def _with_rules(
     for level in levels:
         climb, rule = table.at_level(op, level)[1], RULES.get((op, level))
         last_first = [*reversed(climb.values())]
-        if tabled and _has_table(op, level):
+        if (tabled and _has_table(op, level)) or (remembered and rule is not None):
             from kernel_ladder.selection.choosers import Chooser  # importing the package stays quick
 
             chooser = Chooser(op, level, last_first, rule)
@@ -237,7 +242,7 @@ def _with_rules(
     found: list[Variant | Preferred] = []
     rule = RULES.get((op, "auto")) if auto else None
     every = {v.name: v for _, ladder in choices.values() for v in ladder}
-    if auto_tabled:
+    if auto_tabled or (remembered and rule is not None):
         from kernel_ladder.selection.choosers import Chooser
 
         chooser = Chooser(op, "auto", rungs, rule, dict(choices))

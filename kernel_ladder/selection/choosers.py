@@ -53,14 +53,16 @@ def _two_tensors(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     b: Any = inputs[1]
     dtype = a.dtype
     precision = (dtype, tf32_allowed()) if dtype is torch.float32 else dtype
-    return a.shape, b.shape, a.stride(), b.stride(), precision, options.get("activation"), gradient
+    off = (a.storage_offset() | b.storage_offset()) % 8  # elements past what TMA addresses
+    return a.shape, b.shape, a.stride(), b.stride(), off, precision, options.get("activation"), gradient
 
 
 def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     query: Any = inputs[0]
     key: Any = inputs[1]
-    mask = len(inputs) > 3 and inputs[3] is not None, "dropout_p" in options
-    return query.shape, key.shape, query.dtype, options["is_causal"], options.get("window_size"), mask, gradient
+    value: Any = inputs[2]
+    more = len(inputs) > 3 and inputs[3] is not None, "dropout_p" in options, value.shape[-1]
+    return query.shape, key.shape, query.dtype, options["is_causal"], options.get("window_size"), more, gradient
 
 
 def _any(inputs: Inputs, options: Options, gradient: bool) -> Kind:
