@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.strides import collapse
+from kernel_ladder.tracing import concrete
 from triton_impl import interpreted, multiprocessors
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.matmul.tiles import MULTIPROCESSORS, config, likeliest, programs_at_once
@@ -113,8 +114,8 @@ def is_copied(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether operands of ``(M, K) @ (K, N)``, each dense in a dimension, are copied if no descriptor takes them."""
     if a.dim() > 2 or b.dim() > 2 or a.dtype not in (torch.float16, torch.bfloat16) or without_copy_engine(b):
         return False
-    (m, k), n = a.shape, b.shape[-1]
-    dense = all(1 in x.stride() for x in (a, b))
+    m, k, n = (concrete(size) for size in (*a.shape, b.shape[-1]))
+    dense = all(1 in map(concrete, x.stride()) for x in (a, b))
     return dense and min(m, n, k) >= 16 and m * n * k >= COPIED_FROM
 
 
