@@ -17,6 +17,7 @@ FIGURES: dict[str, Callable[[Canvas], str]] = {
     "memory_hierarchy": machine.memory_hierarchy,
     "roofline": machine.roofline,
     "coalescing": addresses.coalescing,
+    "odd_rows": addresses.odd_rows,
     "swizzle": addresses.swizzle,
     "pipeline": schedules.pipeline,
     "pingpong": schedules.pingpong,

@@ -49,6 +49,46 @@ def coalescing(canvas: Canvas) -> str:
     )
 
 
+VECTOR = 8  # elements of two bytes in 16 bytes
+
+
+def vectors(begin: int, end: int, first: int) -> list[tuple[int, int, bool]]:
+    """Vectors from element `first` on that cover a row of elements: begin, end, and whether each is aligned and whole."""
+    found = [(at, at + VECTOR) for at in range(first, end, VECTOR)]
+    return [(max(a, begin), min(b, end), a % VECTOR == 0 and begin <= a and b <= end) for a, b in found]
+
+
+def odd_rows(canvas: Canvas) -> str:
+    canvas.size(2.9, 100, 43)
+    length, cells = 21, 48
+    unit = 98 / cells
+    begin, end = length, 2 * length
+    canvas.text(1, 3, f"memory: rows of {length} elements; one in eight begins on 16 bytes", weight="bold", size=9.5)
+    for i in range(cells):
+        row = i // length
+        canvas.box(
+            1 + i * unit, 6, unit, 4.5, HBM if row == 1 else SHARED, pale=0.5 if row == 1 else 0.15, linewidth=0.5
+        )
+    for top in (5, 18, 34):
+        for i in range(0, cells + 1, VECTOR):
+            canvas.axes.plot([1 + i * unit] * 2, [top, top + 6.5], color=INK, linewidth=0.8, linestyle=":")
+    cases = (
+        ("counted from the row's start", begin),
+        ("counted from the 16 bytes before it", begin // VECTOR * VECTOR),
+    )
+    for i, (name, first) in enumerate(cases):
+        y, found = 16 + 16 * i, vectors(begin, end, first)
+        whole = sum(aligned for *_, aligned in found)
+        canvas.text(1, y, f"vectors {name}", weight="bold", size=9.5)
+        canvas.text(99, y, f"{whole} of {len(found)} aligned", ha="right", size=9.5)
+        for a, b, aligned in found:
+            canvas.box(1 + a * unit + 0.2, y + 3, (b - a) * unit - 0.4, 4.5, HBM, pale=0.75 if aligned else 0.12)
+    return (
+        f"A row whose length {VECTOR} does not divide. Dotted lines stand every 16 bytes; filled vectors are one load each. "
+        "Counted from the row's start, no vector is aligned. Counted from the line before it, all but the ends are."
+    )
+
+
 def swizzle_expression() -> str:
     """What ``swizzled`` in csrc/sm90/sm90.cuh returns, as it is compiled."""
     text = (ROOT / "csrc" / "sm90" / "sm90.cuh").read_text()

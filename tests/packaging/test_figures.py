@@ -49,6 +49,15 @@ def test_sectors_of_a_warps_load(width, stride, sectors):
     assert addresses.sectors(width, stride) == sectors
 
 
+@pytest.mark.parametrize(("begin", "end"), [(21, 42), (16, 40), (50257, 100514), (3, 5)])
+def test_vectors_cover_a_row_and_are_aligned_between_its_ends(begin, end):
+    for first in (begin, begin // addresses.VECTOR * addresses.VECTOR):
+        found = addresses.vectors(begin, end, first)
+        assert [i for a, b, _ in found for i in range(a, b)] == list(range(begin, end))
+    assert all(aligned for *_, aligned in found[1:-1])
+    assert all((b - a, a % addresses.VECTOR) == (addresses.VECTOR, 0) for a, b, aligned in found if aligned)
+
+
 def test_the_online_softmax_is_the_formulas():
     *_, (_, _, total, output) = softmax.steps()
     assert output / total == pytest.approx(softmax.direct(), rel=1e-12)
