@@ -93,11 +93,11 @@ __device__ void load_query(uint32_t q_tile, const PagedOperands<T>& p, const Pag
     }
 }
 
-/// One step of online softmax: scores become weights, and the state of this lane's two rows is rescaled. A row sees the
-/// keys first … last; column 0 is key0.
+/// A step of online softmax for this lane's two rows, of which each sees the keys first … last; column 0 is key0.
 template <int N, int M>
-__device__ void softmax_step(Squares<1, N>& scores, Squares<1, M>& output, float (&row_max)[2], float (&row_sum)[2],
-                             const int (&first)[2], const int (&last)[2], int key0, float factor) {
+__device__ void band_softmax_step(Squares<1, N>& scores, Squares<1, M>& output, float (&row_max)[2],
+                                  float (&row_sum)[2], const int (&first)[2], const int (&last)[2], int key0,
+                                  float factor) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         float new_max = row_max[h];
@@ -111,27 +111,7 @@ __device__ void softmax_step(Squares<1, N>& scores, Squares<1, M>& output, float
                 new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
             }
         }
-        new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
-        new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
-        const float shift = new_max == -INFINITE ? 0.0f : new_max;
-        const float rescale = exp2_approx((row_max[h] - shift) * factor);
-        row_max[h] = new_max;
-        float sum[2] = {};
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& x = scores.x[0][j][2 * h + e];
-                x = exp2_approx((x - shift) * factor);
-                sum[e] += x;
-            }
-        }
-        row_sum[h] = fmaf(row_sum[h], rescale, sum[0] + sum[1]);
-#pragma unroll
-        for (int e = 2 * h; e < 2 * h + 2; ++e) {
-#pragma unroll
-            for (int j = 0; j < M; ++j) output.x[0][j][e] *= rescale;
-        }
+        softmax_step(scores, output, h, new_max, row_max[h], row_sum[h], factor);
     }
 }
 
@@ -139,26 +119,13 @@ __device__ void softmax_step(Squares<1, N>& scores, Squares<1, M>& output, float
 /// none reads the stages any more: `results` reuses their memory.
 template <typename T, typename S>
 __device__ void merge_warps(float* results, const Squares<1, S::HEAD_DIM / 8>& output, const float (&row_max)[2],
-                            float (&row_sum)[2], const PagedOperands<T>& p, const PagedSizes& s, int64_t first_row,
-                            int rows) {
+                            const float (&row_sum)[2], const PagedOperands<T>& p, const PagedSizes& s,
+                            int64_t first_row, int rows) {
     constexpr int D = S::HEAD_DIM, WARPS = S::WARPS;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const float factor = s.scale * LOG2E;
     float* stats = results + WARPS * PAGED_ROWS * D;  // maximum and sum of a warp's row
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int row = warp * PAGED_ROWS + lane_row(0, h);
-#pragma unroll
-        for (int j = 0; j < D / 8; ++j) {
-            results[row * D + lane_column(j)] = output.x[0][j][2 * h];
-            results[row * D + lane_column(j) + 1] = output.x[0][j][2 * h + 1];
-        }
-        row_sum[h] = quad_sum(row_sum[h]);
-        if (lane % 4 == 0) {
-            stats[row * 2] = row_max[h];
-            stats[row * 2 + 1] = row_sum[h];
-        }
-    }
+    store_of_warp<PAGED_ROWS, D>(results, stats, output, row_max, row_sum);
     __syncthreads();
     for (int row = warp; row < rows; row += WARPS) {
         float highest = -INFINITE, sum = 0.0f, share[WARPS];
@@ -257,7 +224,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         const uint32_t k_tile = ring + i % S::STAGES * 2 * S::TILE_BYTES;
         Squares<1, N> scores;
         multiply_rows<T, D>(scores, q_tile, 0, k_tile);
-        softmax_step(scores, output, row_max, row_sum, first, last, first_key(i), factor);
+        band_softmax_step(scores, output, row_max, row_sum, first, last, first_key(i), factor);
         const auto weights = round_squares<T>(scores);
         multiply_accumulate<T, D>(output, weights, k_tile + S::TILE_BYTES, 0);
     }

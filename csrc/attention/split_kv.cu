@@ -197,27 +197,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
                     new_max = fmaxf(new_max, score);  // drops NaN; the exponential of such a score brings it back
                 }
             }
-            new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 1));
-            new_max = fmaxf(new_max, __shfl_xor_sync(FULL_MASK, new_max, 2));
-            const float shift = new_max == -INFINITE ? 0.0f : new_max;
-            const float rescale = exp2_approx((row_max[h] - shift) * units.factor);
-            row_max[h] = new_max;
-            float sum[2] = {};
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = scores.x[0][j][2 * h + e];
-                    x = exp2_approx((x - shift) * units.factor);
-                    sum[e] += x;
-                }
-            }
-            row_sum[h] = fmaf(row_sum[h], rescale, sum[0] + sum[1]);
-#pragma unroll
-            for (int e = 2 * h; e < 2 * h + 2; ++e) {
-#pragma unroll
-                for (int j = 0; j < D / 8; ++j) output.x[0][j][e] *= rescale;
-            }
+            softmax_step(scores, output, h, new_max, row_max[h], row_sum[h], units.factor);
         }
         const auto weights = round_squares<T>(scores);
         multiply_accumulate<T, D>(output, weights, k_tile + S::TILE_BYTES, 0);
@@ -230,20 +210,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     float* results = reinterpret_cast<float*>(shared_bytes + S::Q_BYTES);
     float* stats = results + WARPS * ROWS * D;
     float* received = reinterpret_cast<float*>(shared_bytes + S::RECEIVED);  // (row, run)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int row = warp * ROWS + lane_row(0, h);
-#pragma unroll
-        for (int j = 0; j < D / 8; ++j) {
-            results[row * D + lane_column(j)] = output.x[0][j][2 * h];
-            results[row * D + lane_column(j) + 1] = output.x[0][j][2 * h + 1];
-        }
-        row_sum[h] = quad_sum(row_sum[h]);
-        if (lane % 4 == 0) {
-            stats[row * 2] = row_max[h];
-            stats[row * 2 + 1] = row_sum[h];
-        }
-    }
+    store_of_warp<ROWS, D>(results, stats, output, row_max, row_sum);
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
     if constexpr (CLUSTER) cluster_wait();  // all blocks have started

@@ -298,6 +298,56 @@ __device__ inline float quad_sum(float part) {
     return part + __shfl_xor_sync(FULL_MASK, part, 2);
 }
 
+/// One row's step of online softmax over a tile of keys: scores become weights, and the row's sum and output are rescaled.
+/// The row is `h` of this lane's two; `highest` is the largest of its score so far and this lane's of the tile.
+template <int N, int M>
+__device__ inline void softmax_step(Squares<1, N>& scores, Squares<1, M>& output, int h, float highest, float& row_max,
+                                    float& row_sum, float factor) {
+    highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 2));
+    const float shift = highest == -INFINITE ? 0.0f : highest;
+    const float rescale = exp2_approx((row_max - shift) * factor);
+    row_max = highest;
+    float sum[2] = {};
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float& x = scores.x[0][j][2 * h + e];
+            x = exp2_approx((x - shift) * factor);
+            sum[e] += x;
+        }
+    }
+    row_sum = fmaf(row_sum, rescale, sum[0] + sum[1]);
+#pragma unroll
+    for (int e = 2 * h; e < 2 * h + 2; ++e) {
+#pragma unroll
+        for (int j = 0; j < M; ++j) output.x[0][j][e] *= rescale;
+    }
+}
+
+/// Stores what a warp has of its ROWS rows, for all warps to merge: outputs of D columns, then maximum and sum. The sum
+/// is of this lane's columns.
+template <int ROWS, int D>
+__device__ inline void store_of_warp(float* results, float* stats, const Squares<1, D / 8>& output,
+                                     const float (&row_max)[2], const float (&row_sum)[2]) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = warp * ROWS + lane_row(0, h);
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j) {
+            results[row * D + lane_column(j)] = output.x[0][j][2 * h];
+            results[row * D + lane_column(j) + 1] = output.x[0][j][2 * h + 1];
+        }
+        const float sum = quad_sum(row_sum[h]);
+        if (lane % 4 == 0) {
+            stats[row * 2] = row_max[h];
+            stats[row * 2 + 1] = sum;
+        }
+    }
+}
+
 /// Stores squares to `out`, each row multiplied by factor(m, h).
 template <typename T, int M, int N, typename Factor>
 __device__ void store_squares(const Squares<M, N>& c, T* out, int64_t row_stride, int rows_left, int columns_left,
