@@ -74,7 +74,7 @@ def row_length(input: torch.Tensor, dims: int) -> int:
 
 
 def _vectorized(x: torch.Tensor) -> bool:
-    """Whether rows consist of whole 16-byte vectors: ``Rows::vectors`` in csrc/reduce/rows.cuh."""
+    """Whether rows consist of whole 16-byte vectors: ``Rows::vectors`` in csrc/reduce/row_access.cuh."""
     vector, length = 16 // x.element_size(), x.shape[-1]
     if length % vector or address(x) % 16 or (x.stride(-1) != 1 and length != 1):
         return False
