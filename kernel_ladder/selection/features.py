@@ -43,7 +43,7 @@ def _precision(x: torch.Tensor) -> str:
     return "tf32" if x.dtype is torch.float32 and tf32_allowed() else _bits(x)
 
 
-def _aligned(x: torch.Tensor) -> bool:
+def is_aligned(x: torch.Tensor) -> bool:
     """Whether a matrix has a dimension of stride 1, and lines along it that begin at multiples of ALIGNMENT bytes."""
     grid = ALIGNMENT // x.element_size()
     (rows, columns), (row, column) = (_sizes(*x.shape[-2:]), _sizes(*x.stride()[-2:]))
@@ -62,7 +62,7 @@ def _shape_of_product(aligned: bool, n: Any, k: Any) -> str:
 def _matmul(inputs: Inputs, options: Options) -> Features:
     a, b = as_matrices(inputs[0], inputs[1])  # type: ignore[arg-type]
     batches = math.prod(concrete(size) for size in batch_shape(a, b))
-    words = [_precision(a), _shape_of_product(_aligned(a) and _aligned(b), b.shape[-1], a.shape[-1])]
+    words = [_precision(a), _shape_of_product(is_aligned(a) and is_aligned(b), b.shape[-1], a.shape[-1])]
     return Features(", ".join(words), _sizes(batches, a.shape[-2], b.shape[-1], a.shape[-1]))
 
 
@@ -72,7 +72,7 @@ def _linear(inputs: Inputs, options: Options) -> Features:
     assert weight is not None
     k = concrete(x.shape[-1])
     rows = math.prod(concrete(size) for size in x.shape[:-1])
-    aligned = k * x.element_size() % ALIGNMENT == 0 and _aligned(weight)
+    aligned = k * x.element_size() % ALIGNMENT == 0 and is_aligned(weight)
     activation = "activation" if options.get("activation") is not None else "no activation"
     words = [_precision(x), _shape_of_product(aligned, weight.shape[0], k), activation]
     return Features(", ".join(words), _sizes(rows, weight.shape[0], k))

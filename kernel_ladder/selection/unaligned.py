@@ -7,20 +7,17 @@ import math
 import torch
 
 from kernel_ladder.selection import matmul
+from kernel_ladder.selection.features import ALIGNMENT, is_aligned
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.tracing import concrete
 
-#: Bytes that TMA addresses are multiples of.
-ALIGNMENT = 16
 #: Multiply-adds of a product from which on the gain is more than what a call costs on the host.
 LEAST = 2**28
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether a matrix, and its rows (or columns, if those are dense), begin on 16 bytes."""
-    step = x.stride(-2) if concrete(x.stride(-1)) == 1 else x.stride(-1)
-    vector = ALIGNMENT // x.element_size()
-    return concrete(step) % vector == 0 and concrete(x.storage_offset()) % vector == 0
+    """Whether a matrix begins on 16 bytes, and so do its lines."""
+    return concrete(x.storage_offset()) * x.element_size() % ALIGNMENT == 0 and is_aligned(x)
 
 
 def _is_worth_it(input: torch.Tensor, other: torch.Tensor, columns: int | torch.SymInt) -> bool:
