@@ -29,7 +29,6 @@ SPLIT: dict[tuple[str, str], tuple[str, frozenset[str]]] = {
     **{(op, "cuda"): ("2026-11-26T03:39:58", frozenset({"cuda.registers", "cuda.cluster"})) for op in _NORMS},
 }
 
-
 #: Passes whose rungs have other kernels since (UTC): older rows say nothing of them.
 REWRITTEN: dict[tuple[str, str, str], tuple[str, frozenset[str]]] = {
     ("attention", "cuda", "backward"): (
@@ -39,13 +38,16 @@ REWRITTEN: dict[tuple[str, str, str], tuple[str, frozenset[str]]] = {
 }
 
 
+def _is_older(row: Row, change: tuple[str, frozenset[str]] | None) -> bool:
+    """Whether a row is of one of the rungs of a change, and older than it."""
+    return change is not None and row.backend in change[1] and row.when < change[0]
+
+
 def is_of_other_kernels(row: Row) -> bool:
     """Whether a row was measured before its rung's pass had its kernels of today."""
-    when, rungs = REWRITTEN.get((row.op, row.level, row.pass_), ("", frozenset()))
-    return row.backend in rungs and row.when < when
+    return _is_older(row, REWRITTEN.get((row.op, row.level, row.pass_)))
 
 
 def older_than_rung(row: Row) -> bool:
     """Whether a row was measured before its rung had its kernels of today."""
-    when, rungs = SPLIT.get((row.op, row.level), ("", frozenset()))
-    return row.backend in rungs and row.when < when
+    return _is_older(row, SPLIT.get((row.op, row.level)))
