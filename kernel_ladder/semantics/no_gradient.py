@@ -7,10 +7,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from kernel_ladder.tracing import wants_gradient
+
 
 def wanted(*inputs: torch.Tensor | None) -> str | None:
     """Why a rung without a gradient does not take these inputs, or None."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if wants_gradient(*inputs):
         return "it is for inference and has no gradient; call it under torch.no_grad(), or use backend='torch'"
     return None
 
