@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from . import resume
 from .sharing import worker_count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +47,10 @@ def outcome(statuses: Sequence[int]) -> int:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument("--workers", type=int)
+    parser.add_argument(resume.OPTION)
     args, options = parser.parse_known_args(argv)
+    if args.resume is not None:  # in one word: pytest takes the name of a file that exists for a file of tests
+        options.append(f"{resume.OPTION}={args.resume}")
     gpu_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     workers = args.workers or worker_count(available_cores(), gpu_bytes)
     runs = plan(gpu_bytes, workers, options)

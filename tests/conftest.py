@@ -72,7 +72,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that none begins when others end
     if not config.getoption("--every-case"):
         sampling.choose(config, items, DEVICE.type)
     if (chosen := config.getoption("--alone")) is not None:
@@ -82,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=parts[False])
         items[:] = parts[True]
     resume.leave_out(config, items)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = sharing.long_first(items, lambda item: item.get_closest_marker("slow") is not None, workers)
 
 
 @pytest.hookimpl(wrapper=True)

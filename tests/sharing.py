@@ -8,11 +8,14 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
+
+Item = TypeVar("Item")
 
 GIB = 2**30
 #: GPU memory that one worker may use without asking: its CUDA context, what its allocator keeps, ordinary tests.
@@ -32,6 +35,24 @@ def worker_count(cores: int, gpu_bytes: int | None) -> int:
     if gpu_bytes is None:
         return max(1, cores)
     return max(1, min(cores - 1, int(WORKERS_PART * gpu_bytes) // WORKER_BYTES))
+
+
+def long_first(items: Sequence[Item], is_long: Callable[[Item], bool], workers: int) -> list[Item]:
+    """`items` in an order in which each worker begins with its share of the long ones.
+
+    ``--dist worksteal`` hands each worker an equal part of the items, one after another. A worker without work takes
+    the end of another's part: long items that stand together would run one by one.
+    """
+    long = [item for item in items if is_long(item)]
+    short = [item for item in items if not is_long(item)]
+    order: list[Item] = []
+    for worker in range(workers):
+        size = (len(items) - len(order)) // (workers - worker)
+        share = long[worker::workers]
+        few = max(0, size - len(share))
+        order += [*share, *short[:few]]
+        del short[:few]
+    return order
 
 
 class Ledger:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -115,12 +114,14 @@ def test_a_product_beside_a_slow_call_runs_at_the_clocks_of_one_alone():
 
     with timing.side_stream(DEVICE):
         product = timing.prepare(lambda i: x @ x, 1, DEVICE)
+        timing.settle([product], cap_s=2.0)
         waiting = timing.prepare(lambda i: torch.cuda._sleep(10**8), 1, DEVICE)
         found = [
             milliseconds({"product": product, "slow": waiting}) / milliseconds({"product": product}) for _ in range(5)
         ]
-    # The card warms up and its clock drifts: of five pairs the middle one tells.
-    assert statistics.median(found) == pytest.approx(1, abs=0.02), found
+    # The card's clock drifts by 2 % from one measurement to the next, and by more while it warms up. A harness that
+    # lets it rest beside a slow call finds other clocks in every pair.
+    assert sum(abs(ratio - 1) <= 0.02 for ratio in found) >= 2, found
 
 
 def test_a_hiccup_of_the_host_makes_no_call_long(monkeypatch):

@@ -246,6 +246,7 @@ def test_check_names_the_gaps_that_are_left(folder, capsys):
     assert "TODO 4" in text
 
 
+@pytest.mark.slow
 def test_check_runs_a_file_in_a_process_of_its_own(folder, capsys):
     skip_unless_available("add", "triton")
     solved = template.solution(catalog.named("add"))
@@ -274,6 +275,7 @@ def test_what_ends_the_process_is_told(line, limit, said, folder, capsys):
     assert said in said_by(capsys, "check", "mine.py", "--limit", limit, status=1)
 
 
+@pytest.mark.slow
 def test_a_file_of_own_rungs_is_checked_as_an_exercise_is(folder, capsys):
     written(folder, "mine", OWN_RUNG.format(""))
     assert "torch.mine" in said_by(capsys, "check", "--with", "mine.py", "--no-time")

@@ -132,6 +132,7 @@ def compiled() -> list:
     return every if DEVICE.type == "cuda" else [each for i, each in enumerate(every) if i // 2 % 4 == i % 2]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "pass_"), compiled())
 def test_compile_shows_its_kernels(variant, pass_, gpu_memory):

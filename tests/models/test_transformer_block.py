@@ -27,6 +27,9 @@ COMPILATIONS = 2
 WITH_ODD_LENGTHS = {"xla": 3}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request) -> str:
     level = request.param

@@ -90,6 +90,7 @@ def test_the_compiled_formula_agrees(name):
 
 
 @needs_gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 @pytest.mark.parametrize("name", LARGE)

@@ -38,6 +38,29 @@ def test_on_a_gpu_some_tests_run_alone_and_first():
     assert plan(80 * GIB, 1, ["-x"]) == [["-x"]], "a single process has the GPU alone"
 
 
+def test_an_interrupted_run_goes_on_where_its_file_stands(monkeypatch, tmp_path):
+    """pytest takes an option's value that names a file for a file of tests, and then knows no option of these."""
+    ran = []
+    monkeypatch.setattr(
+        "tests.__main__.subprocess.run", lambda run, **_: ran.append(run) or SimpleNamespace(returncode=0)
+    )
+    monkeypatch.setattr("tests.__main__.torch.cuda.is_available", lambda: False)
+    main(["--workers", "1", "-q", "--resume", str(tmp_path)])
+    assert ran[0][-2:] == ["-q", f"--resume={tmp_path}"]
+
+
+@pytest.mark.parametrize(("items", "workers", "long"), [(100, 7, 20), (5, 8, 3), (0, 2, 1), (10, 1, 3), (10, 3, 10)])
+def test_each_worker_begins_with_its_share_of_what_is_long(items, workers, long):
+    order = sharing.long_first(range(items), lambda item: item >= items - long, workers)
+    assert sorted(order) == list(range(items))
+    end = 0
+    for worker in range(workers):  # as pytest-xdist parts them
+        begin, end = end, end + (items - end) // (workers - worker)
+        its = [item >= items - long for item in order[begin:end]]
+        assert its == sorted(its, reverse=True), "the long ones come first"
+        assert sum(its) <= -(-min(long, items) // workers)
+
+
 @pytest.mark.parametrize(
     ("statuses", "status"),
     [
