@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from kernel_ladder import gpu
 from kernel_ladder.semantics import weight_dropout
@@ -432,5 +431,5 @@ def _builtin(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tu
 
 register("attention", "torch.naive", forward=_naive, unsupported=too_large, drops_weights=True)
 register("attention", "torch.builtin", forward=_builtin, unsupported=own.unsupported)
-register("attention", "torch.flash", forward=own.pinned(SDPBackend.FLASH_ATTENTION), unsupported=own.flash_unsupported)
-register("attention", "torch.cudnn", forward=own.pinned(SDPBackend.CUDNN_ATTENTION), unsupported=own.cudnn_unsupported)
+register("attention", "torch.flash", forward=own.flash, unsupported=own.flash_unsupported)
+register("attention", "torch.cudnn", forward=own.cudnn, unsupported=own.cudnn_unsupported)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_ladder import gpu
 from kernel_ladder.semantics.masks import LOWER_RIGHT, NO_WINDOW
@@ -129,10 +128,15 @@ def builtin(
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if not query.is_cuda or in_graph():
-        return output
-    # PyTorch keeps a cuDNN plan by the strides of query, key and value. It was made for one layout of gradients, and
-    # gives wrong numbers for another (ATen/native/cudnn/MHA.cpp; PyTorch's pull request 141147 allows any layout).
+    return output if not query.is_cuda or in_graph() else _of_one_layout(output)
+
+
+def _of_one_layout(output: torch.Tensor) -> torch.Tensor:
+    """`output`, whose gradient gets its own strides.
+
+    PyTorch keeps a cuDNN plan by the strides of query, key and value. It was made for one layout of gradients, and
+    gives wrong numbers for another (ATen/native/cudnn/MHA.cpp; PyTorch's pull request 141147 allows any layout).
+    """
     return gradients_in_layout_of(output)
 
 
@@ -261,12 +265,49 @@ def unsupported(
     return reason or _scale_faults(query, options.get("scale")) or faults(query, key, value)
 
 
-def pinned(backend: SDPBackend) -> Callable[..., tuple[torch.Tensor, tuple]]:
-    def forward(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, tuple]:
-        with sdpa_kernel(backend):
-            return builtin(*inputs, **options), ()
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, tuple]:
+    """PyTorch's flash attention, by its own operator: ``sdpa_kernel`` sets what all threads of a process see.
 
-    return forward
+    It takes head dimensions that are multiples of 8; others are padded with zeros. Its causal mask is lower-right.
+    """
+    head_dim = query.shape[-1]
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    causal = is_causal is True or (is_causal == LOWER_RIGHT and query.shape[-2] > 1)
+    padding = -head_dim % 8
+    if padding:
+        query, key, value = (F.pad(x, (0, padding)) for x in (query, key, value))
+    output = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[0]
+    return output[..., :head_dim] if padding else output, ()
+
+
+def cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, tuple]:
+    """cuDNN's attention, by PyTorch's operator for it."""
+    output = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query,
+        key,
+        value,
+        None,
+        wants_gradient(query, key, value),
+        is_causal=is_causal is True,
+        scale=None if scale is None else float(scale),
+    )[0]
+    return output if in_graph() else _of_one_layout(output), ()
 
 
 def _pinned_unsupported(

@@ -16,7 +16,7 @@ from kernel_ladder.table import Variant
 from kernel_ladder.testing.agreement import evaluate
 from kernel_ladder.testing.samples import make_grad, make_inputs
 
-from ..conftest import DEVICE, public, typical_case, without_gradient
+from ..conftest import DEVICE, needs_gpu, public, typical_case, without_gradient
 
 THREADS, ROUNDS = 4, 2
 
@@ -85,3 +85,26 @@ def test_a_kernel_launched_directly_from_several_threads():
 
     with ThreadPoolExecutor(THREADS) as executor:
         assert all(executor.map(run, range(THREADS)))
+
+
+@needs_gpu
+def test_kernels_of_pytorch_by_name_leave_its_choice_to_other_threads():
+    """What `torch.nn.attention.sdpa_kernel` sets holds for a whole process: float32 would find no kernel beside it."""
+    attention = kernel_ladder.attention
+    inputs = {
+        "torch.flash": torch.randn(2, 3, 64, 64, device=DEVICE).half(),
+        "torch.cudnn": torch.randn(2, 3, 64, 64, device=DEVICE).half(),
+        "torch.builtin": torch.randn(2, 3, 64, 64, device=DEVICE),
+    }
+    alone = {backend: attention(x, x, x, backend=backend) for backend, x in inputs.items()}
+    start = threading.Barrier(2 * len(inputs))
+
+    def run(backend: str) -> bool:
+        x = inputs[backend]
+        start.wait()
+        return all(torch.equal(attention(x, x, x, backend=backend), alone[backend]) for _ in range(100))
+
+    with ThreadPoolExecutor(2 * len(inputs)) as executor:
+        assert all(executor.map(run, [*inputs, *inputs]))
+    assert torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
