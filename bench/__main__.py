@@ -35,8 +35,9 @@ SECONDS = 0.7
 QUICK_SECONDS = 0.4
 
 EPILOG = """\
-Another command looks into one call:
+Other commands look into calls:
   python -m bench profile OP           its kernels, their times and bytes; --help says more
+  python -m bench counters             hardware counters of every CUDA and Triton rung, by Nsight Compute
 
 Other commands, all reading rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
@@ -314,6 +315,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.profile import command
 
             return command.main(argv[1:], console)
+        if argv[:1] == ["counters"]:
+            from bench.profile import rungs
+
+            return rungs.main(argv[1:], console)
         if argv[:1] == ["report"]:
             from bench.show import report
 

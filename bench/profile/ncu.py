@@ -59,6 +59,8 @@ STALLS = (
 STALL_METRIC = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 
 TOP_STALLS = 3
+#: By counter, the names of metrics to try, in order.
+Metrics = dict[str, tuple[str, ...]]
 
 #: To microseconds, or to bytes. Base units are asked for; older and newer versions spell them differently.
 UNITS = {
@@ -112,8 +114,26 @@ def count(arguments: Sequence[str]) -> Counted:
     Raises:
         NcuError: ncu is missing or may not read counters. CallError: no counters of this call, with ncu's reason.
     """
+    counted, text, error = read(arguments, every_metric())
+    if not counted.kernels:
+        raise CallError(_why(text, error))
+    return counted
+
+
+def every_metric() -> Metrics:
+    """By counter, the metrics that give it."""
+    return {**COUNTERS, **{f"stall {reason}": (STALL_METRIC.format(reason),) for reason in STALLS}}
+
+
+def read(arguments: Sequence[str], wanted: Metrics) -> tuple[Counted, str, str]:
+    """The counters of every kernel in a range of ``python -m bench`` with `arguments`; its output, and its stderr.
+
+    Names that ncu does not know are taken out of `wanted`.
+
+    Raises:
+        NcuError: ncu is missing or may not read counters.
+    """
     ncu = find()
-    wanted = {**COUNTERS, **{f"stall {reason}": (STALL_METRIC.format(reason),) for reason in STALLS}}
     notes: list[str] = []
     while True:
         text, error = _run(ncu, [names[0] for names in wanted.values()], arguments)
@@ -127,15 +147,13 @@ def count(arguments: Sequence[str]) -> Counted:
                 notes.append(f"this ncu does not know {counter}")
                 del wanted[counter]
     kernels = [_counters(row, wanted) for row in parse(text)]
-    if not kernels:
-        if "ERR_NVGPUCTRPERM" in text + error:
-            raise NcuError(PERMISSION)
-        raise CallError(_why(text, error))
+    if not kernels and "ERR_NVGPUCTRPERM" in text + error:
+        raise NcuError(PERMISSION)
     for counter in wanted:
         name = counter.removeprefix("stall ")
-        if not any(name in kernel or name in kernel["stalls"] for kernel in kernels):
+        if kernels and not any(name in kernel or name in kernel["stalls"] for kernel in kernels):
             notes.append(f"{counter} is not to be had on this GPU")
-    return Counted(kernels, notes, _version(ncu))
+    return Counted(kernels, notes, _version(ncu)), text, error
 
 
 def _run(ncu: str, metrics: Sequence[str], arguments: Sequence[str]) -> tuple[str, str]:

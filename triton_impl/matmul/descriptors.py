@@ -172,7 +172,9 @@ class DescriptorProduct:
     def __call__(
         self, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue = IDENTITY
     ) -> Callable[..., None]:
-        """Write ``a @ b`` into contiguous `c`, all of the same batch dimensions; the returned launch does it again.
+        """Write ``a @ b`` into `c`, all of the same batch dimensions; the returned launch does it again.
+
+        Of one product, the rows of `c` may lie further apart, by a multiple of 16 bytes; else `c` is contiguous.
 
         That launch takes ``(c, product, a, b, bias)``, with `c` and `b` in place of what is absent. Operands that no
         descriptor takes are copied, each time.
@@ -184,7 +186,9 @@ class DescriptorProduct:
         assert isinstance(rows, Operand), rows
         assert isinstance(columns, Operand), columns
         # A float32 tile of a gradient that is summed further needs the shared memory of a stage: stored by pointer.
-        described = batches == 1 and n % (16 // c.element_size()) == 0 and c.dtype == a.dtype
+        row_stride = c.stride(-2) if c.dim() == 2 else n
+        described = batches == 1 and row_stride % (16 // c.element_size()) == 0 and c.dtype == a.dtype
+        assert described or c.is_contiguous()
         bias, product = epilogue.bias, epilogue.product
         tensors = (c, c if product is None else product, a, b, b if bias is None else bias)
 
@@ -195,7 +199,7 @@ class DescriptorProduct:
             out = None
             if described:
                 block = [blocks["BLOCK_M"], blocks["BLOCK_N"] // blocks["SUBTILES"]]
-                out = TensorDescriptor(c, [c.numel() // n, n], [n, 1], block)
+                out = TensorDescriptor(c, [c.numel() // n, n], [row_stride, 1], block)
             describe = (
                 out,
                 out,
