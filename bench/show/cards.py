@@ -23,6 +23,8 @@ from kernel_ladder.table import LEVELS
 
 #: The lines of a card, in this order. ``_build/cards.py`` refuses a page whose cards have others.
 LINES = ("Idea", "Diff", "Prediction", "Measured", "Counters", "Verdict", "Limits it now", "Try this")
+#: A GPU's name, empty for that of the rows, and its counters by call.
+Source = tuple[str, Mapping[tuple[str, ...], Counters]]
 #: Levels whose rungs are steps that somebody wrote. PyTorch's functions stand in the table alone.
 CLIMBED = tuple(level for level in LEVELS if level != "torch")
 
@@ -30,7 +32,7 @@ CLIMBED = tuple(level for level in LEVELS if level != "torch")
 def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """The cards of an operation, in the order of its ladders."""
     mine = [row for row in found if row.op == op]
-    profiled = climb_counters.beside(path)
+    profiled = climb_counters.sources(path)
     parts = []
     for level in CLIMBED:
         described = heads(op, level)
@@ -48,7 +50,7 @@ def _card(
     before: str,
     described: Mapping[str, Head],
     mine: Sequence[Row],
-    profiled: Mapping[tuple[str, ...], Counters],
+    profiled: Sequence[Source],
 ) -> str:
     note = predictions.notes().get(op, {}).get(name, {})
     head = described.get(name.partition(".")[2])
@@ -109,18 +111,23 @@ def _counters(
     before: str,
     row: Row | None,
     note: Mapping[str, Any],
-    profiled: Mapping[tuple[str, ...], Counters],
+    profiled: Sequence[Source],
 ) -> tuple[str, str]:
-    """Before → after, and the shape that was profiled; without counters the reason."""
-    calls = [key for key in profiled if key[:3] == (op, name, "forward")]
-    at = (row.dtype, row.shape) if row is not None else ("", "")
-    key = next((key for key in calls if key[3:] == at), calls[0] if calls else None)
-    if key is None:
+    """Before → after of both passes, and the shape that was profiled; without counters the reason."""
+    of_rung = ((gpu, found, [key for key in found if key[:3] == (op, name, "forward")]) for gpu, found in profiled)
+    gpu, found, calls = next((each for each in of_rung if each[2]), ("", {}, []))
+    if not calls:
         return f"none committed yet: {_sentence(note.get('no_counters') or _no_counters(name, row))}", ""
-    old = profiled.get((op, before, *key[2:]), {})
-    changed = climb_counters.changes(profiled[key], old)
+    at = (row.dtype, row.shape) if row is not None else ("", "")
+    key = next((key for key in calls if key[3:] == at), calls[0])
+    old = found.get((op, before, *key[2:]), {})
     since = f", since `{before}`" if old else ""
-    return f"{' · '.join(changed)} ({key[4]}{since}).", key[4]
+    said = f"{' · '.join(climb_counters.changes(found[key], old))} ({key[4]}{since}{gpu and f', {gpu}'})."
+    backward = (op, name, "backward", *key[3:])
+    if backward in found:
+        changed = climb_counters.changes(found[backward], found.get((op, before, *backward[2:]), {}))
+        said += f" Backward: {' · '.join(changed)}."
+    return said, key[4]
 
 
 def _no_counters(name: str, row: Row | None) -> str:

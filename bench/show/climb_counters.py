@@ -25,6 +25,16 @@ def beside(results: Path) -> dict[tuple[str, ...], Counters]:
     }
 
 
+def sources(results: Path) -> list[tuple[str, dict[tuple[str, ...], Counters]]]:
+    """The counters of each GPU, by its name: first those of the GPU of the rows, whose name is left empty."""
+    own = counters.file_beside(results)
+    found = [("", beside(results))]
+    for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")):
+        if path != own and (rows := counters.read(path)):
+            found.append((rows[0]["gpu"], beside(path.with_name(f"{path.name.removesuffix(counters.SUFFIX)}.jsonl"))))
+    return found
+
+
 def of(row: Row, found: Mapping[tuple[str, ...], Counters]) -> Counters:
     """The counters of a row's call, empty where it was not profiled."""
     return found.get((row.op, row.backend, row.pass_, row.dtype, row.shape), {})
@@ -87,13 +97,13 @@ SHOWN = (
 
 
 def changes(mine: Counters, before: Counters) -> list[str]:
-    """Each counter that a card shows, as ``name before → now``, or ``name now`` where the step before has none."""
+    """Each counter that a card shows: ``name before → now``, or ``name now`` where it reads as before or is new."""
     found = []
     for name, value, form in COLUMNS:
         now, then = value(mine), value(before)
         if name in SHOWN and now is not None:
-            was = "" if then is None else f"{form.format(then)} → "
-            found.append(f"{name} {was}{form.format(now)}")
+            texts = [form.format(value) for value in (then, now) if value is not None]
+            found.append(f"{name} {' → '.join(dict.fromkeys(texts))}")
     return found
 
 

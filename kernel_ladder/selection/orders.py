@@ -51,5 +51,5 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "torch.naive",
     ),
     "linear": ("torch.builtin", "cuda"),
-    "linear_cross_entropy": ("torch.builtin",),
+    "linear_cross_entropy": ("torch.builtin", "triton"),
 }

@@ -113,10 +113,22 @@ def test_cards_show_counters_before_and_after_and_pass_the_check(tmp_path):
     page = cards.write("gelu", file, [NAIVE, VECTORIZED])
     assert list(check.faults(page)) == []
     vectorized = page[page.index("## cuda.vectorized") :]
-    assert f"DRAM bytes / least 1.00 → 1.00 · registers 16 → 32 ({SHAPE}, since `cuda.naive`)." in vectorized
+    assert f"DRAM bytes / least 1.00 · registers 16 → 32 ({SHAPE}, since `cuda.naive`)." in vectorized
     assert "**Measured**: 68 µs, 3,948 GB/s, 0.99 of the ceiling, 2.94 × `cuda.naive`" in vectorized
     assert "**Verdict**: As predicted." in vectorized
     assert "**Measured**: not yet in the committed rows." in page[: page.index("## cuda.naive")]
+
+
+def test_cards_show_both_passes_and_name_another_gpu(tmp_path):
+    file, other = tmp_path / "gpu.jsonl", tmp_path / "gpu-2.jsonl"
+    key = {"op": "gelu", "dtype": "bfloat16", "shape": SHAPE, "gpu": "GPU 2", "kernels": [], "backend": "cuda.naive"}
+    lines = [{**key, "pass": pass_, "counters": {"registers": n}} for pass_, n in (("forward", 16), ("backward", 24))]
+    counters.file_beside(other).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    said = f"- **Counters**: registers 16 ({SHAPE}, GPU 2). Backward: registers 24."
+    assert said in cards.write("gelu", file, [NAIVE]).splitlines()
+    own = {**key, "pass": "forward", "gpu": "GPU 1", "counters": {"registers": 40}}
+    counters.file_beside(file).write_text(json.dumps(own) + "\n")
+    assert f"- **Counters**: registers 40 ({SHAPE})." in cards.write("gelu", file, [NAIVE]).splitlines()
 
 
 CARD = "## cuda.naive\n\n" + "\n".join(f"- **{line}**: text" for line in cards.LINES) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -16,9 +17,10 @@ from rich.console import Console
 from bench.__main__ import main
 from bench.measure import environment, timing
 from bench.profile import command as profile
-from bench.profile import counters, ncu, tables, targets
+from bench.profile import counters, ncu, rungs, tables, targets
 from bench.rows.store import ResultsError
 from bench.show import readme
+from kernel_ladder import table
 
 from ..conftest import DEVICE, alone, needs_gpu
 
@@ -211,6 +213,77 @@ def test_a_call_that_fails_under_ncu(fake_ncu, as_on_a_gpu, capsys):
     assert main(["profile", "gelu", "--ncu", "--save"]) == 1
     assert "gelu cuda.naive forward, bfloat16, 64x64 none: ncu gave no counters" in capsys.readouterr().err
     assert not as_on_a_gpu.exists()
+
+
+# ---- every rung of an operation in one process
+
+
+def _said(backend: str, **changes) -> str:
+    call = {"op": "gelu", "backend": backend, "pass_": "forward", "dtype": "bfloat16", "shape": "64x64 none"}
+    return json.dumps({**call, "least_bytes": 1000, "reason": None, "marked": True, **changes}) + "\n"
+
+
+def _log_of(*names: str, said: str) -> str:
+    heading, units, first, _ = (line for line in csv_of().splitlines() if line.startswith('"'))
+    return "\n".join([said, heading, units, *(first.replace(f'"{KERNELS[0]}"', f'"{name}"') for name in names), ""])
+
+
+def test_kernels_between_marks_are_of_one_call(fake_ncu, as_on_a_gpu, capsys):
+    said = _said("triton.fused", marked=False, reason="not here") + _said("cuda.naive") + _said("cuda.vectorized")
+    calls = fake_ncu(_log_of("before", rungs.MARK, "one", rungs.MARK, "two", "three", said=said))
+    assert main(["counters", "--op", "gelu", "--pass", "forward"]) == 0
+    found = {row["backend"]: [kernel["name"] for kernel in row["kernels"]] for row in counters.read(as_on_a_gpu)}
+    assert found == {"cuda.naive": ["one"], "cuda.vectorized": ["two", "three"]}
+    text = capsys.readouterr().out
+    assert "gelu: 2 calls counted, 1 refused" in text
+    assert "triton.fused forward: not here" in text
+    command = json.loads(calls.read_text())
+    assert command[command.index("counters") :] == ["counters", "--op", "gelu", "--pass", "forward", "--calls"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "message"),
+    [
+        ([rungs.MARK, "one"], _said("cuda.naive") + _said("cuda.vectorized"), "ncu counted 1 calls of 2"),
+        ([rungs.MARK], _said("cuda.naive"), "the call launches no kernel"),
+        ([rungs.MARK, "one"], _said("cuda.naive", reason="RuntimeError: no"), "RuntimeError: no"),
+        ([], "", "ncu counted 0 calls of 0"),
+    ],
+)
+def test_a_call_without_its_kernels_is_told(fake_ncu, as_on_a_gpu, capsys, names, said, message):
+    fake_ncu(_log_of(*names, said=said))
+    assert main(["counters", "--op", "gelu"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_rung_is_called_where_its_card_shows_it():
+    def case_of(name: str, refuses=lambda *inputs, **options: None):
+        rung = next(v for v in table.variants("matmul") if v.name == name)
+        return rungs.call_of(dataclasses.replace(rung, unsupported=refuses), torch.device("meta"))
+
+    assert case_of("triton.split_k")[0].id == "16x8192x8192", "its prediction's shape"
+    assert case_of("triton.tiled")[0].id == "4096x4096x4096", "the last quick case"
+    assert case_of("triton.tiled", lambda a, b: None if a.dtype == torch.float32 else "no")[1] == torch.float32
+    assert case_of("triton.tiled", lambda a, b: "no") is None
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a GPU")
+def test_counters_without_a_gpu(capsys):
+    assert main(["counters", "--op", "gelu"]) == 2
+    assert "no GPU is visible" in capsys.readouterr().err
+    assert main(["counters", "--op", "gelo"]) == 2
+    assert "gelu" in capsys.readouterr().err
+
+
+@needs_gpu
+def test_the_calls_are_made_and_told(capsys):
+    device = torch.device("cuda")
+    rungs.make_calls(rungs.calls("gelu", ["cuda.naive", "triton.fused"], ["forward", "backward"], device), device)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
+    assert [(line["backend"], line["pass_"]) for line in told] == [
+        (rung, pass_) for rung in ("triton.fused", "cuda.naive") for pass_ in ("forward", "backward")
+    ]
+    assert all(line["marked"] and line["reason"] is None for line in told)
 
 
 def test_no_ncu(monkeypatch, tmp_path):

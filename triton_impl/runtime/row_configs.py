@@ -49,11 +49,16 @@ ALONE = 512
 LEAST = 8
 PERSISTENT_WARPS = 12
 OF_WHOLE_BLOCKS = 10
+#: Rows of up to TWO_A_PROGRAM elements are taken by twos, 16 elements of each a thread. Half as many warps meet for
+#: each sum of a row, and each has twice the loads.
+TWO_A_PROGRAM = 1024
 
 
 def persistent_shapes(block: int) -> list[tuple[int, int]]:
     """The same of a persistent program, which sums columns over its rows."""
-    return _shapes(block, (16,), (512, 256), 1) if block <= ALONE else backward_shapes(block)
+    if block <= ALONE:
+        return _shapes(block, (16,), (512, 256), 1)
+    return _shapes(block, (16, 32, 8), (2048,), 16) if block <= TWO_A_PROGRAM else backward_shapes(block)
 
 
 def persistent_programs(length: int, block: int, count: int, multiprocessors: int) -> int:
@@ -62,7 +67,8 @@ def persistent_programs(length: int, block: int, count: int, multiprocessors: in
         return min(
             triton.cdiv(count, LEAST), multiprocessors * (OF_WHOLE_BLOCKS if length == block else PERSISTENT_WARPS)
         )
-    return min(count, multiprocessors * min(4, max(1, 8192 // block)))
+    whole = length == block == TWO_A_PROGRAM
+    return min(count, multiprocessors * min(3 if whole else 4, max(1, 8192 // block)))
 
 
 def row_configs(stages: tuple[int, ...]) -> list[triton.Config]:
