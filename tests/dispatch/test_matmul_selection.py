@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_ladder import gpu
 from kernel_ladder.selection import matmul as selection
-from kernel_ladder.selection import matmul_parts, unaligned
+from kernel_ladder.selection import linear_cross_entropy, matmul_parts, unaligned
 from kernel_ladder.selection.matmul_parts import MOST_BYTES, Operand, Part
 
 #: Blocks at once on an H100, in clusters of 1, 2, 4 and 8.
@@ -165,3 +165,20 @@ def test_auto_gives_unaligned_products_to_the_cuda_level(hopper, input, other, t
         names = unaligned.matmul_where_unaligned((a, b), {})
         assert names == ((selection.plan(a, b).rung,) if takes else ())
         assert bool(unaligned.linear_where_unaligned((a, b.mT, None), {})) == takes
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "dtype", "takes"),
+    [
+        (4096, 32000, torch.bfloat16, True),
+        (2048, 32768, torch.float16, True),
+        (2047, 32768, torch.bfloat16, False),
+        (4096, 32000, torch.float32, False),
+    ],
+)
+def test_auto_gives_many_logits_to_chunks(hopper, rows, classes, dtype, takes):
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 64, dtype=dtype, device="cuda:0") for n in (rows, classes))
+        target = torch.empty(rows, dtype=torch.int64, device="cuda:0")
+        names = linear_cross_entropy.chunked_where_large((x, weight, target), {})
+        assert names == (("triton.chunked",) if takes else ())

@@ -111,13 +111,13 @@ def test_logits_are_made_in_chunks(reduction, monkeypatch):
     skip_unless_available("linear_cross_entropy", "triton")
     from triton_impl import linear_cross_entropy as chunked
 
-    shapes, product = [], chunked.product
+    shapes, multiply = [], chunked.multiply
 
-    def recorded(a, b, *more):
-        shapes.append((a.shape[0], b.shape[1]))
-        return product(a, b, *more)
+    def recorded(c, a, b, **more):
+        shapes.append(tuple(c.shape))
+        multiply(c, a, b, **more)
 
-    monkeypatch.setattr(chunked, "product", recorded)
+    monkeypatch.setattr(chunked, "multiply", recorded)
     for name in ("LEAST_ROWS", "ROW_MULTIPLE"):
         monkeypatch.setattr(chunked, name, 16)
     x, target = _rows(50, 24)
@@ -134,6 +134,34 @@ def test_logits_are_made_in_chunks(reduction, monkeypatch):
         for a, b in zip(gradients, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     assert max(rows for rows, classes in shapes if classes == 21) == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_by_tensor_descriptors(dtype, monkeypatch):
+    """A number of classes that descriptors do not take has padded rows of logits, whatever lies in the padding."""
+    skip_unless_available("linear_cross_entropy", "triton")
+    from triton_impl import linear_cross_entropy as chunked
+
+    made, make = [], chunked._empty_logits
+
+    def filled(x, weight):
+        logits = make(x, weight)
+        logits.untyped_storage().fill_(255)  # NaN
+        made.append(logits.stride(0))
+        return logits
+
+    monkeypatch.setattr(chunked, "_empty_logits", filled)
+    monkeypatch.setattr(chunked, "LEAST_ROWS", 16)
+    target = torch.randint(0, 77, (40,), device=DEVICE)
+    x, weight = ((torch.randn(n, 64, device=DEVICE) / 8).to(dtype).requires_grad_() for n in (40, 77))
+    found = kl.linear_cross_entropy(x, weight, target, backend="triton.chunked")
+    expected = kl.linear_cross_entropy(x.double(), weight.double(), target, backend="torch.naive")
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+    gradients = (torch.autograd.grad(loss, (x, weight)) for loss in (found, expected))
+    for gradient, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=5e-2, atol=2e-3)
+    hopper = DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (9, 0)
+    assert set(made) == {80 if hopper else 77}
 
 
 def test_a_level_without_a_rung_says_so(scratch_table):
