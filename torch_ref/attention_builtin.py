@@ -21,6 +21,10 @@ MAX_GRID = 65535
 MAX_PLACES = 2**31
 
 
+#: The name of the library whose kernels stand for PyTorch's flash attention, or None: PyTorch's own.
+_implementation: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+
+
 def _rounded_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
@@ -354,6 +358,8 @@ def _pinned_unsupported(
 
 
 def flash_unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
+    if _implementation() == "kernel_ladder":
+        return "PyTorch's flash attention is this package's while torch.nn.attention has 'kernel_ladder' activated"
     return _pinned_unsupported("flash", torch.backends.cuda.can_use_flash_attention, *inputs, **options)
 
 

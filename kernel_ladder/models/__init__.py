@@ -8,7 +8,8 @@ Parameters and their names stay, so checkpoints of a patched model load into the
 
 from kernel_ladder.models.attention import NAME as ATTENTION
 from kernel_ladder.models.attention import register_attention
+from kernel_ladder.models.flash import register_flash_attention
 from kernel_ladder.models.patching import patch, unpatch
 from kernel_ladder.models.report import Report
 
-__all__ = ["ATTENTION", "Report", "patch", "register_attention", "unpatch"]
+__all__ = ["ATTENTION", "Report", "patch", "register_attention", "register_flash_attention", "unpatch"]

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_ladder import gpu
-from kernel_ladder.selection import matmul as selection
 from kernel_ladder.selection import linear_cross_entropy, matmul_parts, unaligned
+from kernel_ladder.selection import matmul as selection
 from kernel_ladder.selection.matmul_parts import MOST_BYTES, Operand, Part
 
 #: Blocks at once on an H100, in clusters of 1, 2, 4 and 8.
