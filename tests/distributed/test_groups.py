@@ -16,7 +16,7 @@ from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
 
 from ..conftest import DEVICE, INFERENCE, elements, plain_cases, typical_case
-from . import blocks, products, rings, sharded
+from . import blocks, packed, products, rings, sharded
 from .group import Check, run
 
 #: Whether the triton level takes CPU tensors, as the groups' are. It compiles for a GPU where there is one.
@@ -51,6 +51,22 @@ def in_rings(backend: str, dtype: torch.dtype, tolerance: float, names: list[str
     ]
 
 
+def in_packed_rings(backend: str, dtype: torch.dtype, tolerance: float, names: list[str]) -> list[Check]:
+    return [
+        Check(
+            f"ring attention of packed sequences, {name}, {backend}", packed.compare, (name, backend, dtype, tolerance)
+        )
+        for name in names
+    ]
+
+
+PACKED = (
+    Check("parts of packed sequences", packed.check_parts),
+    Check("bad packed sequences", packed.check_errors),
+    *in_packed_rings("torch", torch.float64, 1e-10, list(packed.CASES)),
+)
+
+
 @pytest.mark.timeout(1200)
 def test_two_ranks(tmp_path):
     level = "triton" if INTERPRETED else "torch"
@@ -62,6 +78,8 @@ def test_two_ranks(tmp_path):
         *([Check("collectives that are not done", sharded.check_asynchronous)] if INTERPRETED else ()),
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
         *(in_rings("triton", torch.float32, 1e-4, taking_the_whole_log_sum_exp, 64) if INTERPRETED else ()),
+        *PACKED,
+        *(in_packed_rings("triton", torch.float32, 1e-4, ["uneven-causal", "grouped"]) if INTERPRETED else ()),
         Check("tensor parallelism", blocks.tensor_parallel, ("torch", False, "nothing")),
         Check("sequence parallelism, with checkpoints", blocks.tensor_parallel, ("torch", True, "checkpoint")),
         Check("sequence parallelism, compiled", blocks.tensor_parallel, (level, True, "compile")),
@@ -78,6 +96,7 @@ def test_four_ranks(tmp_path):
     checks = [
         Check("a mesh of two dimensions", sharded.check_mesh_of_two_dimensions),
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
+        *PACKED,
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
     ]
     run(4, tmp_path, checks)
