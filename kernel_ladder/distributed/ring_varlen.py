@@ -103,12 +103,16 @@ class _Ring(NamedTuple):
 
 
 def _forward(
-    ring: _Ring, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ring: _Ring, backend: str | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp. `backend` is the caller's, which messages name."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     widths = key.shape[-1], value.shape[-1]
     output = lse = None
     travelling = padded(torch.cat((key, value), -1), max(ring.plan.rows))
+    own = travelling[: key.shape[0]].split(widths, -1)  # before anything is sent, as the rungs will get them
+    inputs = query, *own, *ring.offsets_of(ring.plan.own)
+    selection.resolve("attention_varlen", backend, inputs, ring.options_of(ring.plan.own))
     for owner, both in circulate(_OP, ring.group, travelling):
         step = ring.plan.steps[owner]
         if step is None:
@@ -223,7 +227,7 @@ def ring_attention_varlen(
         check_rows(_OP, name, x.shape[0], cut_of(sequences, size), rank)
     plan = _plan(sequences, rank, size, is_causal)
     ring = _ring(group, plan, **tensors, backend=backend, scale=scale, enable_gqa=enable_gqa)
-    passes = functools.partial(_forward, ring), functools.partial(_backward, ring)
+    passes = functools.partial(_forward, ring, backend), functools.partial(_backward, ring)
     output, lse = steps.Around.apply(*passes, query, key, value)
     return (output, lse) if return_lse else output
 
@@ -231,13 +235,12 @@ def ring_attention_varlen(
 def _ring(
     group: Any, plan: _Plan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: Any, **options: Any
 ) -> _Ring:
-    """The ring, once the operation's own check and the backend accept the call on this rank's keys."""
+    """The ring, once the operation's own check accepts the call on this rank's keys."""
     offsets, device = plan.offsets, query.device
     if device.type == "cuda":  # the host need not wait for a copy from pinned memory
         offsets = offsets.pin_memory()
     offsets = offsets.to(device, non_blocking=True)
     ring = _Ring(group, plan, offsets, options, table.asked_for("attention_varlen", backend))
-    inputs, options = (query, key, value, *ring.offsets_of(plan.own)), ring.options_of(plan.own)
-    table.spec("attention_varlen").check(*inputs, **options)
-    selection.resolve("attention_varlen", backend, inputs, options)
+    inputs = query, key, value, *ring.offsets_of(plan.own)
+    table.spec("attention_varlen").check(*inputs, **ring.options_of(plan.own))
     return ring

@@ -90,6 +90,22 @@ def check_parts() -> None:
     assert max(keys) < 1.01 * min(keys)
 
 
+def check_autocast() -> None:
+    """Under autocast the whole ring runs in the lower precision, and gradients come back in that of the parts."""
+    cu_seqlens = _offsets((9, 14))
+    x = torch.randn(23, 2, 16, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        part = shard_packed(x, cu_seqlens).requires_grad_()
+        found = ring_attention_varlen(part, part, part, cu_seqlens, is_causal=True, backend="torch")
+    narrow = part.detach().bfloat16().requires_grad_()
+    expected = ring_attention_varlen(narrow, narrow, narrow, cu_seqlens, is_causal=True, backend="torch")
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert part.grad is not None
+    assert part.grad.dtype == torch.float32
+
+
 def check_errors() -> None:
     """Bad arguments end in an error before anything is sent: each rank raises, and the group still works."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -121,9 +137,12 @@ def check_errors() -> None:
     refused(kernel_ladder.UnsupportedError, "torch.flash", backend="torch.flash")
     refused(kernel_ladder.BackendError, "rocket", backend="rocket")
     refused(TypeError, "argument `group` must be a process group or None, got str", group="ring")
-    others = dist.new_group([0])
+    alone = dist.new_group([0])
     if rank:
-        refused(ValueError, f"this process, rank {rank}, does not belong to argument `group`", group=others)
+        refused(ValueError, f"this process, rank {rank}, does not belong to argument `group`", group=alone)
+    else:
+        one = kernel_ladder.attention_varlen(x, x, x, offsets(0, 4), offsets(0, 4))
+        assert torch.equal(ring_attention_varlen(x, x, x, offsets(0, 4), group=alone), one)
     with pytest.raises(ValueError, match=f"`cu_seqlens` must end with 3, the rows of `x`, got {4 * size}"):
         shard_packed(torch.zeros(3), cu_seqlens)
     with pytest.raises(ValueError, match=f"`x` must have 4 rows, the part of `cu_seqlens` that rank {rank}"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_ladder import table
-from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention
+from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention, ring_attention_varlen
 from kernel_ladder.distributed.sharding import RULES
 from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
@@ -21,6 +21,10 @@ from .group import Check, run
 
 #: Whether the triton level takes CPU tensors, as the groups' are. It compiles for a GPU where there is one.
 INTERPRETED = table.unavailable("add", "triton") is None and DEVICE.type == "cpu"
+
+
+#: Functions of query, key and value, each with a shape that these may have.
+RINGS = {ring_attention: (1, 1, 4, 8), ring_attention_varlen: (4, 1, 8)}
 
 
 def cases(op: str) -> list[Case]:
@@ -63,6 +67,7 @@ def in_packed_rings(backend: str, dtype: torch.dtype, tolerance: float, names: l
 PACKED = (
     Check("parts of packed sequences", packed.check_parts),
     Check("bad packed sequences", packed.check_errors),
+    Check("packed sequences under autocast", packed.check_autocast),
     *in_packed_rings("torch", torch.float64, 1e-10, list(packed.CASES)),
 )
 
@@ -106,9 +111,11 @@ def test_every_operation_has_a_rule():
     assert set(RULES) == set(OPS)
 
 
-@pytest.mark.parametrize("function", [ring_attention, all_gather_matmul, matmul_reduce_scatter])
+@pytest.mark.parametrize("function", [*RINGS, all_gather_matmul, matmul_reduce_scatter])
 def test_a_group_is_needed(function):
-    x = torch.zeros(1, 1, 4, 8) if function is ring_attention else torch.zeros(8, 8)
-    arguments = (x, x, x) if function is ring_attention else (x, x)
+    x = torch.zeros(RINGS.get(function, (8, 8)))
+    arguments = (x, x, x) if function in RINGS else (x, x)
+    if function is ring_attention_varlen:
+        arguments += (torch.tensor([0, 4], dtype=torch.int32),)
     with pytest.raises(RuntimeError, match=rf"{function.__name__}: torch\.distributed\.init_process_group\(\) must"):
         function(*arguments)
