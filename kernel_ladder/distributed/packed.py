@@ -53,19 +53,19 @@ class Cut(NamedTuple):
     def _numbered(self, first: torch.Tensor, rank: int) -> torch.Tensor:
         """Consecutive numbers for each of a rank's chunks, from `first` on."""
         shift = first.flatten() - self.bounds(rank)[:-1]
-        return shift.repeat_interleave(self._of(self.sizes, rank).flatten()) + torch.arange(self.rows[rank])
+        return shift.repeat_interleave(self._of(self.sizes, rank).flatten()) + torch.arange(self.rows[rank], device="cpu")
 
 
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)  # kept for calls outside of it
 def cut_of(offsets: tuple[int, ...], size: int) -> Cut:
     """The chunks for `size` ranks of the sequences between `offsets`."""
-    bounds = torch.tensor(offsets)
+    bounds = torch.tensor(offsets, device="cpu")  # whatever the default device is
     lengths = bounds.diff()
     rest = lengths % (2 * size)
     # The rows left over go to the ranks in turn. The first that a rank gets of a sequence lengthens its first chunk.
     dealt = rest.cumsum(0) - rest
-    turn = (torch.arange(size) - dealt[:, None]) % size
+    turn = (torch.arange(size, device="cpu") - dealt[:, None]) % size
     longer = torch.cat((turn < rest[:, None], (turn + size < rest[:, None]).flip(1)), 1)
     sizes = (lengths // (2 * size))[:, None] + longer
     of_ranks = (sizes + sizes.flip(1)).sum(0)[:size]

@@ -58,7 +58,7 @@ def _plan(sequences: tuple[int, ...], rank: int, size: int, causal: bool) -> _Pl
     cut = cut_of(sequences, size)
     bounds = [cut.bounds(r) for r in range(size)]
     ends = [x[2::2].repeat_interleave(2) for x in bounds]
-    start = torch.zeros(1, dtype=torch.int64)
+    start = bounds[0][:1]  # 0
     nothing_second = [torch.cat((start, x)) for x in ends]
     nothing_first = [torch.cat((start, start, x[:-1])) for x in ends]
     lines: list[torch.Tensor] = []
@@ -77,7 +77,7 @@ def _plan(sequences: tuple[int, ...], rank: int, size: int, causal: bool) -> _Pl
         lines += queries, keys
         seen.append(bool((of_queries * of_keys).any()))
     width = -(-(2 * len(sequences) - 1) // _ALIGNMENT) * _ALIGNMENT
-    offsets = torch.zeros((len(lines), width), dtype=torch.int32)
+    offsets = torch.zeros((len(lines), width), dtype=torch.int32, device="cpu")
     for line, places in zip(offsets, lines, strict=True):
         line[: len(places)] = places
     needed = tuple([step if any_seen else None for step, any_seen in zip(planned, seen, strict=True)])

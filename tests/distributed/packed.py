@@ -85,7 +85,8 @@ def check_parts() -> None:
     rows = cut_of(tuple(cu_seqlens.tolist()), size).rows
     assert sum(rows) == len(x)
     assert max(rows) - min(rows) <= 1
-    long = cut_of((0, 1001, 3004, 3004, 7000), size)
+    with torch.device("meta"), torch.inference_mode():  # neither decides where and how offsets are kept
+        long = cut_of((0, 1001, 3004, 3004, 7000), size)
     keys = [int((long.positions(r) + 1).sum()) for r in range(size)]
     assert max(keys) < 1.01 * min(keys)
 
