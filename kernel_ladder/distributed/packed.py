@@ -53,7 +53,8 @@ class Cut(NamedTuple):
     def _numbered(self, first: torch.Tensor, rank: int) -> torch.Tensor:
         """Consecutive numbers for each of a rank's chunks, from `first` on."""
         shift = first.flatten() - self.bounds(rank)[:-1]
-        return shift.repeat_interleave(self._of(self.sizes, rank).flatten()) + torch.arange(self.rows[rank], device="cpu")
+        local = torch.arange(self.rows[rank], device="cpu")
+        return shift.repeat_interleave(self._of(self.sizes, rank).flatten()) + local
 
 
 @functools.lru_cache(maxsize=32)
