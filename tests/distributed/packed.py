@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one-row": {"lengths": (1,)},
     "one-row-causal": {"lengths": (0, 1), "is_causal": True},
     "no-rows": {"lengths": (0, 0), "is_causal": True},
-    "grouped": {"lengths": (21, 3), "heads": (4, 2), "enable_gqa": True},
+    "grouped": {"lengths": (21, 3), "heads": (4, 2), "enable_gqa": True, "scale": 1},
     "grouped-causal": {"lengths": (21, 3), "heads": (4, 2), "enable_gqa": True, "is_causal": True},
     "scaled-value-width": {"lengths": (5, 18), "widths": (16, 8), "scale": 0.1, "is_causal": True},
 }
