@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,13 +11,34 @@ from cuda_impl import climb
 from cuda_impl.attention import flash_unsupported, hopper_unsupported
 from kernel_ladder.semantics.masks import LONGEST, NO_WINDOW
 from kernel_ladder.semantics.scale import scale_of
-from kernel_ladder.spec import Output
+from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
 
 
 def _as_one_batch(*packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(total, H, D) as (1, H, total, D)."""
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in packed)
+
+
+def _longest(x: torch.Tensor, max_seqlen: int | None) -> int:
+    """The longest sequence as the operators take it; an unknown one is the total."""
+    return x.shape[0] if max_seqlen is None else min(max_seqlen, LONGEST)
+
+
+def _others(
+    query: torch.Tensor, is_causal: bool | str, scale: float | None, enable_gqa: bool, window_size: tuple[int, int]
+) -> tuple[Any, ...]:
+    """The last arguments of the operators, forward and backward."""
+    left, right = window_size
+    band = min(left, LONGEST), 0 if is_causal else min(right, LONGEST)
+    return (*band, scale_of(query.shape[-1], scale), enable_gqa)
+
+
+def _saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Options) -> tuple:
+    query, key, value, *offsets = inputs
+    longest = _longest(query, options["max_seqlen_q"]), _longest(key, options["max_seqlen_k"])
+    others = _others(query, *[options[name] for name in ("is_causal", "scale", "enable_gqa", "window_size")])
+    return (query, key, value, *outputs, *offsets, *longest, *others)
 
 
 def _backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -47,13 +69,10 @@ def _register(name: str, takes: Callable[..., str | None]) -> None:
         window_size: tuple[int, int] = NO_WINDOW,
         return_lse: bool = False,
     ) -> tuple[Output, tuple]:
-        longest_q = query.shape[0] if max_seqlen_q is None else min(max_seqlen_q, LONGEST)
-        longest_k = key.shape[0] if max_seqlen_k is None else min(max_seqlen_k, LONGEST)
-        left, right = window_size
-        band = min(left, LONGEST), 0 if is_causal else min(right, LONGEST)
-        others = (*band, scale_of(query.shape[-1], scale), enable_gqa)
-        output, lse = run(*_as_one_batch(query, key, value), cu_seqlens_q, cu_seqlens_k, longest_q, *others)
-        saved = (query, key, value, output, lse, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, *others)
+        longest = _longest(query, max_seqlen_q), _longest(key, max_seqlen_k)
+        others = _others(query, is_causal, scale, enable_gqa, window_size)
+        output, lse = run(*_as_one_batch(query, key, value), cu_seqlens_q, cu_seqlens_k, longest[0], *others)
+        saved = (query, key, value, output, lse, cu_seqlens_q, cu_seqlens_k, *longest, *others)
         return ((output, lse) if return_lse else output), saved
 
     def unsupported(
@@ -67,7 +86,14 @@ def _register(name: str, takes: Callable[..., str | None]) -> None:
         output = query.new_empty((total, heads, value.shape[-1]))
         return output, query.new_empty((heads, total), dtype=torch.float32)
 
-    register("attention_varlen", f"cuda.{name}", forward=forward, backward=_backward, unsupported=unsupported)
+    register(
+        "attention_varlen",
+        f"cuda.{name}",
+        forward=forward,
+        backward=_backward,
+        unsupported=unsupported,
+        saved_from=_saved_from,
+    )
 
 
 if "flash" in climb("attention_varlen_backward"):

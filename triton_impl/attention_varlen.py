@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from kernel_ladder.semantics.masks import NO_WINDOW
-from kernel_ladder.spec import Output
+from kernel_ladder.spec import Inputs, Options, Output
 from triton_impl import register, unsupported
 from triton_impl.attention.backward import gradients
 from triton_impl.attention.call import Call
@@ -52,6 +52,13 @@ def attention_varlen_backward(saved: tuple, grad: Output, needs: tuple[bool, ...
     return (*grads, None, None)
 
 
+def saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Options) -> tuple:
+    """What the forward saves, by outputs from elsewhere: see :class:`kernel_ladder.table.Variant`."""
+    output, lse = outputs
+    of_call = ("max_seqlen_q", "max_seqlen_k", "is_causal", "scale", "window_size")
+    return (output, lse / LN_2, *Call.of_packed(*inputs, *[options[name] for name in of_call]))
+
+
 def _unsupported(query: torch.Tensor, *others: torch.Tensor, **options: object) -> str | None:
     return unsupported(query)
 
@@ -62,4 +69,5 @@ register(
     forward=attention_varlen,
     backward=attention_varlen_backward,
     unsupported=_unsupported,
+    saved_from=saved_from,
 )

@@ -62,7 +62,14 @@ def circulate(caller: str, group: Any, part: torch.Tensor) -> Iterator[tuple[int
             part = coming.wait()
 
 
-def check_group(caller: str) -> None:
-    """Raise RuntimeError unless there is a process group."""
+def check_group(caller: str, group: Any = None) -> None:
+    """Raise RuntimeError unless there is a process group, ValueError unless this process belongs to `group`."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{caller}: torch.distributed.init_process_group() must be called first, on every rank")
+    if group is None:
+        return
+    outsider = group == dist.GroupMember.NON_GROUP_MEMBER
+    if not outsider and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{caller}: argument `group` must be a process group or None, got {type(group).__name__}")
+    if outsider or dist.get_rank(group) < 0:
+        raise ValueError(f"{caller}: this process, rank {dist.get_rank()}, does not belong to argument `group`")

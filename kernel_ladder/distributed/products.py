@@ -92,8 +92,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return None, None, of_input, of_other
 
 
-def _check(caller: str, input: Any, other: Any) -> None:
-    check_group(caller)
+def _check(caller: str, group: Any, input: Any, other: Any) -> None:
+    check_group(caller, group)
     tensors = {"input": input, "other": other}
     check_tensors(caller, **tensors)  # before anything is sent: a rank that raises later leaves the others waiting
     for name, x in tensors.items():
@@ -122,9 +122,10 @@ def all_gather_matmul(
         :func:`matmul_reduce_scatter`.
 
     Raises:
-        ValueError, TypeError: operands that do not fit. RuntimeError: no process group, or a neighbour that is gone.
+        ValueError, TypeError: operands that do not fit, or a `group` without this process. RuntimeError: no process
+            group, or a neighbour that is gone.
     """
-    _check("all_gather_matmul", input, other)
+    _check("all_gather_matmul", group, input, other)
     return _AllGatherMatmul.apply(group, backend, input, other)
 
 
@@ -143,9 +144,10 @@ def matmul_reduce_scatter(
         ``(M / n, N)``, of the inputs' dtype: each of the n − 1 additions rounds to it. Differentiable once.
 
     Raises:
-        ValueError, TypeError: operands that do not fit. RuntimeError: no process group, or a neighbour that is gone.
+        ValueError, TypeError: operands that do not fit, or a `group` without this process. RuntimeError: no process
+            group, or a neighbour that is gone.
     """
-    _check("matmul_reduce_scatter", input, other)
+    _check("matmul_reduce_scatter", group, input, other)
     size = dist.get_world_size(group)
     if input.shape[0] % size:
         raise ValueError(

@@ -13,6 +13,7 @@ The order of all sums is fixed, so two runs give the same bits where the attenti
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernel_ladder import autograd, ops, selection
-from kernel_ladder.distributed.exchange import Exchange, check_group, circulate
+from kernel_ladder import ops
+from kernel_ladder.distributed import steps
+from kernel_ladder.distributed.exchange import check_group, circulate
 from kernel_ladder.distributed.sequence import check_layout, chunks_of
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import check_tensors
@@ -97,16 +99,6 @@ def _band(q: int, k: int, size: int, distance: int, left: int, right: int) -> _B
     return _Block(queries, seen, False, (before, after))
 
 
-def _merge(output: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> None:
-    """Merge a step's result into the float32 accumulators, in place.
-
-    The result's share of a row is exp(L₁) / (exp(L) + exp(L₁)), the sigmoid of L₁ − L.
-    """
-    share = torch.sigmoid(found_lse - lse).masked_fill_(found_lse == -math.inf, 0.0)  # of no key at all, zero
-    output.lerp_(found.to(output.dtype), share[..., None])
-    lse.copy_(torch.logaddexp(lse, found_lse))
-
-
 def _forward(
     ring: _Ring, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +119,7 @@ def _forward(
                     continue
                 output = found.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
                 lse = found_lse.new_full(query.shape[:-1], -math.inf, dtype=wide)
-            _merge(output[..., block.queries, :], lse[..., block.queries], found, found_lse)
+            steps.merge(output[..., block.queries, :], lse[..., block.queries], found, found_lse)
     assert output is not None
     assert lse is not None
     return output.to(query.dtype), lse
@@ -143,85 +135,26 @@ def _backward(
     grad: torch.Tensor,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    length, widths = query.shape[-2], (key.shape[-1], value.shape[-1])
+    length = query.shape[-2]
     grad_query = torch.zeros_like(query, dtype=lse.dtype)
-    travelling = torch.cat((key, value), -1)
-    gradients = torch.zeros_like(travelling, dtype=lse.dtype)  # of the keys and values that this rank has now
-    returning = None
-    for owner, both in circulate("ring_attention", ring.group, travelling):
-        key, value = both.split(widths, -1)
-        found = torch.zeros_like(gradients)
-        of_key, of_value = found.split(widths, -1)
+
+    def step(owner: int, key: torch.Tensor, value: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor) -> None:
         for block in ring.blocks(owner, length):
             rows = block.queries
-            dq, dk, dv = _block_gradients(
-                ring, block, query[..., rows, :], key[..., block.keys, :], value[..., block.keys, :],
-                output[..., rows, :], lse[..., rows], grad[..., rows, :],
+            inputs = query[..., rows, :], key[..., block.keys, :], value[..., block.keys, :]
+            options = {
+                **ring.options, "is_causal": block.is_causal, "window_size": block.window_size, "return_lse": True,
+            }  # fmt: skip
+            dq, dk, dv = steps.gradients(
+                "attention", ring.backend, inputs, options, output[..., rows, :], lse[..., rows], grad[..., rows, :],
                 None if grad_lse is None else grad_lse[..., rows],
             )  # fmt: skip
             grad_query[..., rows, :] += dq
             of_key[..., block.keys, :] += dk
             of_value[..., block.keys, :] += dv
-        if returning is not None:
-            gradients = returning.wait()
-        gradients = gradients + found
-        # They follow their keys: one hop behind the step that adds to them.
-        returning = Exchange("ring_attention", ring.group, gradients) if ring.size > 1 else None
-    gradients = gradients if returning is None else returning.wait()
-    grad_key, grad_value = gradients.split(widths, -1)
+
+    grad_key, grad_value = steps.gradients_around("ring_attention", ring.group, key, value, lse.dtype, step)
     return grad_query.to(query.dtype), grad_key.to(query.dtype), grad_value.to(query.dtype)
-
-
-def _block_gradients(
-    ring: _Ring,
-    block: _Block,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    grad: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-) -> Sequence[torch.Tensor]:
-    """Gradients of a block's query, key and value, by the whole output and log-sum-exp."""
-    leaves = tuple([x.detach().requires_grad_() for x in (query, key, value)])
-    options = {
-        **ring.options, "is_causal": block.is_causal, "window_size": block.window_size, "return_lse": True,
-    }  # fmt: skip
-    with torch.enable_grad():
-        variant = selection.resolve("attention", ring.backend, leaves, options)
-    if variant.saved_from is not None:
-        with torch.no_grad():
-            saved = variant.saved_from((query, key, value), (output.contiguous(), lse.contiguous()), options)
-            of_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-            return autograd.gradients(variant, saved, (grad, of_lse), (True, True, True))  # type: ignore[return-value]
-    # The rung cannot take another output: differentiate the merge instead. With w = exp(L₁ − L), dO₁ = w · dO and
-    # dL₁ = w · (Σ dO · (O₁ − O) + dL).
-    with torch.enable_grad():
-        found, found_lse = autograd.run(variant, leaves, options)
-    weight = torch.exp(found_lse.detach() - torch.where(lse == -math.inf, 0.0, lse))
-    of_lse = (grad.to(lse.dtype) * (found.detach().to(lse.dtype) - output.to(lse.dtype))).sum(-1)
-    of_lse = weight * (of_lse if grad_lse is None else of_lse + grad_lse)
-    return torch.autograd.grad(
-        (found, found_lse), leaves, ((weight[..., None] * grad).to(found.dtype), of_lse.to(found_lse.dtype))
-    )
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ring: _Ring, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        output, lse = _forward(ring, query, key, value)
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.ring = ring
-        ctx.set_materialize_grads(False)
-        return output, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
-        query, key, value, output, lse = ctx.saved_tensors
-        grad = torch.zeros_like(output) if grad is None else grad
-        return (None, *_backward(ctx.ring, query, key, value, output, lse, grad, grad_lse))
 
 
 def ring_attention(
@@ -261,12 +194,13 @@ def ring_attention(
         parts of keys, values and their gradients are on a rank at once.
 
     Raises:
-        ValueError: shapes or options that do not fit. RuntimeError: no process group, or a neighbour that is gone.
+        ValueError, TypeError: shapes or options that do not fit, or a `group` without this process. RuntimeError: no
+            process group, or a neighbour that is gone.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; zigzag: Zhu, ring-flash-attention.
     """
     op = "ring_attention"
-    check_group(op)
+    check_group(op, group)
     check_layout(op, layout)
     if not isinstance(is_causal, bool):
         raise TypeError(f"{op}: argument `is_causal` must be a bool, got {is_causal!r}")
@@ -286,5 +220,6 @@ def ring_attention(
     if len(window) != 2 or not all(isinstance(n, int) and n >= -1 for n in window):
         raise ValueError(f"{op}: argument `window_size` must be two ints from -1 on, got {window_size!r}")
     ring = _Ring(group, layout, is_causal, window, {"scale": scale, "enable_gqa": enable_gqa}, backend)
-    output, lse = _RingAttention.apply(ring, query, key, value)
+    passes = functools.partial(_forward, ring), functools.partial(_backward, ring)
+    output, lse = steps.Around.apply(*passes, query, key, value)
     return (output, lse) if return_lse else output

@@ -65,6 +65,20 @@ def test_what_is_taken_and_chosen(monkeypatch, gradients, gpu_name, d, d_v, take
     assert found == (training if gradients else inference)
 
 
+@needs_extension
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("longest", ["known", "unknown"])
+def test_what_a_ring_saves_is_what_the_forward_pass_saves(name, longest):
+    variant = rung(name)
+    case = packed([0, 5, 40], [0, 9, 33], 64, 64, is_causal=True, window_size=(7, -1), scale=0.3)
+    options = dict(case.options) if longest == "known" else {**case.options, "max_seqlen_q": None, "max_seqlen_k": None}
+    with on_absent_gpu(case, torch.bfloat16, gradients=False) as inputs:
+        outputs, saved = variant.forward(*inputs, **options)
+        found = variant.saved_from(inputs, outputs, options)
+    same = [x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(found, saved, strict=True)]
+    assert all(same), same
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 BANDS = {

@@ -10,17 +10,21 @@ import pytest
 import torch
 
 from kernel_ladder import table
-from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention
+from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter, ring_attention, ring_attention_varlen
 from kernel_ladder.distributed.sharding import RULES
 from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
 
 from ..conftest import DEVICE, INFERENCE, elements, plain_cases, typical_case
-from . import blocks, products, rings, sharded
+from . import blocks, packed, products, rings, sharded
 from .group import Check, run
 
 #: Whether the triton level takes CPU tensors, as the groups' are. It compiles for a GPU where there is one.
 INTERPRETED = table.unavailable("add", "triton") is None and DEVICE.type == "cpu"
+
+
+#: Functions of query, key and value, each with a shape that these may have.
+RINGS = {ring_attention: (1, 1, 4, 8), ring_attention_varlen: (4, 1, 8)}
 
 
 def cases(op: str) -> list[Case]:
@@ -51,6 +55,23 @@ def in_rings(backend: str, dtype: torch.dtype, tolerance: float, names: list[str
     ]
 
 
+def in_packed_rings(backend: str, dtype: torch.dtype, tolerance: float, names: list[str]) -> list[Check]:
+    return [
+        Check(
+            f"ring attention of packed sequences, {name}, {backend}", packed.compare, (name, backend, dtype, tolerance)
+        )
+        for name in names
+    ]
+
+
+PACKED = (
+    Check("parts of packed sequences", packed.check_parts),
+    Check("bad packed sequences", packed.check_errors),
+    Check("packed sequences under autocast", packed.check_autocast),
+    *in_packed_rings("torch", torch.float64, 1e-10, list(packed.CASES)),
+)
+
+
 @pytest.mark.timeout(1200)
 def test_two_ranks(tmp_path):
     level = "triton" if INTERPRETED else "torch"
@@ -62,6 +83,8 @@ def test_two_ranks(tmp_path):
         *([Check("collectives that are not done", sharded.check_asynchronous)] if INTERPRETED else ()),
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
         *(in_rings("triton", torch.float32, 1e-4, taking_the_whole_log_sum_exp, 64) if INTERPRETED else ()),
+        *PACKED,
+        *(in_packed_rings("triton", torch.float32, 1e-4, ["uneven-causal", "grouped"]) if INTERPRETED else ()),
         Check("tensor parallelism", blocks.tensor_parallel, ("torch", False, "nothing")),
         Check("sequence parallelism, with checkpoints", blocks.tensor_parallel, ("torch", True, "checkpoint")),
         Check("sequence parallelism, compiled", blocks.tensor_parallel, (level, True, "compile")),
@@ -78,6 +101,7 @@ def test_four_ranks(tmp_path):
     checks = [
         Check("a mesh of two dimensions", sharded.check_mesh_of_two_dimensions),
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
+        *PACKED,
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
     ]
     run(4, tmp_path, checks)
@@ -87,9 +111,11 @@ def test_every_operation_has_a_rule():
     assert set(RULES) == set(OPS)
 
 
-@pytest.mark.parametrize("function", [ring_attention, all_gather_matmul, matmul_reduce_scatter])
+@pytest.mark.parametrize("function", [*RINGS, all_gather_matmul, matmul_reduce_scatter])
 def test_a_group_is_needed(function):
-    x = torch.zeros(1, 1, 4, 8) if function is ring_attention else torch.zeros(8, 8)
-    arguments = (x, x, x) if function is ring_attention else (x, x)
+    x = torch.zeros(RINGS.get(function, (8, 8)))
+    arguments = (x, x, x) if function in RINGS else (x, x)
+    if function is ring_attention_varlen:
+        arguments += (torch.tensor([0, 4], dtype=torch.int32),)
     with pytest.raises(RuntimeError, match=rf"{function.__name__}: torch\.distributed\.init_process_group\(\) must"):
         function(*arguments)
