@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from kernel_ladder import ops
+from kernel_ladder import autocast, ops, selection, table
 from kernel_ladder.distributed import steps
 from kernel_ladder.distributed.exchange import check_group, circulate
 from kernel_ladder.distributed.sequence import check_layout, chunks_of
+from kernel_ladder.ops.calls import as_number
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.spec import check_tensors
 
@@ -44,7 +45,7 @@ class _Ring(NamedTuple):
     causal: bool
     window: tuple[int, int]
     options: dict[str, Any]
-    backend: str | None
+    backend: str
 
     @property
     def rank(self) -> int:
@@ -53,6 +54,11 @@ class _Ring(NamedTuple):
     @property
     def size(self) -> int:
         return dist.get_world_size(self.group)
+
+    def options_of(self, block: _Block) -> dict[str, Any]:
+        return {
+            **self.options, "is_causal": block.is_causal, "window_size": block.window_size, "return_lse": True,
+        }  # fmt: skip
 
     def blocks(self, owner: int, length: int) -> Iterator[_Block]:
         """What to compute while this rank has the keys of rank `owner`."""
@@ -110,8 +116,7 @@ def _forward(
         for block in ring.blocks(owner, length):
             found, found_lse = ops.attention(
                 query[..., block.queries, :], key[..., block.keys, :], value[..., block.keys, :],
-                is_causal=block.is_causal, window_size=block.window_size, return_lse=True, backend=ring.backend,
-                **ring.options,
+                backend=ring.backend, **ring.options_of(block),
             )  # fmt: skip
             if output is None or lse is None:
                 if found.shape[-2] == length:  # the first result is all that there is to merge
@@ -142,11 +147,9 @@ def _backward(
         for block in ring.blocks(owner, length):
             rows = block.queries
             inputs = query[..., rows, :], key[..., block.keys, :], value[..., block.keys, :]
-            options = {
-                **ring.options, "is_causal": block.is_causal, "window_size": block.window_size, "return_lse": True,
-            }  # fmt: skip
             dq, dk, dv = steps.gradients(
-                "attention", ring.backend, inputs, options, output[..., rows, :], lse[..., rows], grad[..., rows, :],
+                "attention", ring.backend, inputs, ring.options_of(block),
+                output[..., rows, :], lse[..., rows], grad[..., rows, :],
                 None if grad_lse is None else grad_lse[..., rows],
             )  # fmt: skip
             grad_query[..., rows, :] += dq
@@ -194,8 +197,8 @@ def ring_attention(
         parts of keys, values and their gradients are on a rank at once.
 
     Raises:
-        ValueError, TypeError: shapes or options that do not fit, or a `group` without this process. RuntimeError: no
-            process group, or a neighbour that is gone.
+        ValueError, TypeError: shapes or options that do not fit, or a `group` without this process; raised before
+            anything is sent. RuntimeError: no process group, or a neighbour that is gone.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; zigzag: Zhu, ring-flash-attention.
     """
@@ -204,6 +207,12 @@ def ring_attention(
     check_layout(op, layout)
     if not isinstance(is_causal, bool):
         raise TypeError(f"{op}: argument `is_causal` must be a bool, got {is_causal!r}")
+    if autocast.is_on():
+        run = functools.partial(
+            ring_attention, is_causal=is_causal, group=group, layout=layout, scale=scale, enable_gqa=enable_gqa,
+            window_size=window_size, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+        return autocast.call(lambda given: run(*given), "attention", (query, key, value))
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
     check_tensors(op, **tensors)  # before anything is sent: a rank that raises later leaves the others waiting
     for name, x in tensors.items():
@@ -219,7 +228,12 @@ def ring_attention(
     window = NO_WINDOW if window_size is None else tuple(window_size)
     if len(window) != 2 or not all(isinstance(n, int) and n >= -1 for n in window):
         raise ValueError(f"{op}: argument `window_size` must be two ints from -1 on, got {window_size!r}")
-    ring = _Ring(group, layout, is_causal, window, {"scale": scale, "enable_gqa": enable_gqa}, backend)
+    options = {"scale": None if scale is None else as_number(scale), "enable_gqa": enable_gqa}
+    ring = _Ring(group, layout, is_causal, window, options, table.asked_for("attention", backend))
+    for block in ring.blocks(ring.rank, query.shape[2]):
+        inputs = query[..., block.queries, :], key[..., block.keys, :], value[..., block.keys, :]
+        table.spec("attention").check(*inputs, **ring.options_of(block))
+        selection.resolve("attention", backend, inputs, ring.options_of(block))
     passes = functools.partial(_forward, ring), functools.partial(_backward, ring)
     output, lse = steps.Around.apply(*passes, query, key, value)
     return (output, lse) if return_lse else output

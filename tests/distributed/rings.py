@@ -71,3 +71,18 @@ def check_parts() -> None:
         shard_sequence(torch.arange(size), 0)
     with pytest.raises(ValueError, match="argument `layout` must be one of 'zigzag', 'contiguous', got 'ring'"):
         positions(4, layout="ring")
+
+
+def check_before_anything_is_sent() -> None:
+    """A wrong backend or wrong heads end in an error on each rank, and the group still works. So does autocast."""
+    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(kernel_ladder.BackendError, match="rocket"):
+        ring_attention(x, x, x, backend="rocket")
+    with pytest.raises(kernel_ladder.UnsupportedError, match=r"torch\.builtin"):
+        ring_attention(x, x, x, backend="torch.builtin")
+    three = torch.cat((x, x[:, :1]), 1)
+    with pytest.raises(ValueError, match="`key` must have the 2 heads of `query`, or 1, unless"):
+        ring_attention(x, three, three)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ring_attention(x, x, x, True, backend="torch")
+    assert torch.equal(found, ring_attention(*[x.bfloat16()] * 3, True, backend="torch"))

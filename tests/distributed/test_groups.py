@@ -80,6 +80,7 @@ def test_two_ranks(tmp_path):
         *calls_on_dtensors(),
         Check("bad placements", sharded.check_errors),
         Check("parts of a sequence", rings.check_parts),
+        Check("bad rings, and autocast", rings.check_before_anything_is_sent),
         *([Check("collectives that are not done", sharded.check_asynchronous)] if INTERPRETED else ()),
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
         *(in_rings("triton", torch.float32, 1e-4, taking_the_whole_log_sum_exp, 64) if INTERPRETED else ()),
