@@ -196,11 +196,13 @@ def every_variant(*levels: str) -> list[Variant]:
 
 #: Operations of inference, whose formulas have gradients and whose kernels refuse them.
 INFERENCE = ("attention_paged",)
+#: Operations whose every rung refuses them.
+NO_GRADIENT = ("linear_float8",)
 
 
 def without_gradient(variant: Variant) -> bool:
-    """Whether a variant is a kernel that refuses gradients."""
-    return variant.op in INFERENCE and variant.level in ("triton", "cuda")
+    """Whether a variant refuses gradients."""
+    return variant.op in NO_GRADIENT or variant.op in INFERENCE and variant.level in ("triton", "cuda")
 
 
 def variant_id(variant: Variant) -> str:

@@ -10,12 +10,31 @@ from unittest import mock
 
 import torch
 
+from kernel_ladder.semantics.float8 import FLOAT8
 from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gradient
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 _CLASSES = ("classes", "some_classes", "no_classes")
-KINDS = ("boolean", "hidden_rows", "offsets", "lengths", "pages", "parameter", "rotations", *_CLASSES)
+KINDS = (
+    "boolean",
+    "hidden_rows",
+    "offsets",
+    "lengths",
+    "pages",
+    "parameter",
+    "rotations",
+    "float8",
+    "scale",
+    "bias",
+    *_CLASSES,
+)
+#: Kinds of numbers in layouts, each with its dtype in a case of a dtype.
+_FLOAT8_KINDS: dict[str, Callable[[torch.dtype], torch.dtype]] = {
+    "float8": lambda dtype: FLOAT8,
+    "scale": lambda dtype: torch.float32,
+    "bias": lambda dtype: torch.float32 if dtype == torch.float64 else dtype,
+}
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -69,6 +88,8 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             return None if shape is None else _layout(shape, case.layout_of(place), make)
         if case.kinds[place] == "parameter":
             return make(shape).to(computation_dtype(dtype))
+        if (number := _FLOAT8_KINDS.get(case.kinds[place])) is not None:
+            return _layout(shape, case.layout_of(place), lambda shape: make(shape).to(number(dtype)))
         integers = {
             **dict.fromkeys(("offsets", "lengths", "pages"), torch.int32),
             **dict.fromkeys(_CLASSES, torch.int64),
@@ -90,8 +111,10 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
       lowest number of `dtype`, which users also write into masks
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
 
-    The arguments that ``case.kinds`` names are contiguous:
+    The arguments that ``case.kinds`` names are contiguous, save those of float8 and their bias:
 
+    - ``float8``: e4m3, clamped to its largest number; ``bias``: of float32 in place of float64, else of their dtype
+    - ``scale``: float32, from 0.5 to 1.5
     - ``parameter``: of float32 beside 16-bit arguments, else of their dtype
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
     - ``rotations``: complex64 numbers of modulus one
@@ -128,6 +151,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
         elif case.values == "inf":
             x.view(-1)[::7] = torch.inf
             x.view(-1)[3::14] = -torch.inf
+        if to is FLOAT8:  # which has no infinity
+            x = x.clamp(-torch.finfo(FLOAT8).max, torch.finfo(FLOAT8).max)
         return x.to(to)
 
     def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
@@ -135,6 +160,10 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             return None
         if case.kinds.get(place) == "parameter":
             return make(shape, computation_dtype(dtype))
+        if case.kinds.get(place) == "scale":
+            return torch.rand(shape, generator=generator, device=device) + 0.5
+        if (number := _FLOAT8_KINDS.get(case.kinds.get(place, ""))) is not None:
+            return _layout(shape, case.layout_of(place), lambda shape: make(shape, number(dtype)))
         if place in case.kinds:
             return _of_kind(case, place, shape, generator)
         return _layout(shape, case.layout_of(place), make)
