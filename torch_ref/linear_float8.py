@@ -4,7 +4,7 @@ Float8 here is e4m3 (Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2
 tensor, or one per row, as ``torch._scaled_mm`` takes them. No rung has a gradient.
 
 naive    operands converted to float32 and multiplied there
-builtin  ``torch._scaled_mm``: cuBLAS's float8 product with the scales in its epilogue; row-wise scales in bfloat16 alone
+builtin  ``torch._scaled_mm``: a float8 product with scales in its epilogue; scales per row in bfloat16 alone
 """
 
 import math
@@ -18,7 +18,6 @@ from kernel_ladder.semantics.float8 import (
     OUTPUT_DTYPES,
     PROMOTED_EVERY,
     no_gradient,
-    refuse_gradient,
     scale_shape,
 )
 from kernel_ladder.semantics.linear_shapes import as_rows, output_shape

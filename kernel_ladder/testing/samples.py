@@ -16,25 +16,8 @@ from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gr
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 _CLASSES = ("classes", "some_classes", "no_classes")
-KINDS = (
-    "boolean",
-    "hidden_rows",
-    "offsets",
-    "lengths",
-    "pages",
-    "parameter",
-    "rotations",
-    "float8",
-    "scale",
-    "bias",
-    *_CLASSES,
-)
-#: Kinds of numbers in layouts, each with its dtype in a case of a dtype.
-_FLOAT8_KINDS: dict[str, Callable[[torch.dtype], torch.dtype]] = {
-    "float8": lambda dtype: FLOAT8,
-    "scale": lambda dtype: torch.float32,
-    "bias": lambda dtype: torch.float32 if dtype == torch.float64 else dtype,
-}
+_NUMBERS = ("float8", "scale", "bias")
+KINDS = ("boolean", "hidden_rows", "offsets", "lengths", "pages", "parameter", "rotations", *_NUMBERS, *_CLASSES)
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -57,6 +40,13 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
     if layout == "bshd":  # (..., S, H, D) in memory, seen as (..., H, S, D)
         return make((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-2, -3)
     return make((1, *shape[1:])).expand(shape)  # zero stride in the first dimension
+
+
+def _number(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an argument of float8 products, or of what goes with them, in a case of a dtype."""
+    if kind == "bias":
+        return torch.float32 if dtype == torch.float64 else dtype
+    return FLOAT8 if kind == "float8" else torch.float32
 
 
 @contextmanager
@@ -88,8 +78,9 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             return None if shape is None else _layout(shape, case.layout_of(place), make)
         if case.kinds[place] == "parameter":
             return make(shape).to(computation_dtype(dtype))
-        if (number := _FLOAT8_KINDS.get(case.kinds[place])) is not None:
-            return _layout(shape, case.layout_of(place), lambda shape: make(shape).to(number(dtype)))
+        if case.kinds[place] in _NUMBERS:
+            number = _number(case.kinds[place], dtype)
+            return _layout(shape, case.layout_of(place), lambda shape: make(shape).to(number))
         integers = {
             **dict.fromkeys(("offsets", "lengths", "pages"), torch.int32),
             **dict.fromkeys(_CLASSES, torch.int64),
@@ -162,8 +153,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             return make(shape, computation_dtype(dtype))
         if case.kinds.get(place) == "scale":
             return torch.rand(shape, generator=generator, device=device) + 0.5
-        if (number := _FLOAT8_KINDS.get(case.kinds.get(place, ""))) is not None:
-            return _layout(shape, case.layout_of(place), lambda shape: make(shape, number(dtype)))
+        if case.kinds.get(place) in ("float8", "bias"):
+            number = _number(case.kinds[place], dtype)
+            return _layout(shape, case.layout_of(place), lambda shape: make(shape, number))
         if place in case.kinds:
             return _of_kind(case, place, shape, generator)
         return _layout(shape, case.layout_of(place), make)

@@ -11,7 +11,7 @@ from kernel_ladder import table
 from kernel_ladder.spec import has_gradient
 from kernel_ladder.testing.samples import empty_inputs, make_inputs
 
-from ..conftest import DEVICE, public, skip_unless_available, typical_case
+from ..conftest import DEVICE, OWN_DTYPES, public, skip_unless_available, typical_case
 
 NUMBERS = [
     ("softmax", {"dim": np.int64(-1)}, {"dim": -1}),
@@ -79,10 +79,6 @@ def test_tensors_without_data_are_refused_by_kernels(op, level):
     case = typical_case(op)
     with pytest.raises(kernel_ladder.UnsupportedError, match="tensors, got meta"):
         public(op, empty_inputs(case, torch.float32, "meta"), case.options, backend=level)
-
-
-#: Operations whose arguments have dtypes of their own; their specs' bad arguments have others.
-OWN_DTYPES = ("linear_float8",)
 
 
 @pytest.mark.parametrize("op", [op for op in kernel_ladder.OPS if op not in OWN_DTYPES])

@@ -92,8 +92,8 @@ def _linear_float8_persistent_kernel(
                 ROW_SCALES, COLUMN_SCALES, HAS_BIAS, DESCRIBED, BLOCK_M, HALF,
             )  # fmt: skip
             _scaled_subtile(
-                c, input_scale_ptr, weight_scale_ptr, bias_ptr, batch, m_stored, n_stored + HALF, M, N, bias_stride, right,
-                ROW_SCALES, COLUMN_SCALES, HAS_BIAS, DESCRIBED, BLOCK_M, HALF,
+                c, input_scale_ptr, weight_scale_ptr, bias_ptr, batch, m_stored, n_stored + HALF, M, N, bias_stride,
+                right, ROW_SCALES, COLUMN_SCALES, HAS_BIAS, DESCRIBED, BLOCK_M, HALF,
             )  # fmt: skip
 
 

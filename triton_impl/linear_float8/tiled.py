@@ -82,7 +82,7 @@ def _linear_float8_kernel(
 ):  # fmt: skip
     """``c = (A · B) · input_scale · weight_scale + bias`` in float32, rounded once; A and B in float8.
 
-    Grid: (⌈M / BLOCK_M⌉ · ⌈N / BLOCK_N⌉,). Layout: A (M, K), B (K, N) and bias (N,) by strides; c and scales contiguous.
+    Grid: (⌈M / BLOCK_M⌉ · ⌈N / BLOCK_N⌉,). Layout: A (M, K), B (K, N), bias (N,) by strides, others contiguous.
     """
     tile_m, tile_n = rasterize(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     acc, offs_m, offs_n, mask = accumulate(
