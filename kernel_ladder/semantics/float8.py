@@ -17,7 +17,7 @@ OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROMOTED_EVERY = 128
 
 _NO_GRADIENT = "float8 products are for inference and have no gradient"
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def no_gradient(*inputs: torch.Tensor | None) -> str | None:
@@ -43,11 +43,11 @@ def quantize_float8(x: torch.Tensor, per_row: bool = True) -> tuple[torch.Tensor
     """Quantize a tensor to float8 (e4m3) with one scale per row, or one for all.
 
     The scale maps the largest magnitude to 448, the largest number of e4m3: ``x ≈ quantized.float() * scale``. Values
-    round to the nearest, ties to even. Rows of zeros have scale 1. A NaN or an infinity makes the whole row NaN, or
-    with one scale the whole tensor.
+    round to the nearest, ties to even. Rows of zeros have scale 1. Of a row that holds NaN or infinity, the scale is no
+    number either, so that all of the row's results are NaN.
 
     Args:
-        x: ``(..., K)``; float16, bfloat16, float32 or float64; any strides. A tensor of no dimension has one scale.
+        x: ``(..., K)``; float16, bfloat16 or float32; any strides. A tensor of no dimension has one scale.
         per_row: one scale for each row along the last dimension, else one for the tensor.
 
     Returns:
@@ -70,15 +70,12 @@ def quantize_float8(x: torch.Tensor, per_row: bool = True) -> tuple[torch.Tensor
     if per_row and x.dim() == 0:
         raise ValueError(f"{op}: argument `per_row` must be False for a tensor of no dimension, which has no rows")
     with torch.no_grad():
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        magnitude, largest = wide.abs(), torch.finfo(FLOAT8).max
+        wide, largest = x.float(), torch.finfo(FLOAT8).max
         if x.numel() == 0:
             top = wide.new_zeros(scale_shape(tuple(x.shape)) if per_row else ())
         else:
-            top = magnitude.amax(-1, keepdim=True) if per_row else magnitude.amax()
-        # A scale that is subnormal would lose digits, and its reciprocal might overflow.
-        scale = (top / largest).clamp(min=torch.finfo(torch.float32).tiny).float()
-        scale = torch.where(top == 0, 1.0, scale)
-        scaled = wide / scale.to(wide.dtype)
-        # e4m3 has no infinity, and rounding may pass its largest number by one digit of float32.
-        return torch.where(scaled.isinf(), torch.nan, scaled.clamp(-largest, largest)).to(FLOAT8), scale
+            top = wide.abs().amax(-1, keepdim=True) if per_row else wide.abs().amax()
+        # A subnormal scale would lose digits.
+        scale = torch.where(top == 0, 1.0, (top / largest).clamp(min=torch.finfo(torch.float32).tiny))
+        # The quotient may pass the largest number by one digit of float32.
+        return (wide / scale).clamp(-largest, largest).to(FLOAT8), scale
