@@ -18,6 +18,7 @@ from kernel_ladder.semantics.float8 import (
     OUTPUT_DTYPES,
     PROMOTED_EVERY,
     no_gradient,
+    output_dtype,
     scale_shape,
 )
 from kernel_ladder.semantics.linear_shapes import as_rows, output_shape
@@ -43,7 +44,7 @@ def naive(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | str,
 ) -> torch.Tensor:
     """The formula in float32: both operands are converted first, which float32 holds exactly.
 
@@ -51,7 +52,8 @@ def naive(
     """
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     product = torch.matmul(input.to(wide), weight.to(wide).mT)
-    return _scaled(product, input_scale, weight_scale, bias).to(wide if input.dtype == wide else out_dtype)
+    output = _scaled(product, input_scale, weight_scale, bias)
+    return output if input.dtype == torch.float64 else output.to(output_dtype(out_dtype))
 
 
 def _scaled(
@@ -68,7 +70,7 @@ def builtin(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | str,
 ) -> torch.Tensor:
     """``torch._scaled_mm``, with promotion to float32. Of a scale per tensor beside one per row, the first is repeated.
 
@@ -84,7 +86,7 @@ def builtin(
         scale_a=input_scale,
         scale_b=weight_scale,
         bias=bias,
-        out_dtype=out_dtype,
+        out_dtype=output_dtype(out_dtype),
         use_fast_accum=False,
     )
     return output.view(output_shape(input, weight))
@@ -97,7 +99,7 @@ def on_tensor_cores(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | str,
     promoted_every: int = PROMOTED_EVERY,
 ) -> torch.Tensor:
     """The formula with sums as Hopper's float8 tensor cores make them: the error that a kernel must be allowed.
@@ -119,7 +121,9 @@ def on_tensor_cores(
                 upto = min(end, i + _INSTRUCTION_K)
                 partial = _instruction(partial, of_rows[..., i:upto] * b[None, :, i:upto])
             product[rows : rows + at_once] += partial
-    return _scaled(product.view(output_shape(input, weight)), input_scale, weight_scale, bias).to(out_dtype)
+    return _scaled(product.view(output_shape(input, weight)), input_scale, weight_scale, bias).to(
+        output_dtype(out_dtype)
+    )
 
 
 def _instruction(sums: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
@@ -143,7 +147,7 @@ def check(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | str,
 ) -> None:
     check_tensors(OP, (FLOAT8,), input=input, weight=weight)
     if input.dim() == 0:
@@ -172,12 +176,13 @@ def check(
                 f"{OP}: argument `bias` must have the shape ({weight.shape[0]},) of the rows of `weight`, "
                 f"got {tuple(bias.shape)}"
             )
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"{OP}: argument `out_dtype` must be a torch.dtype, got {type(out_dtype).__name__}")
-    if out_dtype not in OUTPUT_DTYPES:
-        raise TypeError(
-            f"{OP}: argument `out_dtype` is {dtype_name(out_dtype)}; accepted are {dtype_names(OUTPUT_DTYPES)}"
-        )
+    if not isinstance(out_dtype, (torch.dtype, str)):
+        names = ", ".join(repr(dtype_name(dtype)) for dtype in OUTPUT_DTYPES)
+        given = type(out_dtype).__name__
+        raise TypeError(f"{OP}: argument `out_dtype` must be a torch.dtype or its name ({names}), got {given}")
+    name = out_dtype if isinstance(out_dtype, str) else dtype_name(out_dtype)
+    if name not in map(dtype_name, OUTPUT_DTYPES):
+        raise TypeError(f"{OP}: argument `out_dtype` is {name}; accepted are {dtype_names(OUTPUT_DTYPES)}")
 
 
 def _check_number(input: torch.Tensor, name: str, x: object, dtypes: tuple[torch.dtype, ...], absent: str = "") -> None:
@@ -196,8 +201,8 @@ def _check_number(input: torch.Tensor, name: str, x: object, dtypes: tuple[torch
 def _bytes(case: Case, itemsize: int, backward: bool) -> int:
     # Operands have a byte an element. Scales and bias are negligible. There is no backward pass.
     input, weight, *_ = case.shapes
-    output = math.prod(input[:-1]) * weight[0]
-    return 0 if backward else math.prod(input) + math.prod(weight) + case.options["out_dtype"].itemsize * output
+    output = output_dtype(case.options["out_dtype"]).itemsize * math.prod(input[:-1]) * weight[0]
+    return 0 if backward else math.prod(input) + math.prod(weight) + output
 
 
 def _flops(case: Case, backward: bool) -> int:
@@ -227,7 +232,7 @@ _FIRST = 8, 9
 def builtin_unsupported(*inputs: Any, **options: Any) -> str | None:
     """Why ``torch._scaled_mm`` does not take a call, or None."""
     input, weight, input_scale, weight_scale, bias = inputs
-    out_dtype = options["out_dtype"]
+    out_dtype = output_dtype(options["out_dtype"])
     if (reason := no_gradient(*inputs)) is not None:
         return reason
     if not input.is_cuda:

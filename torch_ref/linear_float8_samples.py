@@ -19,7 +19,7 @@ def _case(
     input: tuple[int, ...],
     n: int,
     scales: tuple[str, str] = _ROW,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: str = "bfloat16",
     *,
     bias: bool = True,
     **more: Any,
@@ -33,7 +33,7 @@ def _case(
 
 
 def cases() -> list[Case]:
-    single, half = torch.float32, torch.float16
+    single, half = "float32", "float16"
     return [
         _case("prime", (37, 53), 41),
         _case("prime-float32", (37, 53), 41, out_dtype=single),
@@ -102,13 +102,14 @@ ERRORS = [
         TypeError,
         r"`bias` has dtype float64; accepted are bfloat16, float16, float32",
     ),
-    ErrorCase("out-type", _bad(out_dtype="float32"), TypeError, r"`out_dtype` must be a torch\.dtype, got str"),
+    ErrorCase("out-type", _bad(out_dtype=32), TypeError, r"`out_dtype` must be a torch\.dtype or .*, got int"),
     ErrorCase(
         "out-dtype",
         _bad(out_dtype=FLOAT8),
         TypeError,
         r"`out_dtype` is float8_e4m3fn; accepted are bfloat16, float16, float32",
     ),
+    ErrorCase("out-name", _bad(out_dtype="half"), TypeError, r"`out_dtype` is half; accepted are bfloat16, float16"),
     ErrorCase("input-0d", _bad(()), ValueError, r"`input` must have at least 1 dimension, got a 0-"),
     ErrorCase("weight-1d", _bad(weight=(16,)), ValueError, r"`weight` must have 2 dimensions \(N, K\), got .*\(16,\)"),
     ErrorCase(

@@ -65,7 +65,7 @@ def linear_float8(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | str = torch.bfloat16,
     out: None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -79,7 +79,7 @@ def linear_float8(
         input_scale: float32; ``()``, one for the tensor, or ``(..., 1)``, one per row of `input`.
         weight_scale: float32; ``()``, or ``(N, 1)``, one per row of `weight`. ``torch._scaled_mm`` takes its transpose.
         bias: ``(N,)``; bfloat16, float16 or float32, whatever `out_dtype` is; or None for zeros.
-        out_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        out_dtype: torch.bfloat16, torch.float16 or torch.float32, or its name.
         out: must be None; the result is a new tensor.
         backend: see :func:`kernel_ladder.use`.
 

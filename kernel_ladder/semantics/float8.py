@@ -34,6 +34,16 @@ def refuse_gradient(op: str) -> Callable[..., NoReturn]:
     return backward
 
 
+def output_dtype(out_dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of an output, which may be given by its name: a command line, and rows of results, have names."""
+    if isinstance(out_dtype, torch.dtype):
+        return out_dtype
+    for dtype in OUTPUT_DTYPES:
+        if dtype_name(dtype) == out_dtype:
+            return dtype
+    raise ValueError(f"no dtype of an output: {out_dtype!r}")
+
+
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a scale per row of a tensor: its last dimension is 1."""
     return (*shape[:-1], 1)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import kernel_ladder
 from kernel_ladder import UnsupportedError, table
 from kernel_ladder.semantics.cross_entropy import REDUCTIONS
+from kernel_ladder.semantics.float8 import OUTPUT_DTYPES
 from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
 from kernel_ladder.spec import DTYPES, as_tuple, dtype_name, has_gradient
 from kernel_ladder.testing.deviation import compare
@@ -410,6 +411,7 @@ TEXTS = {
     "is_causal": ("lower_right",),
     "activation": tuple(ACTIVATIONS),
     "reduction": REDUCTIONS,
+    "out_dtype": tuple(map(dtype_name, OUTPUT_DTYPES)),
 }
 
 #: What an annotation's part is called.

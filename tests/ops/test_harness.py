@@ -389,7 +389,7 @@ def test_accepts_exact_results_rounded_once(op, dtype):
 
     def exact(*inputs, **options):
         outputs = spec.reference(*converted(inputs, torch.float64), **options)
-        to = options["out_dtype"] if op in OWN_DTYPES else dtype
+        to = getattr(torch, options["out_dtype"]) if op in OWN_DTYPES else dtype
         return converted(outputs, to) if isinstance(outputs, tuple) else outputs.to(to)
 
     result = judge(op, exact, case, dtype, backward=op not in NO_GRADIENT)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernel_ladder.semantics.float8 import output_dtype
 from kernel_ladder.semantics.linear_shapes import as_rows, output_shape
 from kernel_ladder.tracing import concrete, shapes_only
 from triton_impl import interpreted, multiprocessors
@@ -110,16 +111,16 @@ def linear_float8(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | str,
 ) -> tuple[torch.Tensor, tuple]:
-    output = torch.empty(output_shape(input, weight), dtype=out_dtype, device=input.device)
+    output = torch.empty(output_shape(input, weight), dtype=output_dtype(out_dtype), device=input.device)
     if shapes_only() or output.numel() == 0:
         return output, ()
     a, of_rows, of_columns = as_rows(input), input_scale.contiguous(), weight_scale.contiguous()
     tensors = (output, a, weight, of_rows, of_columns, output if bias is None else bias)
     step = None if bias is None else (bias.stride(0), bias.dtype)
     scales = (bool(of_rows.dim()), bool(of_columns.dim()))
-    key = (a.shape, a.stride(), weight.shape, weight.stride(), scales, step, out_dtype, input.device)
+    key = (a.shape, a.stride(), weight.shape, weight.stride(), scales, step, output.dtype, input.device)
     known = _launches.get(key)
     if known is None:
         _launches.remember(key, _first(tensors, scales, bias))

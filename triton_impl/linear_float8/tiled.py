@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from kernel_ladder import gpu
-from kernel_ladder.semantics.float8 import no_gradient
+from kernel_ladder.semantics.float8 import no_gradient, output_dtype
 from kernel_ladder.semantics.linear_shapes import as_rows, output_shape
 from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted
@@ -27,6 +27,8 @@ from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.matmul.tiles import accumulate, arguments_of, config, rasterize
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
+
+PROMOTION_NEEDS = "float8 sums that are promoted to float32 need compute capability 9.0 or later"
 
 #: Tiles of at least 128 along k, as sums are promoted. The first is taken without tuning, or the last if it is too big.
 CONFIGS = [
@@ -113,16 +115,16 @@ def linear_float8(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | str,
 ) -> tuple[torch.Tensor, tuple]:
-    output = torch.empty(output_shape(input, weight), dtype=out_dtype, device=input.device)
+    output = torch.empty(output_shape(input, weight), dtype=output_dtype(out_dtype), device=input.device)
     if shapes_only() or output.numel() == 0:
         return output, ()
     a, of_rows, of_columns = as_rows(input), input_scale.contiguous(), weight_scale.contiguous()
     tensors = (output, a, weight, of_rows, of_columns, output if bias is None else bias)
     step = None if bias is None else (bias.stride(0), bias.dtype)
     scales = (bool(of_rows.dim()), bool(of_columns.dim()))
-    key = (a.shape, a.stride(), weight.shape, weight.stride(), scales, step, out_dtype, input.device)
+    key = (a.shape, a.stride(), weight.shape, weight.stride(), scales, step, output.dtype, input.device)
     _launches.run(key, lambda: _first(tensors, scales, bias), tensors)
     return output, ()
 
@@ -152,5 +154,4 @@ def _without_promotion(index: int) -> str | None:
     if not gpu.visible() or (found := gpu.of(index)).capability >= (9, 0):
         return None
     major, minor = found.capability
-    need = "float8 sums that are promoted to float32 need compute capability 9.0 or later"
-    return f"{need}, {found.name} has {major}.{minor}"
+    return f"{PROMOTION_NEEDS}, {found.name} has {major}.{minor}"
