@@ -17,6 +17,7 @@ from ..conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case,
 
 OP = "linear_float8"
 FLOAT8 = torch.float8_e4m3fn
+KINDS = typical_case(OP).kinds
 
 
 def rungs() -> list[table.Variant]:
@@ -134,12 +135,47 @@ def test_sums_that_are_not_promoted_are_rejected():
     assert not agreement(spec, never_promoted, inputs, options).agrees
 
 
+@pytest.mark.parametrize("variant", rungs(), ids=variant_id)
+@pytest.mark.parametrize("cancels", [False, True])
+def test_the_largest_numbers(variant, cancels):
+    """Sums of the largest products, past the range of float16, or of none at all where they cancel."""
+    if variant.level == "compile" and DEVICE.type == "cpu":
+        pytest.skip("a C++ compiler takes seconds; torch.naive is its formula")
+    k, scale = 192, torch.tensor(1.0, device=DEVICE)
+    a = torch.full((16, k), 448.0, device=DEVICE)
+    if cancels:
+        a[:, ::2] *= -1
+    b = torch.full((16, k), 448.0, device=DEVICE)
+    inputs = (a.to(FLOAT8), b.to(FLOAT8), scale, scale, None)
+    skip_unless_it_runs(variant, inputs, {"out_dtype": torch.bfloat16})
+    output = kl.linear_float8(*inputs, backend=variant.name)
+    assert (output == (0.0 if cancels else (k * 448**2 * scale).bfloat16())).all()
+
+
+@pytest.mark.parametrize("variant", [v for v in rungs() if v.level in ("torch", "triton")], ids=variant_id)
+@pytest.mark.parametrize("far", ["input", "weight"])
+def test_strides_beyond_32_bits(variant, far, gpu_memory):
+    """The last row of an operand lies 2³¹ elements past its first. On a CPU that is address space alone."""
+    if DEVICE.type == "cuda":
+        gpu_memory(3 * 2**30)
+    inputs = list(make_inputs(Case("", ((3, 32), (16, 32), (), (), None), kinds=KINDS), torch.float32, DEVICE))
+    place = ("input", "weight").index(far)
+    rows, step = inputs[place].shape[0], -(-(2**31) // (inputs[place].shape[0] - 1)) // 16 * 16 + 16
+    memory = torch.empty((rows - 1) * step + 32, dtype=torch.uint8, device=DEVICE).view(FLOAT8)
+    moved = memory.as_strided(inputs[place].shape, (step, 1)).copy_(inputs[place])
+    of_call = tuple(moved if i == place else x for i, x in enumerate(inputs))
+    options = {"out_dtype": torch.float32}
+    skip_unless_it_runs(variant, of_call, options)
+    found = agreement(kl.spec(OP), lambda *x, **of: kl.linear_float8(*x, **of, backend=variant.name), of_call, options)
+    assert found.agrees, str(found)
+
+
 # ---- what is taken -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", rungs(), ids=variant_id)
 def test_a_gradient_is_refused(variant):
-    case = Case("", ((16, 32), (16, 32), (), (), (16,)), {"out_dtype": torch.float32}, kinds=typical_case(OP).kinds)
+    case = Case("", ((16, 32), (16, 32), (), (), (16,)), {"out_dtype": torch.float32}, kinds=KINDS)
     *inputs, bias = make_inputs(case, torch.float32, DEVICE)
     with torch.no_grad():
         skip_unless_it_runs(variant, (*inputs, bias), case.options)
@@ -157,7 +193,7 @@ def taken(gpu_name: str, m: int, n: int, k: int, **more) -> tuple[str, dict[str,
     """The rung that "auto" takes on a GPU, and why others were passed over."""
     options = {"out_dtype": more.pop("out_dtype", torch.bfloat16)}
     shapes = ((m, k), (n, k), (m, 1), (n, 1), (n,) if more.pop("bias", False) else None)
-    case = Case("", shapes, options, kinds=typical_case(OP).kinds, **more)
+    case = Case("", shapes, options, kinds=KINDS, **more)
     with gpu.pretend(gpu_name), on_absent_gpu(case, torch.bfloat16, gradients=False) as inputs:
         tried = selection.explain(OP, "auto", inputs, options)
     return tried[-1][0], dict(tried[:-1])
