@@ -263,7 +263,7 @@ def _no_code(variant: table.Variant, arch: architecture.Architecture) -> str | N
     """Why a variant's kernels cannot be compiled for an architecture, or None."""
     if variant.here is requirements.here and arch.number // 10 != 9:
         return f"{variant.op}: {variant.name} has no code for {arch.name}: its kernels are for compute capability 9.0"
-    if variant.op == "linear_float8" and arch.number < 90:
+    if variant.op == "linear_float8" and arch.number // 10 not in tiled.PROMOTING:
         return f"{variant.op}: {variant.name} has no code for {arch.name}: {tiled.PROMOTION_NEEDS}"
     return None
 

@@ -207,7 +207,7 @@ def test_triton_compiles_ahead_of_time(variant, pass_, arch):
 
 def test_float8_has_no_code_for_ampere():
     for rung in ("triton.tiled", "triton.persistent"):
-        with pytest.raises(InspectError, match=r"has no code for sm_80: float8 sums .* need compute capability 9\.0"):
+        with pytest.raises(InspectError, match=r"has no code for sm_80: float8 sums .* need compute capability 9\.x"):
             looked_into("linear_float8", rung, "forward", arch="sm_80")
 
 

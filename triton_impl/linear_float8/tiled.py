@@ -28,7 +28,10 @@ from triton_impl.matmul.tiles import accumulate, arguments_of, config, rasterize
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import Launch, LaunchCache
 
-PROMOTION_NEEDS = "float8 sums that are promoted to float32 need compute capability 9.0 or later"
+#: Major compute capabilities whose sums are wide enough: Hopper's are promoted, Blackwell's tcgen05 adds in float32.
+#: Triton does not promote those of mma.sync, which other GPUs have.
+PROMOTING = 9, 10
+PROMOTION_NEEDS = "float8 sums that keep the digits of float32 need compute capability 9.x or 10.x"
 
 #: Tiles of at least 128 along k, as sums are promoted. The first is taken without tuning, or the last if it is too big.
 CONFIGS = [
@@ -150,8 +153,8 @@ def unsupported(*inputs: torch.Tensor, **options: object) -> str | None:
 
 @gpu.cached
 def _without_promotion(index: int) -> str | None:
-    """Why Triton cannot promote float8 sums on a GPU, or None."""
-    if not gpu.visible() or (found := gpu.of(index)).capability >= (9, 0):
+    """Why Triton's float8 sums would lose digits on a GPU, or None."""
+    if not gpu.visible() or (found := gpu.of(index)).capability[0] in PROMOTING:
         return None
     major, minor = found.capability
     return f"{PROMOTION_NEEDS}, {found.name} has {major}.{minor}"
