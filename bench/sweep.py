@@ -212,7 +212,9 @@ class Sweep:
         return short
 
     def _ceilings_of(self, group: Group, nbytes: int) -> tuple[float, float] | tuple[None, None]:
-        """GB/s and TFLOP/s of the ceilings; None where memory does not suffice to measure them beside the group."""
+        """GB/s and TFLOP/s of the ceilings; None where there are none, or no memory for them beside the group."""
+        if group.op in ceilings.WITHOUT_CEILING:
+            return None, None
         with self.phases(phases.CEILINGS):
             try:
                 return ceilings.copy_gbs(nbytes, self.device), ceilings.matrix_tflops(group.dtype, self.device)

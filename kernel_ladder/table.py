@@ -41,6 +41,7 @@ OPS: tuple[str, ...] = (
     "rope",
     "cross_entropy",
     "linear_cross_entropy",
+    "linear_float8",
 )
 
 #: Levels in the order of the climb, each with the package that holds it.

@@ -196,11 +196,27 @@ def every_variant(*levels: str) -> list[Variant]:
 
 #: Operations of inference, whose formulas have gradients and whose kernels refuse them.
 INFERENCE = ("attention_paged",)
+#: Operations whose every rung refuses them.
+NO_GRADIENT = ("linear_float8",)
+#: Operations whose arguments have dtypes of their own, whatever a sample's is.
+OWN_DTYPES = ("linear_float8",)
+#: Operations whose function of PyTorch takes tensors on a GPU alone.
+BUILTIN_ON_GPU = ("linear_float8",)
 
 
 def without_gradient(variant: Variant) -> bool:
-    """Whether a variant is a kernel that refuses gradients."""
-    return variant.op in INFERENCE and variant.level in ("triton", "cuda")
+    """Whether a variant refuses gradients."""
+    return variant.op in NO_GRADIENT or (variant.op in INFERENCE and variant.level in ("triton", "cuda"))
+
+
+def differentiable_ops() -> list[str]:
+    """The operations of which some rung has gradients."""
+    return [op for op in kernel_ladder.OPS if op not in NO_GRADIENT]
+
+
+def pytorchs_own(op: str) -> str:
+    """The rung that "auto" stands for on a CPU."""
+    return "torch.naive" if op in BUILTIN_ON_GPU else kernel_ladder.spec(op).baseline
 
 
 def variant_id(variant: Variant) -> str:

@@ -47,6 +47,7 @@ from kernel_ladder.spec import Case, each, has_gradient
 from kernel_ladder.testing.samples import empty_inputs, on_absent_gpu
 from triton_impl import interpreted
 from triton_impl.common.gluon import requirements
+from triton_impl.linear_float8 import tiled
 from triton_impl.runtime import launch_cache
 from triton_impl.runtime.aot import TracedLaunch, traced
 
@@ -262,6 +263,8 @@ def _no_code(variant: table.Variant, arch: architecture.Architecture) -> str | N
     """Why a variant's kernels cannot be compiled for an architecture, or None."""
     if variant.here is requirements.here and arch.number // 10 != 9:
         return f"{variant.op}: {variant.name} has no code for {arch.name}: its kernels are for compute capability 9.0"
+    if variant.op == "linear_float8" and arch.number // 10 not in tiled.PROMOTING:
+        return f"{variant.op}: {variant.name} has no code for {arch.name}: {tiled.PROMOTION_NEEDS}"
     return None
 
 

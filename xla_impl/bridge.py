@@ -79,6 +79,8 @@ def to_jax(x: torch.Tensor | None) -> Any:
     if x is None:
         return None
     x = x.detach()
+    if x.dtype is torch.float8_e4m3fn:  # NumPy has none, nor has every DLPack: formulas read the bits of bytes
+        x = x.view(torch.uint8)
     if not x.is_contiguous():  # DLPack refuses other strides, and XLA is slow with other layouts
         x = x.contiguous()
     if x.is_cuda and x.data_ptr() % ALIGNMENT:

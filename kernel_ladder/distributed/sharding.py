@@ -108,6 +108,15 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, *, activation: s
     return Rule(((*rows, "k"), ("n", "k"), None if bias is None else ("n",)), ((*rows, "n"),))
 
 
+def _linear_float8(
+    input: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, **options: Any
+) -> Rule:
+    # A partial sum would be rounded to the output's dtype on every GPU, so that k stays whole.
+    rows = _numbered(input.dim() - 1)
+    scales = ((*rows, None) if input_scale.dim() else (), ("n", None) if weight_scale.dim() else ())
+    return Rule(((*rows, None), ("n", None), *scales, None if bias is None else ("n",)), ((*rows, "n"),))
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -197,6 +206,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "layer_norm": _norm,
     "linear": _linear,
     "linear_cross_entropy": _linear_cross_entropy,
+    "linear_float8": _linear_float8,
     "matmul": _matmul,
     "rms_norm": _norm,
     "rope": _rope,

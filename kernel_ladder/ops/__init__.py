@@ -16,7 +16,7 @@ Outputs are new tensors on the inputs' device. PyTorch's ``out`` must be None.
 
 from kernel_ladder.ops.elementwise import add, bias_gelu, dropout, gelu, rope, swiglu
 from kernel_ladder.ops.losses import cross_entropy, linear_cross_entropy
-from kernel_ladder.ops.products import linear, matmul
+from kernel_ladder.ops.products import linear, linear_float8, matmul
 from kernel_ladder.ops.rows import add_rms_norm, bias_dropout_add_layer_norm, layer_norm, rms_norm, softmax, sum
 from kernel_ladder.ops.sdpa import attention, attention_paged, attention_varlen
 
@@ -34,6 +34,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_float8",
     "matmul",
     "rms_norm",
     "rope",

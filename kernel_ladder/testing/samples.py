@@ -10,12 +10,14 @@ from unittest import mock
 
 import torch
 
+from kernel_ladder.semantics.float8 import FLOAT8
 from kernel_ladder.semantics.norms import computation_dtype
 from kernel_ladder.spec import Case, Inputs, Options, Output, Spec, each, has_gradient
 
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "halves", "expanded", "bshd")
 _CLASSES = ("classes", "some_classes", "no_classes")
-KINDS = ("boolean", "hidden_rows", "offsets", "lengths", "pages", "parameter", "rotations", *_CLASSES)
+_NUMBERS = ("float8", "scale", "bias")
+KINDS = ("boolean", "hidden_rows", "offsets", "lengths", "pages", "parameter", "rotations", *_NUMBERS, *_CLASSES)
 VALUES = ("normal", "large", "offset", "neg_inf_rows", "lowest_rows", "nan", "inf", "constant")
 
 
@@ -38,6 +40,13 @@ def _layout(shape: tuple[int, ...], layout: str, make: Callable[[tuple[int, ...]
     if layout == "bshd":  # (..., S, H, D) in memory, seen as (..., H, S, D)
         return make((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-2, -3)
     return make((1, *shape[1:])).expand(shape)  # zero stride in the first dimension
+
+
+def _number(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an argument of float8 products, or of what goes with them, in a case of a dtype."""
+    if kind == "bias":
+        return torch.float32 if dtype == torch.float64 else dtype
+    return FLOAT8 if kind == "float8" else torch.float32
 
 
 @contextmanager
@@ -69,6 +78,9 @@ def empty_inputs(case: Case, dtype: torch.dtype, device: torch.device | str) -> 
             return None if shape is None else _layout(shape, case.layout_of(place), make)
         if case.kinds[place] == "parameter":
             return make(shape).to(computation_dtype(dtype))
+        if case.kinds[place] in _NUMBERS:
+            number = _number(case.kinds[place], dtype)
+            return _layout(shape, case.layout_of(place), lambda shape: make(shape).to(number))
         integers = {
             **dict.fromkeys(("offsets", "lengths", "pages"), torch.int32),
             **dict.fromkeys(_CLASSES, torch.int64),
@@ -90,8 +102,10 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
       lowest number of `dtype`, which users also write into masks
     - ``nan`` and ``inf``: one element in seven replaced by NaN, or by ±inf
 
-    The arguments that ``case.kinds`` names are contiguous:
+    The arguments that ``case.kinds`` names are contiguous, save those of float8 and their bias:
 
+    - ``float8``: e4m3, clamped to its largest number; ``bias``: of float32 in place of float64, else of their dtype
+    - ``scale``: float32, from 0.5 to 1.5
     - ``parameter``: of float32 beside 16-bit arguments, else of their dtype
     - ``boolean``: three in four are True; ``hidden_rows``: likewise, but every third row is False throughout
     - ``rotations``: complex64 numbers of modulus one
@@ -128,6 +142,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
         elif case.values == "inf":
             x.view(-1)[::7] = torch.inf
             x.view(-1)[3::14] = -torch.inf
+        if to is FLOAT8:  # which has no infinity
+            x = x.clamp(-torch.finfo(FLOAT8).max, torch.finfo(FLOAT8).max)
         return x.to(to)
 
     def argument(place: int, shape: tuple[int, ...] | None) -> torch.Tensor | None:
@@ -135,6 +151,11 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
             return None
         if case.kinds.get(place) == "parameter":
             return make(shape, computation_dtype(dtype))
+        if case.kinds.get(place) == "scale":
+            return torch.rand(shape, generator=generator, device=device) + 0.5
+        if case.kinds.get(place) in ("float8", "bias"):
+            number = _number(case.kinds[place], dtype)
+            return _layout(shape, case.layout_of(place), lambda shape: make(shape, number))
         if place in case.kinds:
             return _of_kind(case, place, shape, generator)
         return _layout(shape, case.layout_of(place), make)

@@ -14,7 +14,7 @@ import kernel_ladder as kl
 from kernel_ladder import autocast
 from kernel_ladder.spec import as_tuple
 
-from ..conftest import DEVICE, skip_unless_available
+from ..conftest import DEVICE, OWN_DTYPES, skip_unless_available
 
 LOW = torch.bfloat16
 #: Levels that run eagerly without a compilation a call, and the rung that is PyTorch's own formula.
@@ -95,6 +95,11 @@ CALLS: dict[str, tuple[tuple[torch.Tensor, ...], Callable, Callable]] = {
         lambda *x, **o: kl.bias_dropout_add_layer_norm(*x, p=0.5, seed=1, **o),
         _chain,
     ),
+    "linear_float8": (
+        (X.to(torch.float8_e4m3fn), SQUARE.to(torch.float8_e4m3fn), torch.tensor(0.5), torch.tensor(2.0)),
+        lambda *x, **o: kl.linear_float8(*x, out_dtype=torch.float32, **o),
+        lambda *x: kl.linear_float8(*x, out_dtype=torch.float32, backend="torch.naive"),
+    ),
     "linear": ((X, SQUARE, VECTOR), lambda *x, **o: kl.linear(*x, "gelu", **o), lambda *x: F.gelu(F.linear(*x))),
 }  # fmt: skip
 
@@ -108,6 +113,8 @@ def arguments(op: str, mix: str, device: torch.device | str = DEVICE) -> tuple[t
         return mix == "all" or (mix == "first" and place == 0) or (mix == "activations" and not parameter)
 
     given = CALLS[op][0]
+    if op in OWN_DTYPES:
+        return tuple(x.to(device, copy=True) for x in given)
     return tuple(
         x.to(device, LOW if narrow(i) else x.dtype, copy=True) if x.is_floating_point() else x.to(device)
         for i, x in enumerate(given)

@@ -40,6 +40,11 @@ def calls():
             yield pytest.param(variant, backward, id=f"{variant_id(variant)}-{'backward' if backward else 'forward'}")
 
 
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """A copy, by an operator that a compiler fuses with its neighbours. Float8 has no products of its own."""
+    return x.clone() if x.dtype is torch.float8_e4m3fn else x * 1
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "backward"), list(calls()))
 def test_inside_compile(variant, backward):
@@ -51,7 +56,7 @@ def test_inside_compile(variant, backward):
     @torch.compile(fullgraph=True, backend=OUTER)
     def inside(*inputs):
         # The neighbours on both sides make it part of a larger graph.
-        output = public(variant.op, each(lambda x: x * 1, inputs), case.options, backend=variant.name)
+        output = public(variant.op, each(unchanged, inputs), case.options, backend=variant.name)
         return each(lambda x: x * 1, output) if isinstance(output, tuple) else output * 1
 
     grad = None

@@ -13,7 +13,7 @@ from kernel_ladder.__main__ import main
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.selection.rules import RULES
 
-from ..conftest import DEVICE
+from ..conftest import DEVICE, pytorchs_own
 
 
 def rung(name: str, refuses=lambda input: None):
@@ -74,7 +74,7 @@ def test_what_is_printed_is_what_is_taken(op, capsys):
     rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == ["auto", *table.LEVELS]
     if DEVICE.type == "cpu":
-        assert rows["auto"]["variant"] == spec.baseline
+        assert rows["auto"]["variant"] == pytorchs_own(op)
     assert rows["torch"]["variant"] in {v.name for v in table.variants(op, "torch")}
     assert all(each["reason"] for row in rows.values() for each in row["passed_over"])
 

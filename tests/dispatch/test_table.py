@@ -16,7 +16,7 @@ from kernel_ladder import BackendError, UnavailableError, UnsupportedError, sele
 from kernel_ladder.selection.orders import ORDERS
 from kernel_ladder.testing.samples import make_inputs
 
-from ..conftest import DEVICE, every_variant, skip_unless_it_runs, typical_case, variant_id
+from ..conftest import DEVICE, every_variant, pytorchs_own, skip_unless_it_runs, typical_case, variant_id
 
 
 def resolve(op: str, backend: str | None, dtype: torch.dtype = torch.float32):
@@ -61,7 +61,7 @@ def test_a_levels_name_means_its_last_supported_variant(op, scratch_table):
 def test_none_is_auto_and_auto_is_the_builtin_on_the_cpu(op):
     assert resolve(op, None) is resolve(op, "auto")
     if DEVICE.type == "cpu":
-        assert resolve(op, None).name == kernel_ladder.spec(op).baseline
+        assert resolve(op, None).name == pytorchs_own(op)
 
 
 def test_every_name_in_auto_exists():

@@ -69,6 +69,30 @@ def compare(op: str, backend: str, case: Case, dtype: torch.dtype, most: int, to
         )
 
 
+def check_float8(backend: str) -> None:
+    """Rows, or outputs, of a float8 layer split over ranks. No operand moves: Gloo sends no float8."""
+    mesh, rank, ranks = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # the same on every rank
+    input, input_scale = kernel_ladder.quantize_float8(torch.randn(2, 6, 32))
+    weight, weight_scale = kernel_ladder.quantize_float8(torch.randn(16, 32))
+    tensors = input, weight, input_scale, weight_scale, torch.randn(16)
+    expected = kernel_ladder.linear_float8(*tensors, backend=backend)
+    for of_rows, of_columns, dim in ((1, None, 1), (0, None, 0), (None, 0, 2), (None, None, None)):
+        places = of_rows, of_columns, of_rows, of_columns, of_columns
+        given = [
+            DTensor.from_local(
+                x if place is None else x.chunk(ranks, place)[rank],
+                mesh,
+                [Replicate() if place is None else Shard(place)],
+                run_check=False,
+            )
+            for x, place in zip(tensors, places, strict=True)
+        ]
+        found = kernel_ladder.linear_float8(*given, backend=backend)
+        assert tuple(found.placements) == ((Replicate() if dim is None else Shard(dim)),), (places, found.placements)
+        assert torch.equal(whole(found), expected)
+
+
 def check_mesh_of_two_dimensions() -> None:
     """Products and attention on a 2 × 2 mesh: batch over one dimension, features or heads over the other."""
     mesh = init_device_mesh("cpu", (2, 2))

@@ -15,7 +15,7 @@ from kernel_ladder.distributed.sharding import RULES
 from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
 
-from ..conftest import DEVICE, INFERENCE, elements, plain_cases, typical_case
+from ..conftest import DEVICE, INFERENCE, differentiable_ops, elements, plain_cases, typical_case
 from . import blocks, packed, products, rings, sharded
 from .group import Check, run
 
@@ -38,14 +38,15 @@ def cases(op: str) -> list[Case]:
 
 def calls_on_dtensors() -> list[Check]:
     checks = []
-    for op in OPS:
+    for op in differentiable_ops():
         for i, case in enumerate(cases(op)):
             call = op, "torch", case, torch.float64, 4 if i else 24, 1e-9
             checks.append(Check(f"{op} on DTensors, {case.id}", sharded.compare, call))
         if INTERPRETED and op not in INFERENCE:
             call = op, "triton", typical_case(op, 3000), torch.float32, 2, 1e-4
             checks.append(Check(f"{op} on DTensors at the triton level", sharded.compare, call))
-    return checks
+    levels = ("torch", "triton") if INTERPRETED else ("torch",)
+    return [*checks, *(Check(f"float8 at the {level} level", sharded.check_float8, (level,)) for level in levels)]
 
 
 def in_rings(backend: str, dtype: torch.dtype, tolerance: float, names: list[str], rows: int) -> list[Check]:

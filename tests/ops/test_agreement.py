@@ -72,7 +72,8 @@ XLA_STRIDE = 3 if DEVICE.type == "cuda" else 11
 
 
 #: Operations whose compiled code is of kinds that others' samples try in every dtype and layout: reductions of rows.
-COMPILED_ONCE = ("attention_paged", "cross_entropy", "linear_cross_entropy")
+#: Those of float8 have one formula, whose dtypes do not follow the sample's.
+COMPILED_ONCE = ("attention_paged", "cross_entropy", "linear_cross_entropy", "linear_float8")
 
 
 def has_formula(op: str) -> bool:

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 import kernel_ladder
 from kernel_ladder import UnsupportedError, table
 from kernel_ladder.semantics.cross_entropy import REDUCTIONS
+from kernel_ladder.semantics.float8 import OUTPUT_DTYPES
 from kernel_ladder.semantics.linear_shapes import ACTIVATIONS
 from kernel_ladder.spec import DTYPES, as_tuple, dtype_name, has_gradient
 from kernel_ladder.testing.deviation import compare
 from kernel_ladder.testing.samples import make_inputs
 
-from ..conftest import DEVICE, every_variant, public, skip_unless_it_runs, typical_case, variant_id
+from ..conftest import DEVICE, OWN_DTYPES, every_variant, public, skip_unless_it_runs, typical_case, variant_id
 from ..sampling import MODES_OF_DEFAULT
 
 aten = torch.ops.aten
@@ -410,6 +411,7 @@ TEXTS = {
     "is_causal": ("lower_right",),
     "activation": tuple(ACTIVATIONS),
     "reduction": REDUCTIONS,
+    "out_dtype": tuple(map(dtype_name, OUTPUT_DTYPES)),
 }
 
 #: What an annotation's part is called.
@@ -475,7 +477,7 @@ def test_a_refused_dtype_names_all_that_are_taken(op, name, dtype):
     given = zeros(op)
     if given[name].dtype is dtype:
         dtype = torch.complex128
-    if name == "attn_mask" or given[name].is_floating_point():
+    if name == "attn_mask" or (given[name].is_floating_point() and op not in OWN_DTYPES):
         accepted = ("bool", "float32") if name == "attn_mask" else tuple(map(dtype_name, DTYPES))
     else:
         accepted = (dtype_name(given[name].dtype),)

@@ -176,7 +176,7 @@ def takes(variant: Variant, case: Case) -> bool:
 
 
 def test_every_operation_is_here():
-    assert set(CASES) == set(kernel_ladder.OPS)
+    assert set(CASES) | {"linear_float8"} == set(kernel_ladder.OPS)  # its own are in test_linear_float8.py
 
 
 @pytest.mark.sampled

@@ -15,6 +15,7 @@ from kernel_ladder.testing.samples import make_inputs
 
 from ..conftest import (
     DEVICE,
+    NO_GRADIENT,
     elements,
     every_variant,
     plain_cases,
@@ -40,6 +41,7 @@ COMPILED_ON_CPU = ("gelu", "softmax", "attention")
 
 def in_plain_torch() -> list:
     found = [v for v in every_variant("torch", "compile") if v.name not in MODES_OF_DEFAULT]
+    found = [v for v in found if v.op not in NO_GRADIENT]
     return [v for v in found if v.level == "torch" or DEVICE.type == "cuda" or v.op in COMPILED_ON_CPU]
 
 

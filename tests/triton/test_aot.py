@@ -34,8 +34,12 @@ def takes_descriptors(e) -> bool:
     return any(t.startswith("tensordesc") for t in e.signature.values())
 
 
+def in_float8(e) -> bool:
+    return "*fp8e4nv" in e.signature.values()
+
+
 def for_hopper_alone(e) -> bool:
-    return takes_descriptors(e) or isinstance(e.kernel, GluonJITFunction)
+    return takes_descriptors(e) or in_float8(e) or isinstance(e.kernel, GluonJITFunction)
 
 
 def but_for_tiles(e) -> tuple:
@@ -47,8 +51,8 @@ def entries(op: str, capability: int) -> list:
     """What to compile: with a GPU, beside which there are cores enough, everything for Hopper.
 
     Tiles are tuned for Hopper: of entries that differ in those alone, Ampere takes the first. Without a GPU Hopper
-    takes a kernel's first and last entry, and Ampere the first. Kernels that take tensor descriptors, or are in Gluon,
-    are for Hopper alone.
+    takes a kernel's first and last entry, and Ampere the first. Kernels that take tensor descriptors or float8, or are
+    in Gluon, are for Hopper alone.
     """
     everything, hopper = DEVICE.type == "cuda", capability >= 90
     if everything and hopper:
@@ -77,6 +81,7 @@ def facts(op: str, index: int, capability: int) -> dict:
         "target": next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target")),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
+        "float8": ptx.count(".e4m3.e4m3"),
         "tma": ptx.count("cp.async.bulk.tensor"),
         "local": local_memory(kernel.asm["cubin"]),
         "waits": ptx.find("griddepcontrol.wait"),
@@ -118,13 +123,16 @@ def faults(op: str, e, found: dict, capability: int) -> Iterator[str]:
             yield "does not wait for the kernel before it, or touches memory first"
     elif found["waits"] >= 0:
         yield "waits for the kernel before it, but is not launched early"
+    if any("fp8e4nv" in t for t in e.signature.values()) and found["float8"] != found["wgmma"]:
+        yield f"{found['wgmma']} wgmma, of which {found['float8']} take float8"
     if takes_descriptors(e):
         if not found["tma"]:
             yield "no TMA"
         if not found["wgmma"]:
             yield "no wgmma"
     if "PRECISION" in e.constexprs:  # a matrix product: on tensor cores, save for float32 that must stay float32
-        operands = {t for argument, t in e.signature.items() if argument != "partials_ptr"}
+        beside = ("partials_ptr", "input_scale_ptr", "weight_scale_ptr")
+        operands = {t for argument, t in e.signature.items() if argument not in beside}
         tensor_cores = "*fp32" not in operands or e.constexprs["PRECISION"] == "tf32"
         # Rows that wgmma takes: either side's in a product, which can be turned about; in attention the queries', or,
         # where the gradients of the keys are summed from scores that stand turned, theirs.

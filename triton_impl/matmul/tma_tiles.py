@@ -35,7 +35,7 @@ def load_tile(
 
 
 @triton.jit
-def _store_subtile(
+def store_subtile(
     out, batch, m, n, M, N, x, DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Store `x` at (m, n) of the output: by its descriptor, or by its pointer where it has none."""
@@ -56,12 +56,12 @@ def _epilogue(
 ):  # fmt: skip
     """``c = activation(x + bias)`` for one subtile; with SAVE_PRODUCT `x` alone goes to `product` too."""
     if SAVE_PRODUCT:
-        _store_subtile(product, batch, m, n, M, N, x, DESCRIBED, BLOCK_M, COLUMNS)
+        store_subtile(product, batch, m, n, M, N, x, DESCRIBED, BLOCK_M, COLUMNS)
     if HAS_BIAS:
         offs_n = n + tl.arange(0, COLUMNS)
         bias_offsets = offs_n.to(tl.int64) * bias_stride
         x += tl.load(bias_ptr + bias_offsets, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    _store_subtile(c, batch, m, n, M, N, activate(x, ACTIVATION), DESCRIBED, BLOCK_M, COLUMNS)
+    store_subtile(c, batch, m, n, M, N, activate(x, ACTIVATION), DESCRIBED, BLOCK_M, COLUMNS)
 
 
 @triton.jit
