@@ -111,9 +111,6 @@ def no_memory_kept() -> Iterator[None]:
     yield
     if os.environ.get("PYTEST_XDIST_WORKER") and DEVICE.type == "cuda" and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
-        if torch.cuda.memory_reserved() > 2**30:  # CUDA graphs of compiled functions keep theirs
-            torch.compiler.reset()
-            torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -80,16 +80,23 @@ def builtin(
     if input_scale.dim() or weight_scale.dim():
         input_scale = input_scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
         weight_scale = weight_scale.reshape(1, -1).expand(1, weight.shape[0]).contiguous()
+    bias = None if bias is None else _as_read(bias)
     output = torch._scaled_mm(
         rows,
         weight.contiguous().mT,
-        scale_a=input_scale,
-        scale_b=weight_scale,
+        scale_a=_as_read(input_scale),
+        scale_b=_as_read(weight_scale),
         bias=bias,
         out_dtype=output_dtype(out_dtype),
         use_fast_accum=False,
     )
     return output.view(output_shape(input, weight))
+
+
+def _as_read(x: torch.Tensor) -> torch.Tensor:
+    """A vector as cuBLAS reads it, whatever its strides say: dense, from 16 bytes on."""
+    x = x.contiguous()
+    return x if address(x) % 16 == 0 else x.clone()
 
 
 def on_tensor_cores(
