@@ -7,6 +7,7 @@ import torch
 
 import kernel_ladder as kl
 from kernel_ladder import gpu, selection, table
+from kernel_ladder.selection.linear_float8 import tiled_where_thin
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_inputs, on_absent_gpu
@@ -228,3 +229,11 @@ def test_auto_on_a_gpu(call, expected, reason):
 def test_what_pytorchs_product_does_not_take(more, reason):
     _, passed_over = taken("H100", 64, 128, 256, **more)
     assert reason in passed_over["torch.builtin"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "names"), [((2, 32), 4096, True), ((65,), 4096, False), ((512,), 64, True)]
+)
+def test_few_rows_have_tiles_of_their_own(rows, outputs, names):
+    input, weight = (torch.empty(*shape, 32, device="meta") for shape in (rows, (outputs,)))
+    assert tiled_where_thin((input, weight), {}) == (("triton.tiled",) if names else ())

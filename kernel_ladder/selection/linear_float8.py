@@ -1,0 +1,23 @@
+"""Which rung of linear_float8 ``backend="triton"`` stands for."""
+
+from __future__ import annotations
+
+from kernel_ladder.spec import Inputs, Options
+from kernel_ladder.tracing import concrete
+
+#: Rows, or outputs, for which `tiled` has tiles of their own: as in ``triton_impl/linear_float8/tiled.py``.
+THIN = 64
+
+
+def tiled_where_thin(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``triton.tiled`` for few rows or few outputs. `persistent` pads them to 64."""
+    input, weight = inputs[:2]
+    assert input is not None
+    assert weight is not None
+    rows = 1
+    for size in input.shape[:-1]:
+        rows *= concrete(size)
+    return ("triton.tiled",) if min(rows, concrete(weight.shape[0])) <= THIN else ()
+
+
+RULES = {("linear_float8", "triton"): tiled_where_thin}
