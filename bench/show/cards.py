@@ -32,7 +32,7 @@ CLIMBED = tuple(level for level in LEVELS if level != "torch")
 def write(op: str, path: Path, found: Sequence[Row]) -> str:
     """The cards of an operation, in the order of its ladders."""
     mine = [row for row in found if row.op == op]
-    profiled = climb_counters.sources(path)
+    profiled = climb_counters.of_operation(op, path)
     parts = []
     for level in CLIMBED:
         described = heads(op, level)
@@ -50,7 +50,7 @@ def _card(
     before: str,
     described: Mapping[str, Head],
     mine: Sequence[Row],
-    profiled: Sequence[Source],
+    profiled: Source,
 ) -> str:
     note = predictions.notes().get(op, {}).get(name, {})
     head = described.get(name.partition(".")[2])
@@ -111,11 +111,11 @@ def _counters(
     before: str,
     row: Row | None,
     note: Mapping[str, Any],
-    profiled: Sequence[Source],
+    profiled: Source,
 ) -> tuple[str, str]:
     """Before → after of both passes, and the shape that was profiled; without counters the reason."""
-    of_rung = ((gpu, found, [key for key in found if key[:3] == (op, name, "forward")]) for gpu, found in profiled)
-    gpu, found, calls = next((each for each in of_rung if each[2]), ("", {}, []))
+    gpu, found = profiled
+    calls = [key for key in found if key[:3] == (op, name, "forward")]
     if not calls:
         return f"none committed yet: {_sentence(note.get('no_counters') or _no_counters(name, row))}", ""
     at = (row.dtype, row.shape) if row is not None else ("", "")

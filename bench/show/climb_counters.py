@@ -6,7 +6,7 @@ not give is absent or null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,23 @@ Counters = Mapping[str, Any]
 MOVED = 0.1  # a smaller relative change does not explain a step's gain
 
 
-def beside(results: Path) -> dict[tuple[str, ...], Counters]:
-    """The counters of each call, by its key without the GPU; none where there is no file."""
-    return {
-        tuple(found[name] for name in counters.KEY if name != "gpu"): found["counters"]
-        for found in counters.read(counters.file_beside(results))
-    }
+def _by_call(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], Counters]:
+    return {tuple(row[name] for name in counters.KEY if name != "gpu"): row["counters"] for row in rows}
 
 
-def sources(results: Path) -> list[tuple[str, dict[tuple[str, ...], Counters]]]:
-    """The counters of each GPU, by its name: first those of the GPU of the rows, whose name is left empty."""
+def of_operation(op: str, results: Path) -> tuple[str, dict[tuple[str, ...], Counters]]:
+    """An operation's counters by call, and the name of their GPU, empty where it is that of the rows.
+
+    They are those of the GPU on which most calls were profiled, so that a step and the one before are of the same.
+    """
     own = counters.file_beside(results)
-    found = [("", beside(results))]
-    for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")):
-        if path != own and (rows := counters.read(path)):
-            found.append((rows[0]["gpu"], beside(path.with_name(f"{path.name.removesuffix(counters.SUFFIX)}.jsonl"))))
-    return found
+    found = [("", own)] + [("other", path) for path in sorted(own.parent.glob(f"*{counters.SUFFIX}")) if path != own]
+    best: tuple[str, dict[tuple[str, ...], Counters]] = ("", {})
+    for name, path in found:
+        rows = [row for row in counters.read(path) if row["op"] == op]
+        if len(rows) > len(best[1]):
+            best = name and rows[0]["gpu"], _by_call(rows)
+    return best
 
 
 def of(row: Row, found: Mapping[tuple[str, ...], Counters]) -> Counters:

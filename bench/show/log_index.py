@@ -15,13 +15,13 @@ from bench.show.table import microseconds
 
 def write(path: Path, found: Sequence[Row]) -> str:
     """A Markdown table: a line for each timed rung at its operation's headline shape, forward."""
-    profiled = climb_counters.beside(path)
     lines = []
     for op in kernel_ladder.OPS:
         mine = [row for row in found if row.op == op and row.pass_ == "forward" and row.us is not None]
         standing = headline(op, mine)
         if standing is None:
             continue
+        profiled = climb_counters.of_operation(op, path)[1]
         steps = in_order([row for row in mine if (row.shape, row.dtype) == standing and row.level != "peer"])
         gained = gains(steps)
         before = {row.key: step for row, step in with_step_before(steps)}

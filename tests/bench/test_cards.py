@@ -128,7 +128,12 @@ def test_cards_show_both_passes_and_name_another_gpu(tmp_path):
     assert said in cards.write("gelu", file, [NAIVE]).splitlines()
     own = {**key, "pass": "forward", "gpu": "GPU 1", "counters": {"registers": 40}}
     counters.file_beside(file).write_text(json.dumps(own) + "\n")
-    assert f"- **Counters**: registers 40 ({SHAPE})." in cards.write("gelu", file, [NAIVE]).splitlines()
+    assert said in cards.write("gelu", file, [NAIVE]).splitlines(), "of the GPU with most calls"
+    counters.file_beside(file).write_text(
+        "".join(json.dumps({**own, "pass": p}) + "\n" for p in ("forward", "backward"))
+    )
+    said = f"- **Counters**: registers 40 ({SHAPE}). Backward: registers 40."
+    assert said in cards.write("gelu", file, [NAIVE]).splitlines()
 
 
 CARD = "## cuda.naive\n\n" + "\n".join(f"- **{line}**: text" for line in cards.LINES) + "\n"
