@@ -4,6 +4,8 @@
 - ``{{ source FILE }}`` becomes one of the whole file without its docstring.
 - ``{{ us OP RUNG "SHAPE" [DTYPE] [PASS] }}`` becomes the measured median time of a row, with the GPU as its tooltip.
 - ``{{ host OP RUNG ... }}`` becomes the time of the call on the host.
+- ``{{ counter OP RUNG NAME "SHAPE" [DTYPE] [PASS] }}`` becomes a hardware counter, by the heading that tables in
+  ``docs/climb/`` give it.
 - ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at this build, with its caption.
 
 A name that is not there ends the build with an error. ``{{ us? ... }}`` and ``{{ host? ... }}`` say "not yet in the
@@ -32,10 +34,11 @@ from figures.rows import ROOT, ROWS, rows
 sys.path.insert(0, str(ROOT))
 
 from bench.rows.renamed import current  # noqa: E402
+from bench.show import climb_counters  # noqa: E402
 
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
-DIRECTIVE = re.compile(r"\{\{ *(source|us\??|host\??|figure) ([^}]*?) *\}\}")
+DIRECTIVE = re.compile(r"\{\{ *(source|us\??|host\??|counter|figure) ([^}]*?) *\}\}")
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
 #: Pages of the site that stand at the top of the repository, for its readers.
@@ -67,7 +70,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         try:
             if kind == "source":
                 return _indented(source(*arguments), markdown[markdown.rfind("\n", 0, match.start()) + 1 : match.start()])
-            return figure(*arguments) if kind == "figure" else measured(kind, *arguments)
+            made = {"figure": figure, "counter": counter}.get(kind)
+            return made(*arguments) if made else measured(kind, *arguments)
         except (LookupError, TypeError, OSError) as error:
             raise PluginError(f"{page.file.src_path}: {match[0]}: {error}") from None
 
@@ -146,3 +150,16 @@ def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16",
     us = row["us"] if kind.rstrip("?") == "us" else row["host_us"]
     text = f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} µs"
     return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{text}</span>'
+
+
+def counter(op: str, rung: str, name: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
+    """A hardware counter as the climb writes it."""
+    gpu, found = climb_counters.of_operation(op, ROWS)
+    column = next((each for each in climb_counters.COLUMNS if each[0] == name), None)
+    if column is None:
+        raise LookupError(f"no counter {name!r}; known are {', '.join(each[0] for each in climb_counters.COLUMNS)}")
+    mine = found.get((op, rung, pass_, dtype, shape))
+    value = column[1](mine) if mine is not None else None
+    if value is None:
+        raise LookupError(f"no {name} of {op} {rung} {shape!r} {dtype} {pass_} was counted")
+    return f'<span title="{gpu or "of the GPU of the times"}">{column[2].format(value)}</span>'
