@@ -152,9 +152,14 @@ def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16",
     return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{text}</span>'
 
 
+@functools.cache
+def _counters(op: str) -> tuple[str, dict[tuple[str, ...], Any]]:
+    return climb_counters.of_operation(op, ROWS)
+
+
 def counter(op: str, rung: str, name: str, shape: str, dtype: str = "bfloat16", pass_: str = "forward") -> str:
     """A hardware counter as the climb writes it."""
-    gpu, found = climb_counters.of_operation(op, ROWS)
+    gpu, found = _counters(op)
     column = next((each for each in climb_counters.COLUMNS if each[0] == name), None)
     if column is None:
         raise LookupError(f"no counter {name!r}; known are {', '.join(each[0] for each in climb_counters.COLUMNS)}")

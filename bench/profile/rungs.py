@@ -102,7 +102,7 @@ def read(
     lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"op"')]
     parts = by_call(counted.kernels)
     marked = [line for line in lines if line["marked"]]
-    rows, refused, wrong = [], [], []
+    rows, wrong = [], []
     for line, part in zip(marked, parts, strict=False):
         target = Target(**{name: line[name] for name in FIELDS})
         if line["reason"] is not None or not part:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.tracing import concrete
 
@@ -14,9 +16,7 @@ def tiled_where_thin(inputs: Inputs, options: Options) -> tuple[str, ...]:
     input, weight = inputs[:2]
     assert input is not None
     assert weight is not None
-    rows = 1
-    for size in input.shape[:-1]:
-        rows *= concrete(size)
+    rows = math.prod(map(concrete, input.shape[:-1]))
     return ("triton.tiled",) if min(rows, concrete(weight.shape[0])) <= THIN else ()
 
 

@@ -24,7 +24,7 @@ from kernel_ladder.tracing import concrete, shapes_only
 from triton_impl import interpreted, multiprocessors
 from triton_impl.common.dot import dot
 from triton_impl.linear_float8 import tiled
-from triton_impl.linear_float8.tiled import scaled_tile
+from triton_impl.linear_float8.tiled import launched, scaled_tile
 from triton_impl.matmul.descriptors import Operand, operand
 from triton_impl.matmul.tiles import MULTIPROCESSORS, config, likeliest, programs_at_once
 from triton_impl.matmul.tma_tiles import IEEE, store_subtile, tile_origin
@@ -116,11 +116,7 @@ def linear_float8(
     output = torch.empty(output_shape(input, weight), dtype=output_dtype(out_dtype), device=input.device)
     if shapes_only() or output.numel() == 0:
         return output, ()
-    a, of_rows, of_columns = as_rows(input), input_scale.contiguous(), weight_scale.contiguous()
-    tensors = (output, a, weight, of_rows, of_columns, output if bias is None else bias)
-    step = None if bias is None else (bias.stride(0), bias.dtype)
-    scales = (bool(of_rows.dim()), bool(of_columns.dim()))
-    key = (a.shape, a.stride(), weight.shape, weight.stride(), scales, step, output.dtype, input.device)
+    tensors, scales, key = launched(output, input, weight, input_scale, weight_scale, bias)
     known = _launches.get(key)
     if known is None:
         _launches.remember(key, _first(tensors, scales, bias))

@@ -111,6 +111,22 @@ _kernels = {
 _launches: LaunchCache = LaunchCache()
 
 
+def launched(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[tuple[torch.Tensor, ...], tuple[bool, bool], tuple[Any, ...]]:
+    """The tensors of a launch, whether each scale is one per row, and all that decides the launch."""
+    a, of_rows, of_columns = as_rows(input), input_scale.contiguous(), weight_scale.contiguous()
+    tensors = (output, a, weight, of_rows, of_columns, output if bias is None else bias)
+    step = None if bias is None else (bias.stride(0), bias.dtype)
+    scales = (bool(of_rows.dim()), bool(of_columns.dim()))
+    return tensors, scales, (a.shape, a.stride(), weight.shape, weight.stride(), scales, step, output.dtype, a.device)
+
+
 def linear_float8(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -123,11 +139,7 @@ def linear_float8(
     output = torch.empty(output_shape(input, weight), dtype=output_dtype(out_dtype), device=input.device)
     if shapes_only() or output.numel() == 0:
         return output, ()
-    a, of_rows, of_columns = as_rows(input), input_scale.contiguous(), weight_scale.contiguous()
-    tensors = (output, a, weight, of_rows, of_columns, output if bias is None else bias)
-    step = None if bias is None else (bias.stride(0), bias.dtype)
-    scales = (bool(of_rows.dim()), bool(of_columns.dim()))
-    key = (a.shape, a.stride(), weight.shape, weight.stride(), scales, step, output.dtype, input.device)
+    tensors, scales, key = launched(output, input, weight, input_scale, weight_scale, bias)
     _launches.run(key, lambda: _first(tensors, scales, bias), tensors)
     return output, ()
 
