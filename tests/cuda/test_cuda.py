@@ -10,6 +10,7 @@ import torch
 
 import kernel_ladder
 from kernel_ladder import autograd
+from kernel_ladder.semantics.float8 import FLOAT8
 from kernel_ladder.spec import as_leaves, as_tuple, each
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.deviation import compare
@@ -155,6 +156,8 @@ def test_waits_for_the_kernel_before_it(variant):
     skip_unless_it_runs(variant, inputs, case.options)
 
     def shifted(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        if x.dtype == FLOAT8:
+            return kernel_ladder.add(x.to(by.dtype), by, backend="cuda").to(FLOAT8)
         return kernel_ladder.add(x, by, backend="cuda") if x.is_floating_point() else x
 
     def outputs(between) -> list:

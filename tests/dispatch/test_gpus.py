@@ -17,7 +17,7 @@ from kernel_ladder.spec import Case, Output, as_leaves
 from kernel_ladder.testing.agreement import agreement
 from kernel_ladder.testing.samples import make_grad, make_inputs, on_absent_gpu
 
-from ..conftest import DEVICE, needs_gpu, typical_case
+from ..conftest import DEVICE, differentiable_ops, needs_gpu, typical_case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Built for every GPU of KNOWN that the cuda level runs on.
@@ -284,8 +284,9 @@ def test_what_would_be_chosen_elsewhere_agrees_here(built_everywhere):
         for op in kernel_ladder.OPS:
             case = typical_case(op)
             spec, inputs = kernel_ladder.spec(op), make_inputs(case, torch.bfloat16, DEVICE)
-            grad = make_grad(spec, inputs, case.options)
+            grad = make_grad(spec, inputs, case.options) if op in differentiable_ops() else None
+            of_call = as_leaves(inputs) if op in differentiable_ops() else inputs
             with gpu.pretend(name):
-                variant = selection.resolve(op, "auto", as_leaves(inputs), case.options)
+                variant = selection.resolve(op, "auto", of_call, case.options)
                 found = agreement(spec, functools.partial(run_variant, variant), inputs, case.options, grad)
             assert found.agrees, f"{variant}: {found}"
