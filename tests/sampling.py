@@ -18,7 +18,7 @@ MODES_OF_DEFAULT = ("compile.reduce_overhead", "compile.max_autotune")
 #: Of how many cases one is run, by what stands in its name: rungs first, then levels.
 SHARES = {
     "cpu": {"compile": 3, "xla": 3},
-    "cuda": {**dict.fromkeys(MODES_OF_DEFAULT, 25), "compile": 10, "xla": 10, "triton": 10},
+    "cuda": {**dict.fromkeys(MODES_OF_DEFAULT, 40), "compile": 16, "xla": 16, "triton": 8},
 }
 _RUNG = re.compile(r"\b(torch|compile|xla|triton|cuda)\.\w+")
 

@@ -252,8 +252,8 @@ def item(name: str, *, level: str | None = None, marked: bool = True) -> SimpleN
     [
         ("compile.default", "cpu", 3),
         ("triton.fused", "cpu", 1),
-        ("triton.fused", "cuda", 10),
-        ("compile.max_autotune", "cuda", 25),
+        ("triton.fused", "cuda", 8),
+        ("compile.max_autotune", "cuda", 40),
         ("cuda.flash", "cuda", 1),
     ],
 )
