@@ -96,14 +96,14 @@ def groups(selection: Selection, device: torch.device) -> list[Group]:
         )
     ]
     found = [
-        Group(op, case, dtype, _with_kernels(selection.passes, op, case), selection.set, names)
+        Group(op, case, dtype, with_kernels(selection.passes, op, case), selection.set, names)
         for op, case, names in members[part - 1 :: parts]
         for dtype in selection.dtypes or default_dtypes(case, device, quick)
     ]
     return [group for group in found if group.passes]
 
 
-def _with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
+def with_kernels(passes: Sequence[str], op: str, case: Case) -> list[str]:
     """The passes that launch kernels. A backward that moves no bytes returns views: there is nothing to time."""
     of_case = (pass_ for pass_ in passes if pass_ in case.passes)
     return [pass_ for pass_ in of_case if kernel_ladder.spec(op).bytes(case, 1, pass_ == "backward")]

@@ -20,6 +20,7 @@ from rich.console import Console
 import kernel_ladder
 from bench.measure import environment, timing
 from bench.measure.correctness import one_line
+from bench.measure.selection import with_kernels
 from bench.profile import counters, ncu, targets
 from bench.profile.targets import Target
 from bench.rows import store
@@ -63,7 +64,8 @@ def calls(op: str, backends: Sequence[str], passes: Sequence[str], device: torch
             reason = reason or "takes no call of the sweep"
             yield from (Target(op, variant.name, pass_, "", "", reason=reason) for pass_ in passes)
         else:
-            yield from targets.of_operation([variant], found[0], passes, found[1], device)
+            case, dtype = found
+            yield from targets.of_operation([variant], case, with_kernels(passes, op, case), dtype, device)
 
 
 def make_calls(given: Iterator[Target], device: torch.device) -> None:

@@ -25,6 +25,8 @@ from kernel_ladder.table import LEVELS
 LINES = ("Idea", "Diff", "Prediction", "Measured", "Counters", "Verdict", "Limits it now", "Try this")
 #: A GPU's name, empty for that of the rows, and its counters by call.
 Source = tuple[str, Mapping[tuple[str, ...], Counters]]
+#: How the names of rungs begin whose kernels a compiler writes.
+COMPILERS = ("compile.", "xla.")
 #: Levels whose rungs are steps that somebody wrote. PyTorch's functions stand in the table alone.
 CLIMBED = tuple(level for level in LEVELS if level != "torch")
 
@@ -66,7 +68,7 @@ def _card(
     why = _sentence(note.get("why") or (head.predicts if head else ""))
     said["Prediction"] = " ".join(filter(None, (why, f"{prediction}." if prediction else ""))) or "None was written."
     said["Measured"] = _measured(name, forward, step, _call(op, name, note, mine, "backward"))
-    said["Counters"], shape = _counters(op, name, before, row, note, profiled)
+    said["Counters"], shape = _counters(op, name, before, row, profiled)
     said["Verdict"] = _verdict(prediction, row, note, bool(shape))
     said["Limits it now"] = _sentence(note.get("limit") or (head.limit if head else "")) or "Not known."
     said["Try this"] = _try(op, name, before, note, row, shape)
@@ -110,14 +112,13 @@ def _counters(
     name: str,
     before: str,
     row: Row | None,
-    note: Mapping[str, Any],
     profiled: Source,
 ) -> tuple[str, str]:
     """Before → after of both passes, and the shape that was profiled; without counters the reason."""
     gpu, found = profiled
     calls = [key for key in found if key[:3] == (op, name, "forward")]
     if not calls:
-        return f"none committed yet: {_sentence(note.get('no_counters') or _no_counters(name, row))}", ""
+        return f"none committed yet: {_sentence(_no_counters(name, row))}", ""
     at = (row.dtype, row.shape) if row is not None else ("", "")
     key = next((key for key in calls if key[3:] == at), calls[0])
     old = found.get((op, before, *key[2:]), {})
@@ -131,7 +132,7 @@ def _counters(
 
 
 def _no_counters(name: str, row: Row | None) -> str:
-    if name.startswith("compile."):
+    if name.startswith(COMPILERS):
         return "the compiler names its kernels anew in every version; `inspect --source` shows them"
     if row is None:
         return "the rung is newer than the committed rows"
@@ -166,7 +167,7 @@ def _try(op: str, name: str, before: str, note: Mapping[str, Any], row: Row | No
     if exercise:
         parts.append(f"Write it yourself: `python -m kernel_ladder exercise start {exercise.name}`.")
     elif not parts[0]:
-        if name.startswith("compile."):
+        if name.startswith(COMPILERS):
             said = f"python -m kernel_ladder inspect {op} --backend {name} --source"
             parts.append(f"`{said}` shows the generated kernels.")
         else:

@@ -15,6 +15,8 @@ from bench.rows.store import Row
 
 Counters = Mapping[str, Any]
 MOVED = 0.1  # a smaller relative change does not explain a step's gain
+POINTS = 3  # nor does a smaller change of a counter in per cent
+PER_CENT = " %"
 
 
 def _by_call(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], Counters]:
@@ -81,7 +83,7 @@ def cells(mine: Counters, before: Counters) -> list[str]:
     for _, value, form in COLUMNS:
         now, then = value(mine), value(before)
         text = "" if now is None else form.format(now)
-        found.append(f"**{text}**" if moved(then, now) and text != form.format(then) else text)
+        found.append(f"**{text}**" if moved(then, now, form) and text != form.format(then) else text)
     return found
 
 
@@ -113,15 +115,17 @@ def most_moved(mine: Counters, before: Counters) -> str:
     found: list[tuple[float, str]] = []
     for name, value, form in COLUMNS:
         now, then = value(mine), value(before)
-        if name in SHOWN and isinstance(now, int | float) and now and then and moved(then, now):
+        if name in SHOWN and isinstance(now, int | float) and now and then and moved(then, now, form):
             found.append((max(now / then, then / now), f"{name} {form.format(then)} → {form.format(now)}"))
     return max(found)[1] if found else ""
 
 
-def moved(then: Any, now: Any) -> bool:
-    """Whether a counter changed by more than a small share, or a name by anything."""
+def moved(then: Any, now: Any, form: str) -> bool:
+    """Whether a counter, written as `form`, changed by more than a small share, or a name by anything."""
     if then is None or now is None:
         return False
     if isinstance(now, str):
         return now != then
+    if form.endswith(PER_CENT) and abs(now - then) < POINTS:
+        return False
     return abs(now - then) > MOVED * max(abs(now), abs(then))

@@ -191,12 +191,21 @@ def test_counters_are_no_rows(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("then", "now"), [(100, 120), (100, 80), (0, 5), ("wait", "barrier")])
 def test_what_moved(then, now):
-    assert climb_counters.moved(then, now)
+    assert climb_counters.moved(then, now, "{}")
+    assert climb_counters.moved(then, now, "{:.0f} %")
 
 
 @pytest.mark.parametrize(("then", "now"), [(100, 105), (0, 0), ("wait", "wait"), (None, 5), (5, None)])
 def test_what_did_not_move(then, now):
-    assert not climb_counters.moved(then, now)
+    assert not climb_counters.moved(then, now, "{}")
+
+
+def test_a_per_cent_more_of_almost_nothing_has_not_moved():
+    assert not climb_counters.moved(1, 2, "{:.0f} %")
+    assert climb_counters.moved(1, 2, "{:.0f}")
+    assert climb_counters.most_moved({"issue_pct": 2, "registers": 40}, {"issue_pct": 1, "registers": 32}) == (
+        "registers 32 → 40"
+    )
 
 
 def test_what_moved_unseen_is_not_bold(monkeypatch):

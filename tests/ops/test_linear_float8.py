@@ -153,6 +153,22 @@ def test_the_largest_numbers(variant, cancels):
     assert (output == (0.0 if cancels else (k * 448**2 * scale).bfloat16())).all()
 
 
+@pytest.mark.parametrize("variant", rungs(), ids=variant_id)
+def test_vectors_that_begin_anywhere(variant):
+    """Scales per row and a bias that begin one element past a multiple of 16 bytes, in a rung's first call."""
+    if variant.level == "compile" and DEVICE.type == "cpu":
+        pytest.skip("a C++ compiler takes seconds; torch.naive is its formula")
+    case = Case("", ((48, 64), (32, 64), (48, 1), (32, 1), (32,)), kinds=KINDS)
+    *inputs, bias = make_inputs(case, torch.bfloat16, DEVICE)
+    later = tuple(
+        torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) if x.numel() < 64 else x for x in (*inputs, bias)
+    )
+    options = {"out_dtype": torch.bfloat16}
+    skip_unless_it_runs(variant, later, options)
+    found = agreement(kl.spec(OP), lambda *x, **of: kl.linear_float8(*x, **of, backend=variant.name), later, options)
+    assert found.agrees, str(found)
+
+
 @pytest.mark.parametrize("variant", [v for v in rungs() if v.level in ("torch", "triton")], ids=variant_id)
 @pytest.mark.parametrize("far", ["input", "weight"])
 def test_strides_beyond_32_bits(variant, far, gpu_memory):
