@@ -20,7 +20,7 @@ from rich.console import Console
 import kernel_ladder
 from bench import peers, shares, sweep
 from bench.measure import drawn, environment, sets
-from bench.measure.selection import LONG_TUNING, Selection
+from bench.measure.selection import AT_QUICK_CASES, LONG_TUNING, Selection
 from bench.rows import resume, store
 from bench.rows.store import Row
 from bench.show import table
@@ -131,8 +131,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
         **many,
         help="levels or variants (default: all; torch.builtin, or torch.naive for an operation without it, is always "
         "there to compare with). "
-        f"{', '.join(sorted(LONG_TUNING))}, tuned for up to a minute a shape, is left out of a quick sweep, and "
-        "of any other but for the quick shapes, unless it is named here, or in --peers",
+        f"Of {', '.join(AT_QUICK_CASES)} a sweep measures the quick shapes alone, and a quick sweep nothing of "
+        f"{' and '.join(sorted(LONG_TUNING))}, unless they are named here or in --peers",
     )
     parser.add_argument(
         "--peers",

@@ -344,7 +344,7 @@ def _quack_matmul() -> Call:
     tune = switch("KERNEL_LADDER_AUTOTUNE")
 
     def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # This does nothing for the tiny shape on which host cost is measured.
+        # Not for a tiny shape on which host cost is measured.
         return linear_func(input, other.mT, tuned=tune and input.numel() > 2**16)
 
     return matmul

@@ -29,7 +29,7 @@ from bench.measure import (
     timing,
 )
 from bench.measure.cases import host_case, layouts_of
-from bench.measure.selection import LONG_TUNING, ONE_BACKWARD, Group, Selection, groups
+from bench.measure.selection import AT_QUICK_CASES, ONE_BACKWARD, Group, Selection, groups
 from bench.rows import resume, store
 from bench.rows.order import by_climb
 from bench.rows.ratio import baseline_of
@@ -38,6 +38,7 @@ from kernel_ladder import table
 from kernel_ladder.errors import is_for_memory
 from kernel_ladder.spec import Spec, as_leaves
 from kernel_ladder.table import Variant
+from kernel_ladder.testing.samples import make_inputs
 
 #: Why a variant that was not found wrong has no time.
 NO_MEMORY = "no memory is left for {}"
@@ -72,7 +73,7 @@ class Sweep:
         self.phases = phases.Phases()
         self._chosen_rungs: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
         self._names: dict[tuple[str, str, torch.dtype, str], dict[str, list[str]]] = {}
-        self._host: dict[tuple[str, str, str, torch.dtype], tuple[float | None, float | None]] = {}
+        self._host: dict[tuple[str, str, bool], tuple[float | None, float | None]] = {}
 
     def known(self, group: Group) -> dict[str, Variant]:
         """The variants of a group by name, before those are left out whose tuning takes too long."""
@@ -82,7 +83,7 @@ class Sweep:
 
     def chosen(self, group: Group) -> list[Variant]:
         """The variants to measure for a group, including those that already have rows."""
-        return [v for name, v in self.known(group).items() if self.selection.tunes(name, group.case)]
+        return [v for name, v in self.known(group).items() if self.selection.has_time_for(name, group.case)]
 
     def _levels_choices(self, group: Group) -> list[Variant]:
         """The baseline, the rung that each level's name stands for in each pass, and variants selected by name."""
@@ -284,7 +285,7 @@ class Sweep:
                 launch = timing.prepare(call, copies.count, self.device, seconds=seconds)
             if not row.interpreted:
                 with self.phases(phases.HOST):
-                    row.host_us, row.host_direct_us = self._host_us(variant, group, backward)
+                    row.host_us, row.host_direct_us = self._host_us(variant, group, expected, backward, launch)
             return launch
         except _Refused:
             raise
@@ -316,15 +317,23 @@ class Sweep:
             if wanted and empty and self._missing(group, pass_, level):
                 yield level
 
-    def _host_us(self, variant: Variant, group: Group, backward: bool) -> tuple[float | None, float | None]:
-        # For a backward pass torch.compile would compile one more graph, a second per operation.
+    def _host_us(
+        self,
+        variant: Variant,
+        group: Group,
+        expected: correctness.Expected,
+        backward: bool,
+        launch: timing.Launch,
+    ) -> tuple[float | None, float | None]:
+        """Measured once for a variant's pass, at the first case: a tiny one where this case's kernels take long."""
         if backward and self.selection.quick:
             return None, None
-        key = (variant.op, variant.name, "backward" if backward else "forward", group.dtype)
+        key = (variant.op, variant.name, backward)
         if key not in self._host:
-            # Without a GPU the case is tiny itself.
-            case = host_case(group.case) if self.device.type == "cuda" else group.case
-            self._host[key] = candidates.host_us(variant, case, group.dtype, self.device, backward)
+            inputs = expected.inputs
+            if self.device.type == "cuda" and launch.seconds > timing.HOST_CALL_S * launch.calls * launch.repeats:
+                inputs = make_inputs(host_case(group.case), group.dtype, self.device)
+            self._host[key] = candidates.host_us(variant, inputs, group.case.options, self.device, backward)
         return self._host[key]
 
     def _another(self, call: timing.Call) -> tuple[Any, float, float | None]:
@@ -461,13 +470,13 @@ def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) 
     """Say what will be missing from the rows, and why."""
     if (reason := clocks.gpu(sweep.device)[1]) is not None:
         note(f"clock, power and temperature are not recorded: {reason}")
-    for name in sorted(LONG_TUNING):
+    for name, reason in AT_QUICK_CASES.items():
         takes = [group for group in todo if name in sweep.known(group)]
-        left_out = sum(not sweep.selection.tunes(name, group.case) for group in takes)
+        left_out = sum(not sweep.selection.has_time_for(name, group.case) for group in takes)
         if left_out and sweep.device.type == "cuda":
             option = "--peers" if name.startswith(f"{peers.LEVEL}.") else "--backend"
             note(
-                f"{name} is tuned for up to a minute a shape: it is left out at {left_out} of {len(takes)} cases; "
+                f"{name} ({reason}) is left out at {left_out} of {len(takes)} cases; "
                 f"{option} {name.removeprefix(f'{peers.LEVEL}.')} measures it at all of them"
             )
 

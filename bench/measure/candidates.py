@@ -12,10 +12,9 @@ import torch
 import kernel_ladder
 from bench.measure import timing
 from bench.measure.correctness import Expected
-from kernel_ladder.spec import Case, Inputs, Options, Output, as_leaves, as_tuple, each, has_gradient
+from kernel_ladder.spec import Inputs, Options, Output, as_leaves, as_tuple, each, has_gradient
 from kernel_ladder.table import LEVELS, Variant
 from kernel_ladder.testing.agreement import Results, named
-from kernel_ladder.testing.samples import make_inputs
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,15 @@ def _autograd_call(forward: Callable[..., Output], copies: Copies, own: bool = F
     return call
 
 
-def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.device, backward: bool) -> tuple:
-    """Host cost in microseconds, on a tiny case: of the public call by name, and of the variant's own function.
+def host_us(variant: Variant, inputs: Inputs, options: Options, device: torch.device, backward: bool) -> tuple:
+    """Host cost of a call in microseconds: of the public call by name, and of the variant's own function.
 
-    A pair of None where the variant does not take the tiny case.
+    A pair of None where the variant does not take the call.
     """
-    inputs = make_inputs(case, dtype, device)
-    if variant.unsupported(*inputs, **case.options) is not None:
+    if variant.unsupported(*inputs, **options) is not None:
         return None, None
-    own = functools.partial(variant.output, **case.options)
-    public = functools.partial(getattr(kernel_ladder, variant.op), **case.options, backend=variant.name)
+    own = functools.partial(variant.output, **options)
+    public = functools.partial(getattr(kernel_ladder, variant.op), **options, backend=variant.name)
     spec = kernel_ladder.spec(variant.op)
 
     def by_user(*x: torch.Tensor | None) -> Callable[[], Output]:
@@ -117,7 +115,7 @@ def host_us(variant: Variant, case: Case, dtype: torch.dtype, device: torch.devi
         return tuple(1e6 * s for s in seconds)
     outputs = by_user(*inputs)()
     grad = tuple(map(torch.ones_like, outputs)) if isinstance(outputs, tuple) else torch.ones_like(outputs)
-    copies = Copies([inputs], [grad], case.options)
+    copies = Copies([inputs], [grad], options)
     by_autograd, direct_call = _autograd_call(lambda *x: by_user(*x)(), copies), backward_call(variant, copies)
     seconds = timing.host_seconds((lambda: by_autograd(0), lambda: direct_call(0)), device)
     return tuple(1e6 * s for s in seconds)

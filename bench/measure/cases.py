@@ -16,7 +16,7 @@ from kernel_ladder.testing.cases import fitted
 TINY_BYTES = 2**16
 TINY_FLOPS = 2**22
 TINY_BATCH = 4  # of each dimension before the last two
-#: Largest dimension of the case on which host cost is measured: its kernel ends before the next call is issued.
+#: Largest dimension of the case on which host cost is measured, where the case itself takes the GPU too long.
 HOST_DIM = 64
 
 

@@ -14,9 +14,14 @@ from bench.rows.ratio import baseline_of
 from kernel_ladder.spec import PASSES, Case, dtype_name
 from kernel_ladder.table import Variant
 
-#: Variants that tune for up to a minute per shape, dtype and pass. Unless the user names them, a quick sweep leaves
-#: them out, and a full sweep measures them at the quick cases only. Otherwise they would take most of its time.
+#: Variants that tune for up to a minute per shape, dtype and pass. A quick sweep leaves them out.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
+#: Variants that a sweep measures at the quick cases only, unless the user names them, and why.
+AT_QUICK_CASES = {
+    **dict.fromkeys(sorted(LONG_TUNING), "tuned for up to a minute a shape"),
+    "compile.formula": "a lesson, compiled anew for each shape",
+    "compile.reduce_overhead": "the code of compile.default, compiled anew for each shape",
+}
 
 #: Variants whose backward pass cannot be timed, and why: a pass is timed by repeating it after one forward pass.
 ONE_BACKWARD = {
@@ -57,9 +62,11 @@ class Selection:
             return True
         return variant.name in self.backends or variant.level in self.backends
 
-    def tunes(self, name: str, case: Case) -> bool:
-        """Whether there is time for a variant's tuning at a case."""
-        return name not in LONG_TUNING or (case.quick and not self.quick) or name in self.named
+    def has_time_for(self, name: str, case: Case) -> bool:
+        """Whether there is time for a variant's tuning or compilation at a case."""
+        if name in self.named or name not in AT_QUICK_CASES:
+            return True
+        return case.quick and not (self.quick and name in LONG_TUNING)
 
 
 @dataclass(frozen=True)

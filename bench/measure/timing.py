@@ -21,6 +21,7 @@ Call = Callable[[int], Any]
 SAMPLE_S = 1e-3  # least length of a sample, far above the resolution of the clock
 LONG_CALL_S = 5e-3  # a call this long is a sample by itself: a warm L2 or a launch gap is negligible
 HICCUP_S = 0.5  # a first call shorter than this is repeated: the host may have delayed it
+HOST_CALL_S = 1e-3  # a call this long is too slow to issue again and again for the host's cost of it
 APART = 4  # samples longer than this many times the shortest, and than `LONG_CALL_S`, get rounds of their own
 SLOW_S = 2.0  # budget of a call so slow that it gets the least number of rounds
 MAX_COPIES = 1024

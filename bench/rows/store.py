@@ -71,8 +71,8 @@ class Row:
     temperature_c: float | None = None
     throttled: str | None = None  # what held the clock down then: "power cap", "temperature", …
     clocks_moved: bool | None = None  # the clock of this row's samples was not that of its neighbours'
-    host_us: float | None = None  # of one public call, by name, on a tiny case
-    host_direct_us: float | None = None  # of the variant's own function, on a tiny case
+    host_us: float | None = None  # of one public call, by name
+    host_direct_us: float | None = None  # of the variant's own function
     compile_s: float | None = None  # the first call's wall time
     error: float | None = None
     bound: float | None = None

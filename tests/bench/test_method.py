@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bench.measure import cases, ceiling_kernels, ceilings, intervals, phases, timing
-from bench.measure.selection import LONG_TUNING, Selection
+from bench.measure.selection import AT_QUICK_CASES, LONG_TUNING, Selection
 from kernel_ladder.spec import Case
 
 from ..conftest import DEVICE, TRIES, alone, needs_gpu
@@ -326,17 +326,16 @@ def test_phases_do_not_overlap(monkeypatch):
     assert "100% of what it measures" in text  # 3 s at rest and half of one between samples, of 7
 
 
-def test_long_tuning_is_for_the_quick_cases_of_a_full_sweep_unless_named():
+@pytest.mark.parametrize("name", AT_QUICK_CASES)
+def test_what_takes_long_is_for_the_quick_cases_of_a_sweep_unless_named(name):
     quick, other = Case("a", ((1,),), quick=True), Case("b", ((1,),))
-    name = "compile.max_autotune"
-    assert name in LONG_TUNING
     unnamed = Selection(["matmul"], ["compile"], seconds=0.1)
-    assert unnamed.tunes(name, quick)
-    assert not unnamed.tunes(name, other)
-    assert unnamed.tunes("compile.default", other)
-    assert not Selection(["matmul"], quick=True).tunes(name, quick)
+    assert unnamed.has_time_for(name, quick)
+    assert not unnamed.has_time_for(name, other)
+    assert unnamed.has_time_for("compile.default", other)
+    assert Selection(["matmul"], quick=True).has_time_for(name, quick) is (name not in LONG_TUNING)
     for is_quick in (False, True):
-        assert Selection(["matmul"], named=[name], quick=is_quick).tunes(name, other)
+        assert Selection(["matmul"], named=[name], quick=is_quick).has_time_for(name, other)
 
 
 def test_a_quick_sweep_on_a_gpu_is_in_bfloat16():
