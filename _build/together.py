@@ -36,6 +36,7 @@ GROUPS = {
         "matmul/cluster.cu",
         "matmul/stream_k.cu",
         "matmul/registers_tma.cu",
+        "linear_float8/persistent.cu",
     ],
     "softmax": [
         "softmax/naive.cu",
@@ -48,6 +49,7 @@ GROUPS = {
     "products": [
         "attention/naive.cu",
         "linear.cu",
+        "linear_float8/naive.cu",
         "matmul/matmul.cu",
         "matmul/naive.cu",
         "matmul/coalesced.cu",

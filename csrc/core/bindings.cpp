@@ -239,6 +239,12 @@ const std::vector<Schema>& schemas() {
               linear_persistent),
         KL_OP("linear.skinny(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep) -> (Tensor, Tensor)",
               linear_skinny),
+        KL_OP("linear_float8.naive(Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale, Tensor? bias,"
+              " str out_dtype) -> Tensor",
+              linear_float8_naive),
+        KL_OP("linear_float8.persistent(Tensor input, Tensor weight, Tensor input_scale, Tensor weight_scale,"
+              " Tensor? bias, str out_dtype) -> Tensor",
+              linear_float8_persistent),
     };
     return list;
 }
@@ -337,6 +343,8 @@ std::vector<KernelAttributes> kernels(const std::string& dtype_name) {
     linear_mma_attributes(attributes, dtype);
     linear_persistent_attributes(attributes, dtype);
     linear_skinny_attributes(attributes, dtype);
+    linear_float8_naive_attributes(attributes, dtype);
+    linear_float8_persistent_attributes(attributes, dtype);
     return attributes;
 }
 

@@ -299,4 +299,13 @@ void linear_mma_attributes(std::vector<KernelAttributes>& attributes, ScalarType
 void linear_persistent_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 void linear_skinny_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
+// linear_float8/*.cu: attributes are those of an output's dtype.
+Tensor linear_float8_naive(const Tensor& input, const Tensor& weight, const Tensor& input_scale,
+                           const Tensor& weight_scale, const std::optional<Tensor>& bias, const std::string& out_dtype);
+Tensor linear_float8_persistent(const Tensor& input, const Tensor& weight, const Tensor& input_scale,
+                                const Tensor& weight_scale, const std::optional<Tensor>& bias,
+                                const std::string& out_dtype);
+void linear_float8_naive_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+void linear_float8_persistent_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
+
 }  // namespace kl

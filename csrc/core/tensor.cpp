@@ -21,7 +21,8 @@ constexpr bool SAME = static_cast<int32_t>(THEIRS) == static_cast<int32_t>(OURS)
 static_assert(SAME<Torch::Byte, ScalarType::Byte> && SAME<Torch::Int, ScalarType::Int> &&
               SAME<Torch::Long, ScalarType::Long> && SAME<Torch::Half, ScalarType::Half> &&
               SAME<Torch::Float, ScalarType::Float> && SAME<Torch::Double, ScalarType::Double> &&
-              SAME<Torch::Bool, ScalarType::Bool> && SAME<Torch::BFloat16, ScalarType::BFloat16>);
+              SAME<Torch::Bool, ScalarType::Bool> && SAME<Torch::BFloat16, ScalarType::BFloat16> &&
+              SAME<Torch::Float8_e4m3fn, ScalarType::Float8>);
 
 void check(AOTITorchError status, const char* what) { KL_CHECK(status == AOTI_TORCH_SUCCESS, "could not ", what); }
 
@@ -57,6 +58,7 @@ int64_t Tensor::element_size() const {
     switch (dtype) {
         case ScalarType::Byte:
         case ScalarType::Bool:
+        case ScalarType::Float8:
             return 1;
         case ScalarType::Half:
         case ScalarType::BFloat16:

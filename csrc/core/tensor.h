@@ -24,7 +24,8 @@ enum class ScalarType : int32_t {
     Float = 6,
     Double = 7,
     Bool = 11,
-    BFloat16 = 15
+    BFloat16 = 15,
+    Float8 = 24  // e4m3
 };
 
 // Sizes or strides, borrowed from the tensor.

@@ -310,8 +310,8 @@ __device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint3
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 //
-// d[64×N] += A[64×k] · B[k×N] by one warpgroup, 32 bytes of k: 16 elements of bfloat16 and half, 8 of tf32. It runs
-// asynchronously and reads shared memory through descriptors. The sequence of calls:
+// d[64×N] += A[64×k] · B[k×N] by one warpgroup, 32 bytes of k: 16 elements of bfloat16 and half, 8 of tf32, 32 of float8
+// (e4m3). It runs asynchronously and reads shared memory through descriptors. The sequence of calls:
 //
 //     wgmma_fence();  Wgmma<N>::multiply<T, …>(d, a, b, accumulate); …  wgmma_commit();  …  wgmma_wait<0>();
 //
@@ -319,7 +319,11 @@ __device__ inline void stmatrix(uint32_t shared, uint32_t r0, uint32_t r1, uint3
 // 16w … 16w + 15; lane 4g + t holds, of columns 8j … 8j + 7, d[4j] = (g, 2t), d[4j + 1] = (g, 2t + 1), d[4j + 2] and
 // d[4j + 3] the same of row g + 8. A from registers: as mma's A (mma.cuh), 16 rows a warp.
 //
-// Major::MN exists for 16-bit types only: tf32 operands must run along k.
+// Major::MN exists for 16-bit types only: operands of tf32 and float8 must run along k.
+
+struct float8 {  // e4m3, which only tensor cores read
+    uint8_t bits;
+};
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -408,6 +412,8 @@ struct Wgmma;
                 KL_WGMMA_SHARED(N, "16", "bf16", R, P0, P1, P2, ", " P3 ", " P4, KL_BITS_AB);                     \
             } else if constexpr (std::is_same_v<T, half>) {                                                       \
                 KL_WGMMA_SHARED(N, "16", "f16", R, P0, P1, P2, ", " P3 ", " P4, KL_BITS_AB);                      \
+            } else if constexpr (std::is_same_v<T, float8>) {                                                     \
+                KL_WGMMA_SHARED(N, "32", "e4m3", R, P0, P1, P2, "");                                              \
             } else {                                                                                              \
                 KL_WGMMA_SHARED(N, "8", "tf32", R, P0, P1, P2, "");                                               \
             }                                                                                                     \

@@ -31,12 +31,14 @@ CUtensorMapDataType data_type(const TmaTensor& t) {
             return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
         case ScalarType::BFloat16:
             return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+        case ScalarType::Float8:
+            return CU_TENSOR_MAP_DATA_TYPE_UINT8;
         default:
             return t.exact ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
     }
 }
 
-int64_t item_size(ScalarType dtype) { return dtype == ScalarType::Float ? 4 : 2; }
+int64_t item_size(ScalarType dtype) { return dtype == ScalarType::Float ? 4 : dtype == ScalarType::Float8 ? 1 : 2; }
 
 /// Cache key: the content of a tensor map, compared by bytes.
 struct Key {

@@ -52,5 +52,5 @@ ORDERS: dict[str, tuple[str, ...]] = {
     ),
     "linear": ("torch.builtin", "cuda"),
     "linear_cross_entropy": ("torch.builtin", "triton"),
-    "linear_float8": ("torch.builtin", "triton.persistent", "triton.tiled", "torch.naive"),
+    "linear_float8": ("torch.builtin", "cuda.persistent", "triton.persistent", "triton.tiled", "torch.naive"),
 }

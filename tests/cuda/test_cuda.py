@@ -158,7 +158,7 @@ def test_waits_for_the_kernel_before_it(variant):
     def shifted(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         if x.dtype == FLOAT8:
             return kernel_ladder.add(x.to(by.dtype), by, backend="cuda").to(FLOAT8)
-        return kernel_ladder.add(x, by.to(x.dtype), backend="cuda") if x.is_floating_point() else x
+        return kernel_ladder.add(x, by.to(x.dtype), backend="cuda").view(x.shape) if x.is_floating_point() else x
 
     def outputs(between) -> list:
         found = []
