@@ -36,7 +36,7 @@ SHARED = {
     **dict.fromkeys(NORMS, "norm"),
 }
 
-_HEAD = re.compile(r'^(?:""")?(?P<ops>[a-z_, /]+?),? rung (?P<place>\d+ of \d+): `?(?P<rung>[\w.]+)`?\.?\s*$')
+_HEAD = re.compile(r'^(?:""")?(?P<ops>[a-z_][a-z0-9_, /]*?),? rung (?P<place>\d+ of \d+): `?(?P<rung>[\w.]+)`?\.?\s*$')
 _FIELD = re.compile(r"^(?P<name>Idea|Predicts|Limit now|Limit|Next)\b:?\s+(?P<text>.*)$")
 _LEADER = re.compile(r"^(?:///?|\*|#:?)(?: |$)")
 _CELLS = re.compile(r"^//   (?P<rung>\w+) +(?P<idea>\S.*?) {2,}(?P<limit>\S.*)$")

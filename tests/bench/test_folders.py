@@ -93,6 +93,13 @@ def test_a_place_that_is_not_the_rungs(root):
     assert folders.faults() == ["csrc/softmax/shared.cu: softmax cuda.shared is rung 3 of 3, its head says 3 of 6"]
 
 
+@pytest.mark.parametrize("level", ["triton", "cuda"])
+def test_the_name_of_an_operation_may_hold_digits(level):
+    known = heads.heads("linear_float8", level)
+    assert list(known) and set(known) == set(heads.ladder("linear_float8", level))
+    assert all(head.predicts and head.limit for head in known.values())
+
+
 def test_ladders_of_cuda_need_no_build():
     assert heads.ladder("gelu", "cuda")[:2] == ["naive", "vectorized"]
     assert "registers" in heads.ladder("layer_norm", "cuda")
