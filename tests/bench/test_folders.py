@@ -96,7 +96,7 @@ def test_a_place_that_is_not_the_rungs(root):
 @pytest.mark.parametrize("level", ["triton", "cuda"])
 def test_the_name_of_an_operation_may_hold_digits(level):
     known = heads.heads("linear_float8", level)
-    assert list(known) and set(known) == set(heads.ladder("linear_float8", level))
+    assert set(known) == set(heads.ladder("linear_float8", level)) != set()
     assert all(head.predicts and head.limit for head in known.values())
 
 
