@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 
-from triton_impl import add, bias_gelu, dropout, gelu, linear, rope, swiglu
+from triton_impl import add, bias_gelu, dropout, gelu, linear, linear_cross_entropy, rope, swiglu
 from triton_impl.attention.aot_kernels import AOT_PAGED, AOT_VARLEN
 from triton_impl.common.column_sum import sum_partials_kernel, sum_tile, sum_warps
 from triton_impl.matmul import descriptors
@@ -124,6 +124,20 @@ LINEAR = [
     descriptor_entry(_matmul_persistent_kernel, "fp16", True, True, descriptors.CONFIGS[0], **_TANH_SAVED),
 ]
 
+_COLUMN_MAJOR_A = {**EVEN, "stride_am": 1, "stride_bn": 1}
+LINEAR_CROSS_ENTROPY = [
+    entry(linear_cross_entropy._add_product_kernel, "bf16", _COLUMN_MAJOR_A, CONFIGS["16-bit"][0]),
+    entry(linear_cross_entropy._add_product_kernel, "fp32", _COLUMN_MAJOR_A, CONFIGS["ieee"][0]),
+    descriptor_entry(linear_cross_entropy._add_product_persistent_kernel, "bf16", False, False, descriptors.CONFIGS[0]),
+    entry(
+        linear_cross_entropy._scale_kernel,
+        "bf16",
+        {"MEAN": True, "BLOCK": linear_cross_entropy.BLOCK},
+        None,
+        {"grad_ptr": "*fp32", "count_ptr": "*fp32"},
+    ),
+]
+
 AOT = {
     "add": ADD,
     "gelu": GELU,
@@ -132,6 +146,7 @@ AOT = {
     "swiglu": SWIGLU,
     "dropout": DROPOUT,
     "linear": LINEAR,
+    "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "attention_varlen": AOT_VARLEN,
     "attention_paged": AOT_PAGED,
 }

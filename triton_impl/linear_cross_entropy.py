@@ -30,12 +30,9 @@ from triton_impl.common.dot import INTERPRETED, dot
 from triton_impl.cross_entropy import online, rows
 from triton_impl.cross_entropy.rows import Options
 from triton_impl.matmul import persistent, tiled
-from triton_impl.matmul.aot_kernels import descriptor_entry
-from triton_impl.matmul.descriptors import CONFIGS as DESCRIPTOR_CONFIGS
 from triton_impl.matmul.descriptors import DescriptorProduct, tma_unsupported
 from triton_impl.matmul.tiles import CONFIGS, INTERPRETER_CONFIG, accumulate, arguments_of, kind_of, rasterize
 from triton_impl.matmul.tma_tiles import IEEE, load_tile, tile_origin
-from triton_impl.runtime.aot import entry
 from triton_impl.runtime.autotuned_kernel import AutotunedKernel
 from triton_impl.runtime.launch_cache import CachedKernel, Launch, LaunchCache
 
@@ -311,11 +308,3 @@ register(
     backward=backward,
     unsupported=unsupported,
 )
-
-_EVEN = {"PRECISION": "ieee", "EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "INT64_OFFSETS": False}
-AOT = [
-    entry(_add_product_kernel, "bf16", {**_EVEN, "stride_am": 1, "stride_bn": 1}, CONFIGS["16-bit"][0]),
-    descriptor_entry(_add_product_persistent_kernel, "bf16", False, False, DESCRIPTOR_CONFIGS[0]),
-    entry(_add_product_kernel, "fp32", {**_EVEN, "stride_am": 1, "stride_bn": 1}, CONFIGS["ieee"][0]),
-    entry(_scale_kernel, "bf16", {"MEAN": True, "BLOCK": BLOCK}, None, {"grad_ptr": "*fp32", "count_ptr": "*fp32"}),
-]
