@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,27 +34,43 @@ MACHINE = model.Machine(link=100e9, memory=1e12)
 RING = {"batch": 1, "heads": 16, "heads_kv": 16, "length": 2**16, "width": 128, "itemsize": 2}
 
 
-@pytest.fixture(scope="module")
-def dry_run(tmp_path_factory):
-    """Output and rows of a dry run of all benchmarks."""
-    out = tmp_path_factory.mktemp("scaling") / "rows.jsonl"
-    command = [sys.executable, "-m", "bench.scaling", "--dry-run", "--backend", "torch", "--out", str(out)]
+def run_dry(ranks: int, out: Path, *options: str) -> tuple[str, list[ScalingRow]]:
+    """Output of rank 0 and rows of a dry run in so many processes."""
+    command = [sys.executable, "-m", "bench.scaling", "--dry-run", "--backend", "torch", "--out", str(out), *options]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # What torchrun sets; it would import PyTorch once more itself.
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {
+        **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
     alike = {**os.environ, **group, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
+    processes = [
         subprocess.Popen(
             command, cwd=ROOT, env={**alike, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    said = [process.communicate(timeout=300) for process in processes]
+    assert not any(process.returncode for process in processes), said
     return said[0][0], read(out)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory):
+    """Output and rows of a dry run of all benchmarks."""
+    return run_dry(2, tmp_path_factory.mktemp("scaling") / "rows.jsonl")
+
+
+@pytest.mark.slow
+def test_a_dry_run_on_eight_ranks(tmp_path):
+    _, rows = run_dry(8, tmp_path / "rows.jsonl", "--only", "ring,products")
+    assert [row.wrong for row in rows if row.wrong] == []
+    assert {row.gpus for row in rows if row.role != ONE_GPU} == {8}
+    timed = {row.op for row in rows if row.us is not None and row.role == OURS}
+    assert timed == {"ring_attention", "all_gather_matmul", "matmul_reduce_scatter"}
 
 
 def test_a_dry_run_checks_and_times_everything(dry_run):

@@ -73,7 +73,7 @@ def check_float8(backend: str) -> None:
     """Rows, or outputs, of a float8 layer split over ranks. No operand moves: Gloo sends no float8."""
     mesh, rank, ranks = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same on every rank
-    input, input_scale = kernel_ladder.quantize_float8(torch.randn(2, 6, 32))
+    input, input_scale = kernel_ladder.quantize_float8(torch.randn(ranks, 3 * ranks, 32))
     weight, weight_scale = kernel_ladder.quantize_float8(torch.randn(16, 32))
     tensors = input, weight, input_scale, weight_scale, torch.randn(16)
     expected = kernel_ladder.linear_float8(*tensors, backend=backend)

@@ -1,4 +1,4 @@
-"""Calls on several GPUs give what one GPU gives, in groups of two and of four processes on the CPU.
+"""Calls on several GPUs give what one GPU gives, in groups of two, four and eight processes on the CPU.
 
 DTensors in every placement; blocks under tensor, sequence and data parallelism; ring attention; products beside their
 communication.
@@ -107,6 +107,23 @@ def test_four_ranks(tmp_path):
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
     ]
     run(4, tmp_path, checks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_eight_ranks(tmp_path):
+    """More ranks than most dimensions of a sample have rows: shards that are uneven, or empty."""
+    checks = [
+        *(
+            Check(f"{op} on DTensors", sharded.compare, (op, "torch", typical_case(op, 3000), torch.float64, 3, 1e-9))
+            for op in differentiable_ops()
+        ),
+        Check("float8", sharded.check_float8, ("torch",)),
+        *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
+        *PACKED,
+        Check("products", products.compare, ("torch", torch.float64, 1e-10)),
+    ]
+    run(8, tmp_path, checks)
 
 
 def test_every_operation_has_a_rule():
