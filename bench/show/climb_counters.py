@@ -110,14 +110,19 @@ def changes(mine: Counters, before: Counters) -> list[str]:
     return found
 
 
+#: What a kernel takes, not what it does: named as moved only where nothing else has.
+TAKEN = "registers"
+
+
 def most_moved(mine: Counters, before: Counters) -> str:
     """The counter whose ratio to the step before is farthest from one; empty where none moved."""
-    found: list[tuple[float, str]] = []
+    found: list[tuple[bool, float, str]] = []
     for name, value, form in COLUMNS:
         now, then = value(mine), value(before)
         if name in SHOWN and isinstance(now, int | float) and now and then and moved(then, now, form):
-            found.append((max(now / then, then / now), f"{name} {form.format(then)} → {form.format(now)}"))
-    return max(found)[1] if found else ""
+            text = f"{name} {form.format(then)} → {form.format(now)}"
+            found.append((name != TAKEN, max(now / then, then / now), text))
+    return max(found)[2] if found else ""
 
 
 def moved(then: Any, now: Any, form: str) -> bool:

@@ -208,6 +208,11 @@ def test_a_per_cent_more_of_almost_nothing_has_not_moved():
     )
 
 
+def test_what_a_kernel_does_is_named_before_what_it_takes():
+    mine, before = {"occupancy_pct": 71, "registers": 40}, {"occupancy_pct": 47, "registers": 80}
+    assert climb_counters.most_moved(mine, before) == "occupancy 47 % → 71 %"
+
+
 def test_what_moved_unseen_is_not_bold(monkeypatch):
     monkeypatch.setattr(climb_counters, "COLUMNS", [("share", lambda c: c["share"], "{:.0%}")])
     assert climb_counters.cells({"share": 0.0004}, {"share": 0.0001}) == ["0%"]
