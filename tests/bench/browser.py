@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import select
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,46 +18,77 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 #: A machine whose cores test other things draws a page of charts in half a minute.
 TIMEOUT_S = 180
+#: One of ten pages whose scripts are disabled never answers: it is opened again, in a new browser.
+QUIET_S, ATTEMPTS = 20, 3
 
 
 def executable() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
+class NoAnswer(RuntimeError):
+    """The browser has ended, or says nothing for too long."""
+
+
 class Page:
     """One page. `errors` and `requests` gather what its scripts raised and what it asked the network for."""
 
-    def __init__(self, pipe: subprocess.Popen[bytes]) -> None:
-        self._pipe, self._buffer, self._last, self._session = pipe, b"", 0, None
+    def __init__(self, profile: Path) -> None:
+        self._profile, self._emulated = profile, {"media": "", "features": []}
         self.errors: list[str] = []
         self.requests: list[str] = []
+        self._start()
+
+    def _start(self) -> None:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        options += ["--remote-debugging-pipe", f"--user-data-dir={self._profile}", "--no-first-run"]
+        # The protocol's pipes are the browser's files 3 and 4.
+        command = ["sh", "-c", 'exec "$@" 3<&0 4>&1 0</dev/null 1>/dev/null', "sh", executable(), *options]
+        self._pipe = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self._buffer, self._last, self._session = b"", 0, None
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
+        self.send("Emulation.setEmulatedMedia", **self._emulated)
 
-    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.stdin.close()  # the browser ends when nobody drives it any more
+        try:
+            self._pipe.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._pipe.pid, signal.SIGKILL)
+            self._pipe.wait()
+        self._pipe.stdout.close()
+
+    def send(self, method: str, within_s: float = TIMEOUT_S, **parameters: Any) -> dict[str, Any]:
         """One command of the protocol; returns its result."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
-        self._pipe.stdin.write(json.dumps(message).encode() + b"\0")
-        self._pipe.stdin.flush()
+        try:
+            self._pipe.stdin.write(json.dumps(message).encode() + b"\0")
+            self._pipe.stdin.flush()
+        except BrokenPipeError:
+            raise NoAnswer("the browser has ended") from None
         while True:
-            answer = self._receive()
+            answer = self._receive(within_s)
             if answer.get("id") == self._last:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']['message']}")
                 return answer["result"]
 
-    def _receive(self) -> dict[str, Any]:
-        until = time.monotonic() + TIMEOUT_S
+    def _receive(self, within_s: float = TIMEOUT_S) -> dict[str, Any]:
+        until = time.monotonic() + within_s
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._pipe.stdout], [], [], until - time.monotonic())
+            ready, _, _ = select.select([self._pipe.stdout], [], [], max(0.0, until - time.monotonic()))
             more = self._pipe.stdout.read1(1 << 20) if ready else b""
             if not more:
-                raise RuntimeError("the browser does not answer")
+                raise NoAnswer(f"the browser said nothing for {within_s} s, or has ended")
             self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)
@@ -72,7 +105,17 @@ class Page:
             self.requests.append(given["request"]["url"])
 
     def open(self, path: Path, fragment: str = "", width: int = 1280, height: int = 900, scripts: bool = True) -> None:
-        """Load a file, in a window of the given size in CSS pixels."""
+        """Load a file, in a window of the given size in CSS pixels; again in a new browser where this one is silent."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._open(path, fragment, width, height, scripts)
+            except NoAnswer:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                self.close()
+                self._start()
+
+    def _open(self, path: Path, fragment: str, width: int, height: int, scripts: bool) -> None:
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -85,6 +128,8 @@ class Page:
             pass
         if scripts:
             self.wait("'ready' in document.documentElement.dataset")
+        else:
+            self.send("Runtime.evaluate", within_s=QUIET_S, expression="0")
 
     def wait(self, condition: str) -> None:
         """Until a JavaScript expression is true."""
@@ -94,9 +139,12 @@ class Page:
                 raise RuntimeError(f"after {TIMEOUT_S} s not true: {condition}; errors: {self.errors}")
             time.sleep(0.02)
 
-    def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
-        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+    def run(self, expression: str, awaits: bool = False) -> Any:
+        """The value of a JavaScript expression, or with `awaits` of the promise that it is.
+
+        Where a page's scripts are disabled, Chromium may never settle what it awaits, a plain value neither.
+        """
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=awaits)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["exception"]["description"])
         return answer["result"].get("value")
@@ -156,7 +204,8 @@ class Page:
     def emulate(self, media: str = "", **features: str) -> None:
         """Media type and features, such as ``prefers_color_scheme="dark"``."""
         pairs = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-        self.send("Emulation.setEmulatedMedia", media=media, features=pairs)
+        self._emulated = {"media": media, "features": pairs}
+        self.send("Emulation.setEmulatedMedia", **self._emulated)
 
     def screenshot(self, whole: bool = True) -> bytes:
         return base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
@@ -168,18 +217,8 @@ class Page:
 @contextlib.contextmanager
 def page(profile: Path) -> Iterator[Page]:
     """A page of a browser of its own, which keeps its files in `profile`."""
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-    options += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "--no-first-run"]
-    # The protocol's pipes are the browser's files 3 and 4.
-    command = ["sh", "-c", 'exec "$@" 3<&0 4>&1 0</dev/null 1>/dev/null', "sh", executable(), *options]
-    pipe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    page = Page(profile)
     try:
-        yield Page(pipe)
+        yield page
     finally:
-        pipe.stdin.close()  # the browser ends when nobody drives it any more
-        try:
-            pipe.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            pipe.kill()
-            pipe.wait()
-        pipe.stdout.close()
+        page.close()

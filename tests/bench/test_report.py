@@ -238,7 +238,7 @@ def test_hostile_strings_stay_strings(page, tmp_path):
 def test_the_policy_lets_nothing_else_run_or_load(page, full):
     page.open(full)
     page.run("document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"window.ran = 1\">')")
-    refused = page.run("fetch('https://example.invalid/').then(() => 'loaded', (error) => String(error))")
+    refused = page.run("fetch('https://example.invalid/').then(() => 'loaded', (error) => String(error))", awaits=True)
     assert "TypeError" in refused
     assert page.run("window.ran") is None
     assert len(page.errors) >= 2
