@@ -275,6 +275,7 @@ def test_triton_compiles_what_a_layout_launches():
     assert [k.name for kernels in names for k in kernels] == ["_gelu_kernel", "_gelu_strided_kernel"]
 
 
+@pytest.mark.sampled(device="cpu")
 @needs_extension
 @needs_cuobjdump
 @pytest.mark.parametrize(("variant", "pass_"), at_level("cuda"))

@@ -250,7 +250,7 @@ def item(name: str, *, level: str | None = None, marked: bool = True) -> SimpleN
 @pytest.mark.parametrize(
     ("rung", "device", "share"),
     [
-        ("compile.default", "cpu", 3),
+        ("compile.default", "cpu", 6),
         ("triton.fused", "cpu", 1),
         ("triton.fused", "cuda", 8),
         ("compile.max_autotune", "cuda", 40),
