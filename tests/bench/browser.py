@@ -18,7 +18,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 #: A machine whose cores test other things draws a page of charts in half a minute.
 TIMEOUT_S = 180
-#: One of ten pages whose scripts are disabled never answers: it is opened again, in a new browser.
+#: A page whose scripts are disabled sometimes never answers: it is opened again, in a new browser.
 QUIET_S, ATTEMPTS = 20, 3
 
 
