@@ -44,12 +44,12 @@ class Sizes:
 
 
 def sizes(run: Run) -> list[Sizes]:
-    """Total lengths that fit the number of GPUs: 16k to 128k, to 1M on eight."""
+    """Total lengths that fit the number of GPUs: 16k to 128k, to 512k on four, to 1M on eight."""
     if run.dry:
         return [Sizes(4, 16, 32 * run.gpus)]
     lengths = [2**14, 2**16] if run.quick else [2**k for k in range(14, 18)]
     if not run.quick:
-        lengths += [2**18] * (run.gpus >= 4) + [2**19, 2**20] * (run.gpus >= 8)
+        lengths += [2**18, 2**19] * (run.gpus >= 4) + [2**20] * (run.gpus >= 8)
     return [Sizes(16, 128, length) for length in lengths]
 
 
