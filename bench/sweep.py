@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -42,6 +43,9 @@ from kernel_ladder.testing.samples import make_inputs
 
 #: Why a variant that was not found wrong has no time.
 NO_MEMORY = "no memory is left for {}"
+
+#: The part of a GPU's memory that JAX may take.
+JAX_SHARE = "0.4"
 
 #: Seconds for the few rounds of a slow call in a quick sweep.
 QUICK_PATIENCE_S = 1.0
@@ -197,13 +201,15 @@ class Sweep:
                 return short
             try:
                 timed = self._time(launches, baseline)
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not is_for_memory(error):
+                    self._check_alive(f"timing {group} {pass_}")
+                    raise
+                if len(launches.keys() - {baseline}) > 1:
+                    return [*short, *(v for v in shown if v.name in launches)]
                 for row in done:
                     self._give_up(row, NO_MEMORY.format("emptying the L2 beside what is timed"))
                 return short
-            except Exception:
-                self._check_alive(f"timing {group} {pass_}")
-                raise
             del copies, launch
             launches.clear()  # frees the memory of their graphs, which a ceiling may need
         bandwidth, rate = self._ceilings_of(group, done[0].bytes)
@@ -330,10 +336,11 @@ class Sweep:
             return None, None
         key = (variant.op, variant.name, backward)
         if key not in self._host:
-            inputs = expected.inputs
-            if self.device.type == "cuda" and launch.seconds > timing.HOST_CALL_S * launch.calls * launch.repeats:
-                inputs = make_inputs(host_case(group.case), group.dtype, self.device)
-            self._host[key] = candidates.host_us(variant, inputs, group.case.options, self.device, backward)
+            case, inputs = group.case, expected.inputs
+            if launch.seconds > timing.HOST_CALL_S * launch.calls * launch.repeats:
+                case = host_case(case)
+                inputs = make_inputs(case, group.dtype, self.device)
+            self._host[key] = candidates.host_us(variant, inputs, case.options, self.device, backward)
         return self._host[key]
 
     def _another(self, call: timing.Call) -> tuple[Any, float, float | None]:
@@ -407,6 +414,8 @@ def run(
     Rows in `standing` are not measured again, and belong to this run.
     """
     device = environment.device()
+    # JAX keeps what it has taken, and PyTorch's variants need the rest.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE)
     # Gradients are timed again and again on one graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
     # Two variants may compile one formula, each for several shapes and with and without gradients.

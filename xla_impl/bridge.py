@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kernel_ladder import gpu
-from kernel_ladder.errors import UnsupportedError
+from kernel_ladder.errors import UnsupportedError, is_for_memory
 from kernel_ladder.spec import Inputs, dtype_name
 
 CAPTURED = "JAX launches on streams of its own, which a CUDA graph cannot capture; call it outside of the graph"
@@ -127,7 +127,20 @@ def follow_other_streams(device: torch.device) -> None:
 
 
 def run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch.Tensor, ...]:
-    """Call a compiled function, which returns a tuple of arrays, with `tensors` and other arguments after them."""
+    """Call a compiled function, which returns a tuple of arrays, with `tensors` and other arguments after them.
+
+    Where JAX finds no memory, PyTorch gives back what it keeps for later, and the call is made once more.
+    """
+    try:
+        return _run(program, tensors, *more)
+    except RuntimeError as error:
+        if not is_for_memory(error):
+            raise
+    torch.cuda.empty_cache()  # outside of the handler, whose traceback keeps the arrays
+    return _run(program, tensors, *more)
+
+
+def _run(program: Callable[..., Any], tensors: Inputs, *more: Any) -> tuple[torch.Tensor, ...]:
     device = tensors[0].device
     if device.type == "cuda":
         if gpu.capturing():

@@ -10,8 +10,10 @@ import types
 import pytest
 import torch
 
+import kernel_ladder
 from bench import sweep
 from bench.__main__ import main
+from bench.measure import cases
 from bench.rows import store
 from bench.show import pictures
 from kernel_ladder import table
@@ -145,6 +147,49 @@ def test_a_variant_without_memory_beside_others_is_timed_beside_the_baseline(mon
     assert all(row["us"] > 0 and row["unsupported"] is None for row in found)
     (naive,) = (row for row in found if row["backend"] == "torch.naive")
     assert baseline or naive["speedup"] > 0
+
+
+@pytest.mark.usefixtures("small_sweeps")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("could not allocate the output")], ids=repr)
+def test_variants_too_large_to_be_timed_together_are_timed_beside_the_baseline(monkeypatch, tmp_path, error):
+    run, together = sweep.rounds.run, []
+
+    def one_beside_the_baseline(launches, baseline, **options):
+        together.append(set(launches))
+        if len(launches) > 2:
+            raise error
+        return run(launches, baseline, **options)
+
+    monkeypatch.setattr(sweep.rounds, "run", one_beside_the_baseline)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "gelu", "--backend", "torch,triton", "--quick", "--pass", "forward", "--time", "0.02"]
+    assert main([*argv, "--no-ceilings", "--no-pictures", "--output", str(path)]) == 0
+    found = store.read(path)
+    assert len(together[0]) == len(found) > 2
+    assert together[1:] == [{row.backend, "torch.builtin"} for row in found]
+    assert all(row.us > 0 and row.speedup > 0 and row.unsupported is None for row in found)
+
+
+@pytest.mark.usefixtures("small_sweeps")
+def test_the_hosts_cost_is_of_a_small_call_where_the_case_takes_long(monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep.timing, "HOST_CALL_S", 0.0)
+    monkeypatch.setattr(cases, "HOST_DIM", 16)
+    sizes = []
+    host_us = sweep.candidates.host_us
+
+    def noted(variant, inputs, *others):
+        sizes.extend(size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape)
+        return host_us(variant, inputs, *others)
+
+    monkeypatch.setattr(sweep.candidates, "host_us", noted)
+    path = tmp_path / "rows.jsonl"
+    argv = ["--backend", "torch.naive", "--quick", "--time", "0.02", "--no-ceilings", "--no-pictures"]
+    assert main([*argv, "--output", str(path)]) == 0
+    found = store.read(path)
+    assert {row.op for row in found} == set(kernel_ladder.OPS)
+    assert not [row.wrong for row in found if row.wrong]
+    assert all(row.host_us for row in found if row.us and row.pass_ == "forward")
+    assert max(sizes) == cases.HOST_DIM
 
 
 @pytest.mark.usefixtures("small_sweeps")

@@ -182,6 +182,26 @@ def test_memory_that_is_short_is_pytorchs_own_error():
         raise_for_memory(short)
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_pytorch_gives_back_memory_that_jax_lacks(monkeypatch, always):
+    done = []
+
+    def program(x):
+        done.append("called")
+        if always or len(done) == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1024 bytes.")
+        return (x,)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    x = torch.arange(3.0)
+    if always:
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            bridge.run(program, (x,))
+    else:
+        assert torch.equal(bridge.run(program, (x,))[0], x)
+    assert done == ["called", "emptied", "called"]
+
+
 def test_another_seed_compiles_nothing():
     x = torch.randn(64, device=DEVICE)
     sizes = []
