@@ -172,8 +172,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
         "--share",
         default="1/1",
         metavar="I/N",
-        help="the I-th of N parts, to be joined by `python -m bench merge`. Under `torchrun --nproc-per-node N` each "
-        "GPU takes a share by itself, and one file holds them all",
+        help="the I-th of N parts, to be joined by `python -m bench merge`. Under `torchrun --nproc-per-node N` the "
+        "GPUs share the cases by themselves, and one file holds all rows",
     )
     parser.add_argument(
         "--with", dest="files", action="append", default=[], type=Path, metavar="FILE", help="a file of own rungs too"

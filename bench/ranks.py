@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -114,6 +115,43 @@ class Group:
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+class Board:
+    """Notes that any rank writes and all ranks read, and numbers that each rank gets once.
+
+    Args:
+        group: whose ranks share it; None: this process alone.
+    """
+
+    def __init__(self, group: Group | None = None) -> None:
+        self._own: dict[str, str] = {}
+        self._store: Any = None
+        if group is not None:
+            from torch.distributed import distributed_c10d
+
+            self._store = distributed_c10d._get_default_store()
+
+    def write(self, name: str, value: Any) -> None:
+        """Note `value`, which JSON can hold, under `name`."""
+        if self._store is None:
+            self._own[name] = json.dumps(value)
+        else:
+            self._store.set(f"note {name}", json.dumps(value))
+
+    def read(self, name: str) -> Any:
+        """What a rank has noted under `name`, or None."""
+        if self._store is None:
+            return json.loads(self._own.get(name, "null"))
+        return json.loads(self._store.get(f"note {name}")) if self._store.check([f"note {name}"]) else None
+
+    def shared_out(self, todo: Sequence[T]) -> Iterator[T]:
+        """The members that this rank takes: always the next one that no rank has taken."""
+        if self._store is None:
+            yield from todo
+            return
+        while (place := self._store.add("taken", 1) - 1) < len(todo):
+            yield todo[place]
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """A sweep over the GPUs of one machine: ``torchrun --nproc-per-node N -m bench``.
 
-Each rank measures a share of the cases on a GPU of its own, into a file of its own beside the output. At the end rank 0
-joins them. Files that an interrupted sweep has left are joined first, by whatever comes next.
+Each rank measures on a GPU of its own, always the next case that no rank has taken, into a file of its own beside the
+output. At the end rank 0 joins them. Files that an interrupted sweep has left are joined first, by whatever comes next.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def run(
     resumed: bool,
     announce: Callable[[Selection, Console], None],
 ) -> tuple[list[Row] | None, bool]:
-    """Measure this rank's share. Returns the run's rows on rank 0, None elsewhere, and whether it was interrupted.
+    """Measure what this rank takes. Returns the run's rows on rank 0, None elsewhere, and whether it was interrupted.
 
     Raises:
         UsageError: a share is named, or ranks are on GPUs of different models. RanksError: a rank is gone.
     """
     if selection.share != (1, 1):
-        raise UsageError("--share is for a process alone: under torchrun each rank takes its own share")
+        raise UsageError("--share is for a process alone: under torchrun the ranks share the cases among them")
     group = ranks.Group(torch.device("cpu"), START_S, PATIENCE_S)
     machines = group.gather(environment.machine_name())
     if len(set(machines)) > 1:
@@ -85,11 +85,9 @@ def run(
     if resumed:
         console.print(resume.report(standing, environment.facts(), output), soft_wrap=True)
     own = part_file(output, group.rank, group.size)
-    share = dataclasses.replace(
-        selection, share=(group.rank + 1, group.size), ceilings=selection.ceilings and group.rank == 0
-    )
+    selection = dataclasses.replace(selection, ceilings=selection.ceilings and main)
     with store.writing(own):
-        measured, interrupted = sweep.run(share, own, console, standing)
+        measured, interrupted = sweep.run(selection, own, console, standing, ranks.Board(group))
     if interrupted:
         return None, True
     names = {(row.key, row.when) for row in standing.values() if row.op in (*selection.ops, store.CEILING)}

@@ -31,10 +31,11 @@ from bench.measure import (
 )
 from bench.measure.cases import host_case, layouts_of
 from bench.measure.selection import AT_QUICK_CASES, ONE_BACKWARD, Group, Selection, groups
+from bench.ranks import Board
 from bench.rows import resume, store
-from bench.rows.order import by_climb
 from bench.rows.ratio import baseline_of
 from bench.rows.store import Row
+from bench.rows.tidy import tidy
 from kernel_ladder import table
 from kernel_ladder.errors import is_for_memory
 from kernel_ladder.spec import Spec, as_leaves
@@ -64,7 +65,7 @@ class GpuLost(Exception):
 
 
 class Sweep:
-    """One run. Measures host cost once per variant, ceilings once per size, and skips rows in `standing`."""
+    """One run. Measures ceilings once per size, and skips rows in `standing`."""
 
     def __init__(
         self,
@@ -72,12 +73,16 @@ class Sweep:
         emit: Callable[[Row], None],
         device: torch.device,
         standing: Mapping[resume.Key, Row] | None = None,
+        board: Board | None = None,
     ) -> None:
         self.selection, self.emit, self.device, self.standing = selection, emit, device, standing or {}
+        self.board = board or Board()
         self.phases = phases.Phases()
         self._chosen_rungs: dict[tuple[str, str, torch.dtype], list[Variant]] = {}
         self._names: dict[tuple[str, str, torch.dtype, str], dict[str, list[str]]] = {}
-        self._host: dict[tuple[str, str, bool], tuple[float | None, float | None]] = {}
+        for row in self.standing.values():
+            if row.host_us is not None:
+                self.board.write(_host_cost(row.op, row.backend, row.pass_), (row.host_us, row.host_direct_us))
 
     def known(self, group: Group) -> dict[str, Variant]:
         """The variants of a group by name, before those are left out whose tuning takes too long."""
@@ -87,7 +92,7 @@ class Sweep:
 
     def chosen(self, group: Group) -> list[Variant]:
         """The variants to measure for a group, including those that already have rows."""
-        return [v for name, v in self.known(group).items() if self.selection.has_time_for(name, group.case)]
+        return [v for name, v in self.known(group).items() if self.selection.has_time_for(name, group)]
 
     def _levels_choices(self, group: Group) -> list[Variant]:
         """The baseline, the rung that each level's name stands for in each pass, and variants selected by name."""
@@ -296,7 +301,7 @@ class Sweep:
         except _Refused:
             raise
         except Exception as error:  # one broken kernel must not cost the rows of the others
-            if _was_interrupted(error):
+            if correctness.was_interrupted(error):
                 raise KeyboardInterrupt from error
             if is_for_memory(error):
                 beside = "beside its inputs and the baseline"
@@ -331,17 +336,19 @@ class Sweep:
         backward: bool,
         launch: timing.Launch,
     ) -> tuple[float | None, float | None]:
-        """Measured once for a variant's pass, at the first case: a tiny one where this case's kernels take long."""
+        """Measured once for a variant's pass, by one rank: at a tiny case where this case's kernels take long."""
         if backward and self.selection.quick:
             return None, None
-        key = (variant.op, variant.name, backward)
-        if key not in self._host:
+        name = _host_cost(variant.op, variant.name, "backward" if backward else "forward")
+        found = self.board.read(name)
+        if found is None:
             case, inputs = group.case, expected.inputs
             if launch.seconds > timing.HOST_CALL_S * launch.calls * launch.repeats:
                 case = host_case(case)
                 inputs = make_inputs(case, group.dtype, self.device)
-            self._host[key] = candidates.host_us(variant, inputs, case.options, self.device, backward)
-        return self._host[key]
+            found = candidates.host_us(variant, inputs, case.options, self.device, backward)
+            self.board.write(name, found)
+        return found[0], found[1]
 
     def _another(self, call: timing.Call) -> tuple[Any, float, float | None]:
         """What a call returns, its wall time in seconds, and the MiB that it allocates at most (None on a CPU)."""
@@ -399,19 +406,21 @@ class Sweep:
         self.emit(row)
 
 
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether an error was raised over an interrupt: what cleans up after one may fail, and hide it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
+def _host_cost(op: str, backend: str, pass_: str) -> str:
+    """The name of a note on the ranks' board."""
+    return f"host cost of {op} {backend} {pass_}"
 
 
 def run(
-    selection: Selection, output: Path, console: Console, standing: Mapping[resume.Key, Row] | None = None
+    selection: Selection,
+    output: Path,
+    console: Console,
+    standing: Mapping[resume.Key, Row] | None = None,
+    board: Board | None = None,
 ) -> tuple[list[Row], bool]:
     """Measure, appending rows to `output` as they finish. Returns the run's rows, and whether it was interrupted.
 
-    Rows in `standing` are not measured again, and belong to this run.
+    Rows in `standing` are not measured again, and belong to this run. Ranks with a common `board` share the cases.
     """
     device = environment.device()
     # JAX keeps what it has taken, and PyTorch's variants need the rest.
@@ -433,7 +442,7 @@ def run(
     def note(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    sweep = Sweep(selection, emit, device, standing)
+    sweep = Sweep(selection, emit, device, standing, board)
     todo = groups(selection, device)
     if not todo:
         part, parts = selection.share
@@ -455,7 +464,7 @@ def run(
         try:
             if selection.ceilings:
                 sweep.measure_ceilings(lambda failure: note(f"no ceiling: {failure}"))
-            for group in todo:
+            for group in sweep.board.shared_out(todo):
                 progress.update(task, description=str(group))
                 sweep.measure(group)
                 progress.advance(task)
@@ -470,7 +479,7 @@ def run(
             torch.set_num_threads(threads)
     whole = [*sweep.standing.values(), *emitted]
     if emitted:
-        whole = _tidy(output, whole)
+        whole = tidy(output, whole)
         sweep.phases.show(console)
     return [row for row in whole if row.op in (*selection.ops, store.CEILING)], interrupted
 
@@ -481,26 +490,10 @@ def _announce(sweep: Sweep, todo: Sequence[Group], note: Callable[[str], None]) 
         note(f"clock, power and temperature are not recorded: {reason}")
     for name, reason in AT_QUICK_CASES.items():
         takes = [group for group in todo if name in sweep.known(group)]
-        left_out = sum(not sweep.selection.has_time_for(name, group.case) for group in takes)
+        left_out = sum(not sweep.selection.has_time_for(name, group) for group in takes)
         if left_out and sweep.device.type == "cuda":
             option = "--peers" if name.startswith(f"{peers.LEVEL}.") else "--backend"
             note(
                 f"{name} ({reason}) is left out at {left_out} of {len(takes)} cases; "
                 f"{option} {name.removeprefix(f'{peers.LEVEL}.')} measures it at all of them"
             )
-
-
-def _tidy(output: Path, run: Sequence[Row]) -> list[Row]:
-    """Rewrite a file without superseded rows, in the order of the climb; returns the rows of this run as written.
-
-    They are held to the best matrix product that the whole run has measured: see ceilings.with_best_products. This
-    run's rows supersede others, whatever the clock said when those were made.
-    """
-    mine = {(row.key, row.when) for row in run}
-    whole = store.read(output)
-    own = {row.key: row for row in whole if (row.key, row.when) in mine}
-    found = by_climb(own.get(row.key, row) for row in store.latest(whole))
-    finished = iter(ceilings.with_best_products(row for row in found if row.key in own))
-    written = [next(finished) if row.key in own else row for row in found]
-    store.write(output, written)
-    return [row for row in written if row.key in own]

@@ -37,3 +37,10 @@ def one_line(error: Exception) -> str:
     """An exception's type and the first line of its message, without terminal colours."""
     said = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
     return ": ".join(filter(None, (type(error).__name__, said.partition("\n")[0])))
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Whether an error was raised over an interrupt: what cleans up after one may fail, and hide it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None

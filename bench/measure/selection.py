@@ -14,7 +14,8 @@ from bench.rows.ratio import baseline_of
 from kernel_ladder.spec import PASSES, Case, dtype_name
 from kernel_ladder.table import Variant
 
-#: Variants that tune for up to a minute per shape, dtype and pass. A quick sweep leaves them out.
+#: Variants that tune for up to a minute per shape, dtype and pass. A quick sweep leaves them out, any other measures
+#: them in the first dtype of a case alone.
 LONG_TUNING = frozenset({"compile.max_autotune", "peer.quack-gemm"})
 #: Variants that a sweep measures at the quick cases only, unless the user names them, and why.
 AT_QUICK_CASES = {
@@ -62,11 +63,11 @@ class Selection:
             return True
         return variant.name in self.backends or variant.level in self.backends
 
-    def has_time_for(self, name: str, case: Case) -> bool:
-        """Whether there is time for a variant's tuning or compilation at a case."""
+    def has_time_for(self, name: str, group: Group) -> bool:
+        """Whether there is time for a variant's tuning or compilation in a group."""
         if name in self.named or name not in AT_QUICK_CASES:
             return True
-        return case.quick and not (self.quick and name in LONG_TUNING)
+        return group.case.quick and not (name in LONG_TUNING and (self.quick or not group.in_first_dtype))
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Group:
     passes: Sequence[str]
     set: str = sets.SWEEP
     names: Sequence[str] = ()  # of those who make the call
+    in_first_dtype: bool = True  # of those that the case is measured in
 
     @property
     def dtype_name(self) -> str:
@@ -103,9 +105,9 @@ def groups(selection: Selection, device: torch.device) -> list[Group]:
         )
     ]
     found = [
-        Group(op, case, dtype, with_kernels(selection.passes, op, case), selection.set, names)
+        Group(op, case, dtype, with_kernels(selection.passes, op, case), selection.set, names, not place)
         for op, case, names in members[part - 1 :: parts]
-        for dtype in selection.dtypes or default_dtypes(case, device, quick)
+        for place, dtype in enumerate(selection.dtypes or default_dtypes(case, device, quick))
     ]
     return [group for group in found if group.passes]
 

@@ -22,7 +22,7 @@ from bench.show import pictures, readme
 from bench.show import table as bench_table
 from kernel_ladder import table
 from kernel_ladder.selection.rules import RULES
-from kernel_ladder.spec import Case
+from kernel_ladder.spec import PASSES, Case
 from kernel_ladder.testing.samples import empty_inputs
 
 from ..conftest import DEVICE, SWEEP_BYTES, a_row, needs_gpu, sweeping_small_cases
@@ -225,6 +225,7 @@ def test_bad_command_lines(argv, message, capsys):
 
 def test_a_peer_named_is_tuned_at_all_cases(tmp_path):
     parser = bench_main._sweep_parser()
+    group = Group("matmul", Case("a", ((1,),), quick=True), torch.bfloat16, PASSES)
     for argv, named in (
         (["--peers"], False),
         (["--peers", "quack-gemm"], True),
@@ -232,7 +233,7 @@ def test_a_peer_named_is_tuned_at_all_cases(tmp_path):
     ):
         chosen = bench_main._selection(parser.parse_args([*argv, "--quick"]))
         assert "quack-gemm" in chosen.peers
-        assert chosen.has_time_for("peer.quack-gemm", Case("a", ((1,),), quick=True)) == named
+        assert chosen.has_time_for("peer.quack-gemm", group) == named
 
 
 def test_readme(swept, tmp_path, capsys):

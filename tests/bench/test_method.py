@@ -6,6 +6,7 @@ what other processes do to them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import weakref
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bench.measure import cases, ceiling_kernels, ceilings, intervals, phases, timing
-from bench.measure.selection import AT_QUICK_CASES, LONG_TUNING, Selection
-from kernel_ladder.spec import Case
+from bench.measure.selection import AT_QUICK_CASES, LONG_TUNING, Group, Selection
+from kernel_ladder.spec import PASSES, Case
 
 from ..conftest import DEVICE, TRIES, alone, needs_gpu
 
@@ -328,9 +329,14 @@ def test_phases_do_not_overlap(monkeypatch):
 
 @pytest.mark.parametrize("name", AT_QUICK_CASES)
 def test_what_takes_long_is_for_the_quick_cases_of_a_sweep_unless_named(name):
-    quick, other = Case("a", ((1,),), quick=True), Case("b", ((1,),))
+    quick, other = (
+        Group("matmul", Case("a", ((1,),), quick=is_quick), torch.bfloat16, PASSES) for is_quick in (True, False)
+    )
     unnamed = Selection(["matmul"], ["compile"], seconds=0.1)
     assert unnamed.has_time_for(name, quick)
+    in_float32 = dataclasses.replace(quick, dtype=torch.float32, in_first_dtype=False)
+    assert unnamed.has_time_for(name, in_float32) is (name not in LONG_TUNING)
+    assert dataclasses.replace(unnamed, named=[name]).has_time_for(name, in_float32)
     assert not unnamed.has_time_for(name, other)
     assert unnamed.has_time_for("compile.default", other)
     assert Selection(["matmul"], quick=True).has_time_for(name, quick) is (name not in LONG_TUNING)

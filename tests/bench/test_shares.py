@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import ranks, shares
+from bench import ranks, shares, sweep
 from bench.__main__ import main
 from bench.rows import store
 
@@ -29,10 +29,22 @@ class FakeGroup:
     def close(self) -> None: ...
 
 
+class FakeBoard(ranks.Board):
+    """Shares out by turns, as two ranks that go on side by side."""
+
+    def __init__(self, group: FakeGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+
+    def shared_out(self, todo):
+        return iter(todo if self.group is None else todo[self.group.rank :: self.group.size])
+
+
 @pytest.fixture
 def as_rank(monkeypatch):
     """Makes this process the one of two that torchrun starts as a given rank."""
     monkeypatch.setattr(ranks, "Group", FakeGroup)
+    monkeypatch.setattr(ranks, "Board", FakeBoard)
 
     def become(rank: int) -> None:
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
@@ -114,3 +126,27 @@ def test_a_process_alone_keeps_all_gpus(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     ranks.take_own_gpu()
     assert ranks.VISIBLE not in ranks.os.environ
+
+
+@pytest.mark.usefixtures("small_sweeps")
+def test_the_hosts_cost_is_measured_once_however_often_a_sweep_is_resumed(tmp_path, monkeypatch):
+    measured = []
+    host_us = sweep.candidates.host_us
+
+    def noted(variant, inputs, options, device, backward):
+        measured.append((variant.op, variant.name, backward))
+        return host_us(variant, inputs, options, device, backward)
+
+    monkeypatch.setattr(sweep.candidates, "host_us", noted)
+    output = tmp_path / "rows.jsonl"
+    argv = ["--time", "0.02", "--no-pictures", "--no-ceilings", "--op", "gelu", "--backend", "torch"]
+    argv += ["--output", str(output)]
+    assert main(argv) == 0
+    rows = store.read(output)
+    assert len(measured) == len(set(measured)) < len(rows)
+    store.write(output, [row for row in rows if row.shape != rows[0].shape])
+    monkeypatch.setattr(sweep.candidates, "host_us", None)
+    assert main([*argv, "--resume"]) == 0
+    again = store.read(output)
+    assert len(again) == len(rows)
+    assert all(row.host_us is not None for row in again if row.us)

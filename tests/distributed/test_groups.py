@@ -16,7 +16,7 @@ from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
 
 from ..conftest import DEVICE, INFERENCE, differentiable_ops, elements, plain_cases, typical_case
-from . import blocks, packed, products, rings, sharded
+from . import blocks, boards, packed, products, rings, sharded
 from .group import Check, run
 
 #: Whether the triton level takes CPU tensors, as the groups' are. It compiles for a GPU where there is one.
@@ -78,6 +78,7 @@ def test_two_ranks(tmp_path):
     level = "triton" if INTERPRETED else "torch"
     taking_the_whole_log_sum_exp = ["causal", "grouped", "window-causal"]
     checks = [
+        Check("the board of a sweep", boards.check),
         *calls_on_dtensors(),
         Check("bad placements", sharded.check_errors),
         Check("parts of a sequence", rings.check_parts),
