@@ -17,7 +17,6 @@ namespace float8_persistent {
 using namespace persistent;
 using Loader = TmaLoader<float8, Major::K, Major::K>;
 constexpr int BLOCK_THREADS = (Loader::WARPGROUPS + CONSUMERS) * WARPGROUP;
-constexpr int SHARED = STAGES * STAGE_BYTES + OUT_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
 constexpr int PARTS = 2, PART_N = BN / PARTS;  // columns whose sums of a stage are in registers at a time
 
 // sum += A · B over one stage's k, by one warpgroup, rounded to float32 once a stage.
@@ -165,8 +164,7 @@ Tensor linear_float8_persistent(const Tensor& input, const Tensor& weight, const
     const Float8Call call = prepare_float8(input, weight, input_scale, weight_scale, bias, out_dtype);
     if (call.output.numel() == 0) return call.output;
     KL_CHECK(is_hopper(input.get_device_index()), "linear_float8: persistent needs a GPU of compute capability 9.0");
-    constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
-    KL_CHECK(std::max({call.M, call.N, call.K}) <= LIMIT, "linear_float8: sizes must be below 2^31");
+    KL_CHECK(std::max({call.M, call.N, call.K}) <= TMA_LARGEST_SIZE, "linear_float8: sizes must be below 2^31");
     const TmaOperands operands{tensor_map(float8_rows(call.a, call.M, call.a_m, call.K, call.a_k, "input")),
                                tensor_map(float8_rows(call.b, call.N, call.b_n, call.K, call.b_k, "weight"))};
     const Tiled p{static_cast<int>(call.M), static_cast<int>(call.N), static_cast<int>(call.K), 1, 0, 0, 0, call.N};

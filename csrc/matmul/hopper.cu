@@ -124,8 +124,7 @@ HopperCall prepare_hopper(const Call& prepared, const Tensor& input, const Tenso
         KL_CUDA_CHECK(cudaMemsetAsync(output.data_ptr(), 0, static_cast<size_t>(size), on.stream));
         return call;
     }
-    constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
-    KL_CHECK(std::max({p.M, p.N, p.K, p.batches}) <= LIMIT, op, ": sizes must be below 2^31");
+    KL_CHECK(std::max({p.M, p.N, p.K, p.batches}) <= TMA_LARGEST_SIZE, op, ": sizes must be below 2^31");
     call.tiled.c_row = p.N;
     call.tiled.c_batch = p.M * p.N;
     describe(&call, dtype);

@@ -15,8 +15,6 @@
 namespace kl {
 namespace persistent {
 
-constexpr int SHARED = STAGES * STAGE_BYTES + OUT_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
-
 // linear's epilogue takes long: one consumer warpgroup is kept LAG k-tiles ahead of the other, and each multiplies
 // while the other stores its half. A larger LAG would leave too few of the four stages to load ahead.
 constexpr int LAG = 2;

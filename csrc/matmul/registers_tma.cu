@@ -319,10 +319,9 @@ Tiled tiled(const Product& p, const Operand& rows, const Operand& columns) {
 
 Tensor matmul_registers_tma(const Tensor& input, const Tensor& other) {
     const auto [p, output] = prepare(input, other);
-    constexpr int64_t LIMIT = std::numeric_limits<int32_t>::max() - 1024;  // coordinates, past the end by a tile
     KL_CHECK(input.scalar_type() == ScalarType::Float, "matmul: registers_tma takes float32");
     KL_CHECK(is_hopper(input.get_device_index()), "matmul: registers_tma needs a GPU of compute capability 9.0");
-    KL_CHECK(p.K > 0 && p.batch_dims <= 1 && std::max({p.M, p.N, p.K, p.batches}) <= LIMIT,
+    KL_CHECK(p.K > 0 && p.batch_dims <= 1 && std::max({p.M, p.N, p.K, p.batches}) <= TMA_LARGEST_SIZE,
              "matmul: registers_tma takes batches of one stride, and sizes from 1 to 2^31 - 1024");
     if (p.batches * p.M * p.N == 0) return output;
     const Launch on(input);

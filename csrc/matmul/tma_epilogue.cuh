@@ -8,6 +8,8 @@ namespace kl {
 namespace persistent {
 
 constexpr int OUT_BYTES = CONSUMERS * 2 * PANEL_BYTES;
+// Of a block: stages, panels of outputs, what aligns them, and two barriers a stage.
+constexpr int SHARED = STAGES * STAGE_BYTES + OUT_BYTES + SWIZZLE_ATOM + 2 * STAGES * 8;
 
 // Writes a warp's 16 rows of a panel to the outputs from (m0, n0) on, whose rows need no alignment. Eight lanes per row
 // write 16 bytes each, at multiples of 16. The last lane's eight columns may wrap to the beginning of the row: it

@@ -431,7 +431,7 @@ struct Wgmma;
         /* A in registers, B in shared memory. */                                                                 \
         template <typename T, Major B>                                                                            \
         __device__ static void multiply(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) { \
-            static_assert(sizeof(T) == 2 || B == Major::K);                                                       \
+            static_assert(sizeof(T) == 2 || (sizeof(T) == 4 && B == Major::K));                                   \
             if constexpr (std::is_same_v<T, bfloat16>) {                                                          \
                 KL_WGMMA_REGISTERS(N, "16", "bf16", R, P0 ", " P1 ", " P2 ", " P3, P4, P5, ", " P6, KL_BIT_B);    \
             } else if constexpr (std::is_same_v<T, half>) {                                                       \

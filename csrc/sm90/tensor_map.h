@@ -5,12 +5,15 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <limits>
 
 #include "core/tensor.h"
 
 namespace kl {
 
 constexpr int TMA_DIMS = 5;
+/// The largest size of a kernel whose 32-bit coordinates go past the end by a tile.
+constexpr int64_t TMA_LARGEST_SIZE = std::numeric_limits<int32_t>::max() - 1024;
 
 /// A tensor of up to five dimensions, innermost first, and the box that one TMA instruction moves. Sizes and strides count
 /// elements. strides[0] is assumed to be 1; the stride of a dimension of one element is ignored.
