@@ -1,6 +1,7 @@
 """A share of the cases that take long, of tests marked ``sampled``: all of them take an hour.
 
-Most are made anew by a compiler; those of CUDA, without a GPU, disassemble the extension.
+Most are made anew by a compiler. Without a GPU, those of Triton are interpreted, or compiled for a GPU that is not
+there, and those of CUDA disassemble the extension.
 
 A case is chosen by its name's checksum, so that the same ones run everywhere. ``--every-case`` runs all. The mark takes
 ``level=`` where a case's name tells none, and ``device=`` where a test chooses for itself on the other.
@@ -19,7 +20,7 @@ MODES_OF_DEFAULT = ("compile.reduce_overhead", "compile.max_autotune")
 
 #: Of how many cases one is run, by what stands in its name: rungs first, then levels.
 SHARES = {
-    "cpu": {"compile": 6, "xla": 6, "cuda": 3},
+    "cpu": {"compile": 12, "xla": 12, "triton": 3, "cuda": 3},
     "cuda": {**dict.fromkeys(MODES_OF_DEFAULT, 40), "compile": 16, "xla": 16, "triton": 8},
 }
 _RUNG = re.compile(r"\b(torch|compile|xla|triton|cuda)\.\w+")
