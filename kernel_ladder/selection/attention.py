@@ -96,17 +96,17 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     return *prefer_wgmma(inputs, options), "cuda.persistent"
 
 
-def triton_for_gradients_of_groups(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers ``triton.flash`` to the cuda level where a gradient is wanted and queries share heads of keys.
+def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[str, ...]:
+    """Prefers ``triton.flash`` to the cuda level where a gradient of packed sequences is wanted.
 
-    The cuda rungs of packed sequences have the backward kernels of attention's ``cuda.flash``, on mma.sync.
+    There the cuda rungs have the backward kernels of attention's ``cuda.flash``, on mma.sync. Both passes of 16384 rows
+    at head dimension 128 take 1.21 to 1.42 times as long (H100).
     """
-    query, key = inputs[:2]
-    return ("triton.flash",) if wants_gradient(*inputs) and query.shape[-2] != key.shape[-2] else ()
+    return ("triton.flash",) if wants_gradient(*inputs) else ()
 
 
 RULES = {
     ("attention", "cuda"): prefer_wgmma,
     ("attention", "auto"): cuda_on_hopper,
-    ("attention_varlen", "auto"): triton_for_gradients_of_groups,
+    ("attention_varlen", "auto"): triton_for_gradients_of_packed,
 }

@@ -110,3 +110,12 @@ def test_an_unknown_shape_is_told(capsys):
 def test_unaligned_rows_of_softmax_go_to_online(shape, stride, names):
     x = torch.empty_strided(shape, stride, dtype=torch.bfloat16, device="meta")
     assert RULES["softmax", "cuda"]((x,), {"dim": 1}) == names
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_packed_sequences_with_gradients_prefer_triton(heads_kv):
+    query, key = torch.zeros(8, 2, 16), torch.zeros(8, heads_kv, 16)
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    prefer = RULES["attention_varlen", "auto"]
+    assert prefer((query, key, key, offsets, offsets), {}) == ()
+    assert prefer((query, key.requires_grad_(), key, offsets, offsets), {}) == ("triton.flash",)
