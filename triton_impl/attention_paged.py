@@ -28,7 +28,7 @@ from kernel_ladder.tracing import shapes_only
 from triton_impl import interpreted, multiprocessors, register
 from triton_impl import unsupported as unsupported_by_triton
 from triton_impl.attention.call import UNLIMITED, fill_without_keys
-from triton_impl.attention.split_kv import CONFIGS, MIN_SPLIT_KEYS, PROGRAMS_PER_SM
+from triton_impl.attention.split_kv import CONFIGS, MIN_SPLIT_KEYS, PROGRAMS_PER_SM, least_splits
 from triton_impl.attention.tiles import (
     BELOW_DIAGONAL,
     BETWEEN_DIAGONALS,
@@ -198,6 +198,8 @@ def attention_paged(
     programs = batch * key_cache.shape[2]
     most = INVARIANT_SPLITS if batch_invariant else PROGRAMS_PER_SM * multiprocessors(query.device, 16) // programs
     splits = max(1, min(most, triton.cdiv(capacity, MIN_SPLIT_KEYS)))
+    if not batch_invariant:  # there the sequence's length alone decides
+        splits = max(splits, least_splits(capacity, query.dtype))
     partial_out, partial_lse = output, lse
     if splits > 1:
         partial_out = query.new_empty((splits, *output.shape), dtype=torch.float32)

@@ -195,6 +195,16 @@ def test_lengths_grow_in_a_cuda_graph(level):
 
 
 @needs_gpu
+def test_many_long_sequences_are_as_exact_as_the_formula_in_float32(gpu_memory):
+    """So many that none would have more than one split, which adds up 4096 keys one after another."""
+    gpu_memory(12 * 2**30)
+    tensors = [x.float() if x.is_floating_point() else x for x in call((4096,) * 80, page_size=16, heads=(32, 8))]
+    expected = attend([x.double() if x.is_floating_point() else x for x in tensors], "torch")
+    off = {level: (attend(tensors, level) - expected).abs().max().item() for level in ("torch", "triton")}
+    assert off["triton"] <= 2 * off["torch"], off
+
+
+@needs_gpu
 @pytest.mark.parametrize("page_size", [1, 7, 16, 256])
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8)])
 def test_pages_of_any_size_on_a_gpu(page_size, heads):

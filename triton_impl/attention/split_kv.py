@@ -34,6 +34,9 @@ MAX_ROWS = 32
 MIN_SPLIT_KEYS = 256
 #: Programs that an SM splits at a time, about.
 PROGRAMS_PER_SM = 4
+#: A program adds up the keys of its split one after another, and a float32 sum loses bits with their number. There a
+#: split has so many keys at most, as long as there are no more splits than this.
+FLOAT32_KEYS, FLOAT32_SPLITS = 512, 64
 
 CONFIGS = [
     triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=3),
@@ -148,9 +151,15 @@ _split = AutotunedKernel(
 _launches: LaunchCache = LaunchCache()
 
 
-def split_keys(programs: int, keys: int, num_sms: int) -> tuple[int, int]:
+def least_splits(keys: int, dtype: torch.dtype) -> int:
+    """How many splits of so many keys a sum in this dtype needs, however many programs there are."""
+    return max(1, min(triton.cdiv(keys, FLOAT32_KEYS), FLOAT32_SPLITS)) if dtype == torch.float32 else 1
+
+
+def split_keys(programs: int, keys: int, num_sms: int, dtype: torch.dtype) -> tuple[int, int]:
     """(splits, keys of each), where one split has so many programs: enough to fill the GPU, none of too few keys."""
-    splits = max(1, min(PROGRAMS_PER_SM * num_sms // max(programs, 1), keys // MIN_SPLIT_KEYS))
+    filling = min(PROGRAMS_PER_SM * num_sms // max(programs, 1), keys // MIN_SPLIT_KEYS)
+    splits = max(least_splits(keys, dtype), filling)
     keys_per_split = max(1, triton.cdiv(triton.cdiv(keys, splits), 128)) * 128
     return max(1, triton.cdiv(keys, keys_per_split)), keys_per_split
 
@@ -168,7 +177,7 @@ def _forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     first, last = call.limits
     begin, end = max(0, first), max(0, min(seqlen_k, seqlen_q + last))
     # The band may hold no key at all.
-    splits, keys_per_split = split_keys(batch * heads_kv, max(0, end - begin), multiprocessors(q.device, 16))
+    splits, keys_per_split = split_keys(batch * heads_kv, max(0, end - begin), multiprocessors(q.device, 16), q.dtype)
     partial_out, partial_lse = output, lse
     if splits > 1:
         partial_out = q.new_empty((splits, batch, heads, seqlen_q, v.shape[3]), dtype=torch.float32)
