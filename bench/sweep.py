@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -44,9 +43,6 @@ from kernel_ladder.testing.samples import make_inputs
 
 #: Why a variant that was not found wrong has no time.
 NO_MEMORY = "no memory is left for {}"
-
-#: The part of a GPU's memory that JAX may take.
-JAX_SHARE = "0.4"
 
 #: Seconds for the few rounds of a slow call in a quick sweep.
 QUICK_PATIENCE_S = 1.0
@@ -423,8 +419,7 @@ def run(
     Rows in `standing` are not measured again, and belong to this run. Ranks with a common `board` share the cases.
     """
     device = environment.device()
-    # JAX keeps what it has taken, and PyTorch's variants need the rest.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", JAX_SHARE)
+    environment.leave_memory_to_pytorch()
     # Gradients are timed again and again on one graph, which donated buffers forbid.
     torch._functorch.config.donated_buffer = False
     # Two variants may compile one formula, each for several shapes and with and without gradients.

@@ -26,6 +26,20 @@ ENV_COMMIT = "KERNEL_LADDER_COMMIT"
 ENV_DIRTY = "KERNEL_LADDER_DIRTY"
 
 
+#: What JAX calls the part of a GPU's memory that it may take, and has called it; it refuses both together.
+JAX_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+JAX_PART = "0.4"
+
+
+def leave_memory_to_pytorch() -> None:
+    """Let JAX take a part of the GPU, because it keeps what it has taken; not where the user says how much.
+
+    Call it before JAX is imported.
+    """
+    if not any(os.environ.get(name) for name in JAX_MEMORY):
+        os.environ[JAX_MEMORY[0]] = JAX_PART
+
+
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,7 @@ import torch
 import kernel_ladder
 from bench import sweep
 from bench.__main__ import main
-from bench.measure import cases
+from bench.measure import cases, environment
 from bench.rows import store
 from bench.show import pictures
 from kernel_ladder import table
@@ -284,3 +284,15 @@ def test_an_interrupt_of_a_command_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.delattr(sys.modules["bench.show"], "report", raising=False)
     assert main(["report"]) == 130
     assert capsys.readouterr().err == "python -m bench: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "left"), [({}, ["0.4", None]), ({0: "0.9"}, ["0.9", None]), ({1: "0.9"}, [None, "0.9"])]
+)
+def test_jax_leaves_memory_to_pytorch_unless_the_user_says_more(monkeypatch, given, left):
+    for place, name in enumerate(environment.JAX_MEMORY):
+        monkeypatch.setenv(name, given.get(place, ""))  # so that it is as it was after the test
+        if place not in given:
+            monkeypatch.delenv(name)
+    environment.leave_memory_to_pytorch()
+    assert [environment.os.environ.get(name) for name in environment.JAX_MEMORY] == left
