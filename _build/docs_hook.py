@@ -6,6 +6,9 @@
 - ``{{ host OP RUNG ... }}`` becomes the time of the call on the host.
 - ``{{ counter OP RUNG NAME "SHAPE" [DTYPE] [PASS] }}`` becomes a hardware counter, by the heading that tables in
   ``docs/climb/`` give it.
+- ``{{ ceiling copy }}`` and ``{{ ceiling tensor }}`` become the highest rates that a copy, and a product in bfloat16,
+  reached. ``{{ least copy N [N…] }}`` becomes the time that as many bytes as the numbers' product take at that rate, and
+  ``{{ least tensor N [N…] }}`` that of as many operations.
 - ``{{ figure NAME }}`` becomes a figure of ``_build/figures``, drawn at this build, with its caption.
 
 A name that is not there ends the build with an error. ``{{ us? ... }}`` and ``{{ host? ... }}`` say "not yet in the
@@ -19,6 +22,7 @@ from __future__ import annotations
 import ast
 import functools
 import html
+import math
 import re
 import shlex
 import sys
@@ -29,7 +33,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 import figures
-from figures.rows import ROOT, ROWS, rows
+from figures.rows import ROOT, ROWS, best_ceiling, rows
 
 sys.path.insert(0, str(ROOT))
 
@@ -38,7 +42,7 @@ from bench.show import climb_counters  # noqa: E402
 
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
-DIRECTIVE = re.compile(r"\{\{ *(source|us\??|host\??|counter|figure) ([^}]*?) *\}\}")
+DIRECTIVE = re.compile(r"\{\{ *(source|us\??|host\??|counter|ceiling|least|figure) ([^}]*?) *\}\}")
 FIGURE = re.compile(r'<svg data-figure="(\w+)"></svg>')
 PICTURE = re.compile(r"\]\((?:\.\./)+bench/results/pictures/([\w.-]+\.svg)\)")
 #: Pages of the site that stand at the top of the repository, for its readers.
@@ -70,9 +74,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         try:
             if kind == "source":
                 return _indented(source(*arguments), markdown[markdown.rfind("\n", 0, match.start()) + 1 : match.start()])
-            made = {"figure": figure, "counter": counter}.get(kind)
+            made = {"figure": figure, "counter": counter, "ceiling": ceiling, "least": least}.get(kind)
             return made(*arguments) if made else measured(kind, *arguments)
-        except (LookupError, TypeError, OSError) as error:
+        except (LookupError, TypeError, ValueError, OSError) as error:
             raise PluginError(f"{page.file.src_path}: {match[0]}: {error}") from None
 
     return DIRECTIVE.sub(replaced, markdown)
@@ -148,8 +152,31 @@ def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16",
     if row is None:
         raise LookupError(f"no row of {op} {rung} {shape!r} {dtype} {pass_} in {ROWS.name}")
     us = row["us"] if kind.rstrip("?") == "us" else row["host_us"]
-    text = f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} µs"
-    return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{text}</span>'
+    return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{_time(us)}</span>'
+
+
+def _time(us: float) -> str:
+    return f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} µs"
+
+
+#: Rows of a ceiling, their field and dtype, its unit, and how many of the field's units that is.
+CEILINGS = {
+    "copy": (("ceiling.copy", "gbs", None), "TB/s", 1e3),
+    "tensor": (("ceiling.tensor", "tflops", "bfloat16"), "TFLOP/s", 1.0),
+}
+
+
+def ceiling(name: str) -> str:
+    """A measured ceiling, as plain text: it may stand in a title."""
+    which, unit, size = CEILINGS[name]
+    return f"{best_ceiling(*which) / size:.3g} {unit}"
+
+
+def least(name: str, *factors: str) -> str:
+    """The time at a measured ceiling of as many bytes or operations as the numbers' product."""
+    which, unit, size = CEILINGS[name]
+    a_second = best_ceiling(*which) / size * 1e12  # both units are of 10^12
+    return _time(1e6 * math.prod(map(float, factors)) / a_second)
 
 
 @functools.cache
