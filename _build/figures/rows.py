@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.rows.published import published  # noqa: E402
+
 #: The rows that pages quote.
-ROWS = ROOT / "bench" / "results" / "nvidia-h200.jsonl"
+ROWS = published()
 
 
 @functools.cache

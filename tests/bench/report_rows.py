@@ -12,16 +12,19 @@ from typing import Any
 from bench.__main__ import main
 from bench.measure import environment
 from bench.rows import store
+from bench.rows.published import published
 from bench.rows.store import Row
 from bench.show import climb
 from bench.show.roofline import operations
 
-H200 = environment.ROOT / "bench" / "results" / "nvidia-h200.jsonl"
+SHIPPED = published()
+#: The GPU of these rows.
+GPU = store.read(SHIPPED)[0].gpu
 CPU = environment.ROOT / "bench" / "results" / "cpu.jsonl"
 
 
 def _ceiling(backend: str, **fields) -> Row:
-    place = {"op": "ceiling", "level": "ceiling", "pass_": "forward", "dtype": "bfloat16", "gpu": "NVIDIA H200"}
+    place = {"op": "ceiling", "level": "ceiling", "pass_": "forward", "dtype": "bfloat16", "gpu": GPU}
     return Row(**place, backend=f"ceiling.{backend}", when="2026-01-01T00:00:00+00:00", **fields)
 
 
@@ -36,7 +39,7 @@ CEILINGS = [
 
 def measured() -> list[Row]:
     """Rows of operations from a GPU, without the ceilings beside them, which the tests set themselves."""
-    return operations(store.read(H200))
+    return operations(store.read(SHIPPED))
 
 
 def full_rows() -> list[Row]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.measure import lengths
-from bench.measure.environment import ROOT
 from bench.rows import store
+from bench.rows.published import published
 from bench.rows.store import Row
 from bench.show import memory, panels, pictures
 
@@ -68,7 +68,7 @@ def test_panels_stand_side_by_side(shapes, lines):
 
 
 def test_memory_is_drawn_against_the_length_at_the_headline_setting(tmp_path):
-    shipped = store.read(ROOT / "bench" / "results" / "nvidia-h200.jsonl")
+    shipped = store.read(published())
     chosen = lengths.family(shipped)
     assert len({r.shapes[0][2] for r in chosen}) > 2
     assert len({(r.dtype, str(r.options), r.shapes[0][0] * r.shapes[0][2], r.shapes[0][3]) for r in chosen}) == 1

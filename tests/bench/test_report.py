@@ -13,7 +13,7 @@ from bench.rows import store
 from bench.rows.store import Row
 from bench.show import report
 
-from .report_rows import CPU, embedded, full_rows, measured, shown, written
+from .report_rows import CPU, GPU, embedded, full_rows, measured, shown, written
 
 HOSTILE = "</script><img src=x onerror=\"window.ran = 1\"><script>window.ran = 1</script><!-- ${'&amp;'} \u2028"
 SECTIONS = ("rates", "roofline", "climb", "peers", "costs", "unmeasured", "rows", "environment")
@@ -48,17 +48,17 @@ def test_the_page_opens_with_what_it_is_and_the_best_of_each_operation(page, ful
 
 def test_switches_change_the_view_and_the_address(page, full):
     page.open(full)
-    assert page.text("#view") == "all operations · forward · bfloat16 · NVIDIA H200"
+    assert page.text("#view") == f"all operations · forward · bfloat16 · {GPU}"
     page.choose("op", "softmax")
     page.choose("dtype", "float32")
     page.choose("pass", "backward")
-    assert page.text("#view") == "softmax · backward · float32 · NVIDIA H200"
+    assert page.text("#view") == f"softmax · backward · float32 · {GPU}"
     found = shown("softmax", "float32", "backward")
     assert page.texts("#rows tbody code") == [r.backend for r in found]
     fragment = page.run("location.hash")
     assert fragment == "#op=softmax&dtype=float32&pass=backward"
     page.open(full, fragment.removeprefix("#"))
-    assert page.text("#view") == "softmax · backward · float32 · NVIDIA H200"
+    assert page.text("#view") == f"softmax · backward · float32 · {GPU}"
     page.clean()
 
 
@@ -75,7 +75,7 @@ def test_a_shape_can_be_chosen_for_climb_and_roofline(page, full):
 
 def test_unknown_choices_in_the_address_fall_back(page, full):
     page.open(full, "op=saxpy&dtype=int3&pass=sideways&shape=none&gpu=abacus&sort-rows=nothing")
-    assert page.text("#view") == "all operations · forward · bfloat16 · NVIDIA H200"
+    assert page.text("#view") == f"all operations · forward · bfloat16 · {GPU}"
     page.clean()
 
 
@@ -227,7 +227,7 @@ def test_hostile_strings_stay_strings(page, tmp_path):
         assert page.run("document.scripts.length") == 3
         page.clean()
     page.open(path)
-    page.choose("gpu", "NVIDIA H200")
+    page.choose("gpu", GPU)
     assert f"wrong: {HOSTILE}" in page.texts("#rows td.note")
     assert HOSTILE in page.texts("#unmeasured td.note")
     page.open(path, scripts=False)

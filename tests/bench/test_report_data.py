@@ -13,7 +13,7 @@ from bench.show import climb, report
 from bench.show.roofline import operations
 from bench.show.table import fastest
 
-from .report_rows import CEILINGS, H200, embedded, full_rows
+from .report_rows import CEILINGS, SHIPPED, embedded, full_rows
 
 
 def test_data_survives_the_page(full):
@@ -97,7 +97,7 @@ def test_bad_places(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} is no regular file" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(["report", str(H200), "--output", str(tmp_path / "file" / "report.html")]) == 2
+    assert main(["report", str(SHIPPED), "--output", str(tmp_path / "file" / "report.html")]) == 2
     assert "--output: cannot write" in capsys.readouterr().err
 
 

@@ -1,0 +1,19 @@
+"""The committed rows that pages, figures and tests quote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "results"
+
+
+def published(folder: Path = FOLDER) -> Path:
+    """The file of rows of the one GPU whose sweep is published. A sweep that another replaced stands in no such file.
+
+    Raises:
+        LookupError: there is no such file, or there are several.
+    """
+    found = [path for path in sorted(folder.glob("*.jsonl")) if path.name != "cpu.jsonl" and "." not in path.stem]
+    if len(found) != 1:
+        raise LookupError(f"{folder} must have the rows of one GPU, got {[path.name for path in found]}")
+    return found[0]
