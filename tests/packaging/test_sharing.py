@@ -250,8 +250,8 @@ def item(name: str, *, level: str | None = None, marked: bool = True) -> SimpleN
 @pytest.mark.parametrize(
     ("rung", "device", "share"),
     [
-        ("compile.default", "cpu", 6),
-        ("triton.fused", "cpu", 1),
+        ("compile.default", "cpu", 12),
+        ("triton.fused", "cpu", 3),
         ("triton.fused", "cuda", 8),
         ("compile.max_autotune", "cuda", 40),
         ("cuda.flash", "cuda", 1),
@@ -262,7 +262,7 @@ def test_a_share_of_what_compilers_make_anew_is_run(rung, device, share):
     items = [item(f"tests/x.py::test[{i}-{rung}]") for i in range(900)]
     kept = [*items]
     sampling.choose(config, kept, device)
-    assert len(kept) == pytest.approx(900 / share, rel=0.2)
+    assert len(kept) == pytest.approx(900 / share, rel=0.25)
     again = [*items]
     sampling.choose(config, again, device)
     assert again == kept, "the same ones in every process"
