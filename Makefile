@@ -62,14 +62,14 @@ test: $(INSTALLED)  ## set up and run the tests
 	@$(PY) -m pip install -q $(call extra,test) $(call extra,xla)
 	@$(PY) -m pip install -q $(call extra,models) || echo "== $(call extra,models) cannot be installed: tests of Hugging Face's models are skipped"
 	@$(PY) -m kernel_ladder doctor
-	@echo "== Running the tests (about 25 minutes on 2 cores without a GPU, about 10 on an H100 with 16 cores, where those"
+	@echo "== Running the tests (about 22 minutes on 2 cores without a GPU, about 10 on an H100 with 16 cores, where those"
 	@echo "   that need the GPU alone run first)"
 	@$(PY) -m tests $(if $(WORKERS),--workers $(WORKERS)) $(TEST)
 
 bench: $(INSTALLED)  ## set up and run the sweep
 	@$(PY) -m pip install -q $(call extra,bench)
 	@$(PY) -m kernel_ladder doctor
-	@echo "== Running the sweep (under half an hour on a GPU, minutes with BENCH=--quick; BENCH=--resume goes on)"
+	@echo "== Running the sweep (over an hour on a GPU, minutes with BENCH=--quick; BENCH=--resume goes on)"
 	@$(PY) -m bench $(BENCH)
 
 architectures: $(INSTALLED)  ## compile csrc for every architecture that it supports (half an hour of a core; ARCH=12.0 for one)
