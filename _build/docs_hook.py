@@ -25,7 +25,6 @@ import html
 import math
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 import figures
-from figures.rows import ROOT, ROWS, best_ceiling, rows
+from figures.rows import ROOT, ROWS, best_ceiling, rows  # finds the packages at the top of the repository
 
-sys.path.insert(0, str(ROOT))
-
-from bench.rows.renamed import current  # noqa: E402
-from bench.show import climb_counters  # noqa: E402
+from bench.rows.renamed import current  # isort: skip
+from bench.show import climb_counters  # isort: skip
+from bench.show.table import microseconds  # isort: skip
 
 #: What stands for a time that no committed row has.
 UNMEASURED = "*not yet in the committed rows*"
@@ -152,11 +150,7 @@ def measured(kind: str, op: str, rung: str, shape: str, dtype: str = "bfloat16",
     if row is None:
         raise LookupError(f"no row of {op} {rung} {shape!r} {dtype} {pass_} in {ROWS.name}")
     us = row["us"] if kind.rstrip("?") == "us" else row["host_us"]
-    return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{_time(us)}</span>'
-
-
-def _time(us: float) -> str:
-    return f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} µs"
+    return f'<span title="{row["gpu"]}, commit {row["commit"][:12]}">{microseconds(us)}</span>'
 
 
 #: Rows of a ceiling, their field and dtype, its unit, and how many of the field's units that is.
@@ -176,7 +170,7 @@ def least(name: str, *factors: str) -> str:
     """The time at a measured ceiling of as many bytes or operations as the numbers' product."""
     which, unit, size = CEILINGS[name]
     a_second = best_ceiling(*which) / size * 1e12  # both units are of 10^12
-    return _time(1e6 * math.prod(map(float, factors)) / a_second)
+    return microseconds(1e6 * math.prod(map(float, factors)) / a_second)
 
 
 @functools.cache

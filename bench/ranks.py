@@ -118,16 +118,16 @@ class Group:
 
 
 class Board:
-    """Notes that any rank writes and all ranks read, and numbers that each rank gets once.
+    """Notes that any rank writes and all ranks read, and work that they share out.
 
     Args:
-        group: whose ranks share it; None: this process alone.
+        shared: among the ranks of the group that was joined; else of this process alone.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
+    def __init__(self, shared: bool = False) -> None:
         self._own: dict[str, str] = {}
         self._store: Any = None
-        if group is not None:
+        if shared:
             from torch.distributed import distributed_c10d
 
             self._store = distributed_c10d._get_default_store()

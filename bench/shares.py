@@ -87,7 +87,7 @@ def run(
     own = part_file(output, group.rank, group.size)
     selection = dataclasses.replace(selection, ceilings=selection.ceilings and main)
     with store.writing(own):
-        measured, interrupted = sweep.run(selection, own, console, standing, ranks.Board(group))
+        measured, interrupted = sweep.run(selection, own, console, standing, ranks.Board(shared=True))
     if interrupted:
         return None, True
     names = {(row.key, row.when) for row in standing.values() if row.op in (*selection.ops, store.CEILING)}

@@ -197,9 +197,8 @@ def attention_paged(
         return ((output, lse) if return_lse else output), ()
     programs = batch * key_cache.shape[2]
     most = INVARIANT_SPLITS if batch_invariant else PROGRAMS_PER_SM * multiprocessors(query.device, 16) // programs
-    splits = max(1, min(most, triton.cdiv(capacity, MIN_SPLIT_KEYS)))
-    if not batch_invariant:  # there the sequence's length alone decides
-        splits = max(splits, least_splits(capacity, query.dtype))
+    least = 1 if batch_invariant else least_splits(capacity, query.dtype)  # a sequence's length alone decides its bits
+    splits = max(least, min(most, triton.cdiv(capacity, MIN_SPLIT_KEYS)))
     partial_out, partial_lse = output, lse
     if splits > 1:
         partial_out = query.new_empty((splits, *output.shape), dtype=torch.float32)

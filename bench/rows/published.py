@@ -7,13 +7,18 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
 
+def of_gpus(folder: Path = FOLDER) -> list[Path]:
+    """The files of rows of GPUs in a folder; those of hardware counters have another ending."""
+    return [path for path in sorted(folder.glob("*.jsonl")) if path.stem != "cpu" and "." not in path.stem]
+
+
 def published(folder: Path = FOLDER) -> Path:
     """The file of rows of the one GPU whose sweep is published. A sweep that another replaced stands in no such file.
 
     Raises:
         LookupError: there is no such file, or there are several.
     """
-    found = [path for path in sorted(folder.glob("*.jsonl")) if path.name != "cpu.jsonl" and "." not in path.stem]
+    found = of_gpus(folder)
     if len(found) != 1:
         raise LookupError(f"{folder} must have the rows of one GPU, got {[path.name for path in found]}")
     return found[0]

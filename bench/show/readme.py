@@ -29,8 +29,8 @@ from pathlib import Path
 
 import kernel_ladder
 from bench.measure import environment, lengths
-from bench.profile import counters
 from bench.rows import store
+from bench.rows.published import of_gpus
 from bench.rows.store import Row, picture_file
 from bench.show import cards, climb, folders, headlines, log_index, markdown, predictions, scaling
 from bench.show.headline import headline
@@ -262,9 +262,8 @@ def _memory(path: Path, found: list[Row], folder: Path) -> str:
 
 def default_results() -> list[Path]:
     """Every GPU's committed file; the CPU's where there is no other."""
-    files = sorted(environment.PUBLISHED.glob("*.jsonl"))
-    files = [f for f in files if not f.name.endswith(counters.SUFFIX)]
-    return [f for f in files if f.stem != "cpu"] or files
+    cpu = environment.PUBLISHED / "cpu.jsonl"
+    return of_gpus(environment.PUBLISHED) or [path for path in [cpu] if path.exists()]
 
 
 def main(argv: Sequence[str]) -> int:

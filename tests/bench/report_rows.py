@@ -19,7 +19,8 @@ from bench.show.roofline import operations
 
 SHIPPED = published()
 #: The GPU of these rows.
-GPU = store.read(SHIPPED)[0].gpu
+with SHIPPED.open() as _rows:
+    GPU = json.loads(next(_rows))["gpu"]
 CPU = environment.ROOT / "bench" / "results" / "cpu.jsonl"
 
 

@@ -32,12 +32,12 @@ class FakeGroup:
 class FakeBoard(ranks.Board):
     """Shares out by turns, as two ranks that go on side by side."""
 
-    def __init__(self, group: FakeGroup | None = None) -> None:
+    def __init__(self, shared: bool = False) -> None:
         super().__init__()
-        self.group = group
+        self.place = slice(ranks.launched().rank, None, FakeGroup.size) if shared else slice(None)
 
     def shared_out(self, todo):
-        return iter(todo if self.group is None else todo[self.group.rank :: self.group.size])
+        return iter(todo[self.place])
 
 
 @pytest.fixture

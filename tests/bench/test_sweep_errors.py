@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 import types
 
 import pytest
@@ -153,6 +154,20 @@ def test_a_variant_without_memory_beside_others_is_timed_beside_the_baseline(mon
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("could not allocate the output")], ids=repr)
 def test_variants_too_large_to_be_timed_together_are_timed_beside_the_baseline(monkeypatch, tmp_path, error):
     run, together = sweep.rounds.run, []
+    forward_call, compiled = sweep.candidates.forward_call, set()
+
+    def compiling(variant, copies):
+        call = forward_call(variant, copies)
+
+        def first_takes_long(i):
+            if variant.name not in compiled:
+                time.sleep(0.1)
+                compiled.add(variant.name)
+            return call(i)
+
+        return first_takes_long
+
+    monkeypatch.setattr(sweep.candidates, "forward_call", compiling)
 
     def one_beside_the_baseline(launches, baseline, **options):
         together.append(set(launches))
@@ -168,6 +183,7 @@ def test_variants_too_large_to_be_timed_together_are_timed_beside_the_baseline(m
     assert len(together[0]) == len(found) > 2
     assert together[1:] == [{row.backend, "torch.builtin"} for row in found]
     assert all(row.us > 0 and row.speedup > 0 and row.unsupported is None for row in found)
+    assert all(row.compile_s > 0.1 for row in found)
 
 
 @pytest.mark.usefixtures("small_sweeps")

@@ -47,7 +47,6 @@ from ..conftest import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = published()
 WIDTHS = (80, 100, 140)
 
 
@@ -70,7 +69,7 @@ def assert_fits(text: str, width: int) -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> list[Row]:
-    return store.latest(store.read(SHIPPED))
+    return store.latest(store.read(published()))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -207,7 +206,7 @@ def test_a_sentence_is_said_once():
 # ---- where results go
 
 
-def test_a_sweep_changes_no_committed_file(monkeypatch, tmp_path, capsys):
+def test_a_sweep_changes_no_committed_file(monkeypatch, tmp_path, capsys, measured):
     monkeypatch.setattr(environment, "MEASURED", tmp_path / "bench-results")
     before = {path: path.stat().st_mtime_ns for path in (ROOT / "bench" / "results").rglob("*") if path.is_file()}
     argv = ["--op", "gelu", "--backend", "torch", "--quick", "--no-ceilings", "--time", "0.02", "--pass", "forward"]
@@ -223,7 +222,7 @@ def test_a_sweep_changes_no_committed_file(monkeypatch, tmp_path, capsys):
     assert bench_main(["report"]) == 0
     assert "committed" not in capsys.readouterr().out
     assert json.dumps(environment.machine_name())[1:-1] in (tmp_path / "report.html").read_text()
-    gpu = store.read(SHIPPED)[0].gpu
+    gpu = measured[0].gpu
     assert gpu not in (tmp_path / "report.html").read_text() or gpu == environment.machine_name()
 
 

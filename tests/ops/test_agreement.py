@@ -46,6 +46,10 @@ def traits(case: Case) -> set:
     return {case.layout, case.values, *case.kinds.values(), given} | of_options
 
 
+#: How many samples of an operation a compiler has without a GPU, each in the next dtype.
+COMPILED_ON_CPU = 2
+
+
 @functools.cache
 def compiled_on_cpu(op: str) -> list[int]:
     """The samples that a compiler has without a GPU, which takes seconds for each.
@@ -63,9 +67,6 @@ def compiled_on_cpu(op: str) -> list[int]:
         seen |= traits(samples[best])
     return chosen
 
-
-#: How many samples of an operation a compiler has without a GPU, each in the next dtype.
-COMPILED_ON_CPU = 2
 
 #: The xla level has every third sample on a GPU and every eleventh without one, each in one dtype by turns, because XLA
 #: compiles both passes of each. Pallas' interpreter becomes large programs: there its rungs have a third of these.
