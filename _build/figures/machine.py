@@ -9,11 +9,11 @@ from figures.canvas import HBM, INK, L2, REGISTERS, SHARED, TENSOR, Canvas
 from figures.rows import best, best_ceiling, gpu, rows
 
 SMS = 132
-# An H200's data sheet.
+# An H100's data sheet.
 REGISTERS_KIB = 256
 SHARED_KIB = 228
 L2_MIB = 50
-HBM_GB = 141
+HBM_GB = 80
 #: Bytes a clock that an SM's shared memory delivers: 32 banks of 4 bytes.
 SHARED_BYTES_A_CLOCK = 128
 

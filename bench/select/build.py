@@ -11,8 +11,12 @@ from bench.select.points import AUTO_LEVELS, Point
 from kernel_ladder.selection import tables
 from kernel_ladder.selection.tables import Entry
 
-#: A table is kept only where its choices are faster than the rules' by this factor, as geometric mean of its points.
+#: A table is kept where its choices are faster than the rules' by this factor, as geometric mean of its points,
 LEAST_MEAN_GAIN = 1.03
+#: or where the rules' worst choice takes longer than the best rung by more than this factor, and the table's does not.
+MOST_REGRET = 1.10
+#: A choice this near the best rung's time counts as right.
+NEAR = 1.03
 #: Calls under this many points per name and pass get no table.
 LEAST_POINTS = 2
 
@@ -25,6 +29,7 @@ class Regret(NamedTuple):
     worst: float
     call: str
     points: int
+    near: int  # points whose regret is at most NEAR
 
 
 class Part(NamedTuple):
@@ -43,10 +48,21 @@ class Part(NamedTuple):
     def kept(self) -> bool:
         """Whether the table is better than the rules: at its points, and no worse at those held out."""
         gain = self.rules.mean / self.table.mean
+        mends_the_worst = self.rules.worst > MOST_REGRET >= self.table.worst
         no_worse = self.held_out_table is None or (
             self.held_out_rules is not None and self.held_out_table.mean <= self.held_out_rules.mean
         )
-        return gain >= LEAST_MEAN_GAIN and no_worse
+        return (gain >= LEAST_MEAN_GAIN or mends_the_worst) and no_worse
+
+    @property
+    def chosen(self) -> Regret:
+        """The regret of what selection does: by the table where it is kept, by the rules elsewhere."""
+        return self.table if self.kept else self.rules
+
+    @property
+    def chosen_held_out(self) -> Regret | None:
+        """The same of the calls held out, by the table of the other half."""
+        return self.held_out_table if self.kept else self.held_out_rules
 
 
 def has_choice(point: Point, backend: str) -> bool:
@@ -99,8 +115,9 @@ def regret(choices: Iterable[tuple[Point, str]], backend: str) -> Regret | None:
         return None
     found.sort()
     return Regret(
-        _mean(ratio for ratio, _ in found), found[math.ceil(0.95 * len(found)) - 1][0], *found[-1], len(found)
-    )
+        _mean(ratio for ratio, _ in found), found[math.ceil(0.95 * len(found)) - 1][0], *found[-1], len(found),
+        sum(ratio <= NEAR for ratio, _ in found),
+    )  # fmt: skip
 
 
 def is_held_out(point: Point) -> bool:

@@ -20,8 +20,8 @@ from bench.select import build, points
 from bench.select.build import Part, Regret
 from kernel_ladder.selection import tables
 
-#: Folders of committed rows that no table is made from: short sweeps, and what several GPUs do.
-LEFT_OUT = ("quick", "scaling")
+#: Folders of committed rows that no table is made from: sweeps that others replaced, and what several GPUs do.
+LEFT_OUT = ("archive", "scaling")
 
 
 def default_files() -> list[Path]:
@@ -70,8 +70,11 @@ def _regret(part: Part) -> dict[str, Any]:
     def shown(regret: Regret | None) -> dict[str, Any] | None:
         if regret is None:
             return None
-        mean, p95, worst, call, count = regret
-        return {"mean": round(mean, 4), "p95": round(p95, 4), "worst": round(worst, 4), "at": call, "points": count}
+        mean, p95, worst, call, count, near = regret
+        return {
+            "mean": round(mean, 4), "p95": round(p95, 4), "worst": round(worst, 4), "at": call, "points": count,
+            "within 3 %": near,
+        }  # fmt: skip
 
     return {
         "op": part.op,
@@ -101,10 +104,25 @@ def show(gpu_name: str, parts: Sequence[Part], console: Console) -> None:
             "yes" if part.kept else "no",
         )
     console.print(shown)
+    for backend in dict.fromkeys(part.backend for part in parts):
+        own = [part for part in parts if part.backend == backend]
+        every, held_out = [part.chosen for part in own], [found for part in own if (found := part.chosen_held_out)]
+        console.print(
+            f'"{backend}": {_summary(every)}; of those held out {_summary(held_out)}',
+            soft_wrap=True, markup=False, highlight=False,
+        )  # fmt: skip
     for part in parts:
         if part.kept:
             line = f"{part.op} {part.backend} {part.pass_}: worst by rules at {part.rules.call}"
             console.print(f"{line}, by the table at {part.table.call}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _summary(found: Sequence[Regret]) -> str:
+    if not found:
+        return "none"
+    near, worst = sum(regret.near for regret in found), max(found, key=lambda regret: regret.worst)
+    count = sum(regret.points for regret in found)
+    return f"{near} of {count} calls within 3 % of the best rung, the worst at {worst.worst:.2f} ({worst.call})"
 
 
 def _mean(regret: Regret | None) -> str:

@@ -1,4 +1,4 @@
-"""Which CUDA rung the normalisations try first, by the length of a row. Measured on an H200 (bench/results).
+"""Which CUDA rung the normalisations try first, by the length of a row. Measured on an H200 (bench/results/archive).
 
 Lengths are in elements of 16 bits: the rungs `smem_pipeline` and `persistent_cluster` take no others. Rows of float32
 stay in registers of a block or of a cluster.

@@ -12,6 +12,7 @@ from bench.rows import store
 from bench.show import climb, report
 from bench.show.roofline import operations
 from bench.show.table import fastest
+from kernel_ladder import table
 
 from .report_rows import CEILINGS, SHIPPED, embedded, full_rows
 
@@ -70,7 +71,7 @@ def test_gains_and_baselines_are_those_of_the_log(full):
         assert (row["gain"], row["gain_low"], row["gain_high"]) == (gain.value, gain.low, gain.high)
     of_torch = {row["step_before"] for row in shown.values() if row["level"] == "torch"}
     assert of_torch == {"torch.naive"}
-    assert {row["level"] for row in shown.values()} == {"torch", "compile", "triton", "cuda"}, "peers are no steps"
+    assert {row["level"] for row in shown.values()} == set(table.LEVELS), "peers are no steps"
     assert data["baselines"]["gelu"] == "torch.builtin"
     assert data["baselines"]["dropout"] == "torch.naive"
 

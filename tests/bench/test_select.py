@@ -8,6 +8,7 @@ import pytest
 
 import cuda_impl
 from bench.__main__ import main
+from bench.measure import environment
 from bench.rows import store
 from bench.select import build, command, points
 from bench.select.points import Point
@@ -176,6 +177,32 @@ def test_where_a_committed_table_is_kept_auto_is_no_slower_than_by_rules():
         assert part["held out, table"]["mean"] <= part["held out, rules"]["mean"]
 
 
-def test_default_files_leave_short_sweeps_out():
+def test_default_files_leave_replaced_sweeps_out():
     assert command.default_files()
-    assert not any("quick" in str(path) for path in command.default_files())
+    assert not any("archive" in path.parts for path in command.default_files())
+
+
+def test_a_table_that_mends_a_bad_choice_is_kept_where_the_mean_gains_little():
+    """One call of fifty where the rule's rung takes twice the best one's time."""
+    sizes = [2**i for i in range(6, 16)]
+    mostly_right = [a_point(size, last=1.0, first=3.0) for size in sizes for _ in range(5)]
+    (before,) = build.parts(mostly_right)
+    assert not before.kept
+    (part,) = build.parts([*mostly_right, a_point(2**20, last=2.0, first=1.0)])
+    assert part.rules.mean / part.table.mean < build.LEAST_MEAN_GAIN
+    assert (part.rules.worst, part.table.worst) == (2.0, 1.0)
+    assert part.kept
+    assert (part.rules.near, part.chosen.near, part.chosen.points) == (50, 51, 51)
+
+
+@needs_cuda_level
+def test_the_table_of_an_older_sweep_is_that_of_its_archived_rows():
+    archived = environment.PUBLISHED / "archive" / "nvidia-h200-2026-11-26.jsonl"
+    assert main(["select", str(archived), "--check"]) == 0
+
+
+@pytest.mark.parametrize("file", sorted(tables.FOLDER.glob("*.json")), ids=lambda file: file.stem)
+def test_auto_is_within_a_tenth_of_the_best_rung_at_every_committed_call(file):
+    parts = [part for part in json.loads(file.read_text())["regret"] if part["backend"] == "auto"]
+    chosen = [part["table"] if part["kept"] else part["rules"] for part in parts]
+    assert max(regret["worst"] for regret in chosen) <= 1.10

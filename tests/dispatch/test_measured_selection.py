@@ -135,7 +135,8 @@ def test_tables_that_ship_name_what_exists(path):
     data = json.loads(path.read_text())
     for part in data["regret"]:
         if part["kept"]:
-            assert part["rules"]["mean"] / part["table"]["mean"] >= 1.03
+            gain = part["rules"]["mean"] / part["table"]["mean"]
+            assert gain >= 1.03 or part["rules"]["worst"] > 1.10 >= part["table"]["worst"]
             assert part["table"]["worst"] <= part["rules"]["worst"]
         assert (part["op"], part["backend"], part["pass"]) not in found.entries or part["kept"]
 
