@@ -1,72 +1,92 @@
 """rope, rung 1 of 1: fused
 
-Idea      A thread holds both elements of its pairs, so each row is read once and written once. The backward pass is the
-          same kernel with the opposite angle. A program has a tile of rows and pairs, of any strides.
-Predicts  2 · numel · itemsize bytes a pass, and the table, which heads and batches share in L2: the time of a copy.
-Limit now Memory bandwidth; interleaved pairs load at a step of two elements.
+Idea      A program rotates a tile of positions, of several heads: it reads the angles once, and each row once. A thread
+          holds both elements of its pairs. Neighbouring elements load together: both halves of a row are runs, and
+          interleaved pairs are one run that is split in registers. The backward pass has the opposite angle.
+Predicts  2 · numel · itemsize bytes a pass, and a quarter of the table's reads from L2: the time of a copy.
+Limit now Memory bandwidth.
 Next      cuda `vectorized`.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
 from kernel_ladder.semantics.rotary import angles_from
+from kernel_ladder.semantics.strides import collapse
 from kernel_ladder.tracing import shapes_only
 from triton_impl import register, unsupported
-from triton_impl.common.elementwise import (
-    gradient_for_kernel,
-    offset_of,
-    row_indexing,
-    tile,
-    tile_of,
-    too_many_row_dims,
-)
+from triton_impl.common.elementwise import gradient_for_kernel, offset_of, pad_strides, too_many_row_dims
 from triton_impl.common.pdl import griddepcontrol_wait
 from triton_impl.runtime.launch_cache import CachedKernel
 
-# 512 pairs over 4 warps are 4 each.
-BLOCK = 512
+# 1024 pairs over 4 warps are 8 each: in 16 bits a load of 16 bytes from each half.
+PAIRS = 1024
+# Rows that a program rotates by the angles that it has.
+HEADS = 4
+
+
+@triton.jit
+def _both(x, PAIRS_M: tl.constexpr, PAIRS_N: tl.constexpr):
+    """First and second elements of the pairs in the rows of a tile."""
+    return tl.split(tl.reshape(x, (PAIRS_M, PAIRS_N, 2)))
 
 
 @triton.jit
 def _rope_kernel(
-    out_ptr, input_ptr, table_ptr, rows, pairs, positions, rotated_pairs, width, table_stride,
-    size1, size2, size3, o0, o1, o2, o3, x0, x1, x2, x3, o_step, x_step,
-    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    out_ptr, input_ptr, table_ptr, heads, positions, pairs, width, table_stride,
+    size1, size2, size3, o0, o1, o2, o3, x0, x1, x2, x3, o_row, x_row, o_step, x_step,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """``(y1, y2) = (a · cos − b · sin, b · cos + a · sin)`` for pairs (a, b); other elements are copied.
+    """``(y1, y2) = (a · cos − b · sin, b · cos + a · sin)`` for pairs (a, b); elements after the pairs are copied.
 
-    Grid: one program per tile of rows and pairs. Layout: rows in row-major order, the position varies fastest; the
-    table has (cos, sin) for each pair, float32, `table_stride` apart from position to position.
+    Grid: one program per BLOCK_M positions of HEADS heads; `heads` counts all dimensions before the position. The table
+    has (cos, sin) for each pair, float32, `table_stride` apart from position to position.
     """
     griddepcontrol_wait(USE_PDL)
-    row, pair, mask = tile(rows, pairs, BLOCK_M, BLOCK_N)
-    rotates = pair < rotated_pairs
-    first = 2 * pair
-    second = 2 * pair + 1
-    if not INTERLEAVED:
-        first = tl.where(rotates, pair, first)
-        second = tl.where(rotates, pair + rotated_pairs, second)
-    second_mask = mask & (second < width)
-    input_ptr += offset_of(row, size1, size2, size3, x0, x1, x2, x3)[:, None]
-    a = tl.load(input_ptr + first * x_step, mask=mask, other=0.0)
-    b = tl.load(input_ptr + second * x_step, mask=second_mask, other=0.0)
-    table_ptr += (row % positions)[:, None] * table_stride + 2 * pair
-    cos = tl.load(table_ptr, mask=mask & rotates, other=1.0)
-    sin = tl.load(table_ptr + 1, mask=mask & rotates, other=0.0)
-    if BACKWARD:
-        sin = -sin
-    x, y = a.to(tl.float32), b.to(tl.float32)
-    # Elements beyond the rotated ones stay themselves: 0 · inf would be NaN.
-    rotated_a = tl.where(rotates, x * cos - y * sin, x).to(out_ptr.dtype.element_ty)
-    rotated_b = tl.where(rotates, y * cos + x * sin, y).to(out_ptr.dtype.element_ty)
-    out_ptr += offset_of(row, size1, size2, size3, o0, o1, o2, o3)[:, None]
-    tl.store(out_ptr + first * o_step, rotated_a, mask=mask)
-    tl.store(out_ptr + second * o_step, rotated_b, mask=second_mask)
+    tiles = tl.cdiv(positions, BLOCK_M)
+    position = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    first_head = (tl.program_id(0) // tiles).to(tl.int64) * HEADS
+    for start in range(0, pairs, BLOCK_N):
+        pair = start + tl.arange(0, BLOCK_N).to(tl.int64)[None, :]
+        columns = 2 * start + tl.arange(0, 2 * BLOCK_N).to(tl.int64)[None, :]
+        angles_mask = (position < positions) & (columns < 2 * pairs)
+        cos, sin = _both(tl.load(table_ptr + position * table_stride + columns, mask=angles_mask), BLOCK_M, BLOCK_N)
+        if BACKWARD:
+            sin = -sin
+        for i in tl.static_range(HEADS):
+            head = first_head + i
+            x_ptr = input_ptr + offset_of(head, size1, size2, size3, x0, x1, x2, x3) + position * x_row
+            y_ptr = out_ptr + offset_of(head, size1, size2, size3, o0, o1, o2, o3) + position * o_row
+            there = position < tl.where(head < heads, positions, 0)
+            if INTERLEAVED:
+                mask = there & (columns < 2 * pairs)
+                a, b = _both(tl.load(x_ptr + columns * x_step, mask=mask), BLOCK_M, BLOCK_N)
+            else:
+                mask = there & (pair < pairs)
+                a = tl.load(x_ptr + pair * x_step, mask=mask)
+                b = tl.load(x_ptr + (pairs + pair) * x_step, mask=mask)
+            x, y = a.to(tl.float32), b.to(tl.float32)
+            a = (x * cos - y * sin).to(out_ptr.dtype.element_ty)
+            b = (y * cos + x * sin).to(out_ptr.dtype.element_ty)
+            if INTERLEAVED:
+                tl.store(y_ptr + columns * o_step, tl.reshape(tl.join(a, b), (BLOCK_M, 2 * BLOCK_N)), mask=mask)
+            else:
+                tl.store(y_ptr + pair * o_step, a, mask=mask)
+                tl.store(y_ptr + (pairs + pair) * o_step, b, mask=mask)
+    for start in range(2 * pairs, width, 2 * BLOCK_N):
+        columns = start + tl.arange(0, 2 * BLOCK_N).to(tl.int64)[None, :]
+        for i in tl.static_range(HEADS):
+            head = first_head + i
+            x_ptr = input_ptr + offset_of(head, size1, size2, size3, x0, x1, x2, x3) + position * x_row
+            y_ptr = out_ptr + offset_of(head, size1, size2, size3, o0, o1, o2, o3) + position * o_row
+            mask = (position < tl.where(head < heads, positions, 0)) & (columns < width)
+            tl.store(y_ptr + columns * o_step, tl.load(x_ptr + columns * x_step, mask=mask), mask=mask)
 
 
 _kernel = CachedKernel(_rope_kernel)
@@ -78,12 +98,16 @@ def _rotate(x: torch.Tensor, freqs_cis: torch.Tensor, interleaved: bool, offset:
         return output
     positions, width = x.shape[-2:]
     table = angles_from(freqs_cis, offset, positions)
-    pairs = triton.cdiv(width, 2)
-    rows, _, strides = row_indexing(output, x)
-    height, columns = tile_of(pairs, BLOCK)
-    programs = triton.cdiv(rows, height) * triton.cdiv(pairs, columns)
-    sizes = (rows, pairs, positions, table.shape[1], width, table.stride(0))
-    _kernel(programs, (output, x, table), (*sizes, *strides, interleaved, backward, height, columns))
+    pairs = table.shape[1]
+    heads = math.prod(x.shape[:-2])
+    sizes_and_strides = pad_strides(*collapse(x.shape[:-2], output.stride()[:-2], x.stride()[:-2]))
+    steps = (output.stride(-2), x.stride(-2), output.stride(-1), x.stride(-1))
+    columns = min(triton.next_power_of_2(max(pairs, 1)), PAIRS)
+    height = min(PAIRS // columns, triton.next_power_of_2(positions))
+    programs = triton.cdiv(positions, height) * triton.cdiv(heads, HEADS)
+    sizes = (heads, positions, pairs, width, table.stride(0))
+    options = (interleaved, backward, height, columns, HEADS)
+    _kernel(programs, (output, x, table), (*sizes, *sizes_and_strides, *steps, *options))
     return output
 
 
