@@ -129,6 +129,7 @@ class Sweep:
                 self._give_up(self._row(spec, group, pass_, level), table.unavailable(group.op, level))
         if not any(wanted.values()):
             return
+        environment.give_memory_back(self.device)
         try:
             with self.phases(phases.CHECK):
                 backward = bool(wanted.get("backward"))
@@ -156,7 +157,7 @@ class Sweep:
         """Time the variants in common rounds; those that ran out of memory again, each with the baseline alone."""
         self._first_calls.clear()
         for variant in self._measure_together(spec, group, pass_, expected, wanted, wanted):
-            torch.cuda.empty_cache()
+            environment.give_memory_back(self.device)
             alone = [v for v in wanted if v.name in (variant.name, baseline_of(group.op))]
             self._measure_together(spec, group, pass_, expected, alone, [variant])
 

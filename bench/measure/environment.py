@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import platform
 import re
@@ -31,6 +32,10 @@ JAX_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 JAX_PART = "0.4"
 
 
+#: Bytes that a process may keep on a GPU before it looks for cycles of Python objects, for tenths of a second.
+MUCH_MEMORY = 1 << 30
+
+
 def leave_memory_to_pytorch() -> None:
     """Let JAX take a part of the GPU, because it keeps what it has taken; not where the user says how much.
 
@@ -38,6 +43,20 @@ def leave_memory_to_pytorch() -> None:
     """
     if not any(os.environ.get(name) for name in JAX_MEMORY):
         os.environ[JAX_MEMORY[0]] = JAX_PART
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Give a GPU's cached memory back, with what cycles of Python objects keep.
+
+    An error's traceback and a frame that it names can be such a cycle. It keeps the frame's CUDA graphs, and with them
+    their private pools. Python collects cycles by the number of objects, and knows nothing of their memory.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    if torch.cuda.memory_reserved(device) > MUCH_MEMORY:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def device() -> torch.device:

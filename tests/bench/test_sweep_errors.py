@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from bench.rows import store
 from bench.show import pictures
 from kernel_ladder import table
 
-from ..conftest import TIMED, a_row
+from ..conftest import DEVICE, TIMED, a_row, needs_gpu
 
 
 def _wrong(monkeypatch, **changes):
@@ -312,3 +314,40 @@ def test_jax_leaves_memory_to_pytorch_unless_the_user_says_more(monkeypatch, giv
             monkeypatch.delenv(name)
     environment.leave_memory_to_pytorch()
     assert [environment.os.environ.get(name) for name in environment.JAX_MEMORY] == left
+
+
+class _Cycle:
+    """Keeps itself, and what it is given, until Python collects cycles."""
+
+    def __init__(self, kept: object) -> None:
+        self.kept, self.itself = kept, self
+
+
+@pytest.mark.parametrize(("reserved", "collected"), [(environment.MUCH_MEMORY + 1, True), (0, False)])
+def test_cycles_are_collected_where_the_process_keeps_much_memory(monkeypatch, reserved, collected):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    cycle = weakref.ref(_Cycle(None))
+    gc.disable()
+    try:
+        environment.give_memory_back(torch.device("cuda"))
+        assert (cycle() is None) == collected
+    finally:
+        gc.enable()
+    environment.give_memory_back(torch.device("cpu"))
+
+
+@needs_gpu
+def test_the_memory_of_a_graph_in_a_cycle_is_given_back(gpu_memory):
+    gpu_memory(2 * environment.MUCH_MEMORY)
+    environment.give_memory_back(DEVICE)
+    before = torch.cuda.memory_reserved()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.empty(environment.MUCH_MEMORY + (1 << 21), dtype=torch.uint8, device=DEVICE)
+    cycle = weakref.ref(_Cycle(graph))
+    del graph
+    assert cycle() is not None
+    assert torch.cuda.memory_reserved() > before + environment.MUCH_MEMORY
+    environment.give_memory_back(DEVICE)
+    assert torch.cuda.memory_reserved() <= before
