@@ -91,7 +91,10 @@ SWIGLU = [
     entry(swiglu._swiglu_backward_rows_kernel, "bf16", {**_TILE, **dict.fromkeys(_GRADIENT_STEPS, 1)}),
 ]
 
-_ROPE = {"BLOCK_M": 16, "BLOCK_N": 64, "HEADS": rope.HEADS, **dict.fromkeys(("size1", "size2", "size3", "o_step", "x_step"), 1)}
+_ROPE = {
+    **{"BLOCK_M": 16, "BLOCK_N": 64, "HEADS": rope.HEADS},
+    **dict.fromkeys(("size1", "size2", "size3", "o_step", "x_step"), 1),
+}
 
 ROPE = [
     entry(rope._rope_kernel, dtype, {**_ROPE, "INTERLEAVED": form, "BACKWARD": form}, types={"table_ptr": "*fp32"})

@@ -54,9 +54,12 @@ def call_of(variant: Variant, device: torch.device) -> tuple[Case, torch.dtype] 
 
 
 def calls(op: str, backends: Sequence[str], passes: Sequence[str], device: torch.device) -> Iterator[Target]:
-    """Each pass of each rung that `backends` (levels and variants) name, or why it cannot be called."""
+    """Each pass of each rung that `backends` (levels and variants) name, or why it cannot be called.
+
+    Rungs of other levels than `LEVELS` only if they themselves are named: a library or a compiler made their kernels.
+    """
     for variant in targets.variants_of(op, backends):
-        if variant.level not in LEVELS:
+        if variant.level not in LEVELS and variant.name not in backends:
             continue
         reason = table.unavailable(op, variant.level)
         found = call_of(variant, device) if reason is None else None
@@ -138,7 +141,12 @@ def _parser() -> argparse.ArgumentParser:
         "read by Nsight Compute and kept in bench-results/<gpu>.profile.jsonl.",
     )
     parser.add_argument("--op", action="append", metavar="NAME[,NAME]", help="operations (default: all)")
-    parser.add_argument("--backend", action="append", metavar="NAME[,NAME]", help="levels or rungs (default: all)")
+    parser.add_argument(
+        "--backend",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="levels or rungs (default: all of CUDA and Triton); rungs of other levels by name, such as torch.naive",
+    )
     parser.add_argument(
         "--pass", dest="pass_", default="both", metavar="PASS", help="forward, backward or both (default)"
     )

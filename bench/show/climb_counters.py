@@ -43,7 +43,7 @@ def of(row: Row, found: Mapping[tuple[str, ...], Counters]) -> Counters:
     return found.get((row.op, row.backend, row.pass_, row.dtype, row.shape), {})
 
 
-def _over_least(mine: Counters) -> float | None:
+def over_least(mine: Counters) -> float | None:
     moved, least = mine.get("dram_bytes"), mine.get("least_bytes")
     return None if moved is None or not least else moved / least
 
@@ -64,7 +64,7 @@ def _number(name: str) -> Callable[[Counters], Any]:
 
 #: Heading, value and how it is written.
 COLUMNS: tuple[tuple[str, Callable[[Counters], Any], str], ...] = (
-    ("DRAM bytes / least", _over_least, "{:.2f}"),
+    ("DRAM bytes / least", over_least, "{:.2f}"),
     ("L2 bytes / least", _l2_over_least, "{:.2f}"),
     ("tensor pipe", _number("tensor_pipe_pct"), "{:.0f} %"),
     ("issue slots", _number("issue_pct"), "{:.0f} %"),

@@ -12,6 +12,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
+- ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
 - ``memory``: attention's memory and time against the length
 - ``scaling``, ``scaling model``: what several GPUs measured, and what the paper model predicts of more
 
@@ -32,7 +33,7 @@ from bench.measure import environment, lengths
 from bench.rows import store
 from bench.rows.published import of_gpus
 from bench.rows.store import Row, picture_file
-from bench.show import cards, climb, folders, headlines, log_index, markdown, predictions, scaling
+from bench.show import cards, climb, folders, fusion, headlines, log_index, markdown, predictions, scaling
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -44,6 +45,7 @@ _EMPTY = "*No rows yet"
 PAGES = [
     *(environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")),
     *sorted((environment.ROOT / "docs" / "climb").glob("*.md")),
+    environment.ROOT / "docs" / "compilers.md",
     environment.ROOT / "docs" / "scaling.md",
 ]
 
@@ -94,6 +96,8 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "machine": _machine,
         "headlines": headlines.write,
         "index": log_index.write,
+        "fusion": fusion.write,
+        "fusion picture": lambda path, found: _fusion(path, found, folder),
         "memory": lambda path, found: _memory(path, found, folder),
         "roofline": lambda path, found: _roofline("", path, found, folder),
     }
@@ -252,6 +256,14 @@ def _roofline(op: str, path: Path, found: list[Row], folder: Path) -> str:
     return f"![{what}: rate against arithmetic intensity under the measured ceilings]({link})"
 
 
+def _fusion(path: Path, found: list[Row], folder: Path) -> str:
+    drawn = [row for op in fusion.CHAINS for row in fusion.chosen(op, found)[PASSES[0]].values()]
+    if not drawn:
+        return ""
+    link = os.path.relpath(picture_file(path, "fusion"), folder)
+    return f"![Time of every level over the least possible, a line a chain, on {drawn[0].gpu}]({link})"
+
+
 def _memory(path: Path, found: list[Row], folder: Path) -> str:
     drawn = lengths.family(found)
     if not drawn:
@@ -274,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         nargs="*",
         default=PAGES,
-        help="Markdown files (default: README.md, RESULTS.md, KERNEL_LOG.md, docs/scaling.md and docs/climb/*.md)",
+        help="Markdown files (default: README.md, RESULTS.md, KERNEL_LOG.md, and pages of docs/ that have blocks)",
     )
     parser.add_argument("--results", type=Path, action="append", help="rows (default: bench/results/*.jsonl)")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a block is stale")

@@ -275,6 +275,14 @@ def test_counters_without_a_gpu(capsys):
     assert "gelu" in capsys.readouterr().err
 
 
+def test_rungs_without_kernels_of_their_own_are_counted_where_they_are_named():
+    def called(*backends: str) -> list[str]:
+        return [target.backend for target in rungs.calls("gelu", backends, ["forward"], torch.device("cpu"))]
+
+    assert called("torch.naive", "triton.fused") == ["torch.naive", "triton.fused"]
+    assert called("torch", "triton") == ["triton.fused"], "a level stands for the kernels that somebody wrote"
+
+
 @needs_gpu
 def test_the_calls_are_made_and_told(capsys):
     device = torch.device("cuda")
