@@ -22,7 +22,9 @@ WORKERS ?=
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 PY := $(if $(PYTHON),$(PYTHON),.venv/bin/python)
 INSTALLED := build/installed-$(shell echo '$(PY)' | cksum | cut -d' ' -f1)
-BUILT_FROM := setup.py pyproject.toml $(wildcard _build/*.py) $(shell find csrc -type f 2>/dev/null)
+# What an installation is made from; the other files of _build/ serve the documents and the checks.
+BUILDERS := architectures backend environment install together
+BUILT_FROM := setup.py pyproject.toml $(BUILDERS:%=_build/%.py) $(shell find csrc -type f -not -name README.md 2>/dev/null)
 # A requirement list stands in pyproject.toml alone.
 extra = $$($(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 CLANG_FORMAT = $(PY) -c 'import sys, clang_format; sys.exit(clang_format.clang_format())'
