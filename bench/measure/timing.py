@@ -143,7 +143,8 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        graph.capture_begin()
+        # Other threads stay free to ask for the state of their streams, as XLA's monitor does: refused, it closes them.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             run()
         finally:

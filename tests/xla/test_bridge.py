@@ -14,6 +14,7 @@ import torch
 
 import kernel_ladder as kl
 import xla_impl
+from bench.measure import timing
 from kernel_ladder import gpu, table
 from kernel_ladder.errors import raise_for_memory
 from xla_impl import bridge, rung
@@ -114,6 +115,17 @@ def test_work_of_a_side_stream_is_waited_for():
         x.zero_()
     torch.cuda.synchronize()
     assert (y == 100).all()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA GPU is visible")
+def test_graphs_are_captured_while_jax_is_at_work():
+    """As a sweep does: XLA's thread watches its stream while this thread captures."""
+    x = torch.randn(1 << 22, device=DEVICE)
+    with timing.side_stream(DEVICE):
+        for _ in range(30):
+            y = kl.gelu(x, backend="xla.jit")
+            assert timing._capture(lambda: x + 1) is not None
+    torch.testing.assert_close(y, kl.gelu(x, backend="torch"))
 
 
 def fake_gpu(monkeypatch) -> SimpleNamespace:
