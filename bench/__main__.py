@@ -38,6 +38,7 @@ EPILOG = """\
 Other commands look into calls:
   python -m bench profile OP           its kernels, their times and bytes; --help says more
   python -m bench counters             hardware counters of every CUDA and Triton rung, by Nsight Compute
+  python -m bench dynamic              calls of changing lengths: what each compiler does when one is new
 
 Other commands, all reading rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
@@ -320,6 +321,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.profile import rungs
 
             return rungs.main(argv[1:], console)
+        if argv[:1] == ["dynamic"]:
+            from bench.dynamic import command
+
+            return command.main(argv[1:], console)
         if argv[:1] == ["report"]:
             from bench.show import report
 

@@ -20,8 +20,8 @@ from bench.select import build, points
 from bench.select.build import Part, Regret
 from kernel_ladder.selection import tables
 
-#: Folders of committed rows that no table is made from: sweeps that others replaced, and what several GPUs do.
-LEFT_OUT = ("archive", "scaling")
+#: Folders of committed rows that no table is made from: sweeps that others replaced, and rows that are no sweep's.
+LEFT_OUT = ("archive", "dynamic", "scaling")
 
 
 def default_files() -> list[Path]:

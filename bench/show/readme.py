@@ -14,6 +14,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``ladder OP``: the picture of an operation's ladder
 - ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
 - ``memory``: attention's memory and time against the length
+- ``dynamic``: what a new length costs, by every way to compile a function
 - ``scaling``, ``scaling model``: what several GPUs measured, and what the paper model predicts of more
 
 With ``--folders`` it writes the README.md of every folder of rungs instead, whole: see :mod:`bench.show.folders`.
@@ -33,7 +34,7 @@ from bench.measure import environment, lengths
 from bench.rows import store
 from bench.rows.published import of_gpus
 from bench.rows.store import Row, picture_file
-from bench.show import cards, climb, folders, fusion, headlines, log_index, markdown, predictions, scaling
+from bench.show import cards, climb, dynamic, folders, fusion, headlines, log_index, markdown, predictions, scaling
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -82,6 +83,8 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 def _block(name: str, machines: Machines, folder: Path) -> str:
     if name in scaling.BLOCKS:
         return scaling.write(name, machines) or f"{_EMPTY}: `{scaling.COMMAND}` writes them.*"
+    if name == dynamic.BLOCK:
+        return dynamic.write(machines) or f"{_EMPTY}: `{dynamic.COMMAND}` writes them.*"
     make, op = _maker(name, folder)
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
@@ -114,7 +117,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         return lambda path, found: _rates(name, found), name
     if word in of_one and op in kernel_ladder.OPS:
         return of_one[word], op
-    known = [*of_all, *scaling.BLOCKS, *(f"'{word} OP'" for word in of_one), "OP"]
+    known = [*of_all, dynamic.BLOCK, *scaling.BLOCKS, *(f"'{word} OP'" for word in of_one), "OP"]
     raise ReadmeError(f"unknown block {name!r}; known are {', '.join(known)}, of {', '.join(kernel_ladder.OPS)}")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from bench import sweep
 from bench.__main__ import main
+from bench.dynamic import rows as dynamic_rows
 from bench.measure import lengths
 from bench.measure.environment import ROOT
 from bench.profile import counters
@@ -160,6 +161,8 @@ def test_a_full_disk_is_one_line(monkeypatch, tmp_path, capsys):
 def test_every_row_that_is_kept_is_whole(path):
     if path.parent.name == "scaling":
         assert scaling_rows.read(path)
+    elif path.parent.name == "dynamic":
+        assert dynamic_rows.read(path)
     elif not path.name.endswith(counters.SUFFIX):
         assert store.read(path)
 

@@ -1,0 +1,1 @@
+"""Calls of changing lengths: what each compiler does when a length is new, and what later calls cost."""
