@@ -10,6 +10,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``picture OP``: the operation's picture
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
+- ``claims``: the levels' best rungs against other libraries, over all calls
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
 - ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
@@ -34,7 +35,19 @@ from bench.measure import environment, lengths
 from bench.rows import store
 from bench.rows.published import of_gpus
 from bench.rows.store import Row, picture_file
-from bench.show import cards, climb, dynamic, folders, fusion, headlines, log_index, markdown, predictions, scaling
+from bench.show import (
+    cards,
+    claims,
+    climb,
+    dynamic,
+    folders,
+    fusion,
+    headlines,
+    log_index,
+    markdown,
+    predictions,
+    scaling,
+)
 from bench.show.headline import headline
 from bench.show.roofline import intensity
 from bench.show.table import fastest, mark, microseconds, rate, with_legend
@@ -98,6 +111,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "summary": _summary,
         "machine": _machine,
         "headlines": headlines.write,
+        "claims": claims.write,
         "index": log_index.write,
         "fusion": fusion.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),
