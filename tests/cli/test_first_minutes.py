@@ -78,10 +78,12 @@ def test_a_sweeps_tables_keep_times_shapes_and_reasons(measured, width):
     text = shown(width, lambda console: bench_table.show(found, console))
     assert_fits(text, width)
     flat = "".join(text.split())
+    # A cell may be folded: the rest of a shape then stands in the first column of the next line.
+    of_shapes = "".join("".join(line.split("│")[1].split()) for line in text.splitlines() if line.startswith("│"))
     for row in found:
         if row.op == "ceiling":
             continue
-        assert "".join(row.shape.split()) in flat
+        assert "".join(row.shape.split()) in of_shapes
         assert row.us is None or "".join(bench_table.microseconds(row.us).split()) in flat
         for reason in (row.unsupported, row.wrong):
             assert reason is None or "".join(reason.split()) in flat
