@@ -94,10 +94,10 @@ def counting(way: str) -> Iterator[Callable[[], int | None]]:
         torch._dynamo.utils.counters.clear()
         yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
     elif way.startswith("xla"):
-        import jax
+        from xla_impl import bridge
 
         events: list[str] = []
-        jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
+        bridge.jax().monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
         yield lambda: events.count(COMPILES)
     else:
         yield lambda: None
