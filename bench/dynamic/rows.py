@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from bench.measure import environment
 from bench.rows import store
@@ -47,20 +47,21 @@ def read(path: Path) -> list[DynamicRow]:
     """
     if not path.exists():
         return []
-    found: dict[tuple[Any, ...], DynamicRow] = {}
+    found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            row = DynamicRow(**json.loads(line))
+            found.append(DynamicRow(**json.loads(line)))
         except (TypeError, json.JSONDecodeError) as error:
             raise store.ResultsError(f"{path}:{number}: not a row of changing lengths ({error})") from None
-        found[row.op, row.way, row.dtype, row.width, row.gpu] = row
-    return list(found.values())
+    return _newest(found)
+
+
+def _newest(rows: Iterable[DynamicRow]) -> list[DynamicRow]:
+    return list({(row.op, row.way, row.dtype, row.width, row.gpu): row for row in rows}.values())
 
 
 def save(path: Path, rows: list[DynamicRow]) -> None:
     """Add rows; each replaces an earlier one of its way."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in [*read(path), *rows])
-    store.replace(path, text)
-    kept = read(path)
+    kept = _newest([*read(path), *rows])
     store.replace(path, "".join(json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n" for row in kept))

@@ -16,6 +16,7 @@ from bench.rows.store import Row
 from bench.show import markdown
 from bench.show.climb_counters import over_least
 from bench.show.headline import headline
+from bench.show.headlines import OURS
 from bench.show.table import mark, microseconds, with_legend
 from kernel_ladder.spec import PASSES
 
@@ -35,10 +36,11 @@ CHAINS = (
     "matmul",
     "attention",
 )
+#: The picture's name.
+PICTURE = "fusion"
 NAIVE = "torch.naive"
 #: What a compiler is called, and its rung; of torch.compile both the formula and what a user writes.
 COMPILERS = {"compile.formula": "torch.compile of the formula", "compile.default": "torch.compile", "xla.jit": "XLA"}
-BY_HAND = ("triton", "cuda")
 COLUMNS = ("× naive", "kernels", "DRAM bytes / least")
 #: A compiler within this factor of the best kernel by hand equals it.
 EQUAL = 1.05
@@ -54,7 +56,7 @@ def chosen(op: str, found: Sequence[Row]) -> dict[str, dict[str, Row]]:
     for pass_ in PASSES:
         rows = {row.backend: row for row in mine if row.pass_ == pass_}
         shown = {name: rows[name] for name in (NAIVE, *COMPILERS) if name in rows}
-        for level in BY_HAND:
+        for level in OURS:
             if of_level := [row for row in rows.values() if row.level == level]:
                 best = min(of_level, key=lambda row: row.us or 0.0)
                 shown[best.backend] = best
@@ -101,7 +103,7 @@ def sentences(rows: Mapping[str, Mapping[str, Row]]) -> str:
     """When each compiler helps and when it hurts: one sentence a pass."""
     said = []
     for pass_, of_pass in rows.items():
-        by_hand = [row.us for row in of_pass.values() if row.level in BY_HAND and row.us]
+        by_hand = [row.us for row in of_pass.values() if row.level in OURS and row.us]
         naive = of_pass.get(NAIVE)
         if not by_hand:
             continue

@@ -11,14 +11,12 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from bench.rows.store import Row, latest, of_one_machine, picture_file, read
-from bench.show.fusion import CHAINS, chosen
+from bench.show.fusion import CHAINS, PICTURE, chosen
+from bench.show.ladders import TEXT, WIDTH_INCHES
 from bench.show.panels import source_of
 from bench.show.pictures import COLOURS
 from kernel_ladder.spec import PASSES
 
-PICTURE = "fusion"
-TEXT = "#7d7d7d"  # legible on white and on black
-WIDTH_INCHES = 5.8
 LINE_INCHES = 0.36
 HEAD_INCHES = 1.3
 #: How far the marks of the passes stand apart, as a share of a line.

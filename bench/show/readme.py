@@ -277,7 +277,7 @@ def _fusion(path: Path, found: list[Row], folder: Path) -> str:
     drawn = [row for op in fusion.CHAINS for row in fusion.chosen(op, found)[PASSES[0]].values()]
     if not drawn:
         return ""
-    link = os.path.relpath(picture_file(path, "fusion"), folder)
+    link = os.path.relpath(picture_file(path, fusion.PICTURE), folder)
     return f"![Time of every level over the least possible, a line a chain, on {drawn[0].gpu}]({link})"
 
 
