@@ -10,7 +10,7 @@ from bench.scaling.model import Machine
 from bench.scaling.rows import LINK
 from bench.scaling.run import Problem, Run
 from bench.scaling.timing import Way
-from kernel_ladder.distributed.exchange import Exchange
+from kernel_ladder.distributed.exchange import exchange
 
 MIB = 2**20
 
@@ -21,8 +21,14 @@ def measure(run: Run) -> None:
     source = torch.ones(size, dtype=torch.uint8, device=run.device)
     target = torch.empty_like(source)
     rates = {}
+
+    def hop() -> None:
+        hops = exchange("link", None, "parts", source)
+        hops.send(source)
+        hops.wait()
+
     for op, backend, call, moved in (
-        ("neighbour", "torch.distributed", lambda: Exchange("link", None, source).wait(), size),
+        ("neighbour", "torch.distributed", hop, size),
         ("memory", "torch.builtin", lambda: target.copy_(source), 2 * size),
     ):
         if op == "neighbour" and run.gpus == 1:

@@ -18,7 +18,7 @@ from bench.scaling.run import LONGEST_ALONE_S, Name, Problem, Run
 from bench.scaling.timing import Way
 from kernel_ladder import selection
 from kernel_ladder.distributed import ring_attention, shard_sequence, unshard_sequence
-from kernel_ladder.distributed.exchange import Exchange, circulate
+from kernel_ladder.distributed.exchange import circulate, exchange
 from kernel_ladder.semantics.masks import NO_WINDOW
 
 OP = "ring_attention"
@@ -100,16 +100,17 @@ def check(run: Run, backend: str, backward: bool) -> str | None:
 
 def _communication(part: list[torch.Tensor], backward: bool, gpus: int) -> Any:
     """What travels, without attention."""
-    both = torch.cat(part[1:], -1).detach()
-    gradients = torch.zeros_like(both, dtype=torch.float32)
+    parts = [x.detach() for x in part[1:]]
+    gradients = [torch.zeros_like(x, dtype=torch.float32) for x in parts]
 
     def hops() -> None:
-        for _ in circulate(OP, None, both):
+        for _ in circulate(OP, None, *parts):
             pass
-        if backward:
-            for _ in circulate(OP, None, both):
-                if gpus > 1:
-                    Exchange(OP, None, gradients).wait()
+        if backward and gpus > 1:
+            sums = exchange(OP, None, "sums", *gradients)
+            for _ in circulate(OP, None, *parts):
+                sums.send(*gradients)
+                sums.wait()
 
     return hops
 

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from kernel_ladder.distributed import peer_copy
+from kernel_ladder.distributed.peer_copy import PeerCopies
 
-class Exchange:
-    """One hop: `outgoing` goes to the next rank of the group, the previous rank's tensor of the same shape comes.
+
+class Messages:
+    """Hops of tensors around the ring of a group, one at a time, by the process group's own messages (NCCL, gloo).
 
     Args:
-        caller: the function that messages name.
-        group: the process group; None: the default one.
-        outgoing: contiguous, of the same shape and dtype on every rank, and unchanged until :meth:`wait` returns.
+        caller: the function that error messages name.
+        group: the process group.
     """
 
-    def __init__(self, caller: str, group: Any, outgoing: torch.Tensor) -> None:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        following, before = ((rank + hop) % size for hop in (1, -1))
-        if group is not None:
-            following, before = dist.get_global_rank(group, following), dist.get_global_rank(group, before)
-        self._incoming = torch.empty_like(outgoing)
-        self._outgoing = outgoing  # alive until it is sent
-        self._message = f"{caller}: rank {rank} of {size} lost a neighbour (rank {before} or {following})"
-        operations = [
-            dist.P2POp(dist.isend, outgoing, following, group),
-            dist.P2POp(dist.irecv, self._incoming, before, group),
-        ]
+    def __init__(self, caller: str, group: Any) -> None:
+        self._group, rank, size = group, group.rank(), group.size()
+        self._following, self._before = (dist.get_global_rank(group, (rank + hop) % size) for hop in (1, -1))
+        self._lost = f"{caller}: rank {rank} of {size} lost a neighbour (rank {self._before} or {self._following})"
+        self._works: list[Any] = []
+
+    def send(self, *outgoing: torch.Tensor) -> None:
+        """Begin a hop: `outgoing` is contiguous, of the same shapes on every rank, unchanged until :meth:`wait`."""
+        self._outgoing = outgoing  # alive until they are sent
+        self._incoming = tuple([torch.empty_like(x) for x in outgoing])
+        operations = [dist.P2POp(dist.isend, x, self._following, self._group) for x in outgoing]
+        operations += [dist.P2POp(dist.irecv, x, self._before, self._group) for x in self._incoming]
         try:
             self._works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise RuntimeError(f"{self._message}: {error}") from error
+            raise RuntimeError(f"{self._lost}: {error}") from error
 
-    def wait(self) -> torch.Tensor:
-        """The previous rank's tensor. On a GPU the current stream waits for it, not the host.
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The previous rank's tensors. On a GPU the current stream waits for them, not the host.
 
         Raises:
             RuntimeError: a neighbour is gone, or did not answer within the group's timeout.
@@ -45,21 +48,63 @@ class Exchange:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{self._message}: {error}") from error
+            raise RuntimeError(f"{self._lost}: {error}") from error
         return self._incoming
 
 
-def circulate(caller: str, group: Any, part: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+_messages_only = False
+
+
+@contextlib.contextmanager
+def messages_only() -> Iterator[None]:
+    """Hops inside of it are messages, whatever the GPUs can do. Enter it on every rank of a group, or on none."""
+    global _messages_only
+    before, _messages_only = _messages_only, True
+    try:
+        yield
+    finally:
+        _messages_only = before
+
+
+def exchange(caller: str, group: Any, use: str, *tensors: torch.Tensor) -> Messages | PeerCopies:
+    """Hops around the ring of a group: by copy engines where the ranks can map each other's memory, else by messages.
+
+    Every rank of the group must call it, and then ``send`` and ``wait`` as often as the others.
+
+    Args:
+        caller: the function that error messages name.
+        group: the process group; None: the default one.
+        use: a name. Hops that are in flight at once need different ones.
+        tensors: like those of each hop, on every rank. What arrives may be overwritten by the next call with this
+            `use`.
+
+    Raises:
+        RuntimeError: a neighbour is gone; or a CUDA graph is captured before the first call with such tensors. Of
+            copies, a barrier's kernel traps after the group's timeout: CUDA reports ``unspecified launch failure``, and
+            this process can use its GPU no more.
+    """
+    group = dist.group.WORLD if group is None else group
+    traced = torch.compiler.is_compiling()
+    if not _messages_only and not traced and peer_copy.usable(caller, group, tensors[0].device):
+        return PeerCopies(caller, group, use, tensors)
+    return Messages(caller, group)
+
+
+def circulate(caller: str, group: Any, *part: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     """Every rank's part with the rank that it is from, this rank's first. The next one comes while one is used.
 
-    The arguments are those of :class:`Exchange`, and so are the errors.
+    The arguments are those of :func:`exchange`, and so are the errors. A part is contiguous tensors, of the same shapes
+    on every rank. It is valid until the iterator goes on, so keep a copy of what is needed longer.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    hops = exchange(caller, group, "parts", *part) if size > 1 else None
     for step in range(size):
-        coming = Exchange(caller, group, part) if step + 1 < size else None
+        last = step + 1 == size
+        if hops is not None and not last:
+            hops.send(*part)
         yield (rank - step) % size, part
-        if coming is not None:
-            part = coming.wait()
+        if hops is not None and not last:
+            part = hops.wait()
 
 
 def check_group(caller: str, group: Any = None) -> None:

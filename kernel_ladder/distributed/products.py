@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from kernel_ladder import ops
-from kernel_ladder.distributed.exchange import Exchange, check_group, circulate
+from kernel_ladder.distributed.exchange import check_group, circulate, exchange
 from kernel_ladder.spec import check_tensors
 
 
@@ -25,7 +25,7 @@ def _gather_matmul(
     rows, size = part.shape[0], dist.get_world_size(group)
     output = part.new_empty((size * rows, other.shape[1]))
     gathered = part.new_empty((size * rows, part.shape[1])) if gather else None
-    for owner, owned in circulate(caller, group, part.contiguous()):
+    for owner, (owned,) in circulate(caller, group, part.contiguous()):
         place = slice(owner * rows, (owner + 1) * rows)
         output[place] = ops.matmul(owned, other, backend=backend)
         if gathered is not None:
@@ -42,12 +42,15 @@ def _matmul_scatter(
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = input.shape[0] // size
-    coming = None
+    hops = None
     for step in range(size):
         owner = (rank - 1 - step) % size
-        summand = ops.matmul(input[owner * rows : (owner + 1) * rows], other, backend=backend)
-        total = summand if coming is None else coming.wait() + summand
-        coming = Exchange(caller, group, total) if step + 1 < size else None
+        total = ops.matmul(input[owner * rows : (owner + 1) * rows], other, backend=backend)
+        if hops is not None:
+            total += hops.wait()[0]
+        if step + 1 < size:
+            hops = hops or exchange(caller, group, "sums", total)
+            hops.send(total)
     return total
 
 

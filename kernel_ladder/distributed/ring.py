@@ -1,7 +1,7 @@
 """Attention over a sequence that several GPUs share (Liu et al., Ring Attention, arXiv:2310.01889).
 
 Each GPU keeps its queries. Keys and values travel around the ring, one hop a step, while the GPU attends to those that
-it has. A step's result is merged into a float32 accumulator by its log-sum-exp L:
+it has. A step's result is merged with those before, in float32, by its log-sum-exp L:
 
     L = log(exp(L₁) + exp(L₂)),  O = exp(L₁ − L) · O₁ + exp(L₂ − L) · O₂
 
@@ -14,7 +14,6 @@ The order of all sums is fixed, so two runs give the same bits where the attenti
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -109,25 +108,17 @@ def _forward(
     ring: _Ring, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     length = query.shape[-2]
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    output = lse = None
-    for owner, both in circulate("ring_attention", ring.group, torch.cat((key, value), -1)):
-        key, value = both.split((key.shape[-1], value.shape[-1]), -1)
+    calls = sum(len(list(ring.blocks(owner, length))) for owner in range(ring.size))
+    merged = steps.Merged(calls, (*query.shape[:-1], value.shape[-1]))
+    parts = key.contiguous(), value.contiguous()
+    for owner, (key, value) in circulate("ring_attention", ring.group, *parts):
         for block in ring.blocks(owner, length):
             found, found_lse = ops.attention(
                 query[..., block.queries, :], key[..., block.keys, :], value[..., block.keys, :],
                 backend=ring.backend, **ring.options_of(block),
             )  # fmt: skip
-            if output is None or lse is None:
-                if found.shape[-2] == length:  # the first result is all that there is to merge
-                    output, lse = found.to(wide), found_lse.to(wide)
-                    continue
-                output = found.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
-                lse = found_lse.new_full(query.shape[:-1], -math.inf, dtype=wide)
-            steps.merge(output[..., block.queries, :], lse[..., block.queries], found, found_lse)
-    assert output is not None
-    assert lse is not None
-    return output.to(query.dtype), lse
+            merged.add(found, found_lse, block.queries)
+    return merged.result()
 
 
 def _backward(
@@ -143,7 +134,7 @@ def _backward(
     length = query.shape[-2]
     grad_query = torch.zeros_like(query, dtype=lse.dtype)
 
-    def step(owner: int, key: torch.Tensor, value: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor) -> None:
+    def step(owner: int, key: torch.Tensor, value: torch.Tensor) -> steps.Found:
         for block in ring.blocks(owner, length):
             rows = block.queries
             inputs = query[..., rows, :], key[..., block.keys, :], value[..., block.keys, :]
@@ -153,11 +144,10 @@ def _backward(
                 None if grad_lse is None else grad_lse[..., rows],
             )  # fmt: skip
             grad_query[..., rows, :] += dq
-            of_key[..., block.keys, :] += dk
-            of_value[..., block.keys, :] += dv
+            yield (..., block.keys, slice(None)), dk, dv
 
     grad_key, grad_value = steps.gradients_around("ring_attention", ring.group, key, value, lse.dtype, step)
-    return grad_query.to(query.dtype), grad_key.to(query.dtype), grad_value.to(query.dtype)
+    return grad_query.to(query.dtype), grad_key, grad_value
 
 
 def ring_attention(

@@ -107,29 +107,28 @@ def _forward(
     ring: _Ring, backend: str | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp. `backend` is the caller's, which messages name."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    widths = key.shape[-1], value.shape[-1]
-    output = lse = None
-    travelling = padded(torch.cat((key, value), -1), max(ring.plan.rows))
-    own = travelling[: key.shape[0]].split(widths, -1)  # before anything is sent, as the rungs will get them
+    longest = max(ring.plan.rows)
+    parts = padded(key, longest), padded(value, longest)
+    own = [x[: key.shape[0]] for x in parts]  # before anything is sent, as the rungs will get them
     inputs = query, *own, *ring.offsets_of(ring.plan.own)
     selection.resolve("attention_varlen", backend, inputs, ring.options_of(ring.plan.own))
-    for owner, both in circulate(_OP, ring.group, travelling):
+    rows, heads, _ = query.shape
+    calls = sum(step is not None for step in ring.plan.steps)
+    merged = steps.Merged(calls, (heads, rows, value.shape[-1]))
+    for owner, part in circulate(_OP, ring.group, *parts):
         step = ring.plan.steps[owner]
         if step is None:
             continue
-        key, value = both[: ring.plan.rows[owner]].split(widths, -1)
+        key, value = (x[: ring.plan.rows[owner]] for x in part)
         found, found_lse = ops.attention_varlen(
             query, key, value, *ring.offsets_of(step), backend=ring.backend, **ring.options_of(step)
         )
-        if output is None or lse is None:  # the first result is all that there is to merge
-            output, lse = found.to(wide), found_lse.to(wide)
-        else:
-            steps.merge(output.transpose(0, 1), lse, found.transpose(0, 1), found_lse)
-    if output is None or lse is None:  # this rank has no rows
-        rows, heads, _ = query.shape
-        return query.new_zeros((rows, heads, widths[1])), query.new_full((heads, rows), -math.inf, dtype=wide)
-    return output.to(query.dtype), lse
+        merged.add(found.transpose(0, 1), found_lse)
+    if calls == 0:  # this rank has no rows
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        return query.new_zeros((rows, heads, value.shape[-1])), query.new_full((heads, rows), -math.inf, dtype=wide)
+    output, lse = merged.result()
+    return output.transpose(0, 1), lse
 
 
 def _backward(
@@ -142,25 +141,23 @@ def _backward(
     grad: torch.Tensor,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, dtype = key.shape[0], key.dtype
+    rows, longest = key.shape[0], max(ring.plan.rows)
     grad_query = torch.zeros_like(query, dtype=lse.dtype)
 
-    def add(owner: int, key: torch.Tensor, value: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor) -> None:
-        step, own = ring.plan.steps[owner], slice(0, ring.plan.rows[owner])
-        if step is None:
+    def step(owner: int, key: torch.Tensor, value: torch.Tensor) -> steps.Found:
+        planned, own = ring.plan.steps[owner], slice(0, ring.plan.rows[owner])
+        if planned is None:
             return
-        inputs = query, key[own], value[own], *ring.offsets_of(step)
+        inputs = query, key[own], value[own], *ring.offsets_of(planned)
         dq, dk, dv = steps.gradients(
-            "attention_varlen", ring.backend, inputs, ring.options_of(step), output, lse, grad, grad_lse
+            "attention_varlen", ring.backend, inputs, ring.options_of(planned), output, lse, grad, grad_lse
         )
         grad_query.add_(dq)
-        of_key[own] = dk
-        of_value[own] = dv
+        yield own, dk, dv
 
-    longest = max(ring.plan.rows)
-    found = steps.gradients_around(_OP, ring.group, padded(key, longest), padded(value, longest), lse.dtype, add)
-    grad_key, grad_value = (x[:rows].to(dtype) for x in found)
-    return grad_query.to(query.dtype), grad_key, grad_value
+    keys, values = padded(key, longest), padded(value, longest)
+    grad_key, grad_value = steps.gradients_around(_OP, ring.group, keys, values, lse.dtype, step)
+    return grad_query.to(query.dtype), grad_key[:rows], grad_value[:rows]
 
 
 def ring_attention_varlen(

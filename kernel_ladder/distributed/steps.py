@@ -6,25 +6,79 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from kernel_ladder import autograd, selection
-from kernel_ladder.distributed.exchange import Exchange, circulate
+from kernel_ladder import autograd, selection, table
+from kernel_ladder.distributed.exchange import circulate, exchange
 
 
-def merge(output: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> None:
-    """Merge a step's result into the float32 accumulators, in place.
+def merge(
+    into: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor
+) -> None:
+    """Write what `output` and `found` are together into `into`, and their log-sum-exp into `lse`.
 
-    The result's share of a row is exp(L₁) / (exp(L) + exp(L₁)), the sigmoid of L₁ − L.
+    The share of `found` in a row is exp(L₂) / (exp(L₁) + exp(L₂)), the sigmoid of L₂ − L₁. On a GPU with the triton
+    level this is one kernel.
+
+    Args:
+        into: ``(…, S, D)``, of any floating-point dtype; it may be `output`.
+        output, found: of that shape and of any floating-point dtype; 0 in rows that saw no key.
+        lse, found_lse: ``(…, S)``, float32 or float64; −inf in rows that saw no key.
     """
-    share = torch.sigmoid(found_lse - lse).masked_fill_(found_lse == -math.inf, 0.0)  # of no key at all, zero
-    output.lerp_(found.to(output.dtype), share[..., None])
+    if into.is_cuda and lse.dtype == torch.float32 and table.unavailable("attention", "triton") is None:
+        importlib.import_module("triton_impl.attention.merge").merge(into, output, lse, found, found_lse)
+        return
+    share = torch.sigmoid(found_lse - lse).masked_fill_(found_lse == -math.inf, 0.0)
+    into.copy_(torch.lerp(output.to(lse.dtype), found.to(lse.dtype), share[..., None]))
     lse.copy_(torch.logaddexp(lse, found_lse))
+
+
+class Merged:
+    """The results of a ring's calls of attention, merged as they come.
+
+    Between the first result and the last merge they are kept in float32. The first result stays as it is, and the last
+    merge writes the output's dtype: with two results, nothing is written in float32.
+
+    Args:
+        calls: how many results come.
+        shape: of the whole output, ``(…, S, D_v)``.
+    """
+
+    def __init__(self, calls: int, shape: tuple[int, ...]) -> None:
+        self._left, self._shape = calls, shape
+        self._output: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def add(self, found: torch.Tensor, found_lse: torch.Tensor, rows: slice | None = None) -> None:
+        """Merge the next result, which is overwritten later: output and log-sum-exp of `rows`; None: of all rows."""
+        self._left -= 1
+        rows = slice(0, self._shape[-2]) if rows is None else rows
+        dtype = found_lse.dtype if self._left else found.dtype
+        if self._output is None or self._lse is None:
+            if found.shape[-2] == self._shape[-2]:
+                self._output, self._lse = found, found_lse
+                return
+            self._output = found.new_zeros(self._shape, dtype=dtype)
+            self._lse = found_lse.new_full(self._shape[:-1], -math.inf)
+        before = self._output
+        if before.dtype != dtype:
+            self._output = torch.empty_like(before, dtype=dtype)
+            for others in (slice(0, rows.start), slice(rows.stop, None)):
+                self._output[..., others, :] = before[..., others, :]
+        merge(self._output[..., rows, :], before[..., rows, :], self._lse[..., rows], found, found_lse)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output, in the results' dtype, and log-sum-exp."""
+        assert self._left == 0
+        assert self._output is not None
+        assert self._lse is not None
+        return self._output, self._lse
 
 
 def gradients(
@@ -71,32 +125,39 @@ def gradients(
     )
 
 
+#: What a step adds: an index of rows of key and value, and the gradients of these rows.
+Found = Iterable[tuple[Any, torch.Tensor, torch.Tensor]]
+
+
 def gradients_around(
     caller: str,
     group: Any,
     key: torch.Tensor,
     value: torch.Tensor,
     dtype: torch.dtype,
-    step: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
-) -> tuple[torch.Tensor, ...]:
-    """Send keys and values around the ring with their gradients. Returns the gradients of this rank's, in `dtype`.
+    step: Callable[[int, torch.Tensor, torch.Tensor], Found],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send keys and values around the ring with their gradients. Returns the gradients of this rank's, in its dtypes.
 
-    ``step(owner, key, value, of_key, of_value)`` writes what this rank adds to the gradients of rank `owner`.
+    ``step(owner, key, value)`` returns what this rank adds to the gradients of rank `owner`. They travel in `dtype`.
     """
-    widths = key.shape[-1], value.shape[-1]
-    travelling = torch.cat((key, value), -1)
-    total = torch.zeros_like(travelling, dtype=dtype)  # of the keys and values that this rank has now
-    returning = None
+    parts = key.contiguous(), value.contiguous()
+    totals = tuple([torch.zeros_like(x, dtype=dtype) for x in parts])  # of the keys and values that this rank has now
     alone = dist.get_world_size(group) == 1
-    for owner, both in circulate(caller, group, travelling):
-        found = torch.zeros_like(total)
-        step(owner, *both.split(widths, -1), *found.split(widths, -1))
-        if returning is not None:
-            total = returning.wait()
-        total = total + found
-        # They follow their keys: one hop behind the step that adds to them.
-        returning = None if alone else Exchange(caller, group, total)
-    return (total if returning is None else returning.wait()).split(widths, -1)
+    hops = None if alone else exchange(caller, group, "sums", *totals)
+    for turn, (owner, part) in enumerate(circulate(caller, group, *parts)):
+        found = list(step(owner, *part))
+        if hops is not None and turn:
+            totals = hops.wait()
+        for rows, *grads in found:
+            for total, grad in zip(totals, grads, strict=True):
+                total[rows] += grad
+        if hops is not None:  # they follow their keys: one hop behind the step that adds to them
+            hops.send(*totals)
+    if hops is not None:
+        totals = hops.wait()
+    of_key, of_value = (x.to(y.dtype, copy=True) for x, y in zip(totals, parts, strict=True))  # own memory
+    return of_key, of_value
 
 
 class Around(torch.autograd.Function):

@@ -1,0 +1,219 @@
+"""Hops by copy engines: a rank copies into the next one's symmetric memory, and no SM takes part.
+
+A persistent kernel has a block on every SM. While NCCL's kernel of a hop holds some of them, the blocks of these SMs
+wait, and the persistent kernel takes up to twice its time. A copy engine leaves all SMs to it.
+
+Source: ``torch.distributed._symmetric_memory``; the schedule of its ``_pipelined_multi_all_gather_and_consume``, with a
+ring in place of direct reads. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+#: Alignment of a tensor in a receive buffer, in bytes: that of CUDA's allocations.
+ALIGNMENT = 256
+#: Sizes of receive buffers are multiples of it, in bytes: the granularity of CUDA's virtual memory.
+GRANULARITY = 2 << 20
+#: Read by torch whenever ranks map each other's memory.
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before
+
+
+class ReceiveBuffer:
+    """Two halves of symmetric memory, into which the previous rank copies by turns. Making one is collective.
+
+    Args:
+        group: the process group.
+        device: this rank's GPU.
+        half: bytes of a half, the same on every rank.
+
+    Raises:
+        RuntimeError: the GPUs cannot map each other's memory.
+    """
+
+    def __init__(self, group: Any, device: torch.device, half: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.half = half
+        # Views of it enter autograd later, which refuses tensors made in inference mode.
+        with torch.inference_mode(False), _without_multicast(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 no longer needs it, 2.11 does
+            symmetric.enable_symm_mem_for_group(group.group_name)
+            # An allocation of its own, with signal pads of its own: `symmetric.empty` may share one between buffers.
+            size = (2 * half,)
+            self.own = symmetric._SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, device)
+            self._handle = symmetric.rendezvous(self.own, group.group_name)
+            self.next = self._handle.get_buffer((group.rank() + 1) % group.size(), size, torch.uint8)
+            self.stream = torch.cuda.Stream(device)
+        self._timeout_ms = _timeout_ms(group, device)
+        self._used_on: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """Wait on the current stream until no rank reads its buffer any more, for a call that ends before the next."""
+        current = torch.cuda.current_stream(self.own.device)
+        # A call on another stream may still read. Before a capture, which may not wait for it, torch synchronizes.
+        elsewhere = self._used_on is not None and self._used_on != current
+        if elsewhere and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self._used_on)
+        self._used_on = current
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Let the current stream wait for that of every rank."""
+        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+
+
+class PeerCopies:
+    """Hops of tensors around the ring of a group, one at a time, by copies into the next rank's receive buffer.
+
+    Hop s fills half s % 2. Three facts keep a half from being overwritten while it is read:
+
+    - :meth:`ReceiveBuffer.begin` is a barrier after all reads of the call before.
+    - What arrived by hop s is read by the kernels between the waits of hops s and s + 1, and by the copy of hop s + 1.
+      Both precede the barrier in the wait of hop s + 1: its stream waits for that copy first.
+    - Hop s + 2, the next into this half, begins after that barrier.
+
+    The same barrier, after the copy on every rank, says that the tensors have arrived.
+
+    Args:
+        caller: the function that messages name.
+        group: the process group.
+        use: which of the group's receive buffers; two that are in flight at once need two.
+        tensors: with the shapes and dtypes of each hop's tensors, the same on every rank.
+    """
+
+    def __init__(self, caller: str, group: Any, use: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._places: list[tuple[slice, torch.dtype, torch.Size]] = []
+        end = 0
+        for x in tensors:
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            end = begin + x.numel() * x.element_size()
+            self._places.append((slice(begin, end), x.dtype, x.shape))
+        self._buffer = _buffer(caller, group, tensors[0].device, use, end)
+        self._outgoing: tuple[torch.Tensor, ...] = ()
+        self._hop = 0
+        self._buffer.begin()
+
+    def _views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        half = memory[self._hop % 2 * self._buffer.half :]
+        return tuple([half[place].view(dtype).view(shape) for place, dtype, shape in self._places])
+
+    @torch.no_grad()
+    def send(self, *outgoing: torch.Tensor) -> None:
+        """Begin a hop, once the current stream has made `outgoing`: contiguous, and unchanged until :meth:`wait`."""
+        stream = self._buffer.stream
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for target, x in zip(self._views(self._buffer.next), outgoing, strict=True):
+                target.copy_(x, non_blocking=True)
+        self._outgoing = outgoing  # alive until they are copied
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The previous rank's tensors, for which the current stream waits: views of the receive buffer.
+
+        They may be read, and written, until the wait of the next hop; of the last hop, until the next call.
+        """
+        torch.cuda.current_stream(self._buffer.stream.device).wait_stream(self._buffer.stream)
+        self._buffer.barrier()
+        self._outgoing = ()
+        arrived = self._views(self._buffer.own)
+        self._hop += 1
+        return arrived
+
+
+#: Of each group: its receive buffers by their use and GPU, and by GPU whether there can be any.
+_buffers: WeakKeyDictionary[Any, dict[tuple[str, torch.device], ReceiveBuffer]] = WeakKeyDictionary()
+_usable: WeakKeyDictionary[Any, dict[torch.device, bool]] = WeakKeyDictionary()
+#: CUDA graphs hold the addresses of these, so they are never freed.
+_captured: set[ReceiveBuffer] = set()
+
+
+def _buffer(caller: str, group: Any, device: torch.device, use: str, size: int) -> ReceiveBuffer:
+    """The receive buffer of a use, made or grown to halves of `size` bytes. Every rank must ask for the same."""
+    buffers = _buffers.setdefault(group, {})
+    found = buffers.get((use, device))
+    if found is None or found.half < size:
+        _refuse_in_capture(caller)
+        if found is not None:
+            # This rank's copies into the next one's old buffer end here. The new one is made by all ranks together,
+            # so every rank has come so far before any frees its old one.
+            torch.cuda.synchronize(device)
+        half = -(-size // GRANULARITY) * GRANULARITY
+        found = buffers[use, device] = ReceiveBuffer(group, device, half)
+    if torch.cuda.is_current_stream_capturing():
+        _captured.add(found)
+    return found
+
+
+def usable(caller: str, group: Any, device: torch.device) -> bool:
+    """Whether hops can go by copy engines: ranks of one host that map each other's memory.
+
+    The ranks agree on it in the first call of each group, which is collective.
+    """
+    if device.type != "cuda" or group.size() == 1:
+        return False
+    known = _usable.setdefault(group, {})
+    if device not in known:
+        _refuse_in_capture(caller)
+        with torch.cuda.device(device):
+            known[device] = _agree(group, device)
+    return known[device]
+
+
+def _refuse_in_capture(caller: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{caller}: memory shared with the other ranks cannot be made while a CUDA graph is captured; "
+            "call it once before, with tensors of these shapes"
+        )
+
+
+def _agree(group: Any, device: torch.device) -> bool:
+    def gathered(mine: Any) -> list[Any]:
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, mine, group)
+        return found
+
+    here = None
+    with contextlib.suppress(ImportError, RuntimeError):
+        from torch.distributed import _symmetric_memory  # noqa: F401
+
+        here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    places = gathered(here)
+    if None in places or len({host for host, _ in places}) > 1 or len(set(places)) < len(places):
+        return False
+    problem = None
+    try:
+        ReceiveBuffer(group, device, GRANULARITY)
+    except RuntimeError as error:
+        problem = str(error)
+    return not any(gathered(problem))
+
+
+def _timeout_ms(group: Any, device: torch.device) -> int:
+    """The group's timeout: after it a barrier's kernel traps."""
+    timeout = getattr(group._get_backend(device).options, "_timeout", default_pg_timeout)
+    return max(1, round(1e3 * timeout.total_seconds()))
