@@ -69,14 +69,13 @@ class ReceiveBuffer:
             self.next = self._handle.get_buffer((group.rank() + 1) % group.size(), size, torch.uint8)
             self.stream = torch.cuda.Stream(device)
         self._timeout_ms = _timeout_ms(group, device)
-        self._used_on: torch.cuda.Stream | None = None
+        self._used_on: Any = None  # the stream of the last call
 
     def begin(self) -> None:
         """Wait on the current stream until no rank reads its buffer any more, for a call that ends before the next."""
         current = torch.cuda.current_stream(self.own.device)
         # A call on another stream may still read. Before a capture, which may not wait for it, torch synchronizes.
-        elsewhere = self._used_on is not None and self._used_on != current
-        if elsewhere and not torch.cuda.is_current_stream_capturing():
+        if self._used_on not in (None, current) and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self._used_on)
         self._used_on = current
         self.barrier()
@@ -161,7 +160,7 @@ def _buffer(caller: str, group: Any, device: torch.device, use: str, size: int) 
             # This rank's copies into the next one's old buffer end here. The new one is made by all ranks together,
             # so every rank has come so far before any frees its old one.
             torch.cuda.synchronize(device)
-        half = -(-size // GRANULARITY) * GRANULARITY
+        half = -(-max(size, 1) // GRANULARITY) * GRANULARITY
         found = buffers[use, device] = ReceiveBuffer(group, device, half)
     if torch.cuda.is_current_stream_capturing():
         _captured.add(found)

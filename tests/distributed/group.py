@@ -1,7 +1,8 @@
-"""Run checks in several processes of one gloo group, and gather what they raise."""
+"""Run checks in several processes of one group, gloo's of CPUs or NCCL's of GPUs, and gather what they raise."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -34,10 +35,13 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _work(rank: int, world_size: int, port: int, folder: str, checks: list[Check]) -> None:
+def _work(rank: int, world_size: int, port: int, folder: str, checks: list[Check], device: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
         with Path(folder, f"{rank}.txt").open("w", encoding="utf-8") as log:
             _run_all(checks, log)
@@ -56,16 +60,20 @@ def _run_all(checks: list[Check], log: TextIO) -> None:
         print(f"{check.name}: {time.perf_counter() - begin:.1f} s", file=log, flush=True)
 
 
-def run(world_size: int, folder: Path, checks: list[Check]) -> str:
+def run(world_size: int, folder: Path, checks: list[Check], device: str = "cpu") -> str:
     """Run the checks on every rank, in order, up to the first that fails. Returns what rank 0 says of each.
+
+    `device` is "cpu", or "cuda": a GPU for each rank.
 
     Raises:
         AssertionError: a check failed; with its name and the traceback of each rank that raised.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # the groups are of CPUs, everywhere
-            mp.spawn(_work, (world_size, _free_port(), str(folder), checks), nprocs=world_size)
+        # Groups of CPUs see no GPU, everywhere.
+        hidden = mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="") if device == "cpu" else contextlib.nullcontext()
+        with hidden:
+            mp.spawn(_work, (world_size, _free_port(), str(folder), checks, device), nprocs=world_size)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         said = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
         raise AssertionError("\n".join(each for each in said if "Traceback" in each) or str(error)) from None

@@ -13,7 +13,7 @@ import kernel_ladder
 from kernel_ladder.distributed import positions_packed, ring_attention_varlen, shard_packed, unshard_packed
 from kernel_ladder.distributed.packed import cut_of
 
-#: Lengths of the sequences, options, heads of queries and of keys, D and D_v.
+#: Lengths of the sequences, options, heads of queries and of keys, D and D_v as shares of the width.
 CASES: dict[str, dict[str, Any]] = {
     "full": {"lengths": (8, 16, 24)},
     "causal": {"lengths": (8, 16, 24), "is_causal": True},
@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no-rows": {"lengths": (0, 0), "is_causal": True},
     "grouped": {"lengths": (21, 3), "heads": (4, 2), "enable_gqa": True, "scale": 1},
     "grouped-causal": {"lengths": (21, 3), "heads": (4, 2), "enable_gqa": True, "is_causal": True},
-    "scaled-value-width": {"lengths": (5, 18), "widths": (16, 8), "scale": 0.1, "is_causal": True},
+    "scaled-value-width": {"lengths": (5, 18), "widths": (1.0, 0.5), "scale": 0.1, "is_causal": True},
 }
 
 
@@ -34,24 +34,27 @@ def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
 
 
-def compare(name: str, backend: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Output, log-sum-exp and gradients; twice, for the same bits."""
+def compare(
+    name: str, backend: str, dtype: torch.dtype, tolerance: float, width: int = 16, device: str = "cpu"
+) -> None:
+    """Output, log-sum-exp and gradients against float64; twice, for the same bits."""
     case = dict(CASES[name])
-    (heads, heads_kv), (d, d_v) = case.pop("heads", (2, 2)), case.pop("widths", (16, 16))
+    heads, heads_kv = case.pop("heads", (2, 2))
+    d, d_v = (round(width * share) for share in case.pop("widths", (1.0, 1.0)))
     cu_seqlens = _offsets(case.pop("lengths"))
     rows = int(cu_seqlens[-1])
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype).to(device)
 
     inputs = made(rows, heads, d), made(rows, heads_kv, d), made(rows, heads_kv, d_v)
     grads = made(rows, heads, d_v), made(heads, rows)
-    leaves = [x.clone().requires_grad_() for x in inputs]
+    leaves = [x.double().requires_grad_() for x in inputs]
     expected = kernel_ladder.attention_varlen(
-        *leaves, cu_seqlens, cu_seqlens, **case, return_lse=True, backend="torch.naive"
+        *leaves, *[cu_seqlens.to(device)] * 2, **case, return_lse=True, backend="torch.naive"
     )
-    expected += torch.autograd.grad(expected, leaves, (grads[0], grads[1].to(expected[1].dtype)))
+    expected += torch.autograd.grad(expected, leaves, [x.double() for x in grads])
 
     def found() -> list[torch.Tensor]:
         parts = [shard_packed(x, cu_seqlens).requires_grad_() for x in inputs]
@@ -62,7 +65,8 @@ def compare(name: str, backend: str, dtype: torch.dtype, tolerance: float) -> No
         return [unshard_packed(x, cu_seqlens, int(i == 1)) for i, x in enumerate(results)]
 
     first = found()
-    torch.testing.assert_close(first, list(expected), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+    exact = [x.to(y.dtype) for x, y in zip(expected, first, strict=True)]
+    torch.testing.assert_close(first, exact, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
     assert all(torch.equal(x, y) for x, y in zip(first, found(), strict=True))
 
 

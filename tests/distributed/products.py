@@ -9,19 +9,22 @@ import torch.distributed as dist
 from kernel_ladder.distributed import all_gather_matmul, matmul_reduce_scatter
 
 
-def compare(backend: str, dtype: torch.dtype, tolerance: float) -> None:
+def compare(backend: str, dtype: torch.dtype, tolerance: float, unit: int = 1, device: str = "cpu") -> None:
+    """Results and gradients against float64. Sizes are multiples of `unit`, `tolerance` a share of the largest."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    rows, inner, columns = 4 * size, 6 * size, 10 * size
-    x, weight, grad = (torch.randn(s, dtype=dtype) for s in ((rows, inner), (columns, inner), (rows, columns)))
+    rows, inner, columns = 4 * size * unit, 6 * size * unit, 10 * size * unit
+    shapes = (rows, inner), (columns, inner), (rows, columns)
+    x, weight, grad = (torch.randn(s, dtype=dtype).to(device) for s in shapes)
 
     def whole() -> list[torch.Tensor]:
-        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        leaves = x.double().requires_grad_(), weight.double().requires_grad_()
         y = leaves[0] @ leaves[1].mT
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.double())]
 
     def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        largest = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(found, expected.to(found.dtype), rtol=tolerance, atol=tolerance * largest)
 
     y, of_x, of_weight = whole()
     of_rank = lambda t, dim: t.chunk(size, dim)[rank].contiguous()  # noqa: E731

@@ -11,13 +11,13 @@ import torch.distributed as dist
 import kernel_ladder
 from kernel_ladder.distributed import positions, ring_attention, shard_sequence, unshard_sequence
 
-#: Heads of queries and of keys, D and D_v, mask, layout and window.
+#: Heads of queries and of keys, D and D_v as shares of the width, mask, layout and window.
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "causal-contiguous": {"is_causal": True, "layout": "contiguous"},
     "grouped": {"is_causal": True, "enable_gqa": True, "heads": (4, 2)},
-    "value-width": {"is_causal": True, "widths": (16, 8)},
+    "value-width": {"is_causal": True, "widths": (1.0, 0.5)},
     "window": {"window_size": (5, 3)},
     "window-wide": {"window_size": (37, -1), "layout": "contiguous"},
     "window-causal": {"is_causal": True, "window_size": (9, 0)},
@@ -27,22 +27,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(name: str, backend: str, dtype: torch.dtype, tolerance: float, rows: int) -> None:
-    """Output, log-sum-exp and gradients; twice, for the same bits."""
+def compare(
+    name: str, backend: str, dtype: torch.dtype, tolerance: float, rows: int, width: int = 16, device: str = "cpu"
+) -> None:
+    """Output, log-sum-exp and gradients against float64; twice, for the same bits."""
     case = dict(CASES[name])
-    (heads, heads_kv), (d, d_v) = case.pop("heads", (2, 2)), case.pop("widths", (16, 16))
+    heads, heads_kv = case.pop("heads", (2, 2))
+    d, d_v = (round(width * share) for share in case.pop("widths", (1.0, 1.0)))
     layout = case.pop("layout", "zigzag")
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype).to(device)
 
     inputs = made(2, heads, rows, d), made(2, heads_kv, rows, d), made(2, heads_kv, rows, d_v)
     grads = made(2, heads, rows, d_v), made(2, heads, rows)
-    leaves = [x.clone().requires_grad_() for x in inputs]
+    leaves = [x.double().requires_grad_() for x in inputs]
     expected = kernel_ladder.attention(*leaves, **case, return_lse=True, backend="torch.naive")
     # A sequence of equal lengths has one corner: a window is aligned alike on both sides.
-    expected += torch.autograd.grad(expected, leaves, (grads[0], grads[1].to(expected[1].dtype)))
+    expected += torch.autograd.grad(expected, leaves, [x.double() for x in grads])
 
     def found() -> list[torch.Tensor]:
         parts = [shard_sequence(x, layout=layout).requires_grad_() for x in inputs]
@@ -53,7 +56,8 @@ def compare(name: str, backend: str, dtype: torch.dtype, tolerance: float, rows:
         return [unshard_sequence(x, -1 if i == 1 else -2, layout=layout) for i, x in enumerate(results)]
 
     first = found()
-    torch.testing.assert_close(first, list(expected), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+    exact = [x.to(y.dtype) for x, y in zip(expected, first, strict=True)]
+    torch.testing.assert_close(first, exact, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
     assert all(torch.equal(x, y) for x, y in zip(first, found(), strict=True))
 
 

@@ -11,6 +11,7 @@ from triton_impl.attention import warp_specialized
 from triton_impl.attention.backward import _key_value_kernel, _query_kernel
 from triton_impl.attention.flash import _forward_kernel
 from triton_impl.attention.mask_grad import _mask_grad_kernel
+from triton_impl.attention.merge import _merge_kernel
 from triton_impl.attention.naive import _naive_kernel
 from triton_impl.attention.split_kv import CONFIGS, _split_kernel
 from triton_impl.attention.tiles import (
@@ -83,6 +84,13 @@ def _warp_specialized(head_dim: int, choice: int, band: int = 0) -> Entry:
     return made._replace(signature=made.signature | {"lse_ptr": "*fp32", "factor": "fp32"} | described)
 
 
+def _merge(before: str, into: str) -> Entry:
+    """Results of head dimension 128, in bfloat16, merged with `before`."""
+    constants = {"BLOCK_M": 32, "BLOCK_D": 128, "i_d": 1, "o_d": 1, "f_d": 1, "l_s": 1, "m_s": 1}
+    types = {"lse_ptr": "*fp32", "found_lse_ptr": "*fp32", "output_ptr": f"*{before}", "into_ptr": f"*{into}"}
+    return entry(_merge_kernel, "bf16", constants, types=types)
+
+
 AOT = [
     ahead_of_time(_naive_kernel, 64, 64, 64, 4, 3, IS_CAUSAL=True),
     ahead_of_time(_naive_kernel, 128, 64, 64, 4, 3, IS_CAUSAL=False),
@@ -126,6 +134,9 @@ AOT = [
     ahead_of_time(_split_kernel, 128, 16, 128, 4, 2, BELOW_DIAGONAL),
     ahead_of_time(_split_kernel, 256, 32, 64, 4, 3),
     ahead_of_time(_split_kernel, 64, 32, 64, 4, 4, mask=BOOLEAN),
+    _merge("bf16", "bf16"),
+    _merge("bf16", "fp32"),
+    _merge("fp32", "fp32"),
 ]
 
 

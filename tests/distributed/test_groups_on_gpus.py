@@ -1,0 +1,76 @@
+"""Calls on groups of GPUs give what one GPU gives, by copy engines and by NCCL's messages.
+
+Each file of checks is that of ``test_groups.py``; ``transports.py`` compares the two ways of a hop.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_ladder import table
+
+from ..conftest import alone
+from . import packed, products, rings, transports
+from .group import Check, run
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+ROWS, WIDTH = 256, 64
+#: Of a result against float64.
+TOLERANCES = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3}
+#: Cases that every rung takes in 16 bits, and in float32.
+RINGS = ("full", "causal", "causal-contiguous", "grouped", "window", "window-wide", "window-causal", "window-right")
+PACKED = ("full", "uneven-causal", "short-causal", "grouped-causal")
+
+
+def checks_of(level: str) -> list[Check]:
+    found = []
+    for dtype, tolerance in TOLERANCES.items():
+        name = f"{level}, {str(dtype).removeprefix('torch.')}"
+        for case in RINGS:
+            arguments = (case, level, dtype, tolerance, ROWS, WIDTH, "cuda")
+            found.append(Check(f"ring attention, {case}, {name}", rings.compare, arguments))
+        for case in PACKED:
+            arguments = (case, level, dtype, tolerance, WIDTH, "cuda")
+            found.append(Check(f"packed sequences, {case}, {name}", packed.compare, arguments))
+        arguments = (level, dtype, tolerance, 32, "cuda")
+        found.append(Check(f"products, {name}", products.compare, arguments))
+    return found
+
+
+@alone
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("level", ["torch", "triton", "cuda"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_by_copies_and_by_messages(ranks, level, tmp_path):
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs, {GPUS} are visible")
+    if (reason := table.unavailable("attention", level)) is not None:
+        pytest.skip(reason)
+    checks = checks_of(level)
+    messages = [
+        Check(f"{check.name}, by messages", transports.by_messages, (check.function, *check.arguments))
+        for check in checks
+    ]
+    first = Check("copies are possible", transports.check_usable)
+    alike = [
+        Check(f"{check.__name__}, {dtype}", check, (dtype, level))
+        for check in (transports.check_same_bits, transports.check_results_stay)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    run(ranks, tmp_path, [first, *alike, *checks, *messages], "cuda")
+
+
+@alone
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_streams(ranks, tmp_path):
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs, {GPUS} are visible")
+    checks = [
+        Check("copies are possible", transports.check_usable),
+        Check("late ranks", transports.check_late_ranks),
+        Check("two streams", transports.check_two_streams),
+        Check("CUDA graphs", transports.check_graphs),  # the last: a capture that failed
+    ]
+    run(ranks, tmp_path, checks, "cuda")
