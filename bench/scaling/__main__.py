@@ -13,7 +13,7 @@ import torch
 
 from bench.ranks import Group, RanksError, launched
 from bench.rows import store
-from bench.scaling import block, fsdp, link, products, ring, show
+from bench.scaling import block, fsdp, link, products, ring, ring_varlen, show
 from bench.scaling.rows import read, results_file, tidy
 from bench.scaling.run import Run
 from bench.usage import UsageError, known, split
@@ -21,7 +21,13 @@ from kernel_ladder.cli.columns import console_for
 from kernel_ladder.errors import BackendError
 from kernel_ladder.table import asked_for
 
-BENCHMARKS = {"ring": ring.measure, "products": products.measure, "block": block.measure, "fsdp": fsdp.measure}
+BENCHMARKS = {
+    "ring": ring.measure,
+    "ring_varlen": ring_varlen.measure,
+    "products": products.measure,
+    "block": block.measure,
+    "fsdp": fsdp.measure,
+}
 HOW = "torchrun --nproc-per-node N -m bench.scaling"
 
 

@@ -143,8 +143,10 @@ def measure(run: Run) -> None:
         if ways is None:
             run.refuse(problem, (OURS, run.backend), str(reason))
             continue
-        run.measure(problem, ways, lambda seconds, backend, of=of: _predicted(run, of, seconds, backend))
+        both = run.both_transports(ways)
+        run.measure(problem, both, lambda seconds, backend, of=of: _predicted(run, of, seconds, backend))
         ways.clear()
+        both.clear()
         run.free()
 
 

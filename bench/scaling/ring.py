@@ -98,9 +98,8 @@ def check(run: Run, backend: str, backward: bool) -> str | None:
     return hold(names, [unshard_sequence(x) for x in found], whole(torch.float64), whole(run.dtype), grad)
 
 
-def _communication(part: list[torch.Tensor], backward: bool, gpus: int) -> Any:
-    """What travels, without attention."""
-    parts = [x.detach() for x in part[1:]]
+def communication(parts: list[torch.Tensor], backward: bool, gpus: int) -> Any:
+    """What travels, keys and values of one shape on every rank, without attention."""
     gradients = [torch.zeros_like(x, dtype=torch.float32) for x in parts]
 
     def hops() -> None:
@@ -163,7 +162,7 @@ def measure(run: Run) -> None:
                         one[backend, of.length, pass_] = found
                 return _predicted(run, of, {p: one.get((name, of.length, p)) for p in PASSES}, pass_)
 
-            run.measure(problem, ways, predict)
+            run.measure(problem, run.both_transports(ways), predict)
             del tensors, part, whole, ways
             run.free()
 
@@ -198,7 +197,9 @@ def _ways(
     if whole is not None:
         ways |= {(ONE_GPU, name): Way(functools.partial(one_gpu, name), alone=True) for name in alone}
     if run.gpus > 1 and names:
-        ways[COMMUNICATION, "torch.distributed"] = Way(_communication(part, backward, run.gpus))
+        ways[COMMUNICATION, "torch.distributed"] = Way(
+            communication([x.detach() for x in part[1:]], backward, run.gpus)
+        )
     return ways
 
 

@@ -16,6 +16,7 @@ from bench.rows.store import ResultsError, Row
 FOLDER = "scaling"
 
 OURS = "ours"
+BY_MESSAGES = "ours, by messages"  # hops by NCCL, where those of ours go by copy engines
 ONE_GPU = "one GPU"
 PRODUCT = "product alone"
 COMMUNICATION = "communication alone"
@@ -24,7 +25,7 @@ SYMMETRIC = "symmetric memory"
 UNPATCHED = "without our kernels"
 LINK = "link"
 #: What a row's time is of, in the order of the tables.
-ROLES = (OURS, ONE_GPU, PRODUCT, COMMUNICATION, UNFUSED, SYMMETRIC, UNPATCHED, LINK)
+ROLES = (OURS, BY_MESSAGES, ONE_GPU, PRODUCT, COMMUNICATION, UNFUSED, SYMMETRIC, UNPATCHED, LINK)
 
 
 @dataclass

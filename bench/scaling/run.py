@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from bench.measure import environment, intervals
@@ -20,9 +22,22 @@ from bench.ranks import Group, RanksError, first_line
 from bench.rows import store
 from bench.scaling import timing
 from bench.scaling.model import Machine
-from bench.scaling.rows import COMMUNICATION, LINK, ONE_GPU, OURS, PRODUCT, SYMMETRIC, UNFUSED, UNPATCHED, ScalingRow
+from bench.scaling.rows import (
+    BY_MESSAGES,
+    COMMUNICATION,
+    LINK,
+    ONE_GPU,
+    OURS,
+    PRODUCT,
+    SYMMETRIC,
+    UNFUSED,
+    UNPATCHED,
+    ScalingRow,
+)
 from bench.scaling.timing import Way
 from kernel_ladder import table
+from kernel_ladder.distributed import peer_copy
+from kernel_ladder.distributed.exchange import messages_only
 from kernel_ladder.spec import dtype_name
 
 #: A way to run, by its role (:mod:`bench.scaling.rows`) and backend.
@@ -159,6 +174,15 @@ class Run:
             found, reason = self.group.agree(check)
             return reason or next((each for each in self.group.gather(found) if each), None)
 
+    def both_transports(self, ways: Mapping[Name, Way]) -> dict[Name, Way]:
+        """`ways`, and where hops go by copy engines, ours by messages too. Call it on every rank."""
+        found = dict(ways)
+        if peer_copy.usable("bench.scaling", dist.group.WORLD, self.device):
+            for (role, backend), way in ways.items():
+                if role == OURS:
+                    found[BY_MESSAGES, backend] = Way(functools.partial(_by_messages, way.call))
+        return found
+
     def measure(
         self,
         problem: Problem,
@@ -215,9 +239,14 @@ class Run:
             row.tflops_per_gpu = row.tflops / row.gpus
         if role not in (ONE_GPU, PRODUCT) and problem.sent:
             row.bytes, row.gbs = problem.sent, problem.sent / seconds / 1e9
-        if role in (OURS, SYMMETRIC, UNFUSED, UNPATCHED):
+        if role in (OURS, BY_MESSAGES, SYMMETRIC, UNFUSED, UNPATCHED):
             shares(row, seconds, medians, problem.one_gpu_does)
         return row
+
+
+def _by_messages(call: Callable[[], Any]) -> Any:
+    with messages_only():
+        return call()
 
 
 def shares(row: ScalingRow, seconds: float, medians: Mapping[Name, float], one_gpu_does: float = 1.0) -> None:

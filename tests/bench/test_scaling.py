@@ -16,6 +16,7 @@ from bench.rows import store
 from bench.scaling import check, model
 from bench.scaling.__main__ import main
 from bench.scaling.rows import (
+    BY_MESSAGES,
     COMMUNICATION,
     ONE_GPU,
     OURS,
@@ -78,7 +79,7 @@ def test_a_dry_run_checks_and_times_everything(dry_run):
     assert [row.wrong for row in rows if row.wrong] == []
     timed = {(row.op, row.role) for row in rows if row.us is not None}
     assert timed >= {
-        *(("ring_attention", role) for role in (OURS, ONE_GPU, COMMUNICATION)),
+        *((op, r) for op in ("ring_attention", "ring_attention_varlen") for r in (OURS, ONE_GPU, COMMUNICATION)),
         *(("all_gather_matmul", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
         *(("matmul_reduce_scatter", role) for role in (OURS, PRODUCT, COMMUNICATION, UNFUSED)),
         ("fsdp_step", UNPATCHED),
@@ -88,8 +89,10 @@ def test_a_dry_run_checks_and_times_everything(dry_run):
     assert {row.gpus for row in rows if row.role != ONE_GPU} == {2}
     assert {row.gpus for row in rows if row.role == ONE_GPU} == {1}
     ours = [row for row in rows if row.role == OURS and row.op != "fsdp_step"]
-    assert all(row.predicted_us for row in ours if row.op != "tensor_parallel_block")
-    assert all(row.efficiency for row in ours if row.op in ("ring_attention", "tensor_parallel_block"))
+    unpredicted = ("ring_attention_varlen", "tensor_parallel_block")
+    assert all(row.predicted_us for row in ours if row.op not in unpredicted)
+    assert all(row.efficiency for row in ours if row.op in ("ring_attention", *unpredicted))
+    assert not [row for row in rows if row.role == BY_MESSAGES]  # the CPU has no other way
     for op in {row.op for row in rows}:
         assert f"{op}, float32" in said
 
@@ -100,7 +103,7 @@ def test_rows_become_pages(dry_run, tmp_path):
     store.write(folder / "machine.jsonl", dry_run[1])
     machines = {tmp_path / "machine.jsonl": []}
     table = scaling.write("scaling", machines)
-    assert table.count("| ours |") == 2 + 1 + 1 + 1 + 1  # passes, two products, the block, FSDP2
+    assert table.count("| ours |") == 2 + 2 + 1 + 1 + 1 + 1  # passes of two rings, two products, the block, FSDP2
     lines = scaling.write("scaling model", machines).splitlines()
     assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")] == ["GPUs", "8", "64", "1024"]
 
