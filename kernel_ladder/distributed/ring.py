@@ -184,7 +184,8 @@ def ring_attention(
 
     Returns:
         This rank's part ``(B, H, S / n, D_v)`` of the output. Differentiable once. Memory grows with S / n: at most two
-        parts of keys, values and their gradients are on a rank at once.
+        parts of keys, values and their gradients are on a rank at once. A group keeps its receive buffers
+        (:mod:`kernel_ladder.distributed.peer_copy`).
 
     Raises:
         ValueError, TypeError: shapes or options that do not fit, or a `group` without this process; raised before

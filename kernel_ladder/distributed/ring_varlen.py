@@ -193,7 +193,8 @@ def ring_attention_varlen(
 
     Returns:
         This rank's part ``(T_r, H, D_v)`` of the output. Differentiable once. Memory grows with T / n: at most two
-        parts of keys, values and their gradients are on a rank at once.
+        parts of keys, values and their gradients are on a rank at once. A group keeps its receive buffers
+        (:mod:`kernel_ladder.distributed.peer_copy`).
 
     Raises:
         TypeError, ValueError: tensors, offsets or options that do not fit, or a `group` without this process; raised
