@@ -67,7 +67,7 @@ class ReceiveBuffer:
             self.own = symmetric._SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, device)
             self._handle = symmetric.rendezvous(self.own, group.group_name)
             self.next = self._handle.get_buffer((group.rank() + 1) % group.size(), size, torch.uint8)
-            self.stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)
         self._timeout_ms = _timeout_ms(group, device)
         self._used_on: Any = None  # the stream of the last call
 
@@ -78,10 +78,22 @@ class ReceiveBuffer:
         if self._used_on not in (None, current) and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self._used_on)
         self._used_on = current
-        self.barrier()
+        self._barrier()
 
-    def barrier(self) -> None:
-        """Let the current stream wait for that of every rank."""
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """What the block copies waits for the current stream, which goes on beside it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.own.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def finish(self) -> None:
+        """Let the current stream wait for this rank's copies, and for all ranks to have come as far."""
+        torch.cuda.current_stream(self.own.device).wait_stream(self._stream)
+        self._barrier()
+
+    def _barrier(self) -> None:
+        """Let the current stream wait for that of every rank. One barrier is in flight at a time, on one channel."""
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
 
@@ -123,9 +135,7 @@ class PeerCopies:
     @torch.no_grad()
     def send(self, *outgoing: torch.Tensor) -> None:
         """Begin a hop, once the current stream has made `outgoing`: contiguous, and unchanged until :meth:`wait`."""
-        stream = self._buffer.stream
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
+        with self._buffer.copying():
             for target, x in zip(self._views(self._buffer.next), outgoing, strict=True):
                 target.copy_(x, non_blocking=True)
         self._outgoing = outgoing  # alive until they are copied
@@ -135,8 +145,7 @@ class PeerCopies:
 
         They may be read, and written, until the wait of the next hop; of the last hop, until the next call.
         """
-        torch.cuda.current_stream(self._buffer.stream.device).wait_stream(self._buffer.stream)
-        self._buffer.barrier()
+        self._buffer.finish()
         self._outgoing = ()
         arrived = self._views(self._buffer.own)
         self._hop += 1
@@ -160,6 +169,7 @@ def _buffer(caller: str, group: Any, device: torch.device, use: str, size: int) 
             # This rank's copies into the next one's old buffer end here. The new one is made by all ranks together,
             # so every rank has come so far before any frees its old one.
             torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # the buffer is no memory of PyTorch's allocator, which may hold all that is free
         half = -(-max(size, 1) // GRANULARITY) * GRANULARITY
         found = buffers[use, device] = ReceiveBuffer(group, device, half)
     if torch.cuda.is_current_stream_capturing():
@@ -204,12 +214,12 @@ def _agree(group: Any, device: torch.device) -> bool:
     places = gathered(here)
     if None in places or len({host for host, _ in places}) > 1 or len(set(places)) < len(places):
         return False
-    problem = None
     try:
         ReceiveBuffer(group, device, GRANULARITY)
-    except RuntimeError as error:
-        problem = str(error)
-    return not any(gathered(problem))
+        mapped = True
+    except RuntimeError:
+        mapped = False
+    return all(gathered(mapped))
 
 
 def _timeout_ms(group: Any, device: torch.device) -> int:

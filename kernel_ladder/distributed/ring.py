@@ -143,7 +143,7 @@ def _backward(
                 output[..., rows, :], lse[..., rows], grad[..., rows, :],
                 None if grad_lse is None else grad_lse[..., rows],
             )  # fmt: skip
-            grad_query[..., rows, :] += dq
+            grad_query[..., rows, :].add_(dq)
             yield (..., block.keys, slice(None)), dk, dv
 
     grad_key, grad_value = steps.gradients_around("ring_attention", ring.group, key, value, lse.dtype, step)

@@ -151,7 +151,7 @@ def gradients_around(
             totals = hops.wait()
         for rows, *grads in found:
             for total, grad in zip(totals, grads, strict=True):
-                total[rows] += grad
+                total[rows].add_(grad)
         if hops is not None:  # they follow their keys: one hop behind the step that adds to them
             hops.send(*totals)
     if hops is not None:

@@ -6,6 +6,8 @@ communication.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from kernel_ladder.spec import Case
 from kernel_ladder.table import OPS
 
 from ..conftest import DEVICE, INFERENCE, differentiable_ops, elements, plain_cases, typical_case
-from . import blocks, boards, packed, products, rings, sharded
+from . import blocks, boards, packed, products, rings, sharded, shared_memory
 from .group import Check, run
 
 #: Whether the triton level takes CPU tensors, as the groups' are. It compiles for a GPU where there is one.
@@ -65,6 +67,20 @@ def in_packed_rings(backend: str, dtype: torch.dtype, tolerance: float, names: l
     ]
 
 
+def by_copies(folder: Path) -> list[Check]:
+    """Hops as copies into the next rank's memory, as between GPUs."""
+    double = torch.float64, 1e-10
+    checks = [
+        *((rings.compare, (name, "torch", *double, 48)) for name in ("causal", "value-width", "window")),
+        (packed.compare, ("uneven-causal", "torch", *double)),
+        (products.compare, ("torch", *double)),
+    ]
+    return [
+        Check(f"{check.__module__} by copies", shared_memory.by_copies, (str(folder), check, arguments))
+        for check, arguments in checks
+    ]
+
+
 PACKED = (
     Check("parts of packed sequences", packed.check_parts),
     Check("bad packed sequences", packed.check_errors),
@@ -95,6 +111,7 @@ def test_two_ranks(tmp_path):
         Check("DDP", blocks.data_parallel, ("torch", "ddp")),
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
         Check(f"products at the {level} level", products.compare, (level, torch.float32, 1e-4)),
+        *by_copies(tmp_path),
         Check("a rank that dies", products.a_rank_that_dies),  # the last: the group is broken after it
     ]
     run(2, tmp_path, checks)
@@ -106,6 +123,7 @@ def test_four_ranks(tmp_path):
         *in_rings("torch", torch.float64, 1e-10, list(rings.CASES), 48),
         *PACKED,
         Check("products", products.compare, ("torch", torch.float64, 1e-10)),
+        *by_copies(tmp_path),
     ]
     run(4, tmp_path, checks)
 
