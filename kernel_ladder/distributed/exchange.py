@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kernel_ladder.distributed import peer_copy
-from kernel_ladder.distributed.peer_copy import PeerCopies
+from kernel_ladder.distributed.peer_copy import DirectCopies, PeerCopies
 
 
 class Messages:
@@ -84,10 +84,22 @@ def exchange(caller: str, group: Any, use: str, *tensors: torch.Tensor) -> Messa
             this process can use its GPU no more.
     """
     group = dist.group.WORLD if group is None else group
-    traced = torch.compiler.is_compiling()
-    if not _messages_only and not traced and peer_copy.usable(caller, group, tensors[0].device):
+    if _can_copy(caller, group, tensors[0]):
         return PeerCopies(caller, group, use, tensors)
     return Messages(caller, group)
+
+
+def _can_copy(caller: str, group: Any, tensor: torch.Tensor) -> bool:
+    return not _messages_only and not torch.compiler.is_compiling() and peer_copy.usable(caller, group, tensor.device)
+
+
+def direct(caller: str, group: Any, use: str, tensor: torch.Tensor) -> DirectCopies | None:
+    """Copies from every rank to every other; None where the ranks cannot map each other's memory.
+
+    The arguments are those of :func:`exchange`, for one tensor, and so are the errors.
+    """
+    group = dist.group.WORLD if group is None else group
+    return DirectCopies(caller, group, use, tensor) if _can_copy(caller, group, tensor) else None
 
 
 def circulate(caller: str, group: Any, *part: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
@@ -105,6 +117,26 @@ def circulate(caller: str, group: Any, *part: torch.Tensor) -> Iterator[tuple[in
         yield (rank - step) % size, part
         if hops is not None and not last:
             part = hops.wait()
+
+
+def gather(caller: str, group: Any, part: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Every rank's part with the rank that it is from, this rank's first. The others come while it is used.
+
+    The arguments are those of :func:`exchange`, and so are the errors. A part is contiguous, of the same shape on every
+    rank. It is valid until the iterator goes on. Where copies are possible a rank has room for all parts.
+    """
+    copies = direct(caller, group, "gathered", part)
+    if copies is None:
+        for owner, (owned,) in circulate(caller, group, part):
+            yield owner, owned
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for i in range(1, size):
+        copies.send(i, part)
+    yield rank, part
+    for i in range(1, size):
+        yield (rank + i) % size, copies.wait(i)
+    copies.finish()
 
 
 def check_group(caller: str, group: Any = None) -> None:

@@ -1,10 +1,13 @@
-"""Hops by copy engines: a rank copies into the next one's symmetric memory, and no SM takes part.
+"""Copies into another rank's symmetric memory by copy engines, in which no SM takes part.
 
 A persistent kernel has a block on every SM. While NCCL's kernel of a hop holds some of them, the blocks of these SMs
 wait, and the persistent kernel takes up to twice its time. A copy engine leaves all SMs to it.
 
-Source: ``torch.distributed._symmetric_memory``; the schedule of its ``_pipelined_multi_all_gather_and_consume``, with a
-ring in place of direct reads. NVLink multicast is not used.
+:class:`PeerCopies` sends around a ring, and a rank needs room for two parts. :class:`DirectCopies` sends to every rank
+what it needs, so that no copy waits for another, and a rank needs room for n − 1 parts.
+
+Source: ``torch.distributed._symmetric_memory``, whose ``_pipelined_multi_all_gather_and_consume`` reads directly.
+NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ from torch.distributed.constants import default_pg_timeout
 ALIGNMENT = 256
 #: Sizes of receive buffers are multiples of it, in bytes: the granularity of CUDA's virtual memory.
 GRANULARITY = 2 << 20
+#: Channels of a buffer's signal pads: barriers of all ranks, and signals between two.
+BARRIERS, SIGNALS = 0, 1
+#: Views that a buffer remembers.
+MOST_VIEWS = 256
+#: Tensors of a part, in order: first byte, end, dtype, shape.
+Places = tuple[tuple[int, int, torch.dtype, torch.Size], ...]
 #: Read by torch whenever ranks map each other's memory.
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -43,37 +52,55 @@ def _without_multicast() -> Iterator[None]:
 
 
 class ReceiveBuffer:
-    """Two halves of symmetric memory, into which the previous rank copies by turns. Making one is collective.
+    """Symmetric memory in equal parts, into which other ranks copy. Making one is collective.
 
     Args:
         group: the process group.
         device: this rank's GPU.
-        half: bytes of a half, the same on every rank.
+        part: bytes of a part, the same on every rank.
+        parts: how many there are.
 
     Raises:
         RuntimeError: the GPUs cannot map each other's memory.
     """
 
-    def __init__(self, group: Any, device: torch.device, half: int) -> None:
+    def __init__(self, group: Any, device: torch.device, part: int, parts: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.half = half
+        self.part, self.parts, self._device = part, parts, device
         # Views of it enter autograd later, which refuses tensors made in inference mode.
         with torch.inference_mode(False), _without_multicast(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 no longer needs it, 2.11 does
             symmetric.enable_symm_mem_for_group(group.group_name)
             # An allocation of its own, with signal pads of its own: `symmetric.empty` may share one between buffers.
-            size = (2 * half,)
-            self.own = symmetric._SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, device)
-            self._handle = symmetric.rendezvous(self.own, group.group_name)
-            self.next = self._handle.get_buffer((group.rank() + 1) % group.size(), size, torch.uint8)
+            size = (parts * part,)
+            own = symmetric._SymmetricMemory.empty_strided_p2p(size, (1,), torch.uint8, device)
+            self._handle = symmetric.rendezvous(own, group.group_name)
+            self._memory = [
+                own if rank == group.rank() else self._handle.get_buffer(rank, size, torch.uint8)
+                for rank in range(group.size())
+            ]
             self._stream = torch.cuda.Stream(device)
         self._timeout_ms = _timeout_ms(group, device)
         self._used_on: Any = None  # the stream of the last call
+        self._views: dict[Any, tuple[torch.Tensor, ...]] = {}
+
+    def views(self, rank: int, part: int, places: Places) -> tuple[torch.Tensor, ...]:
+        """Tensors in a part of a rank's buffer."""
+        key = rank, part, places
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                memory = self._memory[rank][part * self.part :]
+                found = tuple([memory[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in places])
+            self._views[key] = found
+        return found
 
     def begin(self) -> None:
         """Wait on the current stream until no rank reads its buffer any more, for a call that ends before the next."""
-        current = torch.cuda.current_stream(self.own.device)
+        current = torch.cuda.current_stream(self._device)
         # A call on another stream may still read. Before a capture, which may not wait for it, torch synchronizes.
         if self._used_on not in (None, current) and not torch.cuda.is_current_stream_capturing():
             current.wait_stream(self._used_on)
@@ -83,29 +110,52 @@ class ReceiveBuffer:
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """What the block copies waits for the current stream, which goes on beside it."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.own.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
+    def wait_for_copies(self) -> None:
+        """Let the current stream wait for this rank's copies."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def finish(self) -> None:
         """Let the current stream wait for this rank's copies, and for all ranks to have come as far."""
-        torch.cuda.current_stream(self.own.device).wait_stream(self._stream)
+        self.wait_for_copies()
         self._barrier()
+
+    def signal(self, rank: int) -> None:
+        """Tell a rank that what this stream did before has been done. It waits while the rank has not seen the last."""
+        self._handle.put_signal(rank, SIGNALS, self._timeout_ms)
+
+    def wait_for_signal(self, rank: int) -> None:
+        """Let the current stream wait for a rank's signal."""
+        self._handle.wait_signal(rank, SIGNALS, self._timeout_ms)
 
     def _barrier(self) -> None:
         """Let the current stream wait for that of every rank. One barrier is in flight at a time, on one channel."""
-        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+        self._handle.barrier(BARRIERS, self._timeout_ms)
+
+
+def _places(tensors: tuple[torch.Tensor, ...]) -> tuple[Places, int]:
+    """Where tensors like these lie in a part, and its bytes."""
+    places = []
+    end = 0
+    for x in tensors:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        end = begin + x.numel() * x.element_size()
+        places.append((begin, end, x.dtype, x.shape))
+    return tuple(places), end
 
 
 class PeerCopies:
     """Hops of tensors around the ring of a group, one at a time, by copies into the next rank's receive buffer.
 
-    Hop s fills half s % 2. Three facts keep a half from being overwritten while it is read:
+    Hop s fills part s % 2. Three facts keep a part from being overwritten while it is read:
 
     - :meth:`ReceiveBuffer.begin` is a barrier after all reads of the call before.
     - What arrived by hop s is read by the kernels between the waits of hops s and s + 1, and by the copy of hop s + 1.
       Both precede the barrier in the wait of hop s + 1: its stream waits for that copy first.
-    - Hop s + 2, the next into this half, begins after that barrier.
+    - Hop s + 2, the next into this part, begins after that barrier.
 
     The same barrier, after the copy on every rank, says that the tensors have arrived.
 
@@ -117,26 +167,18 @@ class PeerCopies:
     """
 
     def __init__(self, caller: str, group: Any, use: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._places: list[tuple[slice, torch.dtype, torch.Size]] = []
-        end = 0
-        for x in tensors:
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-            end = begin + x.numel() * x.element_size()
-            self._places.append((slice(begin, end), x.dtype, x.shape))
-        self._buffer = _buffer(caller, group, tensors[0].device, use, end)
+        self._rank, self._next = group.rank(), (group.rank() + 1) % group.size()
+        self._places, size = _places(tensors)
+        self._buffer = _buffer(caller, group, tensors[0].device, use, size, 2)
         self._outgoing: tuple[torch.Tensor, ...] = ()
         self._hop = 0
         self._buffer.begin()
-
-    def _views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        half = memory[self._hop % 2 * self._buffer.half :]
-        return tuple([half[place].view(dtype).view(shape) for place, dtype, shape in self._places])
 
     @torch.no_grad()
     def send(self, *outgoing: torch.Tensor) -> None:
         """Begin a hop, once the current stream has made `outgoing`: contiguous, and unchanged until :meth:`wait`."""
         with self._buffer.copying():
-            for target, x in zip(self._views(self._buffer.next), outgoing, strict=True):
+            for target, x in zip(self._buffer.views(self._next, self._hop % 2, self._places), outgoing, strict=True):
                 target.copy_(x, non_blocking=True)
         self._outgoing = outgoing  # alive until they are copied
 
@@ -147,9 +189,60 @@ class PeerCopies:
         """
         self._buffer.finish()
         self._outgoing = ()
-        arrived = self._views(self._buffer.own)
+        arrived = self._buffer.views(self._rank, self._hop % 2, self._places)
         self._hop += 1
         return arrived
+
+
+class DirectCopies:
+    """One tensor from every rank to every other, by copies into a part of the receiver's buffer for each sender.
+
+    A rank numbers its tensors 1 … n − 1: tensor i of rank r goes to rank r − i, into part i − 1. So every rank sends to
+    one and receives from one at a time. No copy waits for what arrives. Two facts keep the parts whole:
+
+    - :meth:`ReceiveBuffer.begin` is a barrier after all reads of the call before. Each part is written once a call.
+    - A copy precedes its signal, on one stream, and what reads the part comes after a wait for that signal.
+
+    Args:
+        caller: the function that messages name.
+        group: the process group.
+        use: which of the group's receive buffers; two that are in flight at once need two.
+        tensor: with the shape and dtype of each tensor, the same on every rank.
+    """
+
+    def __init__(self, caller: str, group: Any, use: str, tensor: torch.Tensor) -> None:
+        self._rank, self._size = group.rank(), group.size()
+        self._places, size = _places((tensor,))
+        self._buffer = _buffer(caller, group, tensor.device, use, size, self._size - 1)
+        self._outgoing: list[torch.Tensor] = []
+        self._buffer.begin()
+
+    @torch.no_grad()
+    def send(self, i: int, outgoing: torch.Tensor) -> None:
+        """Begin to send tensor i once the current stream has made it: contiguous, unchanged until :meth:`finish`."""
+        rank = (self._rank - i) % self._size
+        with self._buffer.copying():
+            self._buffer.views(rank, i - 1, self._places)[0].copy_(outgoing, non_blocking=True)
+            self._buffer.signal(rank)
+        self._outgoing.append(outgoing)  # alive until it is copied
+
+    def wait(self, i: int) -> torch.Tensor:
+        """Tensor i of rank r + i, for which the current stream waits: a view of the buffer, until the next call."""
+        self._buffer.wait_for_signal((self._rank + i) % self._size)
+        return self._buffer.views(self._rank, i - 1, self._places)[0]
+
+    def wait_for_all(self) -> torch.Tensor:
+        """The tensors 1 … n − 1 of the other ranks, one after another along a new first dimension."""
+        for i in range(1, self._size):
+            self._buffer.wait_for_signal((self._rank + i) % self._size)
+        first = self._buffer.views(self._rank, 0, self._places)[0]
+        apart = self._buffer.part // first.element_size()
+        return first.as_strided((self._size - 1, *first.shape), (apart, *first.stride()))
+
+    def finish(self) -> None:
+        """Let the current stream wait until what this rank sent has been copied."""
+        self._buffer.wait_for_copies()
+        self._outgoing.clear()
 
 
 #: Of each group: its receive buffers by their use and GPU, and by GPU whether there can be any.
@@ -159,19 +252,19 @@ _usable: WeakKeyDictionary[Any, dict[torch.device, bool]] = WeakKeyDictionary()
 _captured: set[ReceiveBuffer] = set()
 
 
-def _buffer(caller: str, group: Any, device: torch.device, use: str, size: int) -> ReceiveBuffer:
-    """The receive buffer of a use, made or grown to halves of `size` bytes. Every rank must ask for the same."""
+def _buffer(caller: str, group: Any, device: torch.device, use: str, size: int, parts: int) -> ReceiveBuffer:
+    """The receive buffer of a use, made or grown to parts of `size` bytes. Every rank must ask for the same."""
     buffers = _buffers.setdefault(group, {})
     found = buffers.get((use, device))
-    if found is None or found.half < size:
+    if found is None or found.part < size:
         _refuse_in_capture(caller)
         if found is not None:
-            # This rank's copies into the next one's old buffer end here. The new one is made by all ranks together,
+            # This rank's copies into another one's old buffer end here. The new one is made by all ranks together,
             # so every rank has come so far before any frees its old one.
             torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # the buffer is no memory of PyTorch's allocator, which may hold all that is free
-        half = -(-max(size, 1) // GRANULARITY) * GRANULARITY
-        found = buffers[use, device] = ReceiveBuffer(group, device, half)
+        part = -(-max(size, 1) // GRANULARITY) * GRANULARITY
+        found = buffers[use, device] = ReceiveBuffer(group, device, part, parts)
     if torch.cuda.is_current_stream_capturing():
         _captured.add(found)
     return found
@@ -215,7 +308,7 @@ def _agree(group: Any, device: torch.device) -> bool:
     if None in places or len({host for host, _ in places}) > 1 or len(set(places)) < len(places):
         return False
     try:
-        ReceiveBuffer(group, device, GRANULARITY)
+        ReceiveBuffer(group, device, GRANULARITY, 1)
         mapped = True
     except RuntimeError:
         mapped = False

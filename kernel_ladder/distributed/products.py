@@ -2,8 +2,9 @@
 
 Tensor parallelism with the sequence sharded in between needs both. Rows are gathered before the first product of a
 block; the summands of the last one are added up and scattered by rows. Each is the other's gradient. The data travels
-around a ring in n parts, one hop per step. Each hop runs beside the product of the part that is there (Wang et al.,
-Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023). The order of sums is fixed.
+in n parts, beside the product of a part that is there (Wang et al., Overlap Communication with Dependent Computation
+via Decomposition, ASPLOS 2023). By copy engines every part goes directly to the rank that needs it; by messages parts
+go around a ring. The order of sums is fixed.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import torch
 import torch.distributed as dist
 
 from kernel_ladder import ops
-from kernel_ladder.distributed.exchange import check_group, circulate, exchange
+from kernel_ladder.distributed.exchange import check_group, direct, exchange, gather
+from kernel_ladder.distributed.sums import sum_parts
 from kernel_ladder.spec import check_tensors
 
 
 def _gather_matmul(
-    caller: str, group: Any, part: torch.Tensor, other: torch.Tensor, backend: str | None, gather: bool = False
+    caller: str, group: Any, part: torch.Tensor, other: torch.Tensor, backend: str | None, keep: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The product of all ranks' rows with `other`, and these rows if `gather`."""
+    """The product of all ranks' rows with `other`, and these rows if `keep`."""
     rows, size = part.shape[0], dist.get_world_size(group)
     output = part.new_empty((size * rows, other.shape[1]))
-    gathered = part.new_empty((size * rows, part.shape[1])) if gather else None
-    for owner, (owned,) in circulate(caller, group, part.contiguous()):
+    gathered = part.new_empty((size * rows, part.shape[1])) if keep else None
+    for owner, owned in gather(caller, group, part.contiguous()):
         place = slice(owner * rows, (owner + 1) * rows)
         output[place] = ops.matmul(owned, other, backend=backend)
         if gathered is not None:
@@ -38,19 +40,32 @@ def _matmul_scatter(
 ) -> torch.Tensor:
     """This rank's rows of the sum over ranks of ``input @ other``.
 
-    The sum of part c begins at rank c + 1, and each rank on the way to c adds its summand.
+    By copies, every rank sends its summands to the ranks whose rows they are. By messages, the sum of part c begins at
+    rank c + 1, and each rank on the way to c adds its summand.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = input.shape[0] // size
-    hops = None
-    for step in range(size):
-        owner = (rank - 1 - step) % size
-        total = ops.matmul(input[owner * rows : (owner + 1) * rows], other, backend=backend)
-        if hops is not None:
-            total += hops.wait()[0]
-        if step + 1 < size:
-            hops = hops or exchange(caller, group, "sums", total)
-            hops.send(total)
+
+    def summand(distance: int) -> torch.Tensor:
+        begin = (rank - distance) % size * rows
+        return ops.matmul(input[begin : begin + rows], other, backend=backend)
+
+    if size == 1:
+        return summand(0)
+    total = summand(1)
+    copies = direct(caller, group, "summands", total)
+    if copies is not None:
+        copies.send(1, total)
+        for distance in range(2, size):
+            copies.send(distance, summand(distance))
+        total = sum_parts(summand(0), copies.wait_for_all())
+        copies.finish()
+        return total
+    hops = exchange(caller, group, "sums", total)
+    for distance in range(2, size + 1):
+        hops.send(total)
+        total = summand(distance)
+        total += hops.wait()[0]
     return total
 
 
@@ -89,8 +104,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, other = ctx.saved_tensors
         group, backend = ctx.call
-        gather = ctx.needs_input_grad[3]
-        of_input, gathered = _gather_matmul("matmul_reduce_scatter", group, grad, other.mT, backend, gather)
+        keep = ctx.needs_input_grad[3]
+        of_input, gathered = _gather_matmul("matmul_reduce_scatter", group, grad, other.mT, backend, keep)
         of_other = None if gathered is None else ops.matmul(input.mT, gathered, backend=backend)
         return None, None, of_input, of_other
 
@@ -144,7 +159,8 @@ def matmul_reduce_scatter(
         backend: see :func:`kernel_ladder.use`; of the product.
 
     Returns:
-        ``(M / n, N)``, of the inputs' dtype: each of the n − 1 additions rounds to it. Differentiable once.
+        ``(M / n, N)``, of the inputs' dtype, to which every summand is rounded. By copies the sum is then float32 and
+        rounds once; by messages each of the n − 1 additions rounds. Differentiable once.
 
     Raises:
         ValueError, TypeError: operands that do not fit, or a `group` without this process. RuntimeError: no process

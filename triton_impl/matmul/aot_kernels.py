@@ -10,6 +10,8 @@ from triton_impl.matmul import descriptors, split_k
 from triton_impl.matmul.naive import BLOCK_K, BLOCK_M, BLOCK_N, _matmul_naive_kernel
 from triton_impl.matmul.persistent import _matmul_persistent_kernel
 from triton_impl.matmul.split_k import _matmul_split_kernel, _matmul_split_sum_kernel
+from triton_impl.matmul.sum_parts import BLOCK as SUM_PARTS_BLOCK
+from triton_impl.matmul.sum_parts import _sum_parts_kernel
 from triton_impl.matmul.tiled import _batched_matmul_kernel, _matmul_kernel
 from triton_impl.matmul.tiles import CONFIGS
 from triton_impl.matmul.tma import _matmul_tma_kernel
@@ -70,4 +72,5 @@ AOT = [
     ),
     entry(_matmul_split_kernel, "fp32", {**_COLUMNS, **MASKED}, split_k.FLOAT32[0]),
     entry(_matmul_split_sum_kernel, "bf16", {"BLOCK": split_k.SUM_BLOCK}, types=_FLOAT),
+    entry(_sum_parts_kernel, "bf16", {"OTHERS": 7, "BLOCK": SUM_PARTS_BLOCK}),
 ]
