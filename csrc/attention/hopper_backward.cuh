@@ -28,13 +28,13 @@ struct BackwardMaps {
     CUtensorMap query, key, value, grad;
 };
 
-/// The part of a head's rows that a kernel reads or writes: dense (B, H, S, columns).
+/// A gradient in memory: dense (B, H, S, columns), or packed (S, H, columns).
 template <typename T>
 struct Gradient {
     T* data;
-    int rows, columns;
+    int64_t head, row;  // strides
 
-    __device__ T* at(int64_t outer, int row) const { return data + (outer * rows + row) * columns; }
+    __device__ T* at(int64_t outer, int row_index) const { return data + outer * head + row_index * row; }
 };
 
 // ---- host -----------------------------------------------------------------------------------------------------------
@@ -45,12 +45,14 @@ struct BackwardCall {
     const Tensor &grad, &query, &key, &value, &output, &lse;
     const Attention a;
     const float* grad_lse;
+    const int64_t sequences;  // packed ones; 0 for batches
     const Launch launch;
     Tensor grad_query, grad_key, grad_value, stats;
 
     BackwardCall(const char* rung, const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query,
                  const Tensor& key, const Tensor& value, const Tensor& output, const Tensor& lse,
-                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last, double scale, bool enable_gqa)
+                 const std::optional<Tensor>& attn_mask, int64_t first, int64_t last, double scale, bool enable_gqa,
+                 int64_t sequences = 0)
         : rung(rung),
           grad(grad),
           query(query),
@@ -60,6 +62,7 @@ struct BackwardCall {
           lse(lse),
           a(prepare_attention(query, key, value, first, last, scale, enable_gqa)),
           grad_lse(grad_lse_pointer(grad_lse, query, a)),
+          sequences(sequences),
           launch(query) {
         KL_CHECK(!attn_mask.has_value(), "attention_backward: ", rung, " takes no mask in memory");
         KL_CHECK(query.dim() == 4, "attention_backward: ", rung, " takes 4 dimensions (B, H, S, D), got ", query.dim());
@@ -71,12 +74,26 @@ struct BackwardCall {
         KL_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
                      lse.get_device_index() == query.get_device_index() && lse.numel() == a.rows(),
                  "attention_backward: argument `lse` must be what the forward pass returned");
-        KL_CHECK(output.is_contiguous() && is_aligned16(output.data_ptr()),
-                 "attention_backward: argument `output` must be what the forward pass returned");
-        grad_query = empty_dense(query), grad_key = empty_dense(key), grad_value = empty_dense(value);
+        KL_CHECK(a.rows() == 0 || (make_view<half>(output).whole && make_view<half>(grad).whole),
+                 "attention_backward: rows of `output` and `grad` must be dense and start on 16 bytes");
+        const auto empty_gradient = [&](const Tensor& x) {
+            return sequences > 0 ? empty(x, x.scalar_type(), {x.size(2), x.size(1), x.size(3)}) : empty_dense(x);
+        };
+        grad_query = empty_gradient(query), grad_key = empty_gradient(key), grad_value = empty_gradient(value);
     }
 
-    int64_t query_tiles() const { return ceil_div(a.S_q, QUERY_TILE); }
+    /// Tiles of statistics of a head: packed_tiles, where sequences are packed.
+    int64_t query_tiles() const { return sequences > 0 ? a.S_q / QUERY_TILE + sequences : ceil_div(a.S_q, QUERY_TILE); }
+
+    /// A gradient that this call has allocated.
+    template <typename T>
+    Gradient<T> gradient(const Tensor& x) const {
+        const auto sizes = x.sizes();
+        const int64_t columns = sizes[sizes.size() - 1];
+        T* data = static_cast<T*>(x.data_ptr());
+        if (sequences > 0) return {data, columns, sizes[1] * columns};
+        return {data, sizes[2] * columns, columns};
+    }
 
     /// Returns the gradients. Calls f(zero, shape) to launch the kernels, unless there are no summands, with a zero of
     /// the operands' type and the first of the shapes into which the head dimension fits.
@@ -110,27 +127,29 @@ struct BackwardCall {
 
 // ---- preprocess -----------------------------------------------------------------------------------------------------
 
-/// Writes the statistics of a tile of 64 queries, and zeros to dQ's accumulator, of which a tile has `zeros` elements. One
-/// block per tile; sixteen lanes read a row of up to 128 columns, four rows each.
+/// What the preprocess kernel reads of a tile of queries, from the tile's first row on.
 template <typename T>
-__device__ inline void preprocess_tile(float* stats, float* accumulator, int zeros, const float* lse,
-                                       const float* grad_lse, const T* output, const View<T>& grad,
-                                       const Attention& a) {
+struct PreprocessRows {
+    const T *output, *grad;
+    int64_t output_row, grad_row;  // strides
+    const float *lse, *grad_lse;   // the latter may be null
+    int rows_left, columns;
+};
+
+/// Writes a block's tile of statistics, of 64 queries: sixteen lanes read a row of up to 128 columns, four rows each.
+template <typename T>
+__device__ inline void preprocess_rows(float* stats, const PreprocessRows<T>& p) {
     constexpr int LANES = 16, ROWS_AT_ONCE = PREPROCESS_THREADS / LANES;
-    const int tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
-    const int64_t outer = blockIdx.x / tiles;
-    const int q0 = static_cast<int>(blockIdx.x % tiles) * QUERY_TILE, lane = threadIdx.x % LANES;
-    const T* of_output = output + outer * a.S_q * a.D_v;
-    const T* of_grad = grad.at(outer / a.heads, static_cast<int>(outer % a.heads));
+    const int first = static_cast<int>(threadIdx.x) / LANES, lane = threadIdx.x % LANES;
     float sums[QUERY_TILE / ROWS_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < QUERY_TILE / ROWS_AT_ONCE; ++i) {
-        const int row = q0 + i * ROWS_AT_ONCE + static_cast<int>(threadIdx.x) / LANES, column = lane * Vec<T>::size;
+        const int row = i * ROWS_AT_ONCE + first, column = lane * Vec<T>::size;
         sums[i] = 0.0f;
-        if (row < a.S_q && column < a.D_v) {
+        if (row < p.rows_left && column < p.columns) {
             float x[Vec<T>::size], y[Vec<T>::size];
-            unpack(load_vec(of_output + int64_t{row} * a.D_v + column), x);
-            unpack(load_vec(of_grad + row * grad.row + column), y);
+            unpack(load_vec(p.output + row * p.output_row + column), x);
+            unpack(load_vec(p.grad + row * p.grad_row + column), y);
 #pragma unroll
             for (int e = 0; e < Vec<T>::size; ++e) sums[i] = fmaf(x[e], y[e], sums[i]);
         }
@@ -141,25 +160,41 @@ __device__ inline void preprocess_tile(float* stats, float* accumulator, int zer
         float sum = sums[i];
 #pragma unroll
         for (int lanes = 1; lanes < LANES; lanes *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, lanes);
-        const int within = i * ROWS_AT_ONCE + static_cast<int>(threadIdx.x) / LANES, row = q0 + within;
+        const int row = i * ROWS_AT_ONCE + first;
         if (lane != 0) continue;
         // Past the end, and where a query sees no key, the logarithm is infinite: weights are 2^(−∞) = 0.
-        const float log_sum = row < a.S_q ? lse[outer * a.S_q + row] : -INFINITE;
-        if (grad_lse != nullptr && row < a.S_q) sum -= grad_lse[outer * a.S_q + row];
-        tile_stats[stat_place(within)] = log_sum == -INFINITE ? INFINITE : log_sum * LOG2E;
-        tile_stats[QUERY_TILE + stat_place(within)] = sum;
+        const float log_sum = row < p.rows_left ? p.lse[row] : -INFINITE;
+        if (p.grad_lse != nullptr && row < p.rows_left) sum -= p.grad_lse[row];
+        tile_stats[stat_place(row)] = log_sum == -INFINITE ? INFINITE : log_sum * LOG2E;
+        tile_stats[QUERY_TILE + stat_place(row)] = sum;
     }
+}
+
+/// Writes the statistics of a tile of 64 queries, and zeros to dQ's accumulator, of which a tile has `zeros` elements. One
+/// block per tile.
+template <typename T>
+__device__ inline void preprocess_tile(float* stats, float* accumulator, int zeros, const float* lse,
+                                       const float* grad_lse, const View<T>& output, const View<T>& grad,
+                                       const Attention& a) {
+    const int tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
+    const int64_t outer = blockIdx.x / tiles;
+    const int64_t batch = outer / a.heads, q0 = blockIdx.x % tiles * QUERY_TILE, row = outer * a.S_q + q0;
+    const int head = static_cast<int>(outer % a.heads);
+    preprocess_rows(stats,
+                    PreprocessRows<T>{output.at(batch, head) + q0 * output.row, grad.at(batch, head) + q0 * grad.row,
+                                      output.row, grad.row, lse + row, grad_lse == nullptr ? nullptr : grad_lse + row,
+                                      static_cast<int>(a.S_q - q0), a.D_v});
     float4* to_zero = reinterpret_cast<float4*>(accumulator + int64_t{blockIdx.x} * zeros);
     for (int i = threadIdx.x; i < zeros / 4; i += PREPROCESS_THREADS) to_zero[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-/// Launches a rung's preprocess kernel, whose parameters are those of preprocess_tile.
-template <typename T, typename Kernel>
-void run_preprocess(Kernel* kernel, const BackwardCall& call, float* accumulator, int zeros) {
+/// Launches a rung's preprocess kernel, whose parameters are those of preprocess_tile and `more`.
+template <typename T, typename Kernel, typename... More>
+void run_preprocess(Kernel* kernel, const BackwardCall& call, float* accumulator, int zeros, const More&... more) {
     const auto grid = grid_size(call.a.batches * call.a.heads * call.query_tiles());
     kernel<<<grid, PREPROCESS_THREADS, 0, call.launch.stream>>>(
         call.stats_pointer(), accumulator, zeros, static_cast<const float*>(call.lse.data_ptr()), call.grad_lse,
-        static_cast<const T*>(call.output.data_ptr()), make_view<T>(call.grad), call.a);
+        make_view<T>(call.output), make_view<T>(call.grad), call.a, more...);
     KL_LAUNCH_CHECK();
 }
 
@@ -329,11 +364,11 @@ __device__ inline void grad_of_scores(float (&grads)[QUERY_TILE / 2], const floa
 
 // ---- epilogue -------------------------------------------------------------------------------------------------------
 
-/// Stores 64 rows of an accumulator, times `factor`, 16 bytes per store. `first`: the warpgroup's first row, of which
-/// `rows_left` (may exceed 64) are inside.
+/// Stores 64 rows of an accumulator, times `factor`, 16 bytes per store. `first`: the warpgroup's first row; rows lie
+/// `stride` elements apart, and `rows_left` of them (may exceed 64) are inside.
 template <typename T, int HEAD_DIM>
-__device__ inline void store_gradient(T* first, int columns, int rows_left, const float (&acc)[HEAD_DIM / 2],
-                                      float factor) {
+__device__ inline void store_gradient(T* first, int64_t stride, int columns, int rows_left,
+                                      const float (&acc)[HEAD_DIM / 2], float factor) {
     const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -349,7 +384,7 @@ __device__ inline void store_gradient(T* first, int columns, int rows_left, cons
             transpose_quad(x);
             const int column = 8 * (j + lane);
             if (row < rows_left && column < columns) {  // a multiple of 8
-                *reinterpret_cast<uint4*>(first + int64_t{row} * columns + column) = make_uint4(x[0], x[1], x[2], x[3]);
+                *reinterpret_cast<uint4*>(first + row * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }
     }

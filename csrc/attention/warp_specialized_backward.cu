@@ -13,8 +13,11 @@
 // Blocks draw their tiles of keys from a counter too, in that order, so that a block only ever waits for blocks that have
 // started: there is no deadlock. All walk from the last queries to the first, so that under a causal mask the block with
 // most work starts first and waits for none. The first block of a tile stores, so that the accumulator needs no zeros.
+//
+// Packed sequences (attention_varlen's `pingpong`): backward_blocks.cuh says which tile a block has. TMA loads the next
+// sequence's rows too. Consumers clear them among queries, dO and keys, where a product of 0 and NaN would be NaN.
 
-#include "attention/hopper_backward.cuh"
+#include "attention/backward_blocks.cuh"
 
 namespace kl {
 namespace {
@@ -53,7 +56,7 @@ __device__ inline int first_key_tile(const Attention& a, int q0) {
 /// Whether they see any, by whole tiles of queries and keys as KeyTile counts.
 template <typename S>
 __device__ inline bool sees_keys(const Attention& a, int q0) {
-    return q0 + a.first < a.S_k && first_key_tile<S>(a, q0) * S::KEYS <= q0 + QUERY_TILE - 1 + a.last;
+    return max(q0 + a.first, 0) < a.S_k && first_key_tile<S>(a, q0) * S::KEYS <= q0 + QUERY_TILE - 1 + a.last;
 }
 
 #if KL_SM90A
@@ -108,9 +111,9 @@ struct SpecializedSmem {
 };
 
 /// One thread loads keys and values, then each step's tiles as soon as their stage is empty.
-template <typename S>
+template <typename S, typename Block>
 __device__ inline void load_tiles(const SpecializedSmem<S>& smem, const BackwardMaps& maps, const float* stats,
-                                  const Attention& a, const KeyTile<S::KEYS>& tile) {
+                                  const Block& block, const KeyTile<S::KEYS>& tile) {
     const auto load = [&](uint32_t shared, const CUtensorMap& map, uint32_t barrier, int panel_bytes, int row,
                           int head) {
 #pragma unroll
@@ -121,39 +124,40 @@ __device__ inline void load_tiles(const SpecializedSmem<S>& smem, const Backward
     const int steps = tile.steps();
     if (steps == 0) return;
     mbarrier_arrive_expect_tx(smem.key_full(), 2 * S::K_BYTES);
-    load(smem.key, maps.key, smem.key_full(), S::K_PANEL, tile.k0, tile.head_kv);
-    load(smem.value(), maps.value, smem.key_full(), S::K_PANEL, tile.k0, tile.head_kv);
+    load(smem.key, maps.key, smem.key_full(), S::K_PANEL, block.key_row + tile.k0, tile.head_kv);
+    load(smem.value(), maps.value, smem.key_full(), S::K_PANEL, block.key_row + tile.k0, tile.head_kv);
     PipelineState<S::Q_STAGES> state;
     StepCursor step(tile);
     for (int i = 0; i < steps; ++i, state.advance(), step.advance(tile)) {
         const uint32_t full = smem.full(state.stage);
+        const int row = block.query_row + step.tile * QUERY_TILE;
         mbarrier_wait(smem.empty(state.stage), state.phase ^ 1);
         mbarrier_arrive_expect_tx(full, 2 * S::Q_BYTES + STATS_BYTES);
-        load(smem.query(state.stage), maps.query, full, S::Q_PANEL, step.tile * QUERY_TILE, step.head);
-        load(smem.grad(state.stage), maps.grad, full, S::Q_PANEL, step.tile * QUERY_TILE, step.head);
-        load_stats(smem.stats(state.stage), stats_tile(stats, a, tile.batch, step.head, step.tile), full);
+        load(smem.query(state.stage), maps.query, full, S::Q_PANEL, row, step.head);
+        load(smem.grad(state.stage), maps.grad, full, S::Q_PANEL, row, step.head);
+        load_stats(smem.stats(state.stage), stats + block.query_tile(tile.batch, step.head, step.tile) * 2 * QUERY_TILE,
+                   full);
     }
 }
 
 /// One thread adds each step's dQ to memory. In the order of keys: it waits until the blocks of the keys before, of those
 /// that the queries see, have added theirs, and counts its own when it has been written.
-template <typename S>
-__device__ inline void add_query_gradients(const SpecializedSmem<S>& smem, const QueryGradients& dq, const Attention& a,
+template <typename S, typename Block>
+__device__ inline void add_query_gradients(const SpecializedSmem<S>& smem, const QueryGradients& dq, const Block& block,
                                            const KeyTile<S::KEYS>& tile) {
-    const int64_t tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
     const bool ordered = dq.semaphores != nullptr;
     const int steps = tile.steps();
     StepCursor step(tile);
     for (int i = 0; i < steps; ++i, step.advance(tile)) {
-        const int64_t index = (int64_t{tile.batch} * a.heads + step.head) * tiles + step.tile;
-        const int rank = tile.k0 / S::KEYS - first_key_tile<S>(a, step.tile * QUERY_TILE);
+        const int64_t index = block.query_tile(tile.batch, step.head, step.tile);
+        const int rank = tile.k0 / S::KEYS - first_key_tile<S>(block.a, step.tile * QUERY_TILE);
         float* const sum = dq.accumulator + index * S::DQ_ELEMENTS;
         mbarrier_wait(smem.dq_full(), i % 2);
         if (ordered && rank == 0) {
             bulk_store(sum, smem.dq(), S::DQ_BYTES);
         } else {
             if (ordered) {
-                while (load_acquire(dq.semaphores + index) != static_cast<uint32_t>(rank)) {
+                while (load_acquire(dq.semaphores + index) < static_cast<uint32_t>(rank)) {
                 }
                 fence_async_global();  // the others' sums before this one
             }
@@ -214,32 +218,36 @@ __device__ inline void query_gradients(const SpecializedSmem<S>& smem, int i, ui
 
 #endif
 
-template <typename T>
+template <typename T, typename Sequences>
 __global__ void __launch_bounds__(PREPROCESS_THREADS)
     attention_backward_warp_specialized_preprocess_kernel(float* stats, float* accumulator, int zeros, const float* lse,
-                                                          const float* grad_lse, const T* output,
+                                                          const float* grad_lse, const __grid_constant__ View<T> output,
                                                           const __grid_constant__ View<T> grad,
-                                                          const __grid_constant__ Attention a) {
-    preprocess_tile(stats, accumulator, zeros, lse, grad_lse, output, grad, a);
+                                                          const __grid_constant__ Attention all,
+                                                          const __grid_constant__ Sequences sequences) {
+    preprocess_tile(stats, accumulator, zeros, lse, grad_lse, output, grad, all, sequences);
 }
 
-template <typename T, typename S>
+template <typename T, typename S, typename Sequences>
 __global__ void __launch_bounds__(S::THREADS, 1)
     attention_backward_warp_specialized_kernel(const __grid_constant__ Gradient<T> grad_key,
                                                const __grid_constant__ Gradient<T> grad_value,
                                                const __grid_constant__ QueryGradients dq, const float* stats,
                                                const __grid_constant__ BackwardMaps maps,
-                                               const __grid_constant__ Attention a) {
+                                               const __grid_constant__ Attention all,
+                                               const __grid_constant__ Sequences sequences) {
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
     const SpecializedSmem<S> smem(shared_bytes);
-    const unsigned index = smem.begin(dq), tiles = (a.S_k + S::KEYS - 1) / S::KEYS;
-    const KeyTile<S::KEYS> tile(a, index / tiles, index % tiles);
+    const auto block = key_block<S::KEYS>(sequences, all, smem.begin(dq));
+    if (!block.inside()) return;
+    const Attention& a = block.a;
+    const KeyTile<S::KEYS> tile(a, block.outer, block.tile);
     const int group = warp_index() / (WARPGROUP / WARP), consumer = group - 1;
     if (group == 0) {
         registers_decrease<S::PRODUCER_REGISTERS>();
-        if (warp_index() == 0 && elect_one()) load_tiles(smem, maps, stats, a, tile);
-        if (warp_index() == 1 && elect_one()) add_query_gradients(smem, dq, a, tile);
+        if (warp_index() == 0 && elect_one()) load_tiles(smem, maps, stats, block, tile);
+        if (warp_index() == 1 && elect_one()) add_query_gradients(smem, dq, block, tile);
         return;
     }
 
@@ -254,6 +262,9 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     StepCursor step(tile);
 
     if (steps > 0) mbarrier_wait(smem.key_full(), 0);
+    if constexpr (Sequences::PACKED) {
+        if (a.S_k - k0 < 64) clear_rows<S::PANELS>({keys}, S::K_PANEL, a.S_k - k0, 1 + consumer);
+    }
     if constexpr (S::IN_REGISTERS) {
         load_operand<S::HEAD_DIM>(own_keys, keys, S::K_PANEL);
         load_operand<S::HEAD_DIM>(own_values, values, S::K_PANEL);
@@ -262,6 +273,9 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         const uint32_t q = smem.query(state.stage), grad = smem.grad(state.stage), of_tile = smem.stats(state.stage);
         const int q0 = step.tile * QUERY_TILE;
         mbarrier_wait(smem.full(state.stage), state.phase);
+        if constexpr (Sequences::PACKED) {
+            if (a.S_q - q0 < QUERY_TILE) clear_rows<S::PANELS>({q, grad}, S::Q_PANEL, a.S_q - q0, 1 + consumer);
+        }
         if constexpr (S::IN_REGISTERS) {
             gemm_rows<T, S::HEAD_DIM>(weights, own_keys, q, S::Q_PANEL);
             gemm_rows<T, S::HEAD_DIM>(grads, own_values, grad, S::Q_PANEL);
@@ -296,21 +310,24 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         }
         wgmma_pin(acc_key);
     }
-    const int64_t outer = int64_t{tile.batch} * a.heads_kv + tile.head_kv;
-    store_gradient<T, S::HEAD_DIM>(grad_key.at(outer, k0), a.D, a.S_k - k0, acc_key, a.scale);
-    store_gradient<T, S::HEAD_DIM>(grad_value.at(outer, k0), a.D_v, a.S_k - k0, acc_value, 1.0f);
+    const int row = block.key_row + k0;
+    store_gradient<T, S::HEAD_DIM>(grad_key.at(block.outer, row), grad_key.row, a.D, a.S_k - k0, acc_key, a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_value.at(block.outer, row), grad_value.row, a.D_v, a.S_k - k0, acc_value, 1.0f);
 #endif
 }
 
 /// Rounds dQ's accumulator, times scale. One block per tile of 64 queries, with the accumulator's layout in registers.
 /// Nothing was written there where the queries see no key.
-template <typename T, typename S>
+template <typename T, typename S, typename Sequences>
 __global__ void __launch_bounds__(WARPGROUP)
     attention_backward_warp_specialized_convert_kernel(const __grid_constant__ Gradient<T> grad_query,
-                                                       const float* accumulator, const __grid_constant__ Attention a) {
+                                                       const float* accumulator, const __grid_constant__ Attention all,
+                                                       const __grid_constant__ Sequences sequences) {
 #if KL_SM90A
-    const unsigned tiles = (a.S_q + QUERY_TILE - 1) / QUERY_TILE;
-    const int q0 = static_cast<int>(blockIdx.x % tiles) * QUERY_TILE;
+    const auto block = query_block(sequences, all, blockIdx.x);
+    if (!block.inside()) return;
+    const Attention& a = block.a;
+    const int q0 = static_cast<int>(block.tile) * QUERY_TILE;
     const float4* own =
         reinterpret_cast<const float4*>(accumulator + int64_t{blockIdx.x} * S::DQ_ELEMENTS) + threadIdx.x;
     const bool written = sees_keys<S>(a, q0);
@@ -320,18 +337,19 @@ __global__ void __launch_bounds__(WARPGROUP)
         const float4 x = written ? own[j * WARPGROUP] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         acc[4 * j] = x.x, acc[4 * j + 1] = x.y, acc[4 * j + 2] = x.z, acc[4 * j + 3] = x.w;
     }
-    store_gradient<T, S::HEAD_DIM>(grad_query.at(blockIdx.x / tiles, q0), a.D, a.S_q - q0, acc, a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_query.at(block.outer, block.query_row + q0), grad_query.row, a.D, a.S_q - q0,
+                                   acc, a.scale);
 #endif
 }
 
-template <typename T, typename S>
-void run_backward(BackwardCall& call, bool deterministic) {
+template <typename T, typename S, typename Sequences>
+void run_backward(BackwardCall& call, bool deterministic, const Sequences& sequences) {
     const Attention& a = call.a;
     const Launch& launch = call.launch;
-    call.prepare<attention_backward_warp_specialized_kernel<T, S>>(S::SHARED);
+    call.prepare<attention_backward_warp_specialized_kernel<T, S, Sequences>>(S::SHARED);
     const BackwardMaps maps = call.maps(QUERY_TILE, S::KEYS);
     const int64_t query_tiles = a.batches * a.heads * call.query_tiles();
-    const auto key_grid = grid_size(a.batches * a.heads_kv * ceil_div(a.S_k, S::KEYS));
+    const auto key_grid = grid_size(a.batches * a.heads_kv * key_tiles<S::KEYS>(sequences, a));
     const auto query_grid = grid_size(query_tiles);
 
     Tensor accumulator = empty(call.query, ScalarType::Float, {query_tiles, S::DQ_ELEMENTS});
@@ -342,17 +360,35 @@ void run_backward(BackwardCall& call, bool deterministic) {
         dq.semaphores = static_cast<uint32_t*>(counters.data_ptr());
         dq.next_tile = dq.semaphores + query_tiles;
     }
-    run_preprocess<T>(attention_backward_warp_specialized_preprocess_kernel<T>, call, dq.accumulator,
-                      deterministic ? 0 : S::DQ_ELEMENTS);
-    const Gradient<T> grad_query{static_cast<T*>(call.grad_query.data_ptr()), a.S_q, a.D};
-    const Gradient<T> grad_key{static_cast<T*>(call.grad_key.data_ptr()), a.S_k, a.D};
-    const Gradient<T> grad_value{static_cast<T*>(call.grad_value.data_ptr()), a.S_k, a.D_v};
-    attention_backward_warp_specialized_kernel<T, S>
-        <<<key_grid, S::THREADS, S::SHARED, launch.stream>>>(grad_key, grad_value, dq, call.stats_pointer(), maps, a);
+    run_preprocess<T>(attention_backward_warp_specialized_preprocess_kernel<T, Sequences>, call, dq.accumulator,
+                      deterministic ? 0 : S::DQ_ELEMENTS, sequences);
+    const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
+    attention_backward_warp_specialized_kernel<T, S, Sequences><<<key_grid, S::THREADS, S::SHARED, launch.stream>>>(
+        grad_key, grad_value, dq, call.stats_pointer(), maps, a, sequences);
     KL_LAUNCH_CHECK();
-    attention_backward_warp_specialized_convert_kernel<T, S>
-        <<<query_grid, WARPGROUP, 0, launch.stream>>>(grad_query, dq.accumulator, a);
+    attention_backward_warp_specialized_convert_kernel<T, S, Sequences>
+        <<<query_grid, WARPGROUP, 0, launch.stream>>>(call.gradient<T>(call.grad_query), dq.accumulator, a, sequences);
     KL_LAUNCH_CHECK();
+}
+
+/// Adds the attributes of the kernels, named below `prefix`.
+template <typename Sequences>
+void add_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype, const std::string& prefix) {
+    if (dtype == ScalarType::Float) return;
+    dispatch_16bit(dtype, "attention_backward", [&](auto zero) {
+        using T = decltype(zero);
+        attributes.push_back(kernel_attributes<attention_backward_warp_specialized_preprocess_kernel<T, Sequences>>(
+            (prefix + "preprocess").c_str(), PREPROCESS_THREADS));
+        const auto add = [&](const char* head_dim, auto shape) {
+            using S = decltype(shape);
+            attributes.push_back(kernel_attributes<attention_backward_warp_specialized_kernel<T, S, Sequences>>(
+                (prefix + head_dim).c_str(), S::THREADS, S::SHARED));
+            attributes.push_back(kernel_attributes<attention_backward_warp_specialized_convert_kernel<T, S, Sequences>>(
+                (prefix + "convert." + head_dim).c_str(), WARPGROUP, 0));
+        };
+        add("64", Specialized64Backward{});
+        add("128", Specialized128Backward{});
+    });
 }
 
 }  // namespace
@@ -363,36 +399,27 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_warp_specialized(
     int64_t last, double scale, bool enable_gqa, bool deterministic) {
     BackwardCall call("warp_specialized", grad, grad_lse, query, key, value, output, lse, attn_mask, first, last, scale,
                       enable_gqa);
-    return call.results<Specialized64Backward, Specialized128Backward>([&](auto zero, auto shape) {
-        using T = decltype(zero);
-        using S = decltype(shape);
-        run_backward<T, S>(call, deterministic);
-    });
+    return call.results<Specialized64Backward, Specialized128Backward>(
+        [&](auto zero, auto shape) { run_backward<decltype(zero), decltype(shape)>(call, deterministic, Batched{}); });
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_varlen_backward_warp_specialized(
+    const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t left, int64_t right, double scale,
+    bool enable_gqa) {
+    BackwardCall call("warp_specialized", grad, grad_lse, query, key, value, output, lse, std::nullopt, -MAX_LENGTH,
+                      MAX_LENGTH, scale, enable_gqa, cu_seqlens_q.numel() - 1);
+    const Packed packed =
+        make_packed(query, call.a, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right);
+    return call.results<Specialized64Backward, Specialized128Backward>(
+        [&](auto zero, auto shape) { run_backward<decltype(zero), decltype(shape)>(call, true, packed); });
 }
 
 void attention_warp_specialized_backward_kernel_attributes(std::vector<KernelAttributes>& attributes,
                                                            ScalarType dtype) {
-    if (dtype == ScalarType::Float) return;
-    dispatch_16bit(dtype, "attention_backward", [&](auto zero) {
-        using T = decltype(zero);
-        attributes.push_back(kernel_attributes<attention_backward_warp_specialized_preprocess_kernel<T>>(
-            "attention_backward.warp_specialized.preprocess", PREPROCESS_THREADS));
-    });
-    hopper_attributes<Specialized64Backward, Specialized128Backward>(
-        attributes, dtype, {"attention_backward.warp_specialized.64", "attention_backward.warp_specialized.128"},
-        [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            return kernel_attributes<attention_backward_warp_specialized_kernel<T, S>>(name, S::THREADS, S::SHARED);
-        });
-    hopper_attributes<Specialized64Backward, Specialized128Backward>(
-        attributes, dtype,
-        {"attention_backward.warp_specialized.convert.64", "attention_backward.warp_specialized.convert.128"},
-        [](auto zero, auto shape, const char* name) {
-            using T = decltype(zero);
-            using S = decltype(shape);
-            return kernel_attributes<attention_backward_warp_specialized_convert_kernel<T, S>>(name, WARPGROUP, 0);
-        });
+    add_attributes<Batched>(attributes, dtype, "attention_backward.warp_specialized.");
+    add_attributes<Packed>(attributes, dtype, "attention_varlen_backward.warp_specialized.");
 }
 
 }  // namespace kl

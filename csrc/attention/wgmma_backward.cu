@@ -68,7 +68,7 @@ struct BackwardSmem {
 template <typename T>
 __global__ void __launch_bounds__(PREPROCESS_THREADS)
     attention_backward_wgmma_preprocess_kernel(float* stats, float* accumulator, int zeros, const float* lse,
-                                               const float* grad_lse, const T* output,
+                                               const float* grad_lse, const __grid_constant__ View<T> output,
                                                const __grid_constant__ View<T> grad,
                                                const __grid_constant__ Attention a) {
     preprocess_tile(stats, accumulator, zeros, lse, grad_lse, output, grad, a);
@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
         wgmma_wait<0>();
         wgmma_pin(acc);
     }
-    store_gradient<T, S::HEAD_DIM>(grad_query.at(tile.outer, tile.q0), a.D, a.S_q - tile.q0, acc, a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_query.at(tile.outer, tile.q0), grad_query.row, a.D, a.S_q - tile.q0, acc,
+                                   a.scale);
 #endif
 }
 
@@ -192,8 +193,9 @@ __global__ void __launch_bounds__(WARPGROUP, S::BLOCKS)
         wgmma_pin(acc_key);
     }
     const int64_t outer = int64_t{tile.batch} * a.heads_kv + tile.head_kv;
-    store_gradient<T, S::HEAD_DIM>(grad_key.at(outer, tile.k0), a.D, a.S_k - tile.k0, acc_key, a.scale);
-    store_gradient<T, S::HEAD_DIM>(grad_value.at(outer, tile.k0), a.D_v, a.S_k - tile.k0, acc_value, 1.0f);
+    store_gradient<T, S::HEAD_DIM>(grad_key.at(outer, tile.k0), grad_key.row, a.D, a.S_k - tile.k0, acc_key, a.scale);
+    store_gradient<T, S::HEAD_DIM>(grad_value.at(outer, tile.k0), grad_value.row, a.D_v, a.S_k - tile.k0, acc_value,
+                                   1.0f);
 #endif
 }
 
@@ -205,9 +207,8 @@ void run_backward(BackwardCall& call) {
     call.prepare<attention_backward_wgmma_key_kernel<T, S>>(S::SHARED);
     const BackwardMaps maps = call.maps(S::ROWS, S::ROWS);
     run_preprocess<T>(attention_backward_wgmma_preprocess_kernel<T>, call, nullptr, 0);
-    const Gradient<T> grad_query{static_cast<T*>(call.grad_query.data_ptr()), a.S_q, a.D};
-    const Gradient<T> grad_key{static_cast<T*>(call.grad_key.data_ptr()), a.S_k, a.D};
-    const Gradient<T> grad_value{static_cast<T*>(call.grad_value.data_ptr()), a.S_k, a.D_v};
+    const auto grad_query = call.gradient<T>(call.grad_query);
+    const auto grad_key = call.gradient<T>(call.grad_key), grad_value = call.gradient<T>(call.grad_value);
     const auto query_grid = grid_size(a.batches * a.heads * call.query_tiles());
     attention_backward_wgmma_query_kernel<T, S>
         <<<query_grid, WARPGROUP, S::SHARED, launch.stream>>>(grad_query, call.stats_pointer(), maps, a);
