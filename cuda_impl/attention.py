@@ -103,7 +103,7 @@ def _runs_hopper_steps(device: int, dtype: torch.dtype) -> bool:
     return device >= 0 and dtype in (torch.float16, torch.bfloat16) and without_wgmma(device) is None
 
 
-def _read_by_tma(x: torch.Tensor) -> bool:
+def read_by_tma(x: torch.Tensor) -> bool:
     """Whether rows, of multiples of 8 elements, are dense, and each starts at a multiple of 16 bytes."""
     return address(x) % 16 == 0 and (x.is_contiguous() or has_rows_at(x, 8))
 
@@ -131,7 +131,7 @@ def hopper_unsupported(step: str, max_head_dim: int) -> Callable[..., str | None
         if max(d, d_v) > max_head_dim:
             return f"{step} takes head dimensions up to {max_head_dim}, got {max(d, d_v)}"
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not _read_by_tma(x):
+            if not read_by_tma(x):
                 return f"TMA reads dense rows that start on 16 bytes; those of `{name}` do not"
         return None
 
@@ -157,7 +157,7 @@ def _gradients(gradients: tuple[torch.Tensor, ...], needs: tuple[bool, ...]) -> 
 
 def _read_by_kernels(name: str, grad: torch.Tensor) -> torch.Tensor:
     """The output's gradient as a step's backward reads it: TMA asks for dense rows that start on 16 bytes."""
-    if name not in HOPPER_BACKWARD or _read_by_tma(grad):
+    if name not in HOPPER_BACKWARD or read_by_tma(grad):
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
 

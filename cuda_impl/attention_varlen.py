@@ -1,4 +1,8 @@
-"""Attention of packed sequences in CUDA C++: ``csrc/attention/varlen*.cu``."""
+"""Attention of packed sequences in CUDA C++: ``csrc/attention/varlen*.cu``.
+
+The backward pass of ``pingpong`` is that of attention's ``warp_specialized`` on packed sequences. At head dimensions
+above 128, and where sequences are short, it is that of ``flash``.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,16 @@ from typing import Any
 import torch
 
 from cuda_impl import climb
-from cuda_impl.attention import flash_unsupported, hopper_unsupported
+from cuda_impl.attention import flash_unsupported, hopper_unsupported, read_by_tma
 from kernel_ladder.semantics.masks import LONGEST, NO_WINDOW
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
+
+#: The largest head dimension of csrc/attention/warp_specialized_backward.cu; above it `pingpong` has flash's backward.
+HOPPER_HEAD_DIM = 128
+#: Queries of a sequence, on average, from which on `pingpong` has that backward.
+SHORTEST_MEAN = 32
 
 
 def _as_one_batch(*packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -41,17 +50,43 @@ def _saved_from(inputs: Inputs, outputs: tuple[torch.Tensor, ...], options: Opti
     return (query, key, value, *outputs, *offsets, *longest, *others)
 
 
-def _backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+def _on_hopper(query: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor) -> bool:
+    """Whether the backward of ``warp_specialized`` takes a call whose forward ran on Hopper.
+
+    It pads the sums of dQ, in float32, to whole tiles of each sequence. Short sequences would multiply their memory.
+    """
+    if max(query.shape[2], value.shape[2]) > HOPPER_HEAD_DIM:
+        return False
+    return (cu_seqlens_q.shape[0] - 1) * SHORTEST_MEAN <= query.shape[0]
+
+
+def _rows_for_tma(x: torch.Tensor) -> torch.Tensor:
+    """(total, H, D) as one batch, with dense rows that start on 16 bytes, copied where they are not."""
+    (batch,) = _as_one_batch(x)
+    return batch if read_by_tma(batch) else _as_one_batch(x.clone(memory_format=torch.contiguous_format))[0]
+
+
+def _gradients(
+    saved: tuple, grad: Output, needs: tuple[bool, ...], *, hopper: bool = False
+) -> tuple[torch.Tensor | None, ...]:
     grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
     query, key, value, output, lse, *others = saved
-    gradients = torch.ops.kernel_ladder.attention_varlen_backward.flash(
-        *_as_one_batch(grad), grad_lse, *_as_one_batch(query, key, value, output), lse, *others
-    )
+    operators = torch.ops.kernel_ladder.attention_varlen_backward
+    if hopper:
+        run, grad, output = operators.warp_specialized, _rows_for_tma(grad), _rows_for_tma(output)
+    else:
+        run, (grad, output) = operators.flash, _as_one_batch(grad, output)
+    gradients = run(grad, grad_lse, *_as_one_batch(query, key, value), output, lse, *others)
     return (*(g if need else None for g, need in zip(gradients, needs[:3], strict=True)), None, None)
 
 
-def _register(name: str, takes: Callable[..., str | None]) -> None:
-    """Add a rung. `takes` is asked about the operands as one batch. All rungs have the backward of `flash`."""
+def _gradients_on_hopper(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    query, _, value, _, _, cu_seqlens_q, *_ = saved
+    return _gradients(saved, grad, needs, hopper=_on_hopper(query, value, cu_seqlens_q))
+
+
+def _register(name: str, takes: Callable[..., str | None], backward: Callable[..., tuple]) -> None:
+    """Add a rung. `takes` is asked about the operands as one batch."""
     run = getattr(torch.ops.kernel_ladder.attention_varlen, name)
 
     def forward(
@@ -90,20 +125,24 @@ def _register(name: str, takes: Callable[..., str | None]) -> None:
         "attention_varlen",
         f"cuda.{name}",
         forward=forward,
-        backward=_backward,
+        backward=backward,
         unsupported=unsupported,
         saved_from=_saved_from,
     )
 
 
-if "flash" in climb("attention_varlen_backward"):
+for _name in climb("attention_varlen_backward"):
 
-    @torch.library.register_fake("kernel_ladder::attention_varlen_backward.flash")
+    @torch.library.register_fake(f"kernel_ladder::attention_varlen_backward.{_name}")
     def _(grad, grad_lse, query, key, value, *others):
         return tuple(x.new_empty((x.shape[2], x.shape[1], x.shape[3])) for x in (query, key, value))
 
 
-_TAKES = {"flash": flash_unsupported, "pingpong": hopper_unsupported("pingpong", 256)}
+#: By rung: what it asks of a call, and its backward.
+_RUNGS = {
+    "flash": (flash_unsupported, _gradients),
+    "pingpong": (hopper_unsupported("pingpong", 256), _gradients_on_hopper),
+}
 
 for _name in climb("attention_varlen"):
-    _register(_name, _TAKES[_name])
+    _register(_name, *_RUNGS[_name])

@@ -59,6 +59,7 @@ _KERNELS_OF = {
     ("sum", "two_stage"): ("sum", "coalesced"),
     ("matmul", "stream_k"): ("matmul", "persistent"),
     ("attention_varlen", "flash"): ("attention", "flash"),
+    ("attention_varlen", "warp_specialized"): ("attention", "warp_specialized"),
 }
 
 
@@ -70,7 +71,7 @@ _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RmsNorm", "add_rms_norm": "Add
 _BACKWARD_OF: dict[tuple[str, str], tuple[str, ...]] = {
     **{("attention", step): ("wgmma", "warp_specialized", "flash") for step in ("pingpong", "persistent")},
     ("attention", "split_kv"): ("flash",),
-    ("attention_varlen", "pingpong"): ("flash",),
+    ("attention_varlen", "pingpong"): ("warp_specialized", "flash"),
     ("softmax", "multirow"): ("registers",),
     ("bias_gelu", "vectorized"): ("multirow",),
     **{
@@ -153,6 +154,8 @@ def of_variant(op: str, step: str) -> list[Instance]:
 
     Those of a normalisation are ``norm_<step>…_kernel<Op, …>``; sums of columns serve each step but the first.
     """
+    # Where batches and packed sequences have instances of their own, the name of one tells which.
+    others = "Batched" if op == "attention_varlen" else "Packed"
     op, step = _KERNELS_OF.get((op, step), (op, step))
     if op in _NORMS:
         sums = "|_backward_column_sum" if step in ("block", "registers") else ""
@@ -162,7 +165,7 @@ def of_variant(op: str, step: str) -> list[Instance]:
     longer = [name for name in climb(op) if name.startswith(f"{step}_")]
     not_longer = f"(?!{'|'.join(f'{name}_' for name in longer)})" if longer else ""
     named = re.compile(rf"{op}(_backward)?_{not_longer}{step}(_\w+)?_kernel")
-    return [i for i in instances() if named.fullmatch(i.function)]
+    return [i for i in instances() if named.fullmatch(i.function) and others not in re.findall(r"\w+", i.name)]
 
 
 def sources() -> Path | None:

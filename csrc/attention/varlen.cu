@@ -7,7 +7,8 @@
 //
 // One TMA description covers all sequences, so that the last tile of one contains the first rows of the next. Such
 // queries are not stored and such scores are masked. Such values are cleared, because a weight of zero times another
-// sequence's NaN would be NaN. It shares the mainloop of pingpong.cuh. Its backward pass is varlen_backward.cu.
+// sequence's NaN would be NaN. It shares the mainloop of pingpong.cuh. Its backward pass is that of `warp_specialized`, on
+// packed sequences (warp_specialized_backward.cu); at head dimensions above 128 that of `flash` (varlen_backward.cu).
 
 #include "attention/pingpong.cuh"
 #include "attention/sequences.cuh"

@@ -1,4 +1,5 @@
-// attention_varlen, backward pass of every rung: the kernels of attention's flash, on packed sequences.
+// attention_varlen, backward pass of rung 1 of 2: the kernels of attention's flash, on packed sequences. `pingpong` has it
+// at head dimensions above 128; else warp_specialized_backward.cu.
 // Idea      Each block looks up where its sequence begins and how long it is; the rest is flash_backward.cuh.
 // Predicts  The time of attention's flash backward on each sequence alone.
 // Limit now Every sequence has as many blocks as the longest needs; those past its end exit at once.

@@ -161,6 +161,11 @@ const std::vector<Schema>& schemas() {
               " Tensor output, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,"
               " SymInt max_seqlen_k, int left, int right, float scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
               attention_varlen_backward_flash),
+        KL_OP("attention_varlen_backward.warp_specialized(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key,"
+              " Tensor value, Tensor output, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+              " SymInt max_seqlen_q, SymInt max_seqlen_k, int left, int right, float scale, bool enable_gqa)"
+              " -> (Tensor, Tensor, Tensor)",
+              attention_varlen_backward_warp_specialized),
         KL_OP("add.naive(Tensor input, Tensor other) -> Tensor", add_naive),
         KL_OP("add.vectorized(Tensor input, Tensor other) -> Tensor", add_vectorized),
         KL_OP("sum.naive(Tensor input, int[] dim, bool keepdim) -> Tensor", sum_naive),

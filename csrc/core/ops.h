@@ -209,6 +209,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_varlen_backward_flash(
     const Tensor& value, const Tensor& output, const Tensor& lse, const Tensor& cu_seqlens_q,
     const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t left, int64_t right, double scale,
     bool enable_gqa);
+std::tuple<Tensor, Tensor, Tensor> attention_varlen_backward_warp_specialized(
+    const Tensor& grad, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t left, int64_t right, double scale,
+    bool enable_gqa);
 std::tuple<Tensor, Tensor> attention_dropout_flash(const Tensor& query, const Tensor& key, const Tensor& value,
                                                    const std::optional<Tensor>& attn_mask, int64_t first, int64_t last,
                                                    double scale, bool enable_gqa, int64_t threshold, double drop_scale,
