@@ -10,6 +10,7 @@ import torch
 
 import cuda_impl
 import kernel_ladder
+from cuda_impl import attention_varlen
 from kernel_ladder import autograd, gpu, selection, table
 from kernel_ladder.spec import Case
 from kernel_ladder.testing.agreement import agreement
@@ -79,6 +80,24 @@ def test_what_a_ring_saves_is_what_the_forward_pass_saves(name, longest):
     assert all(same), same
 
 
+@needs_extension
+@pytest.mark.parametrize(
+    ("rows", "sequences", "d", "d_v", "on_hopper"),
+    [
+        (64, 1, 64, 64, True),
+        (64, 2, 128, 128, True),
+        (63, 2, 128, 128, False),  # short sequences
+        (4096, 8, 136, 64, False),
+        (4096, 8, 64, 256, False),
+    ],
+)
+def test_whose_backward_pingpong_has(rows, sequences, d, d_v, on_hopper):
+    query, value, offsets = (
+        torch.empty(*shape, device="meta") for shape in ((rows, 4, d), (rows, 4, d_v), (sequences + 1,))
+    )
+    assert attention_varlen._on_hopper(query, value, offsets) == on_hopper
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 BANDS = {
@@ -90,6 +109,7 @@ BANDS = {
 #: Lengths around tiles of 64, 80 and 128 rows, none at all, and longer ones; of keys fewer and more.
 OFFSETS = {
     "edges": ([0, 1, 65, 193, 193, 322, 400], [0, 129, 193, 194, 260, 389, 389]),
+    "borders": ([0, 63, 128, 255, 255, 256, 385, 449], [0, 65, 128, 128, 255, 384, 385, 449]),
     "long": ([0, 700, 701, 1500], [0, 300, 1400, 2000]),
 }
 
@@ -103,8 +123,10 @@ OFFSETS = {
     [
         (32, 32, torch.bfloat16),
         (64, 64, torch.float16),
+        (72, 72, torch.float16),
         (96, 96, torch.bfloat16),
         (128, 128, torch.bfloat16),
+        (128, 64, torch.bfloat16),
         (192, 128, torch.bfloat16),
         (40, 136, torch.float16),
         (256, 256, torch.bfloat16),
@@ -167,3 +189,78 @@ def test_lengths_of_which_the_host_is_told_nothing(name):
     ]
     for told, not_told in zip(*found, strict=True):
         torch.testing.assert_close(not_told, told, rtol=0, atol=0)
+
+
+def gradients(variant: table.Variant, inputs: tuple, options: dict, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return variant.backward(variant.forward(*inputs, **options)[1], grad, (True,) * 3 + (False,) * 2)[:3]
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (72, 72), (128, 128), (128, 64)])
+def test_other_sequences_leave_a_gradient_alone(name, is_causal, value, d, d_v):
+    """Tiles hold rows of the sequences before and after, whose NaN and infinity must not be multiplied by zero."""
+    variant = rung(name)
+    case = packed([0, 70, 199, 330], [0, 65, 266, 400], d, d_v, is_causal=is_causal, return_lse=False)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    grad = torch.randn(330, 6, d_v, device=DEVICE).to(torch.bfloat16)
+    own = [slice(70, 199), slice(65, 266), slice(65, 266)]
+    before = gradients(variant, inputs, case.options, grad)
+    for x, rows in zip((*inputs[:3], grad), (*own, own[0]), strict=True):
+        kept = x[rows].clone()
+        x.fill_(value)
+        x[rows] = kept
+    after = gradients(variant, inputs, case.options, grad)
+    for x, y, rows in zip(before, after, own, strict=True):
+        assert x[rows].isfinite().all()
+        torch.testing.assert_close(y[rows], x[rows], rtol=0, atol=0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_many_tiles_repeat_in_every_bit(d, is_causal):
+    """More tiles of keys than a GPU has room for at once, which add to one dQ."""
+    variant = rung("cuda.pingpong")
+    case = packed([0, 3000, 3001, 9000], [0, 2500, 4000, 9500], d, d, is_causal=is_causal, return_lse=False)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    grad = torch.randn(9000, 6, d, device=DEVICE).to(torch.bfloat16)
+    first = gradients(variant, inputs, case.options, grad)
+    for _ in range(20):
+        again = gradients(variant, inputs, case.options, grad)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+#: Offsets in 4096 rows that the host does not see. Sequences overlap, so that tiles of two of them share counters.
+WRONG = {
+    "past": (0, 2000, 2**31 - 1),
+    "fall": (0, 4096, 0, 4096),
+    "fall-often": (0, 3000, 100, 4000, 200, 4096),
+    "below": (-(2**31), 1000, -5, 4096),
+    "late": (1000, 2000, 3000),
+    "nowhere": (2**31 - 1, -(2**31), 2**31 - 1),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("places", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("of", ["q", "k", "both"])
+def test_gradients_with_wrong_offsets_end(places, of):
+    """Blocks wait for each other by offsets: wrong ones must give wrong rows, not a kernel that never ends."""
+    variant = rung("cuda.pingpong")
+    right = [4096 * i // (len(places) - 1) for i in range(len(places))]
+    case = packed(right, right, 128, 128, is_causal=True, return_lse=False)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE)
+    skip_unless_it_runs(variant, inputs, case.options)
+    grad = torch.randn(4096, 6, 128, device=DEVICE).to(torch.bfloat16)
+    before = gradients(variant, inputs, case.options, grad)
+    wrong = torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    of_q, of_k = (inputs[3] if of == "k" else wrong), (inputs[4] if of == "q" else wrong)
+    gradients(variant, (*inputs[:3], of_q, of_k), {**case.options, "max_seqlen_q": 4096, "max_seqlen_k": 4096}, grad)
+    torch.cuda.synchronize()
+    after = gradients(variant, inputs, case.options, grad)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
