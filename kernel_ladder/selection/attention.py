@@ -99,8 +99,8 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
 def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[str, ...]:
     """Prefers ``triton.flash`` to the cuda level where a gradient of packed sequences is wanted.
 
-    There the cuda rungs have the backward kernels of attention's ``cuda.flash``, on mma.sync. Both passes of 16384 rows
-    at head dimension 128 take 1.21 times as long, with grouped heads and a causal mask 1.32 times (H100).
+    With the backward kernels of ``cuda.flash``, on mma.sync, both passes of 16384 rows at head dimension 128 take 1.21
+    times as long, with grouped heads and a causal mask 1.32 times (H100).
     """
     return ("triton.flash",) if wants_gradient(*inputs) else ()
 
