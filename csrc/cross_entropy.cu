@@ -5,9 +5,9 @@
 //
 // `kept` is 1 − label smoothing, and `uniform` is label smoothing / classes. A row whose label is the one to ignore has
 // loss and gradient zero; one whose label is no class has loss NaN and gradient zero. Neither is read. The forward pass
-// keeps each row's maximum and sum; their log-sum-exp alone would lose digits where logits are large.
+// keeps each row's online softmax state; a log-sum-exp alone would lose digits where logits are large.
 
-#include "softmax/softmax.cuh"
+#include "softmax/row_in_registers.cuh"
 
 namespace kl {
 namespace {
@@ -25,152 +25,247 @@ struct Entropy {
 };
 
 // cross_entropy, rung 1 of 1: online
-// Idea      One block per row; maximum and sum in one pass (Milakov and Gimelshein, arXiv:1805.02867), with 16-byte
-//           loads, and one reduction of both over the block. The backward pass recomputes the probabilities.
+// Idea      One block per row, or per few short rows. Maximum and sum come from one pass (Milakov and Gimelshein,
+//           arXiv:1805.02867), with four 16-byte loads in flight a thread, and one reduction of both. The backward pass
+//           recomputes the probabilities.
 // Predicts  N·sizeof(T) bytes per row; backward one read and one write.
-// Limit now Memory bandwidth; the reduction at a row's end, where there are few classes.
+// Limit now Memory bandwidth; short rows wait for their label and for their logits, one after the other.
 // Next      –
 
-constexpr int ENTROPY_THREADS = 512;
-constexpr int ENTROPY_UNROLL = 2;
+constexpr int ENTROPY_THREADS = 256;  // largest block; an SM holds four, whose rows begin and end at different times
+constexpr int ENTROPY_PIECES = 4;     // that a block of the backward pass takes of a row, one after the other
+constexpr float LN2 = 0.693147180559945f;
 
-/// Merges the maximum and sum of two parts of a row.
-struct MergeStates {
-    __device__ Pair operator()(Pair a, Pair b) const {
-        const float row_max = fmaxf(a.first, b.first), shift = finite_or_zero(row_max);
-        return {row_max, a.second * fast_exp(a.first - shift) + b.second * fast_exp(b.first - shift)};
+/// The aligned vectors of a DENSE row, which may begin off 16 bytes: `head` elements lie before them, some after. Other
+/// rows count vectors from their start.
+template <typename T, bool DENSE>
+struct RowSpan {
+    int head, vectors;
+
+    __device__ RowSpan(const T* row, int64_t length) {
+        constexpr int SIZE = Vec<T>::size;
+        const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+        head = DENSE ? static_cast<int>(min(length, int64_t{(SIZE - past) % SIZE})) : 0;
+        vectors = static_cast<int>(DENSE ? (length - head) / SIZE : ceil_div(length, SIZE));
+    }
+    /// Elements up to the end of the last vector.
+    __device__ int64_t end() const { return head + int64_t{vectors} * Vec<T>::size; }
+    __device__ bool has_edges(int64_t length) const { return DENSE && (head > 0 || end() < length); }
+    /// Where this thread's vector of the row's edges begins: thread 0 may have the first, thread 1 the last.
+    __device__ int64_t edge(int64_t length) const {
+        if (threadIdx.x == 0 && head > 0) return head - Vec<T>::size;
+        return threadIdx.x == 1 ? end() : length;
     }
 };
 
-/// The maximum and sum of a thread's elements of a row. With SMOOTHED also their number, `seen`, and `below`: Σ (max − x).
-template <typename T, bool SMOOTHED>
-__device__ Pair scan_row(const T* in, const Entropy& entropy, float& below, float& seen) {
-    const int64_t step = int64_t{blockDim.x} * Vec<T>::size, length = entropy.length;
-    Pair state{NEG_INF, 0.0f};
-    const int64_t begin = static_cast<int64_t>(threadIdx.x) * Vec<T>::size - past_vector(in, in);
-    for (int64_t base = begin; base < length; base += ENTROPY_UNROLL * step) {
-        Vec<T> v[ENTROPY_UNROLL];
-        float x[ENTROPY_UNROLL][Vec<T>::size];
+/// Σ (reference − x) over the elements of a vector that begins at `first`. VECTORIZED: all of them lie in the row.
+template <bool VECTORIZED, typename T>
+__device__ float sum_below(const Vec<T>& v, float reference, int64_t first, int64_t length) {
+    float x[Vec<T>::size], sum = 0.0f;
+    unpack(v, x);
 #pragma unroll
-        for (int u = 0; u < ENTROPY_UNROLL; ++u) {
-            v[u] = load_vector(in, entropy.in_rows, base + u * step, length, NEG_INF);
-        }
-        float new_max = state.first;
+    for (int e = 0; e < Vec<T>::size; ++e) {
+        if (VECTORIZED || (0 <= first + e && first + e < length)) sum += reference - x[e];
+    }
+    return sum;
+}
+
+/// The state of a thread's elements of a row. With SMOOTHED also adds Σ (reference − x) · uniform to `below`.
+template <bool SMOOTHED, bool DENSE, typename T>
+__device__ OnlineSoftmaxState scan_row(const T* in, const Rows& rows, RowPartition<false> part,
+                                       const RowSpan<T, DENSE>& span, int64_t length, float reference, float uniform,
+                                       float& below) {
+    OnlineSoftmaxState state{NEG_INF, 0.0f};
+    const int pieces = static_cast<int>(ceil_div(span.vectors, ROW_VECTORS * part.step()));
+#pragma unroll 1
+    for (int i = 0; i < pieces; ++i, part.first += ROW_VECTORS * part.step()) {
+        Vec<T> tile[ROW_VECTORS];
+        load_row<DENSE>(tile, in + span.head, rows, part, true, DENSE ? span.end() - span.head : length, NEG_INF);
+        state = MergeSoftmax{}(state, softmax_state(tile));
+        if constexpr (SMOOTHED) {
 #pragma unroll
-        for (int u = 0; u < ENTROPY_UNROLL; ++u) {
-            unpack(v[u], x[u]);
-#pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) new_max = fmaxf(new_max, x[u][e]);
-        }
-        const float shift = finite_or_zero(new_max);
-        state.second *= fast_exp(state.first - shift);
-        if (SMOOTHED && state.first != NEG_INF) below += seen * (shift - state.first);
-#pragma unroll
-        for (int u = 0; u < ENTROPY_UNROLL; ++u) {
-#pragma unroll
-            for (int e = 0; e < Vec<T>::size; ++e) {
-                state.second += fast_exp(x[u][e] - shift);
-                const int64_t i = base + u * step + e;
-                if (SMOOTHED && 0 <= i && i < length) below += shift - x[u][e], seen += 1.0f;
+            for (int v = 0; v < ROW_VECTORS; ++v) {
+                const int64_t first = int64_t{part.at(v)} * Vec<T>::size;
+                if (part.at(v) < span.vectors) below += uniform * sum_below<DENSE>(tile[v], reference, first, length);
             }
         }
-        state.first = new_max;
+    }
+    if (span.has_edges(length)) {
+        const int64_t first = span.edge(length);
+        Vec<T> edge[1] = {load_vector(in, rows, first, length, NEG_INF)};
+        state = MergeSoftmax{}(state, softmax_state(edge));
+        if (SMOOTHED) below += uniform * sum_below<false>(edge[0], reference, first, length);
     }
     return state;
 }
 
-template <typename T, typename Loss, bool SMOOTHED>
-__global__ void __launch_bounds__(ENTROPY_THREADS, 3)
-    cross_entropy_online_kernel(Loss* losses, float* stats, const T* input, const int64_t* target,
+/// The row's log-sum-exp less x. The exponent of x is rounded as those in the row's sum are.
+__device__ float below_lse(OnlineSoftmaxState row, float log_sum, float x) {
+    return log_sum - (is_far(row.half_shift) ? x - row.half_shift : LN2 * fmaf(x, LOG2E, -2.0f * row.half_shift));
+}
+__device__ float lse_of(OnlineSoftmaxState row) {
+    return logf(row.sum) + (is_far(row.half_shift) ? row.half_shift : 2.0f * LN2 * row.half_shift);
+}
+
+/// Stores this block's part of a sum or mean: the sum of its rows' losses, and the number of its rows.
+__device__ void store_result(Pair* results, Pair of_row, bool has_row) {
+    __shared__ Pair of_rows[ENTROPY_THREADS / 4];
+    if (blockDim.y > 1) {
+        if (threadIdx.x == 0) of_rows[threadIdx.y] = has_row ? of_row : Pair{0.0f, 0.0f};
+        __syncthreads();
+        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+        if (thread >= WARP) return;
+        of_row = {0.0f, 0.0f};
+        for (int r = thread; r < blockDim.y; r += WARP) of_row = PairSum{}(of_row, of_rows[r]);
+        of_row = over_lanes(of_row, PairSum{}, WARP);
+    }
+    if (threadIdx.x == 0 && threadIdx.y == 0) results[blockIdx.x] = of_row;
+}
+
+/// Stores each row's loss.
+template <typename T>
+__device__ void store_result(T* results, Pair of_row, bool has_row) {
+    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    if (threadIdx.x == 0 && has_row) results[row] = from_float<T>(of_row.first);
+}
+
+template <typename T, typename Result, bool SMOOTHED, bool DENSE>
+__global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
+    cross_entropy_online_kernel(Result* results, float* stats, const T* input, const int64_t* target,
                                 __grid_constant__ const Entropy entropy) {
-    __shared__ ReduceSmem<false, Pair> state_smem;
+    __shared__ ReduceSmem<false, OnlineSoftmaxState> state_smem;
     __shared__ ReduceSmem<false, float> below_smem;
     pdl_begin();
-    const int64_t row = blockIdx.x, label = target[entropy.labels.offset(row)];
-    float loss = 0.0f;
-    Pair state{NEG_INF, 0.0f};
-    if (entropy.counts(label)) {  // the same for all threads
-        const T* in = input + entropy.in_rows.start(row);
-        float below = 0.0f, seen = 0.0f;
-        const Pair of_thread = scan_row<T, SMOOTHED>(in, entropy, below, seen);
-        state = reduce_over_row(of_thread, MergeStates{}, state_smem);
-        const float log_sum = logf(state.second);
-        if (SMOOTHED) {
-            if (of_thread.first != NEG_INF) below += seen * (state.first - of_thread.first);
-            below = reduce_over_row(below, Sum{}, below_smem);
-            loss = entropy.uniform * (static_cast<float>(entropy.length) * log_sum + below);
-        }
-        loss += entropy.kept * (log_sum + (state.first - to_float(in[label * entropy.in_rows.stride])));
-        const float lse = state.first + log_sum;
-        if (entropy.z_loss != 0.0f) loss += entropy.z_loss * lse * lse;
-    } else if (label != entropy.ignore_index) {
-        loss = std::numeric_limits<float>::quiet_NaN();
+    RowPartition<false> part(0);
+    const bool has_row = part.has_row(entropy.rows);
+    const int64_t row = has_row ? part.row : 0, label = target[entropy.labels.offset(row)];
+    const bool counts = entropy.counts(label);  // the same for all threads of a row
+    const T* in = input + entropy.in_rows.start(row);
+    const int64_t length = counts && has_row ? entropy.length : 0;
+    const float of_label = length > 0 ? to_float(in[label * entropy.in_rows.stride]) : 0.0f;
+    const float reference = SMOOTHED && isfinite(of_label) ? of_label : 0.0f;
+    float below = 0.0f;
+    const RowSpan<T, DENSE> span(in, length);
+    OnlineSoftmaxState state =
+        scan_row<SMOOTHED>(in, entropy.in_rows, part, span, length, reference, entropy.uniform, below);
+    state = reduce_over_row(state, MergeSoftmax{}, state_smem);
+    const float log_sum = logf(state.sum);
+    float loss = entropy.kept * below_lse(state, log_sum, of_label);
+    if (SMOOTHED) {
+        below = reduce_over_row(below, Sum{}, below_smem);
+        loss += entropy.uniform * static_cast<float>(entropy.length) * below_lse(state, log_sum, reference) + below;
     }
-    if (threadIdx.x != 0) return;
-    losses[row] = from_float<Loss>(loss);
-    stats[row] = state.first;
-    stats[entropy.rows + row] = state.second;
+    if (entropy.z_loss != 0.0f) {
+        const float lse = lse_of(state);
+        loss += entropy.z_loss * lse * lse;
+    }
+    const bool ignored = label == entropy.ignore_index;
+    if (!counts) loss = ignored ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+    if (threadIdx.x == 0 && has_row) {
+        stats[row] = state.half_shift;
+        stats[entropy.rows + row] = state.sum;
+    }
+    store_result(results, {loss, ignored ? 0.0f : 1.0f}, has_row);
 }
 
-template <typename T, bool SMOOTHED>
-__global__ void __launch_bounds__(ENTROPY_THREADS, 3)
+/// Turns a row's logits into their gradient, but for the label's, from which `of_label` is subtracted.
+struct RowGradient {
+    float half_shift, scale, share, of_label;
+
+    /// All members are zero for a row that does not count, whose x is given as zero.
+    template <bool IS_FAR>
+    __device__ float operator()(float x) const {
+        return fmaf(shifted_exp<IS_FAR>(x, half_shift), scale, share);
+    }
+};
+
+template <typename T, bool DENSE>
+__global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
     cross_entropy_backward_online_kernel(T* grad_input, const T* grad, const T* input, const int64_t* target,
-                                         const float* stats, const float* count, unsigned blocks_a_row,
+                                         const float* stats, const float* count, unsigned blocks_a_row, int pieces,
                                          __grid_constant__ const Entropy entropy) {
+    constexpr int SIZE = Vec<T>::size, VECTORS = ROW_VECTORS;
     pdl_begin();
-    const int64_t row = blockIdx.x / blocks_a_row, label = target[entropy.labels.offset(row)];
-    const bool counts = entropy.counts(label);
-    const float row_max = stats[row], row_sum = stats[entropy.rows + row];
+    RowPartition<false> part(0);
+    const unsigned of_row = blockIdx.x % blocks_a_row;
+    part.row = int64_t{blockIdx.x / blocks_a_row} * blockDim.y + threadIdx.y;
+    part.first = of_row * pieces * VECTORS * part.step() + threadIdx.x;
+    if (!part.has_row(entropy.rows)) return;
+    const int64_t row = part.row, length = entropy.length, label = target[entropy.labels.offset(row)];
+    const OnlineSoftmaxState state{stats[row], stats[entropy.rows + row]};
     float g = to_float(grad[entropy.grads.offset(row)]);
-    if (entropy.mean) g /= *count;
-    float scale = 1.0f / row_sum;
-    if (entropy.z_loss != 0.0f) scale *= 1.0f + 2.0f * entropy.z_loss * (row_max + logf(row_sum));
+    const bool counts = entropy.counts(label);
     const T* in = input + entropy.in_rows.start(row);
     T* out = grad_input + entropy.out_rows.start(row);
-    const int64_t step = int64_t{blockDim.x} * Vec<T>::size;
-    const int64_t base = blockIdx.x % blocks_a_row * ENTROPY_UNROLL * step +
-                         static_cast<int64_t>(threadIdx.x) * Vec<T>::size - past_vector(in, out);
-    Vec<T> v[ENTROPY_UNROLL];
-#pragma unroll
-    for (int u = 0; u < ENTROPY_UNROLL; ++u) {
-        v[u] = load_vector(in, entropy.in_rows, base + u * step, counts ? entropy.length : 0, 0.0f);
+    const RowSpan<T, DENSE> span(in, length);
+    const int64_t spanned = DENSE ? span.end() - span.head : length;
+    RowGradient gradient{0.0f, 0.0f, 0.0f, 0.0f};
+    if (entropy.mean) g /= *count;
+    if (counts) {
+        float scale = 1.0f / state.sum;
+        if (entropy.z_loss != 0.0f) scale *= 1.0f + 2.0f * entropy.z_loss * lse_of(state);
+        const float share = entropy.uniform != 0.0f ? -g * entropy.uniform : 0.0f;
+        gradient = {state.half_shift, g * scale, share, g * entropy.kept};
     }
-#pragma unroll
-    for (int u = 0; u < ENTROPY_UNROLL; ++u) {
-        const int64_t first = base + u * step;
-        float x[Vec<T>::size];
-        unpack(v[u], x);
-#pragma unroll
-        for (int e = 0; e < Vec<T>::size; ++e) {
-            float value = fast_exp(x[e] - row_max) * scale;
-            if (first + e == label) value -= entropy.kept;
-            if (SMOOTHED) value -= entropy.uniform;
-            x[e] = counts ? g * value : 0.0f;
+    const int64_t in_span = label - span.head;
+    const auto label_vector = static_cast<int>(in_span / SIZE), label_element = static_cast<int>(in_span % SIZE);
+    const auto run = [&](auto far) {
+        constexpr bool IS_FAR = decltype(far)::value;
+        if (of_row == 0 && span.has_edges(length)) {
+            for (int i = threadIdx.x; i < 2 * SIZE; i += part.step()) {
+                const int64_t at = i < SIZE ? (i < span.head ? i : length) : span.end() + i - SIZE;
+                if (at >= length) continue;
+                float value = gradient.template operator()<IS_FAR>(counts ? to_float(in[at]) : 0.0f);
+                if (at == label) value -= gradient.of_label;
+                out[at] = from_float<T>(value);
+            }
         }
-        store_vector(out, entropy.out_rows, pack<T>(x), first, entropy.length);
-    }
+#pragma unroll 1
+        for (int i = 0; i < pieces && part.first < span.vectors; ++i, part.first += VECTORS * part.step()) {
+            Vec<T> tile[VECTORS];
+            load_row<DENSE>(tile, in + span.head, entropy.in_rows, part, counts, spanned, 0.0f);
+#pragma unroll
+            for (int v = 0; v < VECTORS; ++v) {
+                float x[SIZE];
+                unpack(tile[v], x);
+#pragma unroll
+                for (int e = 0; e < SIZE; ++e) x[e] = gradient.template operator()<IS_FAR>(x[e]);
+                if (part.at(v) == label_vector && in_span >= 0) {
+#pragma unroll
+                    for (int e = 0; e < SIZE; ++e) x[e] -= e == label_element ? gradient.of_label : 0.0f;
+                }
+                store_part<DENSE>(out + span.head, entropy.out_rows, pack<T>(x), v, part, true, spanned);
+            }
+        }
+    };
+    is_far(gradient.half_shift) ? run(std::true_type{}) : run(std::false_type{});
 }
 
-constexpr int ENTROPY_SUM_THREADS = 1024;
+constexpr int ENTROPY_SUM_THREADS = ROW_THREADS;
+constexpr int ENTROPY_SUM_UNROLL = 8;  // loads in flight per thread
 
-/// Adds up the rows' losses; for a mean divides by the number of rows that are not ignored, and writes it. One block, so
+/// Adds up what blocks have written; for a mean divides by the number of rows that count, and writes it. One block, so
 /// that every run gives the same bits.
 template <typename T>
 __global__ void __launch_bounds__(ENTROPY_SUM_THREADS)
-    cross_entropy_online_sum_kernel(T* output, float* count, const float* losses, const int64_t* target,
-                                    __grid_constant__ const Entropy entropy) {
-    __shared__ float scratch[WARP];
+    cross_entropy_online_sum_kernel(T* output, float* count, const Pair* results, int blocks, bool mean) {
+    __shared__ ReduceSmem<false, Pair> smem;
     pdl_begin();
-    float total = 0.0f, counted = 0.0f;
-    for (int64_t row = threadIdx.x; row < entropy.rows; row += ENTROPY_SUM_THREADS) {
-        total += losses[row];
-        if (entropy.mean && target[entropy.labels.offset(row)] != entropy.ignore_index) counted += 1.0f;
+    Pair total{0.0f, 0.0f};
+    for (int first = threadIdx.x; first < blocks; first += ENTROPY_SUM_UNROLL * ENTROPY_SUM_THREADS) {
+        Pair parts[ENTROPY_SUM_UNROLL];
+#pragma unroll
+        for (int u = 0; u < ENTROPY_SUM_UNROLL; ++u) {
+            const int i = first + u * ENTROPY_SUM_THREADS;
+            parts[u] = i < blocks ? results[i] : Pair{0.0f, 0.0f};
+        }
+#pragma unroll
+        for (int u = 0; u < ENTROPY_SUM_UNROLL; ++u) total = PairSum{}(total, parts[u]);
     }
-    total = block_reduce(total, Sum{}, scratch);
-    counted = block_reduce(counted, Sum{}, scratch);
+    total = reduce_over_row(total, PairSum{}, smem);
     if (threadIdx.x != 0) return;
-    if (entropy.mean) *count = counted;
-    *output = from_float<T>(entropy.mean ? total / counted : total);
+    if (mean) *count = total.second;
+    *output = from_float<T>(mean ? total.first / total.second : total.first);
 }
 
 // ---- host ----------------------------------------------------------------------------------------------------------
@@ -187,6 +282,7 @@ Entropy describe(const Tensor& input, const Tensor& target, const RowLayout& lay
     bool same = target.dim() == input.dim() - 1;
     for (int64_t d = 0; same && d < target.dim(); ++d) same = target.size(d) == layout.sizes[static_cast<size_t>(d)];
     KL_CHECK(same, op, ": argument `target` must have the shape of `input` without its classes");
+    KL_CHECK(layout.length <= 1 << 30, op, ": a row of ", layout.length, " classes is longer than ", 1 << 30);
     Entropy entropy{};
     entropy.labels = collapse(target.sizes().data(), target.strides().data(), target.dim(), op);
     entropy.in_rows = layout.rows(input, op);
@@ -200,11 +296,24 @@ Entropy describe(const Tensor& input, const Tensor& target, const RowLayout& lay
     return entropy;
 }
 
+/// Whether rows of both operands are dense and begin equally far off 16 bytes, so that vectors are aligned in both.
+template <typename T>
+bool aligned_alike(const Rows& a, const void* of_a, const Rows& b, const void* of_b) {
+    if (a.whole && b.whole) return a.stride == 1 && b.stride == 1;
+    bool same = a.stride == 1 && b.stride == 1 && a.walk.dims == b.walk.dims &&
+                (reinterpret_cast<uintptr_t>(of_a) - reinterpret_cast<uintptr_t>(of_b)) % 16 == 0;
+    for (int d = 0; same && d < a.walk.dims; ++d) {
+        same = a.walk.sizes[d] == b.walk.sizes[d] && (a.walk.strides[d] - b.walk.strides[d]) % Vec<T>::size == 0;
+    }
+    return same;
+}
+
 int64_t class_dim(const Tensor& input) { return input.dim() > 1 ? 1 : 0; }
 
-/// Threads of a block whose threads have ENTROPY_UNROLL vectors of a row each, or more.
-unsigned entropy_threads(int64_t chunks) {
-    return std::max(row_threads(chunks, ENTROPY_UNROLL, ENTROPY_THREADS), static_cast<unsigned>(WARP));
+/// ROW_VECTORS of a row at once per thread; several rows per block where they are short.
+RowLaunch entropy_launch(int64_t chunks) {
+    const unsigned threads = row_threads(chunks, ROW_VECTORS, ENTROPY_THREADS);
+    return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1};
 }
 
 }  // namespace
@@ -217,30 +326,32 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, con
     const Launch launch(input);
     const RowLayout layout(input, class_dim(input), op, true);
     const Entropy entropy = describe(input, target, layout, reduction, ignore_index, label_smoothing, z_loss, op);
-    const bool reduced = reduction != "none";
+    const bool reduced = reduction != "none", dense = entropy.in_rows.stride == 1;
     std::vector<int64_t> shape;
     if (!reduced) shape = layout.sizes;
     Tensor output = empty(input, input.scalar_type(), shape);
     Tensor stats = empty(input, ScalarType::Float, {2 * entropy.rows});
     Tensor count = empty(input, ScalarType::Float, {entropy.mean ? int64_t{1} : int64_t{0}});
-    Tensor losses = reduced ? empty(input, ScalarType::Float, {entropy.rows}) : output;
     dispatch(input.scalar_type(), op, [&](auto zero) {
         using T = decltype(zero);
-        const auto* labels = pointer<const int64_t>(target);
-        const auto run = [&](auto loss, auto smoothed) {
-            using Loss = decltype(loss);
-            launch_pdl(cross_entropy_online_kernel<T, Loss, decltype(smoothed)::value>, grid_size(entropy.rows),
-                       entropy_threads(layout.chunks<T>()), launch, pointer<Loss>(losses), pointer<float>(stats),
-                       pointer<const T>(input), labels, entropy);
+        const RowLaunch shape = entropy_launch(layout.chunks<T>());
+        const unsigned grid = shape.grid(entropy.rows);
+        const auto run = [&](auto* results) {
+            if (grid == 0) return;
+            const auto launch_kernel = [&](auto smoothed, auto is_dense) {
+                launch_rows(cross_entropy_online_kernel<T, std::decay_t<decltype(*results)>, smoothed(), is_dense()>,
+                            shape, grid, 0, launch, results, pointer<float>(stats), pointer<const T>(input),
+                            pointer<const int64_t>(target), entropy);
+            };
+            with_constant(label_smoothing != 0.0, [&](auto smoothed) {
+                with_constant(dense, [&](auto is_dense) { launch_kernel(smoothed, is_dense); });
+            });
         };
-        if (entropy.rows > 0) {
-            with_constant(label_smoothing != 0.0,
-                          [&](auto smoothed) { reduced ? run(0.0f, smoothed) : run(T{}, smoothed); });
-        }
-        if (reduced) {
-            launch_pdl(cross_entropy_online_sum_kernel<T>, 1, ENTROPY_SUM_THREADS, launch, pointer<T>(output),
-                       pointer<float>(count), pointer<const float>(losses), labels, entropy);
-        }
+        if (!reduced) return run(pointer<T>(output));
+        const Tensor results = empty(input, ScalarType::Float, {2 * int64_t{grid}});
+        run(pointer<Pair>(results));
+        launch_pdl(cross_entropy_online_sum_kernel<T>, 1, ENTROPY_SUM_THREADS, launch, pointer<T>(output),
+                   pointer<float>(count), pointer<const Pair>(results), static_cast<int>(grid), entropy.mean);
     });
     KL_LAUNCH_CHECK();
     return {output, stats, count};
@@ -268,15 +379,17 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
     entropy.grads = collapse(grad.sizes().data(), grad.strides().data(), grad.dim(), op);
     dispatch(input.scalar_type(), op, [&](auto zero) {
         using T = decltype(zero);
-        const unsigned threads = entropy_threads(layout.chunks<T>());
-        // Vectors of a row that begins off 16 bytes are one more than those of its length.
-        const int64_t chunks = layout.chunks<T>() + (entropy.in_rows.whole ? 0 : 1);
-        const int64_t blocks_a_row = ceil_div(chunks, int64_t{threads} * ENTROPY_UNROLL);
-        with_constant(label_smoothing != 0.0, [&](auto smoothed) {
-            launch_pdl(cross_entropy_backward_online_kernel<T, decltype(smoothed)::value>,
-                       grid_size(entropy.rows * blocks_a_row), threads, launch, pointer<T>(grad_input),
-                       pointer<const T>(grad), pointer<const T>(input), pointer<const int64_t>(target),
-                       pointer<const float>(stats), pointer<const float>(count), grid_size(blocks_a_row), entropy);
+        const bool dense =
+            aligned_alike<T>(entropy.in_rows, pointer<const T>(input), entropy.out_rows, pointer<T>(grad_input));
+        const RowLaunch shape = entropy_launch(layout.chunks<T>());
+        const int64_t of_block = int64_t{shape.threads} * ROW_VECTORS * ENTROPY_PIECES;
+        const int64_t blocks_a_row = ceil_div(layout.chunks<T>(), of_block);
+        with_constant(dense, [&](auto is_dense) {
+            launch_rows(cross_entropy_backward_online_kernel<T, is_dense()>, shape,
+                        grid_size(ceil_div(entropy.rows, shape.rows) * blocks_a_row), 0, launch, pointer<T>(grad_input),
+                        pointer<const T>(grad), pointer<const T>(input), pointer<const int64_t>(target),
+                        pointer<const float>(stats), pointer<const float>(count), grid_size(blocks_a_row),
+                        ENTROPY_PIECES, entropy);
         });
     });
     KL_LAUNCH_CHECK();
@@ -286,9 +399,9 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
 void cross_entropy_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype) {
     dispatch(dtype, "cross_entropy", [&](auto zero) {
         using T = decltype(zero);
-        attributes.push_back(
-            kernel_attributes<cross_entropy_online_kernel<T, float, false>>("cross_entropy.online", ENTROPY_THREADS));
-        attributes.push_back(kernel_attributes<cross_entropy_backward_online_kernel<T, false>>(
+        attributes.push_back(kernel_attributes<cross_entropy_online_kernel<T, Pair, false, true>>(
+            "cross_entropy.online", ENTROPY_THREADS));
+        attributes.push_back(kernel_attributes<cross_entropy_backward_online_kernel<T, true>>(
             "cross_entropy_backward.online", ENTROPY_THREADS));
         attributes.push_back(
             kernel_attributes<cross_entropy_online_sum_kernel<T>>("cross_entropy.online (sum)", ENTROPY_SUM_THREADS));

@@ -14,7 +14,7 @@ OPTIONS = ("reduction", "ignore_index", "label_smoothing", "z_loss")
 
 
 def _without_data(input: torch.Tensor, target: torch.Tensor, reduction: str) -> tuple[torch.Tensor, ...]:
-    """Output, each row's maximum and sum, and the count of a mean, in the shapes of the operator's results."""
+    """Output, each row's softmax state, and the count of a mean, in the shapes of the operator's results."""
     output = input.new_empty(target.shape if reduction == "none" else ())
     sizes = 2 * target.numel(), int(reduction == "mean")
     return output, *[input.new_empty(size, dtype=torch.float32) for size in sizes]

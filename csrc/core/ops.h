@@ -276,7 +276,7 @@ Tensor rope_naive(const Tensor& input, const Tensor& table, bool interleaved, bo
 Tensor rope_vectorized(const Tensor& input, const Tensor& table, bool interleaved, bool backward);
 void rope_kernel_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype);
 
-// cross_entropy.cu: forward gives the output, each row's maximum and sum, and of a mean the number of its rows
+// cross_entropy.cu: forward gives the output, each row's softmax state, and of a mean the number of its rows
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, const Tensor& target,
                                                         const std::string& reduction, int64_t ignore_index,
                                                         double label_smoothing, double z_loss);
