@@ -221,7 +221,8 @@ struct KeyTile {
     __device__ int steps() const { return heads * (end - begin); }
 };
 
-/// Walks over a key tile's steps: all tiles of queries of a head, from the last to the first, then those of the next head.
+/// Walks over a key tile's steps: from the last tile of queries to the first, and at each over all heads that share the keys.
+/// So all key tiles that see a tile of queries come to it after about as many steps, whichever tile is their first.
 struct StepCursor {
     int head, tile;  // query head; tile of queries
 
@@ -229,9 +230,9 @@ struct StepCursor {
     __device__ StepCursor(const KeyTile<KEYS>& keys) : head(keys.head_kv * keys.heads), tile(keys.end - 1) {}
     template <int KEYS>
     __device__ void advance(const KeyTile<KEYS>& keys) {
-        if (--tile >= keys.begin) return;
-        tile = keys.end - 1;
-        ++head;
+        if (++head < (keys.head_kv + 1) * keys.heads) return;
+        head = keys.head_kv * keys.heads;
+        --tile;
     }
 };
 
