@@ -5,8 +5,11 @@
 // unused, so that the grid needs no longest length.
 //
 // Offsets in device memory may be wrong. A tile belongs to the last sequence that begins at or before it. Then the owned
-// tiles of a sequence follow each other from its first one on, whatever the offsets say. Blocks draw tiles in this order,
+// tiles of a sequence follow each other from its first one on, whatever the offsets say. Blocks draw them in this order,
 // and wait only for earlier tiles of their own sequence and head: these are owned and drawn, so there is no deadlock.
+//
+// Neighbouring tiles of a sequence wait for each other's sums. So blocks draw the tiles of several heads by turns: until a
+// tile's neighbour is drawn, other blocks start, and the sums of the tile have gone ahead.
 #pragma once
 
 #include "attention/hopper_backward.cuh"
@@ -30,7 +33,25 @@ inline int64_t key_tiles(const Packed& packed, const Attention& all) {
     return packed_tiles<ROWS>(all.S_k, packed.sequences);
 }
 
-/// A block's tile of batches: a head's tiles follow each other.
+/// Sequences of several heads whose tiles blocks draw by turns have as many tiles as this, over the head dimension. Their
+/// queries, gradients and sums take 16 MiB of the L2 cache.
+constexpr unsigned DRAWN_BY_TURNS = 128 * 128;
+
+/// Where the `index`-th tile that blocks draw lies: of which head, of all batches, and which of the head's tiles.
+struct DrawnTile {
+    unsigned outer, tile;
+
+    /// `heads` have `tiles` each, those of a sequence `of_sequence`.
+    __device__ DrawnTile(unsigned index, unsigned heads, unsigned tiles, unsigned of_sequence, unsigned head_dim) {
+        const unsigned turns = min(heads, max(DRAWN_BY_TURNS / (head_dim * max(of_sequence, 1u)), 1u));
+        const unsigned first = index / (turns * tiles) * turns, within = index % (turns * tiles);
+        const unsigned count = min(turns, heads - first);
+        outer = first + within % count;
+        tile = within / count;
+    }
+};
+
+/// A block's tile of batches.
 struct BatchedBlock {
     const Attention& a;
     unsigned outer, tile;  // batch · heads + head; tile of the head
@@ -44,7 +65,7 @@ struct BatchedBlock {
     }
 };
 
-/// A block's tile of packed sequences: a head's sequences follow each other. The batch is 0.
+/// A block's tile of packed sequences. The batch is 0.
 struct PackedBlock : PackedSequence {
     unsigned outer;       // head
     int tile, rows_left;  // of the sequence; rows from the tile's first on, none for an unused tile
@@ -69,28 +90,31 @@ __device__ inline int sequence_of_tile(const int32_t* offsets, int sequences, in
     return -1;
 }
 
+/// The `tile`-th tile of ROWS rows of a head.
 template <int ROWS, bool OF_KEYS>
-__device__ inline PackedBlock packed_block(const Packed& packed, const Attention& all, unsigned index) {
+__device__ inline PackedBlock packed_block(const Packed& packed, const Attention& all, unsigned head, int tile) {
     const int rows = OF_KEYS ? all.S_k : all.S_q, sequences = static_cast<int>(packed.sequences);
-    const unsigned tiles = static_cast<unsigned>(packed_tiles<ROWS>(rows, packed.sequences));
-    const int tile = static_cast<int>(index % tiles);
     const int found =
         sequence_of_tile<ROWS>(OF_KEYS ? packed.cu_seqlens_k : packed.cu_seqlens_q, sequences, rows, tile);
     const PackedSequence sequence = packed.at(all, max(found, 0));
     const int of_sequence = tile - (OF_KEYS ? sequence.key_row : sequence.query_row) / ROWS - found;
     const int rows_left = found < 0 ? 0 : (OF_KEYS ? sequence.a.S_k : sequence.a.S_q) - of_sequence * ROWS;
-    return {sequence, index / tiles, of_sequence, rows_left, sequence.query_row / QUERY_TILE + found, packed.sequences};
+    return {sequence, head, of_sequence, rows_left, sequence.query_row / QUERY_TILE + found, packed.sequences};
 }
 
-/// The `index`-th tile of ROWS keys.
-template <int ROWS>
+/// The `index`-th tile of keys that blocks of shape S draw.
+template <typename S>
 __device__ inline BatchedBlock key_block(const Batched&, const Attention& all, unsigned index) {
-    const unsigned tiles = (all.S_k + ROWS - 1) / ROWS;
-    return {all, index / tiles, index % tiles};
+    const unsigned tiles = (all.S_k + S::KEYS - 1) / S::KEYS;
+    const DrawnTile drawn(index, all.batches * all.heads_kv, tiles, tiles, S::HEAD_DIM);
+    return {all, drawn.outer, drawn.tile};
 }
-template <int ROWS>
+template <typename S>
 __device__ inline PackedBlock key_block(const Packed& packed, const Attention& all, unsigned index) {
-    return packed_block<ROWS, true>(packed, all, index);
+    const auto sequences = static_cast<unsigned>(packed.sequences);
+    const auto tiles = static_cast<unsigned>(packed_tiles<S::KEYS>(all.S_k, packed.sequences));
+    const DrawnTile drawn(index, all.heads_kv, tiles, tiles / sequences, S::HEAD_DIM);
+    return packed_block<S::KEYS, true>(packed, all, drawn.outer, static_cast<int>(drawn.tile));
 }
 
 /// The `index`-th tile of queries, in the order of query_tile.
@@ -99,7 +123,8 @@ __device__ inline BatchedBlock query_block(const Batched&, const Attention& all,
     return {all, index / tiles, index % tiles};
 }
 __device__ inline PackedBlock query_block(const Packed& packed, const Attention& all, unsigned index) {
-    return packed_block<QUERY_TILE, false>(packed, all, index);
+    const auto tiles = static_cast<unsigned>(packed_tiles<QUERY_TILE>(all.S_q, packed.sequences));
+    return packed_block<QUERY_TILE, false>(packed, all, index / tiles, static_cast<int>(index % tiles));
 }
 
 /// preprocess_tile for either kind. Packed sequences always have ordered sums, whose accumulator needs no zeros.

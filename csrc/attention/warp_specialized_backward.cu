@@ -29,7 +29,8 @@ struct SpecializedShape {
     static constexpr int HEAD_DIM = HEAD_DIM_, Q_STAGES = Q_STAGES_, KEYS = 128;
     static constexpr bool IN_REGISTERS = IN_REGISTERS_;
     static constexpr int THREADS = 3 * WARPGROUP, PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-    static constexpr int PANELS = HEAD_DIM / PANEL, K_PANEL = KEYS * SWIZZLE_ROW, Q_PANEL = QUERY_TILE * SWIZZLE_ROW;
+    static constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+    static constexpr int K_PANEL = KEYS * SWIZZLE_ROW, Q_PANEL = QUERY_TILE * SWIZZLE_ROW;
     static constexpr int K_BYTES = PANELS * K_PANEL, Q_BYTES = PANELS * Q_PANEL;
     static constexpr int DS_BYTES = KEYS * SWIZZLE_ROW;  // a row is a key: 64 queries of 16 bits
     static constexpr int DQ_ELEMENTS = QUERY_TILE * HEAD_DIM, DQ_BYTES = DQ_ELEMENTS * 4;
@@ -39,6 +40,7 @@ struct SpecializedShape {
     static_assert(SHARED <= 227 * 1024);
 };
 using Specialized64Backward = SpecializedShape<64, 4, true>;
+using Specialized96Backward = SpecializedShape<96, 2, false>;
 using Specialized128Backward = SpecializedShape<128, 2, false>;
 
 /// dQ's accumulator, the counters of its tiles, and the counter from which blocks draw. Both counters are null where the
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #if KL_SM90A
     extern __shared__ unsigned char shared_bytes[];
     const SpecializedSmem<S> smem(shared_bytes);
-    const auto block = key_block<S::KEYS>(sequences, all, smem.begin(dq));
+    const auto block = key_block<S>(sequences, all, smem.begin(dq));
     if (!block.inside()) return;
     const Attention& a = block.a;
     const KeyTile<S::KEYS> tile(a, block.outer, block.tile);
@@ -387,6 +389,7 @@ void add_attributes(std::vector<KernelAttributes>& attributes, ScalarType dtype,
                 (prefix + "convert." + head_dim).c_str(), WARPGROUP, 0));
         };
         add("64", Specialized64Backward{});
+        if constexpr (!Sequences::PACKED) add("96", Specialized96Backward{});
         add("128", Specialized128Backward{});
     });
 }
@@ -399,7 +402,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_warp_specialized(
     int64_t last, double scale, bool enable_gqa, bool deterministic) {
     BackwardCall call("warp_specialized", grad, grad_lse, query, key, value, output, lse, attn_mask, first, last, scale,
                       enable_gqa);
-    return call.results<Specialized64Backward, Specialized128Backward>(
+    return call.results<Specialized64Backward, Specialized96Backward, Specialized128Backward>(
         [&](auto zero, auto shape) { run_backward<decltype(zero), decltype(shape)>(call, deterministic, Batched{}); });
 }
 
