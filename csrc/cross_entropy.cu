@@ -7,8 +7,6 @@
 // loss and gradient zero; one whose label is no class has loss NaN and gradient zero. Neither is read. The forward pass
 // keeps each row's online softmax state; a log-sum-exp alone would lose digits where logits are large.
 
-#include <cstdlib>
-
 #include "softmax/row_in_registers.cuh"
 
 namespace kl {
@@ -181,12 +179,12 @@ struct RowGradient {
     }
 };
 
-template <typename T, bool DENSE, int VECTORS = ROW_VECTORS>
-__global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? (VECTORS == 2 ? 6 : 4) : 2)
+template <typename T, bool DENSE>
+__global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
     cross_entropy_backward_online_kernel(T* grad_input, const T* grad, const T* input, const int64_t* target,
                                          const float* stats, const float* count, unsigned blocks_a_row, int pieces,
                                          __grid_constant__ const Entropy entropy) {
-    constexpr int SIZE = Vec<T>::size;
+    constexpr int SIZE = Vec<T>::size, VECTORS = ROW_VECTORS;
     pdl_begin();
     RowPartition<false> part(0);
     const unsigned of_row = blockIdx.x % blocks_a_row;
@@ -312,17 +310,10 @@ bool aligned_alike(const Rows& a, const void* of_a, const Rows& b, const void* o
 
 int64_t class_dim(const Tensor& input) { return input.dim() > 1 ? 1 : 0; }
 
-// Candidates, to be dropped once measured.
-int candidate(const char* name, int otherwise) {
-    const char* given = std::getenv(name);
-    return given != nullptr ? std::atoi(given) : otherwise;
-}
-
-/// `vectors` of a row at once per thread; several rows per block where they are short.
-RowLaunch entropy_launch(int64_t chunks, int vectors, const char* most, const char* least) {
-    const unsigned threads = row_threads(chunks, vectors, candidate(most, ENTROPY_THREADS));
-    const unsigned block = candidate(least, MIN_BLOCK);
-    return {threads, threads < block ? block / threads : 1, 1};
+/// ROW_VECTORS of a row at once per thread; several rows per block where they are short.
+RowLaunch entropy_launch(int64_t chunks) {
+    const unsigned threads = row_threads(chunks, ROW_VECTORS, ENTROPY_THREADS);
+    return {threads, threads < MIN_BLOCK ? MIN_BLOCK / threads : 1, 1};
 }
 
 }  // namespace
@@ -343,7 +334,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_online(const Tensor& input, con
     Tensor count = empty(input, ScalarType::Float, {entropy.mean ? int64_t{1} : int64_t{0}});
     dispatch(input.scalar_type(), op, [&](auto zero) {
         using T = decltype(zero);
-        const RowLaunch shape = entropy_launch(layout.chunks<T>(), ROW_VECTORS, "KL_C_FWD", "KL_C_FWD_BLOCK");
+        const RowLaunch shape = entropy_launch(layout.chunks<T>());
         const unsigned grid = shape.grid(entropy.rows);
         const auto run = [&](auto* results) {
             if (grid == 0) return;
@@ -390,19 +381,16 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
         using T = decltype(zero);
         const bool dense =
             aligned_alike<T>(entropy.in_rows, pointer<const T>(input), entropy.out_rows, pointer<T>(grad_input));
-        const int vectors = candidate("KL_C_VECTORS", ROW_VECTORS), pieces = candidate("KL_C_PIECES", ENTROPY_PIECES);
-        const RowLaunch shape = entropy_launch(layout.chunks<T>(), vectors, "KL_C_BWD", "KL_C_BWD_BLOCK");
-        const int64_t blocks_a_row = ceil_div(layout.chunks<T>(), int64_t{shape.threads} * vectors * pieces);
-        const auto run = [&](auto is_dense, auto of_thread) {
-            launch_rows(cross_entropy_backward_online_kernel<T, is_dense(), of_thread()>, shape,
+        const RowLaunch shape = entropy_launch(layout.chunks<T>());
+        const int64_t of_block = int64_t{shape.threads} * ROW_VECTORS * ENTROPY_PIECES;
+        const int64_t blocks_a_row = ceil_div(layout.chunks<T>(), of_block);
+        with_constant(dense, [&](auto is_dense) {
+            launch_rows(cross_entropy_backward_online_kernel<T, is_dense()>, shape,
                         grid_size(ceil_div(entropy.rows, shape.rows) * blocks_a_row), 0, launch, pointer<T>(grad_input),
                         pointer<const T>(grad), pointer<const T>(input), pointer<const int64_t>(target),
-                        pointer<const float>(stats), pointer<const float>(count), grid_size(blocks_a_row), pieces,
-                        entropy);
-        };
-        using Four = std::integral_constant<int, ROW_VECTORS>;
-        if (!dense) return run(std::false_type{}, Four{});
-        vectors == 2 ? run(std::true_type{}, std::integral_constant<int, 2>{}) : run(std::true_type{}, Four{});
+                        pointer<const float>(stats), pointer<const float>(count), grid_size(blocks_a_row),
+                        ENTROPY_PIECES, entropy);
+        });
     });
     KL_LAUNCH_CHECK();
     return grad_input;
