@@ -33,7 +33,6 @@ struct Entropy {
 // Next      –
 
 constexpr int ENTROPY_THREADS = 256;  // largest block; an SM holds four, whose rows begin and end at different times
-constexpr int ENTROPY_PIECES = 4;     // that a block of the backward pass takes of a row, one after the other
 constexpr float LN2 = 0.693147180559945f;
 
 /// The aligned vectors of a DENSE row, which may begin off 16 bytes: `head` elements lie before them, some after. Other
@@ -99,9 +98,13 @@ __device__ OnlineSoftmaxState scan_row(const T* in, const Rows& rows, RowPartiti
     return state;
 }
 
-/// The row's log-sum-exp less x. The exponent of x is rounded as those in the row's sum are.
-__device__ float below_lse(OnlineSoftmaxState row, float log_sum, float x) {
-    return log_sum - (is_far(row.half_shift) ? x - row.half_shift : LN2 * fmaf(x, LOG2E, -2.0f * row.half_shift));
+/// The row's log-sum-exp less x. Where the exponential of x has a share of the sum, it is divided out: its rounding is in
+/// both. So a row of one class has loss zero.
+__device__ float below_lse(OnlineSoftmaxState row, float x) {
+    const bool far = is_far(row.half_shift);
+    const float own = far ? shifted_exp<true>(x, row.half_shift) : shifted_exp<false>(x, row.half_shift);
+    if (1e-6f * row.sum < own && own <= row.sum) return logf(row.sum / own);
+    return logf(row.sum) - (far ? x - row.half_shift : LN2 * fmaf(x, LOG2E, -2.0f * row.half_shift));
 }
 __device__ float lse_of(OnlineSoftmaxState row) {
     return logf(row.sum) + (is_far(row.half_shift) ? row.half_shift : 2.0f * LN2 * row.half_shift);
@@ -149,11 +152,10 @@ __global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
     OnlineSoftmaxState state =
         scan_row<SMOOTHED>(in, entropy.in_rows, part, span, length, reference, entropy.uniform, below);
     state = reduce_over_row(state, MergeSoftmax{}, state_smem);
-    const float log_sum = logf(state.sum);
-    float loss = entropy.kept * below_lse(state, log_sum, of_label);
+    float loss = entropy.kept * below_lse(state, of_label);
     if (SMOOTHED) {
         below = reduce_over_row(below, Sum{}, below_smem);
-        loss += entropy.uniform * static_cast<float>(entropy.length) * below_lse(state, log_sum, reference) + below;
+        loss += entropy.uniform * static_cast<float>(entropy.length) * below_lse(state, reference) + below;
     }
     if (entropy.z_loss != 0.0f) {
         const float lse = lse_of(state);
@@ -182,14 +184,14 @@ struct RowGradient {
 template <typename T, bool DENSE>
 __global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
     cross_entropy_backward_online_kernel(T* grad_input, const T* grad, const T* input, const int64_t* target,
-                                         const float* stats, const float* count, unsigned blocks_a_row, int pieces,
+                                         const float* stats, const float* count, unsigned blocks_a_row,
                                          __grid_constant__ const Entropy entropy) {
-    constexpr int SIZE = Vec<T>::size, VECTORS = ROW_VECTORS;
+    constexpr int SIZE = Vec<T>::size;
     pdl_begin();
     RowPartition<false> part(0);
     const unsigned of_row = blockIdx.x % blocks_a_row;
     part.row = int64_t{blockIdx.x / blocks_a_row} * blockDim.y + threadIdx.y;
-    part.first = of_row * pieces * VECTORS * part.step() + threadIdx.x;
+    part.first = of_row * ROW_VECTORS * part.step() + threadIdx.x;
     if (!part.has_row(entropy.rows)) return;
     const int64_t row = part.row, length = entropy.length, label = target[entropy.labels.offset(row)];
     const OnlineSoftmaxState state{stats[row], stats[entropy.rows + row]};
@@ -220,22 +222,19 @@ __global__ void __launch_bounds__(ENTROPY_THREADS, DENSE ? 4 : 2)
                 out[at] = from_float<T>(value);
             }
         }
-#pragma unroll 1
-        for (int i = 0; i < pieces && part.first < span.vectors; ++i, part.first += VECTORS * part.step()) {
-            Vec<T> tile[VECTORS];
-            load_row<DENSE>(tile, in + span.head, entropy.in_rows, part, counts, spanned, 0.0f);
+        Vec<T> tile[ROW_VECTORS];
+        load_row<DENSE>(tile, in + span.head, entropy.in_rows, part, counts, spanned, 0.0f);
 #pragma unroll
-            for (int v = 0; v < VECTORS; ++v) {
-                float x[SIZE];
-                unpack(tile[v], x);
+        for (int v = 0; v < ROW_VECTORS; ++v) {
+            float x[SIZE];
+            unpack(tile[v], x);
 #pragma unroll
-                for (int e = 0; e < SIZE; ++e) x[e] = gradient.template operator()<IS_FAR>(x[e]);
-                if (part.at(v) == label_vector && in_span >= 0) {
+            for (int e = 0; e < SIZE; ++e) x[e] = gradient.template operator()<IS_FAR>(x[e]);
+            if (part.at(v) == label_vector && in_span >= 0) {
 #pragma unroll
-                    for (int e = 0; e < SIZE; ++e) x[e] -= e == label_element ? gradient.of_label : 0.0f;
-                }
-                store_part<DENSE>(out + span.head, entropy.out_rows, pack<T>(x), v, part, true, spanned);
+                for (int e = 0; e < SIZE; ++e) x[e] -= e == label_element ? gradient.of_label : 0.0f;
             }
+            store_part<DENSE>(out + span.head, entropy.out_rows, pack<T>(x), v, part, true, spanned);
         }
     };
     is_far(gradient.half_shift) ? run(std::true_type{}) : run(std::false_type{});
@@ -382,14 +381,13 @@ Tensor cross_entropy_backward_online(const Tensor& grad, const Tensor& input, co
         const bool dense =
             aligned_alike<T>(entropy.in_rows, pointer<const T>(input), entropy.out_rows, pointer<T>(grad_input));
         const RowLaunch shape = entropy_launch(layout.chunks<T>());
-        const int64_t of_block = int64_t{shape.threads} * ROW_VECTORS * ENTROPY_PIECES;
+        const int64_t of_block = int64_t{shape.threads} * ROW_VECTORS;
         const int64_t blocks_a_row = ceil_div(layout.chunks<T>(), of_block);
         with_constant(dense, [&](auto is_dense) {
             launch_rows(cross_entropy_backward_online_kernel<T, is_dense()>, shape,
                         grid_size(ceil_div(entropy.rows, shape.rows) * blocks_a_row), 0, launch, pointer<T>(grad_input),
                         pointer<const T>(grad), pointer<const T>(input), pointer<const int64_t>(target),
-                        pointer<const float>(stats), pointer<const float>(count), grid_size(blocks_a_row),
-                        ENTROPY_PIECES, entropy);
+                        pointer<const float>(stats), pointer<const float>(count), grid_size(blocks_a_row), entropy);
         });
     });
     KL_LAUNCH_CHECK();
