@@ -245,7 +245,8 @@ SHAPES = [
     for batch, length in ((32, 512), (8, 2048), (4, 4096), (1, 16384))
     for causal in (False, True)
 ]
-SHAPES.append(("B2 H32/8 S8192 D128 causal", 2, 32, 8, 8192, 128, True))
+SHAPES.append(("B2 H32/8 S4096 D128 causal", 2, 32, 8, 4096, 128, True))
+SHAPES.append(("B2 H16 S4096 D96 causal", 2, 16, 16, 4096, 96, True))
 
 
 def calls(shape: tuple) -> dict[str, Callable[[], object]]:

@@ -34,7 +34,7 @@ from bench.scaling.rows import (
     UNPATCHED,
     ScalingRow,
 )
-from bench.scaling.timing import Way
+from bench.scaling.timing import Cost, Way
 from kernel_ladder import table
 from kernel_ladder.distributed import peer_copy
 from kernel_ladder.distributed.exchange import messages_only
@@ -198,24 +198,25 @@ class Run:
         named = {" · ".join(name): name for name in ways}
         plain = {text: ways[name] for text, name in named.items()}
         with self.guarded(f"warming up {what}", COMPILING):
-            estimates, refused = timing.warm_up(self.group, plain)
-        longest = sum(estimates.values()) * timing.MAX_ROUNDS + self.seconds * len(estimates)
+            costs, refused = timing.warm_up(self.group, plain)
+        longest = sum(cost.whole for cost in costs.values()) * timing.MAX_ROUNDS + self.seconds * len(costs)
         with self.guarded(what, 1 + longest / self.timeout_s):
-            times = self._rounds(what, plain, estimates)
+            times = self._rounds(what, plain, costs)
         medians = {named[text]: intervals.quartiles(found)[1] for text, found in times.items()}
         for text, reason in refused.items():
             self.refuse(problem, named[text], reason)
         for text, found in times.items():
             row = self._timed(problem, named[text], found, medians)
+            row.host_us = 1e6 * costs[text].host
             if row.role == OURS and (predicted := predict(medians, row.backend)) is not None:
                 row.predicted_us = 1e6 * predicted
             self.emit(row)
         self.free()
         return medians
 
-    def _rounds(self, what: str, ways: Mapping[str, Way], estimates: Mapping[str, float]) -> dict[str, list[float]]:
+    def _rounds(self, what: str, ways: Mapping[str, Way], costs: Mapping[str, Cost]) -> dict[str, list[float]]:
         try:
-            return timing.rounds(self.group, ways, estimates, self.seconds)
+            return timing.rounds(self.group, ways, costs, self.seconds)
         except RanksError:
             raise
         except Exception as error:  # what ran before fails only where another rank is gone

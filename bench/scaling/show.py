@@ -18,6 +18,7 @@ COLUMNS = (
     Column("backend", spare=1),
     Column("GPUs", right=True, spare=2),
     Column("time", right=True),
+    Column("host", right=True, spare=4),
     Column("TFLOP/s a GPU", right=True),
     Column("GB/s sent", right=True, spare=3),
     Column("efficiency", right=True),
@@ -38,6 +39,7 @@ def cells(row: ScalingRow) -> list[str]:
         predicted = f"{microseconds(row.predicted_us)} ({row.us / row.predicted_us:.2f}×)"
     return [
         "" if row.us is None else microseconds(row.us),
+        "" if row.host_us is None else microseconds(row.host_us),
         _number(row.tflops_per_gpu, "{:.3g}"),
         _number(row.gbs, "{:.3g}"),
         _number(row.efficiency),
@@ -69,8 +71,9 @@ def show(rows: Iterable[ScalingRow], console: Console) -> None:
         notes.show(console)
     left_out.show(console)
     console.print(
-        "efficiency: one GPU's time for the whole problem / (GPUs × time). of product: time of the product alone / "
-        "time. hidden: (collective and product, one after the other − time) / communication alone. paper model: what "
-        "the rates measured in this run predict, and measured over predicted.",
+        "host: what the host takes to launch a call, while the GPU works. efficiency: one GPU's time for the whole "
+        "problem / (GPUs × time). of product: time of the product alone / time. hidden: (collective and product, one "
+        "after the other − time) / communication alone. paper model: what the rates measured in this run predict, and "
+        "measured over predicted.",
         soft_wrap=True,
     )

@@ -44,7 +44,7 @@ def _head(rows: Sequence[ScalingRow]) -> str:
 def measured(rows: Sequence[ScalingRow]) -> str:
     """A table for each operation."""
     parts = [_head(rows)] if rows else []
-    header = ["problem", "what", "backend", "GPUs", "time", "TFLOP/s a GPU", "GB/s sent", "efficiency"]
+    header = ["problem", "what", "backend", "GPUs", "time", "host", "TFLOP/s a GPU", "GB/s sent", "efficiency"]
     header += ["of product", "hidden", "model (measured / model)"]
     ordered = sorted(rows, key=lambda row: row.op)
     for op, members in groupby(ordered, lambda row: row.op):
