@@ -15,7 +15,7 @@ from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.semantics.strides import has_rows_at
 from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
-from kernel_ladder.tracing import address
+from kernel_ladder.tracing import address, concrete
 
 #: KiB of shared memory a block by the largest head dimension: csrc/attention/split_kv.cu. Tiles of flash.cuh and of
 #: flash_backward.cuh fit in the 99 KiB that every GPU has.
@@ -23,6 +23,11 @@ SPLIT_KIB = {64: 98, 128: 100, 256: 136}
 
 #: Steps whose backward kernels read dO by TMA: csrc/attention/hopper_backward.cuh.
 HOPPER_BACKWARD = ("wgmma", "warp_specialized")
+#: Steps that have backward kernels of their own.
+BACKWARD = ("naive", "flash", *HOPPER_BACKWARD)
+#: Keys times padded head dimension up to which `wgmma` has the fastest backward on Hopper: a block of
+#: `warp_specialized` then has few tiles of queries, between which it waits for its neighbours' sums.
+SHORT = 2**16
 #: Further arguments of a step's backward: `deterministic`, which sums dQ in one order.
 _MORE = {"warp_specialized": (True,)}
 
@@ -169,16 +174,11 @@ def _with_dense_output(name: str, saved: tuple) -> tuple:
     return (*saved[:3], saved[3].clone(memory_format=torch.contiguous_format), *saved[4:])
 
 
-def _in_groups(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether several query heads share keys."""
-    return query.dim() > 2 and query.shape[-3] != key.shape[-3]
-
-
-def _register(name: str, unsupported, *, backward_of: dict[int, str], of_groups: dict[int, str] | None = None) -> None:
+def _register(name: str, unsupported, backward_of: Callable[[int, int], str]) -> None:
     """Add a step of the climb.
 
-    Its backward, by the largest head dimension, is its own or that of an earlier step, which takes the same lse.
-    `of_groups` is that of query heads that share keys, where it is another.
+    `backward_of` names its backward by the largest head dimension and the number of keys: its own, or that of an
+    earlier step, which takes the same lse.
     """
     run = getattr(torch.ops.kernel_ladder.attention, name)
     takes_output = name != "naive"
@@ -222,8 +222,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str], of_groups:
     def backward(saved: tuple, grad: Output, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
         grad, grad_lse = (grad[0], grad[1].contiguous()) if isinstance(grad, tuple) else (grad, None)
         head_dim = max(saved[0].shape[-1], saved[2].shape[-1])
-        steps = backward_of if of_groups is None or not _in_groups(*saved[:2]) else of_groups
-        step = next(step for largest, step in steps.items() if head_dim <= largest)
+        step = backward_of(head_dim, concrete(saved[1].shape[-2]))
         run_backward = getattr(torch.ops.kernel_ladder.attention_backward, step)
         if len(saved) > KEEPING_ALL:
             run_backward = torch.ops.kernel_ladder.attention_dropout_backward.flash
@@ -248,7 +247,7 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str], of_groups:
     operators = ("attention", "attention_dropout") if dropping else ("attention",)
     for operator in operators:
         torch.library.register_fake(f"kernel_ladder::{operator}.{name}", fake)
-        if name in backward_of.values():
+        if name in BACKWARD:
             torch.library.register_fake(f"kernel_ladder::{operator}_backward.{name}", fake_gradients)
 
     register(
@@ -262,22 +261,28 @@ def _register(name: str, unsupported, *, backward_of: dict[int, str], of_groups:
     )
 
 
-_FLASH_BACKWARD = {256: "flash"}
-#: On Hopper. `wgmma` keeps keys and values of head dimension 64 in registers, which outweighs its two more products.
-_FASTEST_BACKWARD = {64: "wgmma", 128: "warp_specialized", 256: "flash"}
-#: Of heads that share keys `warp_specialized` adds up the gradients one head after the other, in order.
-_FASTEST_OF_GROUPS = {128: "wgmma", 256: "flash"}
-#: By step: what it asks of a call, and whose backward it has, by the largest head dimension; last, of grouped heads.
+def _only(step: str) -> Callable[[int, int], str]:
+    """The backward of one step, for every call."""
+    return lambda head_dim, keys: step
+
+
+def _fastest(head_dim: int, keys: int) -> str:
+    """Whose backward is the fastest on Hopper."""
+    if head_dim > 128:
+        return "flash"
+    return "wgmma" if keys * (64 if head_dim <= 64 else 128) <= SHORT else "warp_specialized"
+
+
+#: By step: what it asks of a call, and whose backward it has.
 _STEPS = {
-    "naive": (_naive_unsupported, {256: "naive"}),
-    "flash": (flash_unsupported, _FLASH_BACKWARD),
-    "wgmma": (hopper_unsupported("wgmma", 128), {256: "wgmma"}),
-    "warp_specialized": (hopper_unsupported("warp_specialized", 128), {256: "warp_specialized"}),
-    "pingpong": (hopper_unsupported("pingpong", 128), _FASTEST_BACKWARD, _FASTEST_OF_GROUPS),
-    "persistent": (hopper_unsupported("persistent", 256), _FASTEST_BACKWARD, _FASTEST_OF_GROUPS),
-    "split_kv": (_split_unsupported, _FLASH_BACKWARD),
+    "naive": (_naive_unsupported, _only("naive")),
+    "flash": (flash_unsupported, _only("flash")),
+    "wgmma": (hopper_unsupported("wgmma", 128), _only("wgmma")),
+    "warp_specialized": (hopper_unsupported("warp_specialized", 128), _only("warp_specialized")),
+    "pingpong": (hopper_unsupported("pingpong", 128), _fastest),
+    "persistent": (hopper_unsupported("persistent", 256), _fastest),
+    "split_kv": (_split_unsupported, _only("flash")),
 }
 
 for _name in climb("attention"):
-    _reason, _backward, *_of_groups = _STEPS[_name]
-    _register(_name, _reason, backward_of=_backward, of_groups=next(iter(_of_groups), None))
+    _register(_name, *_STEPS[_name])

@@ -17,6 +17,7 @@ from kernel_ladder.semantics.masks import LONGEST, NO_WINDOW
 from kernel_ladder.semantics.scale import scale_of
 from kernel_ladder.spec import Inputs, Options, Output
 from kernel_ladder.table import register
+from kernel_ladder.tracing import concrete
 
 #: The largest head dimension of csrc/attention/warp_specialized_backward.cu; above it `pingpong` has flash's backward.
 HOPPER_HEAD_DIM = 128
@@ -57,7 +58,7 @@ def _on_hopper(query: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Ten
     """
     if max(query.shape[2], value.shape[2]) > HOPPER_HEAD_DIM:
         return False
-    return (cu_seqlens_q.shape[0] - 1) * SHORTEST_MEAN <= query.shape[0]
+    return (concrete(cu_seqlens_q.shape[0]) - 1) * SHORTEST_MEAN <= concrete(query.shape[0])
 
 
 def _rows_for_tma(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@
 //
 // It shares the mainloop of pingpong.cuh. At head dimension 64 and few keys per query `wgmma` is faster, and
 // kernel_ladder/selection/attention.py prefers it there.
-// Its backward pass is that of `wgmma` up to head dimension 64 and of heads that share keys, else of `warp_specialized`
+// Its backward pass is that of `warp_specialized`, of short sequences that of `wgmma`
 // up to 128, and of `flash` past it.
 
 #include "attention/pingpong.cuh"

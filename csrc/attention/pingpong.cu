@@ -7,7 +7,7 @@
 // Next      `persistent`: load the next tile of queries under the epilogue.
 //
 // Weights stay in registers, as the A operand of their product. pingpong.cuh has the mainloop.
-// Its backward pass is that of `wgmma` up to head dimension 64 and of heads that share keys, else of `warp_specialized`.
+// Its backward pass is that of `warp_specialized`, of short sequences that of `wgmma`.
 
 #include "attention/pingpong.cuh"
 

@@ -3,7 +3,7 @@
 //           the operand of dQ; a producer warp loads tiles, another adds dQ to memory in float32, in bulk.
 // Predicts  5 products instead of 7, 1.4 × `wgmma` at the same rate; dQ's sums cost 4·S_q·S_k·D / 128 bytes a head.
 // Limit now Shared memory's bandwidth: operands of products with 64 columns, and dQ on its way to memory.
-// Next      A persistent kernel that loads the next keys under the epilogue; the last block of a dQ tile converts it.
+// Next      Fewer bytes on chip: operands in registers at head dimension 128 too, or two blocks that exchange dS.
 //
 // The two consumer warpgroups have 64 keys each. They take turns at dQ: of step i, warpgroup i mod 2 multiplies dS of both
 // by the keys. So a warpgroup waits for the other on its turn only, and dS has two stages. (FlashAttention-3,
@@ -13,6 +13,7 @@
 // Blocks draw their tiles of keys from a counter too, in that order, so that a block only ever waits for blocks that have
 // started: there is no deadlock. All walk from the last queries to the first, so that under a causal mask the block with
 // most work starts first and waits for none. The first block of a tile stores, so that the accumulator needs no zeros.
+// Neighbouring tiles of a head start a while apart, as heads take turns (backward_blocks.cuh): sums rarely wait.
 //
 // Packed sequences (attention_varlen's `pingpong`): backward_blocks.cuh says which tile a block has. TMA loads the next
 // sequence's rows too. Consumers clear them among queries, dO and keys, where a product of 0 and NaN would be NaN.

@@ -25,7 +25,9 @@ WGMMA_PER_CENT = 111
 SPLIT_ROWS = 16
 #: Head dimensions whose gradients were measured beside cuDNN's on Hopper, and keys up to which the cuda level is ahead
 #: at the lesser one.
-HEADS_WITH_GRADIENTS, LONGEST_NARROW = (64, 128), 8192
+HEADS_WITH_GRADIENTS, LONGEST_NARROW = (64, 96, 128), 8192
+#: The widest head dimension of packed sequences whose gradients wgmma multiplies on Hopper.
+WIDEST_PACKED = 128
 
 
 def _scores(tile: tuple[int, int], overhead: int, seqlen_q: int, seqlen_k: int, first: int, last: int) -> int:
@@ -74,10 +76,10 @@ def prefer_wgmma(inputs: Inputs, options: Options) -> tuple[str, ...]:
 
 
 def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers the cuda level on Hopper, for gradients up to :data:`LONGEST_NARROW` keys or at head dimension 128.
+    """Prefers the cuda level on Hopper, for gradients up to :data:`LONGEST_NARROW` keys or at wider head dimensions.
 
-    cuDNN's forward pass takes 1.05 to 1.4 times as long. Its backward pass is level with ``cuda.persistent``'s, ahead
-    with grouped heads and with long sequences at head dimension 64 (H100).
+    cuDNN's forward pass takes 1.05 to 1.4 times as long, its backward pass 0.92 to 1.37 times as long as
+    ``cuda.persistent``'s: less where sequences are long (H100).
     """
     query, key, value = inputs[:3]
     d = concrete(query.shape[-1])
@@ -91,18 +93,22 @@ def cuda_on_hopper(inputs: Inputs, options: Options) -> tuple[str, ...]:
     if wants_gradient(*inputs):
         no_window = tuple(options.get("window_size") or NO_WINDOW) == NO_WINDOW
         past_longest = d <= NARROW_HEAD and concrete(key.shape[-2]) > LONGEST_NARROW
-        if d not in HEADS_WITH_GRADIENTS or heads != heads_kv or past_longest or not no_window:
+        if d not in HEADS_WITH_GRADIENTS or past_longest or not no_window:
             return ()
     return *prefer_wgmma(inputs, options), "cuda.persistent"
 
 
 def triton_for_gradients_of_packed(inputs: Inputs, options: Options) -> tuple[str, ...]:
-    """Prefers ``triton.flash`` to the cuda level where a gradient of packed sequences is wanted.
+    """Prefers ``triton.flash`` for gradients of packed sequences where the cuda level multiplies by mma.sync.
 
-    With the backward kernels of ``cuda.flash``, on mma.sync, both passes of 16384 rows at head dimension 128 take 1.21
-    times as long, with grouped heads and a causal mask 1.32 times (H100).
+    Both passes of 16384 rows at head dimension 128 then take 1.21 times as long, with grouped heads and a causal mask
+    1.32 times. On Hopper ``cuda.pingpong`` is ahead, 0.59 to 0.68 of the time (H100).
     """
-    return ("triton.flash",) if wants_gradient(*inputs) else ()
+    query, value = inputs[0], inputs[2]
+    if not wants_gradient(*inputs):
+        return ()
+    widest = max(concrete(query.shape[-1]), concrete(value.shape[-1]))
+    return () if widest <= WIDEST_PACKED and query.is_cuda and is_hopper(query.get_device()) else ("triton.flash",)
 
 
 RULES = {
