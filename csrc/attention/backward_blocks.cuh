@@ -35,7 +35,7 @@ inline int64_t key_tiles(const Packed& packed, const Attention& all) {
 
 /// Sequences of several heads whose tiles blocks draw by turns have as many tiles as this, over the head dimension. Their
 /// queries, gradients and sums take 16 MiB of the L2 cache.
-constexpr unsigned DRAWN_BY_TURNS = 128 * 128;
+constexpr unsigned INTERLEAVED = 128 * 128;
 
 /// Where the `index`-th tile that blocks draw lies: of which head, of all batches, and which of the head's tiles.
 struct DrawnTile {
@@ -43,9 +43,9 @@ struct DrawnTile {
 
     /// `heads` have `tiles` each, those of a sequence `of_sequence`.
     __device__ DrawnTile(unsigned index, unsigned heads, unsigned tiles, unsigned of_sequence, unsigned head_dim) {
-        const unsigned turns = min(heads, max(DRAWN_BY_TURNS / (head_dim * max(of_sequence, 1u)), 1u));
-        const unsigned first = index / (turns * tiles) * turns, within = index % (turns * tiles);
-        const unsigned count = min(turns, heads - first);
+        const unsigned interleaved = min(heads, max(INTERLEAVED / (head_dim * max(of_sequence, 1u)), 1u));
+        const unsigned first = index / (interleaved * tiles) * interleaved, within = index % (interleaved * tiles);
+        const unsigned count = min(interleaved, heads - first);
         outer = first + within % count;
         tile = within / count;
     }
