@@ -8,7 +8,7 @@ import torch
 
 from kernel_ladder import table
 from kernel_ladder.errors import BackendError
-from kernel_ladder.models import attention
+from kernel_ladder.models import attention, rotary
 from kernel_ladder.models.kinds import KINDS, Patched, of_class
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
@@ -190,14 +190,36 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
         if config._attn_implementation != attention.NAME:
             reason = "transformers lets this model's attention not be set"
     for name, module in modules:
-        if reason is not None:
-            found.left.append(Entry(name, type(module).__name__, reason))
+        kind = type(module).__name__
+        rotated = _patch_rotation(name, module, model, backend, found, undo)
+        if reason is None:
+            module.__dict__[attention.BACKEND] = backend
+            undo["modules"].append((module, {attention.BACKEND: None}))
+            found.replaced.append(Entry(name, kind, f"{_by(module)}; rope" if rotated else _by(module)))
             continue
-        module.__dict__[attention.BACKEND] = backend
-        undo["modules"].append((module, {attention.BACKEND: None}))
-        found.replaced.append(Entry(name, type(module).__name__, _by(module)))
+        found.left.append(Entry(name, kind, reason))
+        if rotated:
+            found.replaced.append(Entry(name, kind, "rope"))
     if reason is None and modules:
         undo["attention"] = before
+
+
+def _patch_rotation(
+    name: str, module: Any, model: torch.nn.Module, backend: str, found: Report, undo: dict[str, Any]
+) -> bool:
+    """Whether rope rotates the module's queries and keys from now on. Reports why not, if they are rotated at all."""
+    original = rotary.rotation_of(type(module))
+    if original is None:
+        return False
+    reason = "has a forward pass of its own, set by other code" if "forward" in module.__dict__ else None
+    reason = reason or _without_backend(("rope",), backend) or rotary.why_not(model, original)
+    if reason is not None:
+        found.left.append(Entry(name, type(module).__name__, f"rotary embedding: {reason}"))
+        return False
+    module.__class__ = rotary.rotary_class(type(module), backend)
+    module.__dict__["_backend"] = backend
+    undo["modules"].append((module, {}))
+    return True
 
 
 def _by(module: Any) -> str:
