@@ -38,6 +38,12 @@ class Patched:
         return (3, 16), None
 
 
+def subclass(kind: type[Patched], base: type, **methods: Any) -> type:
+    """A subclass of a module's class whose forward pass is that of `kind`, or of `methods`, with the name of `base`."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (kind, base), {**names, **methods})
+
+
 def of_class(module: Any, *endings: str) -> bool:
     return type(module).__name__.endswith(endings)
 

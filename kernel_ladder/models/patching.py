@@ -9,12 +9,14 @@ import torch
 from kernel_ladder import table
 from kernel_ladder.errors import BackendError
 from kernel_ladder.models import attention, rotary
-from kernel_ladder.models.kinds import KINDS, Patched, of_class
+from kernel_ladder.models.kinds import KINDS, Patched, of_class, subclass
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
 
 #: The attribute of a patched model that holds what :func:`unpatch` restores.
 UNDO = "_kernel_ladder_undo"
+#: Why a module is left whose forward pass is an attribute of its own.
+OWN_FORWARD = "has a forward pass of its own, set by other code"
 #: Parts of class names: the report lists such modules even if they are left as they are.
 NOTABLE = ("Norm", "MLP", "Intermediate", "Attention", "GELU", "Linear", "Conv1D", "GELUTanh", "GELUActivation")
 
@@ -92,10 +94,9 @@ _classes: dict[tuple[type[Patched], type], type] = {}
 
 
 def _class_of(kind: type[Patched], base: type) -> type:
-    """A subclass of `base` whose forward pass is that of `kind`, with the name of `base`."""
+    """The one subclass of `base` whose forward pass is that of `kind`."""
     if (kind, base) not in _classes:
-        methods = {"__reduce_ex__": _reduce, "__module__": base.__module__, "__qualname__": base.__qualname__}
-        _classes[kind, base] = type(base.__name__, (kind, base), methods)
+        _classes[kind, base] = subclass(kind, base, __reduce_ex__=_reduce)
     return _classes[kind, base]
 
 
@@ -123,19 +124,23 @@ def _patch_module(name: str, module: torch.nn.Module, backend: str, found: Repor
         return
     reason = ""
     if "forward" in module.__dict__:
-        kinds, reason = [], "has a forward pass of its own, set by other code"
+        kinds, reason = [], OWN_FORWARD
     for kind in kinds:
         if (why := _without_backend(kind.OPS, backend)) is not None:
             reason = why
         elif not kind.PROBED or (why := _differs(kind, module)) is None:
-            module.__class__ = _class_of(kind, type(module))
-            module.__dict__["_backend"] = backend
-            undo["modules"].append((module, {}))
+            _become(module, _class_of(kind, type(module)), backend, undo)
             found.replaced.append(Entry(name, shown, kind.BY))
             return
         else:
             reason = why
     found.left.append(Entry(name, shown, reason))
+
+
+def _become(module: Any, cls: type, backend: str, undo: dict[str, Any]) -> None:
+    module.__class__ = cls
+    module.__dict__["_backend"] = backend
+    undo["modules"].append((module, {}))
 
 
 def _without_backend(ops: tuple[str, ...], backend: str) -> str | None:
@@ -189,9 +194,10 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
         model.set_attn_implementation(attention.register_attention())
         if config._attn_implementation != attention.NAME:
             reason = "transformers lets this model's attention not be set"
+    rotates = {cls: _why_no_rope(model, cls, backend) for cls in dict.fromkeys(type(m) for _, m in modules)}
     for name, module in modules:
         kind = type(module).__name__
-        rotated = _patch_rotation(name, module, model, backend, found, undo)
+        rotated = _patch_rotation(name, module, rotates[type(module)], backend, found, undo)
         if reason is None:
             module.__dict__[attention.BACKEND] = backend
             undo["modules"].append((module, {attention.BACKEND: None}))
@@ -204,22 +210,25 @@ def _patch_attention(model: Any, backend: str, found: Report, undo: dict[str, An
         undo["attention"] = before
 
 
-def _patch_rotation(
-    name: str, module: Any, model: torch.nn.Module, backend: str, found: Report, undo: dict[str, Any]
-) -> bool:
-    """Whether rope rotates the module's queries and keys from now on. Reports why not, if they are rotated at all."""
-    original = rotary.rotation_of(type(module))
+def _why_no_rope(model: torch.nn.Module, cls: type, backend: str) -> str | None:
+    """Why rope does not rotate in attention modules of a class, or None. Empty if nothing there is rotated."""
+    original = rotary.rotation_of(cls)
     if original is None:
-        return False
-    reason = "has a forward pass of its own, set by other code" if "forward" in module.__dict__ else None
-    reason = reason or _without_backend(("rope",), backend) or rotary.why_not(model, original)
-    if reason is not None:
+        return ""
+    return _without_backend(("rope",), backend) or rotary.why_not(model, original)
+
+
+def _patch_rotation(
+    name: str, module: Any, reason: str | None, backend: str, found: Report, undo: dict[str, Any]
+) -> bool:
+    """Whether rope rotates the module's queries and keys from now on. `reason`: what :func:`_why_no_rope` says."""
+    if reason != "" and "forward" in module.__dict__:
+        reason = OWN_FORWARD
+    if reason is None:
+        _become(module, rotary.rotary_class(type(module), backend), backend, undo)
+    elif reason:
         found.left.append(Entry(name, type(module).__name__, f"rotary embedding: {reason}"))
-        return False
-    module.__class__ = rotary.rotary_class(type(module), backend)
-    module.__dict__["_backend"] = backend
-    undo["modules"].append((module, {}))
-    return True
+    return reason is None
 
 
 def _by(module: Any) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch.compiler import is_compiling
 
 from kernel_ladder import ops
-from kernel_ladder.models.kinds import Patched, of_class
+from kernel_ladder.models.kinds import Patched, of_class, subclass
 
 #: The function's name in transformers.
 FUNCTION = "apply_rotary_pos_emb"
@@ -107,13 +107,7 @@ def rotary_class(base: Any, backend: str) -> type:
     if (base, backend) in _classes:
         return _classes[base, backend]
     forward = _with_global(base.forward, FUNCTION, lambda original: rotation(original, backend))
-    methods = {
-        "forward": forward,
-        "__reduce_ex__": _reduce,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-    }
-    _classes[base, backend] = type(base.__name__, (Rotary, base), methods)
+    _classes[base, backend] = subclass(Rotary, base, forward=forward, __reduce_ex__=_reduce)
     return _classes[base, backend]
 
 
