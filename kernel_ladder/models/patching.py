@@ -8,7 +8,7 @@ import torch
 
 from kernel_ladder import table
 from kernel_ladder.errors import BackendError
-from kernel_ladder.models import attention, rotary
+from kernel_ladder.models import attention, loss, rotary
 from kernel_ladder.models.kinds import KINDS, Patched, of_class, subclass
 from kernel_ladder.models.report import Entry, Report
 from kernel_ladder.nn.backend import check_backend
@@ -21,8 +21,8 @@ OWN_FORWARD = "has a forward pass of its own, set by other code"
 NOTABLE = ("Norm", "MLP", "Intermediate", "Attention", "GELU", "Linear", "Conv1D", "GELUTanh", "GELUActivation")
 
 
-def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True) -> Report:
-    """Let a model's norms, products, feed-forward blocks, activations and attention run this package's kernels.
+def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True, *, keep_logits: bool = False) -> Report:
+    """Let a model's norms, products, feed-forward blocks, activations, attention and loss run this package's kernels.
 
     Modules keep their parameters, names and hooks; only their forward pass changes. A model that is patched already is
     unpatched first. Attention of Hugging Face's models is set through their AttentionInterface.
@@ -32,6 +32,8 @@ def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True) ->
         backend: a level, a rung's name or ``"auto"``, for every module. A rung's name replaces the modules whose
             operations have it.
         report: whether to print what was replaced and what was not.
+        keep_logits: whether a causal language model in training returns logits beside its loss. False computes the loss
+            of given labels without them, and ``outputs.logits`` is None there.
 
     Returns:
         The :class:`Report`: every module replaced or left, with the reason.
@@ -50,6 +52,8 @@ def patch(model: torch.nn.Module, backend: str = "auto", report: bool = True) ->
         unpatch(model)
     found = Report(type(model).__name__, backend)
     undo: dict[str, Any] = {"modules": [], "attention": None}
+    if not keep_logits:
+        _patch_loss(model, backend, found, undo)
     for name, module in model.named_modules():
         _patch_module(name, module, backend, found, undo)
     _patch_attention(model, backend, found, undo)
@@ -85,6 +89,23 @@ def unpatch(model: torch.nn.Module) -> None:
     if undo["attention"] is not None:
         model.set_attn_implementation(undo["attention"])  # type: ignore[operator]
     object.__delattr__(model, UNDO)
+
+
+# ---- the loss of Hugging Face's models ------------------------------------------------------------------------------
+
+
+def _patch_loss(model: Any, backend: str, found: Report, undo: dict[str, Any]) -> None:
+    reason = loss.why_not(model)
+    if reason == "":
+        return
+    kind = type(model).__name__
+    if reason is None:
+        reason = _without_backend(loss.CausalLoss.OPS, backend)
+    if reason is None:
+        _become(model, loss.loss_class(type(model)), backend, undo)
+        found.replaced.append(Entry("", kind, loss.CausalLoss.BY))
+    else:
+        found.left.append(Entry("", kind, f"loss: {reason}"))
 
 
 # ---- modules -------------------------------------------------------------------------------------------------------

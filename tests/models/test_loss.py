@@ -1,0 +1,174 @@
+"""The loss of patched causal language models in training, which needs no logits, against the plain model's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+from kernel_ladder import models
+from kernel_ladder.models import loss as loss_module
+
+from ..conftest import DEVICE, skip_unless_available
+
+tf = pytest.importorskip("transformers", reason="transformers is not installed; pip install kernel_ladder[models]")
+families = pytest.importorskip("tests.models.families")
+
+pytestmark = pytest.mark.xdist_group("transformers")  # its import takes seconds in each process
+
+#: Families whose loss is left, and why.
+LEFT = {
+    "gemma2": "loss: between hidden states and loss lies more than one product",  # it caps its logits
+    "phi": "loss: the head is more than one product without bias",
+}
+REPLACED = [name for name in families.DECODERS if name not in LEFT]
+
+
+def made(family: str) -> torch.nn.Module:
+    """A model in training mode that drops nothing."""
+    model = families.make(family, DEVICE).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def labelled(family: str) -> dict[str, torch.Tensor]:
+    """Inputs of which some labels do not count."""
+    given = families.inputs(family, DEVICE)
+    labels = given["labels"].clone()
+    labels[0, 2:4] = -100
+    return {**given, "labels": labels}
+
+
+def results(model: torch.nn.Module, given: dict, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and all gradients in one vector."""
+    model.zero_grad()
+    found = model(**given, **options)
+    found.loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return found.loss.detach(), gradient
+
+
+def calls():
+    yield from ((family, "torch") for family in REPLACED)
+    yield from ((family, "triton") for family in (REPLACED if DEVICE.type == "cuda" else ["llama"]))
+
+
+@pytest.mark.parametrize(("family", "level"), list(calls()))
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}], ids=["mean", "items"])
+def test_loss_and_gradients(family, level, options):
+    """Errors against float64 within twice the plain model's, plus 2 ulp."""
+    skip_unless_available("linear_cross_entropy", level)
+    plain, given = made(family), labelled(family)
+    exact = results(copy.deepcopy(plain).double(), given, **options)
+    patched = copy.deepcopy(plain)
+    report = models.patch(patched, backend=level, report=False)
+    assert report.replaced[0] == ("", type(plain).__name__, loss_module.CausalLoss.BY)
+    assert patched(**given).logits is None
+    for name, of_plain, found, wanted in zip(
+        ("loss", "gradients"),
+        results(plain, given, **options),
+        results(patched, given, **options),
+        exact,
+        strict=True,
+    ):
+        assert found.dtype == of_plain.dtype
+        error, allowed = (float((x.double() - wanted).norm() / wanted.norm()) for x in (found, of_plain))
+        assert error <= 2 * allowed + 2 * torch.finfo(torch.float32).eps, f"{name}: {error:.2e}, plain {allowed:.2e}"
+
+
+@pytest.mark.parametrize("family", LEFT)
+def test_what_is_left(family):
+    model = made(family)
+    report = models.patch(model, backend="torch", report=False)
+    assert [entry.why for entry in report.left if entry.name == ""] == [LEFT[family]]
+    assert model(**labelled(family)).logits is not None
+
+
+def test_logits_where_they_are_wanted():
+    """In evaluation, without labels, for some positions alone, as tuples, and with `keep_logits`."""
+    plain, given = made("llama"), labelled("llama")
+    patched = copy.deepcopy(plain)
+    models.patch(patched, backend="torch", report=False)
+    unlabelled = {"input_ids": given["input_ids"]}
+    with torch.no_grad():
+        for arguments in (unlabelled, {**unlabelled, "logits_to_keep": 1}, {**given, "return_dict": False}):
+            found, expected = (model(**arguments) for model in (patched, plain))
+            assert type(found) is type(expected)
+            logits = [x[1] if isinstance(x, tuple) else x.logits for x in (found, expected)]
+            torch.testing.assert_close(*logits)
+        torch.testing.assert_close(patched.eval()(**given).logits, plain.eval()(**given).logits)
+        models.patch(patched, backend="torch", report=False, keep_logits=True)
+        torch.testing.assert_close(patched.train()(**given).logits, plain.train()(**given).logits)
+
+
+def test_a_positional_call_and_the_names_of_arguments():
+    """transformers reads the names of a forward pass's arguments, for generation and for columns of data."""
+    plain, given = made("llama"), labelled("llama")
+    patched = copy.deepcopy(plain)
+    models.patch(patched, backend="torch", report=False)
+    assert inspect.signature(patched.forward) == inspect.signature(plain.forward)
+    torch.testing.assert_close(
+        patched(given["input_ids"], labels=given["labels"]).loss, plain(given["input_ids"], labels=given["labels"]).loss
+    )
+    shifted = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+    torch.testing.assert_close(
+        patched(**given, shift_labels=shifted).loss, plain(**given, shift_labels=shifted.contiguous()).loss
+    )
+
+
+def test_hidden_states_and_tied_weights():
+    """What else a call asks for is in its output; a tied head's gradient goes to the embedding as well."""
+    torch.manual_seed(0)
+    plain = tf.LlamaForCausalLM(tf.LlamaConfig(**families.GROUPED, tie_word_embeddings=True)).to(DEVICE).train()
+    patched, given = copy.deepcopy(plain), labelled("llama")
+    models.patch(patched, backend="torch", report=False)
+    assert patched.lm_head.weight is patched.model.embed_tokens.weight
+    found, expected = (model(**given, output_hidden_states=True) for model in (patched, plain))
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+    torch.testing.assert_close(results(patched, given), results(plain, given))
+
+
+def test_copied_pickled_and_undone():
+    model, given = made("llama"), labelled("llama")
+    cls = type(model)
+    models.patch(model, backend="torch", report=False)
+    expected = model(**given).loss
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = other(**given)
+        assert found.logits is None
+        assert torch.equal(found.loss, expected)
+        models.unpatch(other)
+        assert type(other) is cls
+        assert other(**given).logits is not None
+
+
+def test_inside_compile():
+    torch._dynamo.reset()
+    plain, given = made("llama"), labelled("llama")
+    patched = copy.deepcopy(plain)
+    models.patch(patched, backend="torch", report=False)
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(results(compiled, given, use_cache=False), results(plain, given, use_cache=False))
+
+
+def test_a_loss_of_the_users_own_stays():
+    model = made("llama")
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+    report = models.patch(model, backend="torch", report=False)
+    assert "loss: is computed by a function of the user's" in [entry.why for entry in report.left]
+    assert model(**labelled("llama")).logits is not None
+
+
+def test_what_adds_to_the_loss_is_seen():
+    """A mixture of experts adds its router's loss; another model scales its logits."""
+    sizes = {**families.GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    mixture = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**sizes, head_dim=8, output_router_logits=True))
+    scaled = tf.CohereForCausalLM(tf.CohereConfig(**families.GROUPED, logit_scale=0.5))
+    for model in (mixture, scaled):
+        assert loss_module.why_not(model) == loss_module.ELSE
+    assert loss_module.why_not(torch.nn.Linear(2, 2)) == ""
