@@ -39,6 +39,7 @@ Other commands look into calls:
   python -m bench profile OP           its kernels, their times and bytes; --help says more
   python -m bench counters             hardware counters of every CUDA and Triton rung, by Nsight Compute
   python -m bench dynamic              calls of changing lengths: what each compiler does when one is new
+  python -m bench patched              whole models, patched and not: forward pass, training step, decoding
 
 Other commands, all reading rows that a sweep has written:
   python -m bench table [FILE]         print the tables again
@@ -325,6 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.dynamic import command
 
             return command.main(argv[1:], console)
+        if argv[:1] == ["patched"]:
+            from bench.patched import command as of_models
+
+            return of_models.main(argv[1:], console)
         if argv[:1] == ["report"]:
             from bench.show import report
 

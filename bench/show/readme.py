@@ -16,6 +16,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``fusion``, ``fusion picture``: of each chain what compilers and kernels by hand make, and the picture of all
 - ``memory``: attention's memory and time against the length
 - ``dynamic``: what a new length costs, by every way to compile a function
+- ``patched``: what a patch makes of whole models
 - ``scaling``, ``scaling model``: what several GPUs measured, and what the paper model predicts of more
 
 With ``--folders`` it writes the README.md of every folder of rungs instead, whole: see :mod:`bench.show.folders`.
@@ -45,6 +46,7 @@ from bench.show import (
     headlines,
     log_index,
     markdown,
+    patched,
     predictions,
     scaling,
 )
@@ -60,6 +62,7 @@ PAGES = [
     *(environment.ROOT / name for name in ("README.md", "RESULTS.md", "KERNEL_LOG.md")),
     *sorted((environment.ROOT / "docs" / "climb").glob("*.md")),
     environment.ROOT / "docs" / "compilers.md",
+    environment.ROOT / "docs" / "models.md",
     environment.ROOT / "docs" / "scaling.md",
 ]
 
@@ -96,8 +99,9 @@ def renew(text: str, machines: Machines, folder: Path) -> str:
 def _block(name: str, machines: Machines, folder: Path) -> str:
     if name in scaling.BLOCKS:
         return scaling.write(name, machines) or f"{_EMPTY}: `{scaling.COMMAND}` writes them.*"
-    if name == dynamic.BLOCK:
-        return dynamic.write(machines) or f"{_EMPTY}: `{dynamic.COMMAND}` writes them.*"
+    for each in (dynamic, patched):
+        if name == each.BLOCK:
+            return each.write(machines) or f"{_EMPTY}: `{each.COMMAND}` writes them.*"
     make, op = _maker(name, folder)
     blocks = [make(path, found) for path, found in machines.items()]
     written = "\n\n".join(filter(None, blocks))
@@ -131,7 +135,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         return lambda path, found: _rates(name, found), name
     if word in of_one and op in kernel_ladder.OPS:
         return of_one[word], op
-    known = [*of_all, dynamic.BLOCK, *scaling.BLOCKS, *(f"'{word} OP'" for word in of_one), "OP"]
+    known = [*of_all, dynamic.BLOCK, patched.BLOCK, *scaling.BLOCKS, *(f"'{word} OP'" for word in of_one), "OP"]
     raise ReadmeError(f"unknown block {name!r}; known are {', '.join(known)}, of {', '.join(kernel_ladder.OPS)}")
 
 

@@ -14,6 +14,7 @@ from bench.__main__ import main
 from bench.dynamic import rows as dynamic_rows
 from bench.measure import lengths
 from bench.measure.environment import ROOT
+from bench.patched import rows as patched_rows
 from bench.profile import counters
 from bench.rows import store
 from bench.scaling import rows as scaling_rows
@@ -163,6 +164,8 @@ def test_every_row_that_is_kept_is_whole(path):
         assert scaling_rows.read(path)
     elif path.parent.name == "dynamic":
         assert dynamic_rows.read(path)
+    elif path.parent.name == "patched":
+        assert patched_rows.read(path)
     elif not path.name.endswith(counters.SUFFIX):
         assert store.read(path)
 

@@ -1,0 +1,109 @@
+"""``python -m bench patched``: every way of every model, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import util
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import environment
+from bench.patched import rows
+from bench.patched.rows import DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
+from bench.patched.subjects import SUBJECTS
+from bench.show.patched import HEADER, lines_of
+from bench.usage import UsageError, known, split
+from kernel_ladder import table
+
+BACKENDS = ("auto", "cuda", "triton")
+BY = (PLAIN, LIGER, *BACKENDS)
+MODES = ("eager", "compiled")
+PASSES = (FORWARD, DECODE, STEP)  # training, last, leaves an optimizer's memory behind
+#: Seconds after which a way counts as failed.
+PATIENCE = 600
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench patched",
+        description="Forward pass, training step and decoding of Hugging Face's models: plain, patched by Liger and by "
+        "this package, eager and compiled. Rows go to bench-results/patched/<machine>.jsonl.",
+    )
+    many = {"action": "append", "metavar": "NAME[,NAME]"}
+    parser.add_argument("--model", **many, help=f"of {', '.join(SUBJECTS)} (default: all)")
+    parser.add_argument("--by", **many, help=f"of {', '.join(BY)} (default: all)")
+    parser.add_argument("--mode", **many, help=f"of {', '.join(MODES)} (default: both)")
+    parser.add_argument("--pass", **many, dest="pass_", help=f"of {', '.join(PASSES)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few rounds, to try the command")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="rows (default: see above)")
+    parser.add_argument("--in-this-process", action="store_true", help="one way alone, as the command starts it")
+    return parser
+
+
+def main(argv: Sequence[str], console: Console) -> int:
+    """Returns the exit code: 0, 1 where a way failed, or 2 for a bad command line."""
+    args = _parser().parse_args(argv)
+    try:
+        models = [known("model", name, list(SUBJECTS)) for name in split("--model", args.model, SUBJECTS)] or [
+            *SUBJECTS
+        ]
+        by = [known("patch", name, BY) for name in split("--by", args.by, BY)] or [*BY]
+        modes = [known("mode", name, MODES) for name in split("--mode", args.mode, MODES)] or [*MODES]
+        passes = [known("pass", name, PASSES) for name in split("--pass", args.pass_, PASSES)] or [*PASSES]
+    except UsageError as error:
+        print(f"python -m bench patched: {error}", file=sys.stderr)
+        return 2
+    if util.find_spec("transformers") is None:
+        reason = "transformers is not installed; run `pip install kernel_ladder[models]`"
+        print(f"python -m bench patched: {reason}", file=sys.stderr)
+        return 2
+    out = args.out or rows.results_file()
+    failed = 0
+    ways = [(model, who, mode) for model in models for mode in modes for who in by if _is_here(who)]
+    for model, who, mode in ways:
+        if args.in_this_process:
+            from bench.patched.measure import measure
+
+            rows.save(out, measure(SUBJECTS[model], who, mode == "compiled", passes, args.quick))
+            continue
+        command = [
+            sys.executable, "-m", "bench", "patched", "--in-this-process", "--model", model, "--by", who,
+            "--mode", mode, "--pass", ",".join(passes), "--out", str(out), *(["--quick"] if args.quick else []),
+        ]  # fmt: skip
+        console.print(f"{model}, {mode}, {who}", highlight=False)
+        try:
+            failed += bool(subprocess.run(command, cwd=environment.ROOT, timeout=PATIENCE, check=False).returncode)
+        except subprocess.TimeoutExpired:
+            failed += 1
+            console.print(f"{model}, {mode}, {who}: no end after {PATIENCE} s", highlight=False)
+    if not args.in_this_process:
+        show([row for row in rows.read(out) if row.model in models], console)
+        console.print(f"the rows are in {out}", soft_wrap=True, highlight=False)
+    return int(failed > 0)
+
+
+def _named(option: str, given: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    """The names that an option gives, or all."""
+    return [known(option, name, names) for name in split(f"--{option}", given, names)] or [*names]
+
+
+def _is_here(who: str) -> bool:
+    """Whether a backend runs here; Liger's absence is a row of its own."""
+    return who not in BACKENDS or who == "auto" or table.unavailable("linear", who) is None
+
+
+def show(made: Sequence[PatchedRow], console: Console) -> None:
+    """Print a table for each model."""
+    for model in dict.fromkeys(row.model for row in made):
+        mine = [row for row in made if row.model == model]
+        shown = Table(title=f"{model} ({mine[0].like})", title_justify="left")
+        for name in HEADER:
+            shown.add_column(name, justify="left" if name == HEADER[0] else "right")
+        for line in lines_of(mine):
+            shown.add_row(*line)
+        console.print(shown)

@@ -1,0 +1,195 @@
+"""Check one way to run a model against the plain model in more digits, then time its passes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+import kernel_ladder.models
+from bench.measure import environment, timing
+from bench.measure.correctness import one_line
+from bench.patched.rows import DECODE, FORWARD, LIGER, PLAIN, STEP, PatchedRow
+from bench.patched.subjects import CAUSAL, Subject
+from bench.scaling.check import hold_model
+from kernel_ladder.cli.device import version_of
+
+#: Seconds of rounds for each pass, and how many rounds at least and at most.
+SECONDS, LEAST, MOST = 2.0, 5, 100
+#: Of the batch that is checked.
+CHECKED_TOKENS = 256
+#: Of decoding: tokens of the prompt, and two numbers of new ones. The difference of their times has no prompt in it.
+PROMPT, SHORT, LONG = 512, 32, 96
+
+
+def patched(model: torch.nn.Module, by: str) -> None:
+    """Patch a model in place.
+
+    Raises:
+        ImportError: no Liger. ValueError: Liger does not know the model, or nothing in it can be replaced.
+    """
+    if by == LIGER:
+        from liger_kernel.transformers import monkey_patch
+
+        if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+            raise ValueError(f"Liger does not know models of type {model.config.model_type!r}")
+        monkey_patch._apply_liger_kernel_to_instance(model=model)
+    elif by != PLAIN:
+        kernel_ladder.models.patch(model, backend=by, report=False)
+
+
+def _results(model: Any, given: dict[str, torch.Tensor], call: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+    """Logits in evaluation; then loss and gradients in training."""
+    call = call or model
+    unlabelled = {name: x for name, x in given.items() if name != "labels"}
+    with torch.no_grad():
+        logits = call(**unlabelled).logits
+    model.train()
+    loss = call(**given).loss
+    loss.backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    model.zero_grad()
+    model.eval()
+    return [logits, loss.detach(), *gradients]
+
+
+def wrong(subject: Subject, model: Any, by: str, compiled: bool, quick: bool) -> str | None:
+    """Why a way's logits, loss or gradients do not agree, or None. The standard is the plain model in its dtype.
+
+    `model` is the plain one, and stays as it is.
+    """
+    batch, tokens = subject.batch_of(quick)
+    given = subject.inputs(model, min(batch, 2), min(tokens, CHECKED_TOKENS))
+    wider = torch.float64 if model.dtype == torch.float32 else torch.float32
+    exactly = {name: x.to(wider) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+               for name, x in given.items()}  # fmt: skip
+    exact = _results(copy.deepcopy(model).to(wider), exactly)
+    naive = _results(model, given)
+    other = copy.deepcopy(model)
+    patched(other, by)
+    found = _results(other, given, torch.compile(other) if compiled else None)
+    torch._dynamo.reset()
+    names = ["logits", "loss", *(f"the gradient of {name}" for name, _ in model.named_parameters())]
+    return hold_model(names, found, exact, naive)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, budget: float) -> tuple[float, list[float]]:
+    """Seconds of the first call, and of each later one, with the host's part."""
+
+    def once() -> float:
+        timing.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        timing.synchronize(device)
+        return time.perf_counter() - begin
+
+    first = once()
+    once()
+    rounds: list[float] = []
+    while len(rounds) < LEAST or (sum(rounds) < budget and len(rounds) < MOST):
+        rounds.append(once())
+    return first, rounds
+
+
+def row_of(subject: Subject, by: str, compiled: bool, pass_: str, dtype: torch.dtype, quick: bool) -> PatchedRow:
+    facts, (batch, tokens) = environment.facts(), subject.batch_of(quick)
+    import transformers
+
+    return PatchedRow(
+        subject.family, subject.like, f"{subject.layers(quick)} layers, {batch} × {tokens} tokens", by, compiled, pass_,
+        str(dtype).removeprefix("torch."), None, None, None, None, None, None, facts["gpu"], facts["torch"],
+        facts["triton"], transformers.__version__, version_of("liger_kernel") if by == LIGER else None,
+        facts["commit"], facts["dirty"], datetime.now(UTC).isoformat(timespec="milliseconds"),
+    )  # fmt: skip
+
+
+def _timed(row: PatchedRow, first: float, rounds: list[float], tokens: int) -> PatchedRow:
+    low, median, high = statistics.quantiles(rounds, n=4)
+    return dataclasses.replace(
+        row, us=1e6 * median, low_us=1e6 * low, high_us=1e6 * high, tokens_per_s=tokens / median, first_s=first
+    )
+
+
+def _training(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: bool, budget: float) -> PatchedRow:
+    device = next(model.parameters()).device
+    batch, tokens = subject.batch_of(quick)
+    given = subject.inputs(model, batch, tokens)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        environment.give_memory_back(device)
+        torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu)
+    model.train()
+
+    def step() -> None:
+        call(**given).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, rounds = seconds_of(step, device, budget)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    return dataclasses.replace(_timed(row, first, rounds, batch * tokens), peak_bytes=peak)
+
+
+def _forward(subject: Subject, row: PatchedRow, model: Any, call: Any, quick: bool, budget: float) -> PatchedRow:
+    batch, tokens = subject.batch_of(quick)
+    given = {name: x for name, x in subject.inputs(model, batch, tokens).items() if name != "labels"}
+    with torch.no_grad():
+        first, rounds = seconds_of(lambda: call(**given), next(model.parameters()).device, budget)
+    return _timed(row, first, rounds, batch * tokens)
+
+
+def _decode(subject: Subject, row: PatchedRow, model: Any, quick: bool) -> PatchedRow:
+    """Greedy tokens of one sequence. A compiled way has a static cache, whose steps transformers compiles."""
+    prompt, short, long = (8, 2, 4) if quick else (PROMPT, SHORT, LONG)
+    given = subject.inputs(model, 1, prompt)["input_ids"]
+    cache = {"cache_implementation": "static"} if row.compiled else {}
+
+    def generate(count: int) -> None:
+        model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            pad_token_id=0, **cache,
+        )  # fmt: skip
+
+    first, less = seconds_of(lambda: generate(short), given.device, 0.0)
+    _, more = seconds_of(lambda: generate(long), given.device, 0.0)
+    each = [(b - a) / (long - short) for a, b in zip(sorted(less), sorted(more), strict=False)]
+    return _timed(
+        dataclasses.replace(row, shape=f"{subject.layers(quick)} layers, 1 × {prompt} tokens"), first, each, 1
+    )
+
+
+def measure(subject: Subject, by: str, compiled: bool, passes: list[str], quick: bool) -> list[PatchedRow]:
+    """The rows of one way, in a process that has run no other."""
+    device = environment.device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    passes = [pass_ for pass_ in passes if pass_ != DECODE or subject.kind == CAUSAL]
+    rows = [row_of(subject, by, compiled, pass_, dtype, quick) for pass_ in passes]
+    model = subject.make(quick, dtype, device)
+    try:
+        fault = wrong(subject, model, by, compiled, quick)
+        patched(model, by)
+    except Exception as error:
+        return [dataclasses.replace(row, unsupported=one_line(error)) for row in rows]
+    if fault is not None:
+        return [dataclasses.replace(row, wrong=fault) for row in rows]
+    call = torch.compile(model) if compiled else model
+    made = []
+    for row in rows:
+        environment.give_memory_back(device)
+        try:
+            if row.pass_ == FORWARD:
+                made.append(_forward(subject, row, model.eval(), call, quick, 0.0 if quick else SECONDS))
+            elif row.pass_ == STEP:
+                made.append(_training(subject, row, model, call, quick, 0.0 if quick else SECONDS))
+            else:
+                made.append(_decode(subject, row, model.eval(), quick))
+        except Exception as error:
+            made.append(dataclasses.replace(row, unsupported=one_line(error)))
+    return made

@@ -1,0 +1,62 @@
+"""What a patch makes of whole models, as Markdown: see :mod:`bench.patched`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from bench.patched.rows import DECODE, FOLDER, FORWARD, PLAIN, STEP, PatchedRow, read
+from bench.show import markdown
+from bench.show.table import microseconds
+
+BLOCK = "patched"
+COMMAND = "python -m bench patched"
+HEADER = ["way", "forward", "training step", "peak memory", "decoding, tokens/s", "first step"]
+
+
+def write(machines: Mapping[Path, object]) -> str:
+    """A table for each model, from the files of rows in the folder `patched` beside those of the machines."""
+    parts = []
+    for file in dict.fromkeys(path.parent / FOLDER / path.name for path in machines):
+        found = sorted(read(file), key=lambda row: row.model)
+        for _, members in groupby(found, lambda row: row.model):
+            rows = list(members)
+            parts += [_head(rows), markdown.grid(HEADER, lines_of(rows), [False, *[True] * (len(HEADER) - 1)])]
+    return "\n\n".join(parts)
+
+
+def _head(rows: Sequence[PatchedRow]) -> str:
+    first = next((row for row in rows if row.pass_ == STEP), rows[0])
+    liger = next((row.liger for row in rows if row.liger), None)
+    software = f"PyTorch {first.torch}, transformers {first.transformers}" + (f", Liger {liger}" if liger else "")
+    source = f"{first.gpu or 'a CPU'}, {software}, commit `{(first.commit or 'unknown')[:12]}`"
+    return f"**{first.model}**, as {first.like}: {first.shape}, {first.dtype}; {source}."
+
+
+def lines_of(rows: Sequence[PatchedRow]) -> list[list[str]]:
+    """A line for each way: times, and in brackets how many times as fast as the plain model of its mode."""
+    ways = dict.fromkeys((row.compiled, row.by) for row in rows)
+    by_pass = {(row.compiled, row.by, row.pass_): row for row in rows}
+    lines = []
+    for compiled, by in sorted(ways, key=lambda way: (way[0], way[1] != PLAIN)):
+        name = f"{'compiled' if compiled else 'eager'}, {by if by == PLAIN else f'patched: {by}'}"
+        step = by_pass.get((compiled, by, STEP))
+        cells = [_cell(by_pass, compiled, by, pass_) for pass_ in (FORWARD, STEP)]
+        cells.append(f"{step.peak_bytes / 2**30:.1f} GiB" if step and step.peak_bytes else "–")
+        cells.append(_cell(by_pass, compiled, by, DECODE))
+        cells.append(f"{step.first_s:.1f} s" if step and step.first_s else "–")
+        lines.append([name, *cells])
+    return lines
+
+
+def _cell(by_pass: Mapping[tuple[bool, str, str], PatchedRow], compiled: bool, by: str, pass_: str) -> str:
+    row, plain = by_pass.get((compiled, by, pass_)), by_pass.get((compiled, PLAIN, pass_))
+    if row is None:
+        return "–"
+    if row.us is None:
+        return f"wrong: {row.wrong}" if row.wrong else f"not here: {row.unsupported}"
+    shown = f"{row.tokens_per_s:.0f}" if pass_ == DECODE and row.tokens_per_s else microseconds(row.us)
+    if plain is None or plain is row or plain.us is None:
+        return shown
+    return f"{shown} ({plain.us / row.us:.2f} ×)"
