@@ -1,7 +1,8 @@
 """Train a small GPT, built from kernel_ladder.nn, once per backend, and draw the loss curves on one picture.
 
 The text is the language reference that ships with Python's standard library, byte by byte. Every backend starts from
-the same weights and sees the same batches, so curves differ by rounding alone.
+the same weights and sees the same batches, so curves differ by rounding alone. On a GPU all run under autocast in
+bfloat16; a run of the formulas in float32 shows how far rounding takes them. A table goes beside the picture.
 
     python examples/train_gpt.py                                    # what this machine has; on a CPU a tiny model
     python examples/train_gpt.py --backends torch cuda --steps 2000 --width 768 --layers 12 --heads 12
@@ -24,6 +25,10 @@ from kernel_ladder.errors import UnavailableError
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+#: The formulas without autocast, beside which every other run stands on a GPU.
+REFERENCE = "torch.naive in float32"
+#: Steps whose mean loss is compared.
+SMOOTHED = 25
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,32 @@ def train(config: Config, backend: str, autocast: bool = ON_GPU) -> Run:
     return run
 
 
+def distance(run: Run, other: Run) -> float:
+    """How far two loss curves lie apart at most, in nats a byte, each the mean over :data:`SMOOTHED` steps."""
+    smooth = min(SMOOTHED, len(run.losses))
+    apart = torch.tensor(run.losses) - torch.tensor(other.losses)
+    return float(apart.unfold(0, smooth, 1).mean(1).abs().max())
+
+
+def table(runs: dict[str, Run], config: Config) -> str:
+    """The runs as a Markdown table, with the distance of their curves from the first run's."""
+    first = next(iter(runs.values()))
+    device = torch.cuda.get_device_name() if ON_GPU else "a CPU"
+    lines = [
+        f"{config.layers} layers, {config.width} wide, {config.heads} heads; {config.batch} × {config.context} bytes a "
+        f"step, {config.steps} steps; {device}, PyTorch {torch.__version__}.",
+        "",
+        f"| backend | last {SMOOTHED} losses | farthest from {next(iter(runs))} | step | peak memory |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, run in runs.items():
+        last = statistics.mean(run.losses[-SMOOTHED:])
+        memory = f"{run.peak_bytes / 2**30:.2f} GiB" if ON_GPU else "–"
+        away = f"{distance(run, first):.4f}"
+        lines.append(f"| {name} | {last:.4f} | {away} | {run.step_seconds * 1e3:.1f} ms | {memory} |")
+    return "\n".join(lines) + "\n"
+
+
 def draw(runs: dict[str, Run], path: Path) -> None:
     """Draw the loss curves of all backends, and write the picture to `path`."""
     import matplotlib
@@ -145,9 +176,14 @@ def draw(runs: dict[str, Run], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     parser = argparse.ArgumentParser(description="Train a small GPT once per backend, and draw the loss curves.")
-    levels = ["torch.naive", "torch", "compile", "triton", "cuda"] if ON_GPU else ["torch.naive", "torch"]
+    levels = ["torch.naive", "torch", "compile", "xla", "triton", "cuda"] if ON_GPU else ["torch.naive", "torch"]
     parser.add_argument("--backends", nargs="+", default=levels, help=f"default: {' '.join(levels)}")
-    parser.add_argument("--out", type=Path, default=Path("train_gpt.png"), help="the picture (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("train_gpt.png"),
+        help="the picture, beside which a table goes (default: %(default)s)",
+    )
     parser.add_argument("--float32", action="store_true", help="on a GPU, do not use autocast with bfloat16")
     defaults = Config()
     for name, value in vars(defaults).items():
@@ -155,19 +191,25 @@ def main(arguments: list[str] | None = None) -> dict[str, Run]:
         parser.add_argument(option, type=type(value), default=value, help="default: %(default)s")
     given = parser.parse_args(arguments)
     config = Config(**{name: getattr(given, name) for name in vars(defaults)})
+    autocast = ON_GPU and not given.float32
     runs: dict[str, Run] = {}
-    for backend in given.backends:
+    for backend in ([REFERENCE] if autocast else []) + given.backends:
         try:
-            runs[backend] = run = train(config, backend, ON_GPU and not given.float32)
+            if backend == REFERENCE:
+                run = train(config, "torch.naive", autocast=False)
+            else:
+                run = train(config, backend, autocast)
         except UnavailableError as error:
             print(f"{backend:<16} left out: {error}")
             continue
+        runs[backend] = run
         memory = f", {run.peak_bytes / 2**30:.2f} GiB" if ON_GPU else ""
         print(f"{backend:<16} loss {run.losses[-1]:.4f}, {run.step_seconds * 1e3:.1f} ms a step{memory}", flush=True)
     if not runs:
         parser.exit(1, "none of these backends is available here\n")
     draw(runs, given.out)
-    print(f"wrote {given.out}")
+    given.out.with_suffix(".md").write_text(table(runs, config), encoding="utf-8")
+    print(f"wrote {given.out} and {given.out.with_suffix('.md')}")
     return runs
 
 

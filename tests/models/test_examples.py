@@ -49,15 +49,25 @@ def test_the_loss_falls_and_autocast_stays_near(example):
     assert mixed == pytest.approx(plain, rel=0.05)
 
 
+def test_distance_is_that_of_smoothed_curves(example):
+    jumps = example.Run(losses=[1.0, 3.0] * 50)
+    assert example.distance(jumps, example.Run(losses=[2.0] * 100)) == pytest.approx(1 / example.SMOOTHED)
+    assert example.distance(jumps, example.Run(losses=[2.5, 4.5] * 50)) == pytest.approx(1.5)
+
+
 def test_the_command(example, tmp_path, capsys):
     sizes = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "2"]
     picture = tmp_path / "curves.png"
     runs = example.main(["--backends", "torch.naive", "torch", *sizes, "--out", str(picture)])
-    assert list(runs) == ["torch.naive", "torch"]
+    assert list(runs)[-2:] == ["torch.naive", "torch"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("torch.naive      loss 5.")
-    assert lines[-1] == f"wrote {picture}"
+    assert lines[-3].startswith("torch.naive      loss 5.")
+    assert lines[-1] == f"wrote {picture} and {tmp_path / 'curves.md'}"
+    table = (tmp_path / "curves.md").read_text().splitlines()
+    assert table[0].startswith("1 layers, 32 wide, 2 heads; 2 × 16 bytes a step, 2 steps; ")
+    assert [line.split(" | ")[0] for line in table[4:]] == [f"| {name}" for name in runs]
+    assert " | 0.0000 | " in table[4], "of the first run from itself"
     with pytest.raises(BackendError, match="did you mean 'triton'"):
         example.main(["--backends", "tritn", *sizes])
     if DEVICE.type == "cpu":
