@@ -132,14 +132,21 @@ ERRORS = [
 
 
 def sweep() -> list[Case]:
-    """Decoding: each sequence has from half as many keys as its row of the table holds to all. Forward only."""
+    """Decoding: each sequence has from half as many keys as its row of the table holds to all. Forward only.
 
-    def case(batch: int, columns: int, page_size: int, rows: int = 1, quick: bool = False) -> Case:
+    Calls named "invariant" show what batch invariance costs a large batch and a single sequence.
+    """
+
+    def case(
+        batch: int, columns: int, page_size: int, rows: int = 1, quick: bool = False, invariant: bool = False
+    ) -> Case:
         h, h_kv, d = 32, 8, 128
         cache = batch * columns, page_size, h_kv, d
         shapes = (batch, h, rows, d), cache, cache, (batch, columns), (batch,)
         name = f"B{batch} H{h}/{h_kv} Q{rows} pages {columns}x{page_size} D{d}"
         options = {"is_causal": True, "scale": None, "enable_gqa": True}
+        if invariant:
+            name, options = f"{name} invariant", {**options, "batch_invariant": True}
         kinds = {3: "pages@1", 4: "lengths@3,1"}
         return Case(name, shapes, options, quick=quick, kinds=kinds, passes=("forward",))
 
@@ -149,4 +156,6 @@ def sweep() -> list[Case]:
         case(1, 8192, 16),
         case(64, 16, 256),
         case(64, 256, 16, rows=4),
+        case(64, 256, 16, invariant=True),
+        case(1, 8192, 16, invariant=True),
     ]
