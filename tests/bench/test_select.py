@@ -7,6 +7,7 @@ import json
 import pytest
 
 import cuda_impl
+import kernel_ladder
 from bench.__main__ import main
 from bench.measure import environment
 from bench.rows import store
@@ -145,6 +146,8 @@ def test_the_command_writes_a_table_that_selection_reads(tmp_path, capsys):
     assert main(["select", str(path), "--into", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 of 1 tables are kept" in said
+    others = [op for op in kernel_ladder.OPS if op != "matmul"]
+    assert f"no call of {', '.join(others)} has times of its choice and of another" in said
     (file,) = tmp_path.glob("*.json")
     assert file.name == "nvidia-h200.json"
     found = tables.load(file)
