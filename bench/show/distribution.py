@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.measure import environment, sets
-from bench.rows import store
+from bench.rows import regret, store
 from bench.rows.store import Row
 from bench.usage import known, split
 from kernel_ladder import table
-from kernel_ladder.selection import MEASURED_LEVELS
 
 #: The shares of calls below and above which the tails lie.
 LOW = 0.05
@@ -76,16 +75,10 @@ def distributions(rows: Iterable[Row], wanted: Sequence[str]) -> list[Distributi
             chosen = [(rows, row) for rows in by_call.values() for row in rows if backend in row.chosen]
             if chosen:
                 speedups = [Value(row.speedup, _name(row)) for _, row in chosen if row.speedup is not None]
-                regrets = [Value(_regret(row, rows, backend), _name(row)) for rows, row in chosen]
+                costs = [(regret.of_row(row, rows, backend), row) for rows, row in chosen]
+                regrets = [Value(cost, _name(row)) for cost, row in costs if cost is not None]
                 found.append(Distribution(*kind, backend, _sorted(speedups), _sorted(regrets)))
     return found
-
-
-def _regret(row: Row, rows: Sequence[Row], backend: str) -> float:
-    levels = MEASURED_LEVELS if backend == "auto" else (backend,)
-    best = min(other.us for other in rows if other.us is not None and other.level in levels)
-    assert row.us is not None
-    return row.us / best
 
 
 def _sorted(values: Iterable[Value]) -> tuple[Value, ...]:

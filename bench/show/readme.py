@@ -10,6 +10,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``picture OP``: the operation's picture
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
+- ``regret``: the time of what names chose over that of the best rung, by operation
 - ``claims``: the levels' best rungs against other libraries, over all calls
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
@@ -46,6 +47,7 @@ from bench.show import (
     log_index,
     markdown,
     predictions,
+    regret,
     scaling,
 )
 from bench.show.headline import headline
@@ -61,6 +63,7 @@ PAGES = [
     *sorted((environment.ROOT / "docs" / "climb").glob("*.md")),
     environment.ROOT / "docs" / "compilers.md",
     environment.ROOT / "docs" / "scaling.md",
+    environment.ROOT / "docs" / "selection.md",
 ]
 
 Machines = dict[Path, list[Row]]
@@ -112,6 +115,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "machine": _machine,
         "headlines": headlines.write,
         "claims": claims.write,
+        "regret": regret.write,
         "index": log_index.write,
         "fusion": fusion.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),
