@@ -204,8 +204,22 @@ def test_the_table_of_an_older_sweep_is_that_of_its_archived_rows():
     assert main(["select", str(archived), "--check"]) == 0
 
 
+#: Names that a table leaves beyond a tenth, by GPU, operation, name and pass, and why.
+BEYOND = {
+    ("NVIDIA H200", "matmul", "cuda", "forward"): (
+        "rows of unaligned products are of 2026-11-21 to 24; their kernels date from 2026-11-26, and rules are of those"
+    ),
+}
+
+
 @pytest.mark.parametrize("file", sorted(tables.FOLDER.glob("*.json")), ids=lambda file: file.stem)
-def test_auto_is_within_a_tenth_of_the_best_rung_at_every_committed_call(file):
-    parts = [part for part in json.loads(file.read_text())["regret"] if part["backend"] == "auto"]
-    chosen = [part["table"] if part["kept"] else part["rules"] for part in parts]
-    assert max(regret["worst"] for regret in chosen) <= 1.10
+def test_every_name_is_within_a_tenth_of_the_best_rung_at_every_committed_call(file):
+    """Of "auto" and the levels' names; a part beyond a tenth stands in BEYOND, and none stands there without need."""
+    data = json.loads(file.read_text())
+    worst = {
+        (data["gpu"], part["op"], part["backend"], part["pass"]): part["table" if part["kept"] else "rules"]["worst"]
+        for part in data["regret"]
+    }
+    assert {name for _, _, name, _ in worst} == {"auto", "cuda", "triton"}
+    beyond = {part for part, regret in worst.items() if regret > build.MOST_REGRET}
+    assert beyond == {part for part in BEYOND if part[0] == data["gpu"]}
