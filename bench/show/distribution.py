@@ -1,6 +1,7 @@
 """``python -m bench distribution FILE…``: what the choices are worth over all calls of a set, and where they are worst.
 
-Speedups are those of the rung that a level's name stood for. Regret is its time over that of the fastest rung measured
+Speedups are those of the rung that a level's name stood for. Of the set `lengths` its rate over that of a copy of as
+many bytes is told too. Regret is its time over that of the fastest rung measured
 beside it: of its level, or for "auto" of all levels but compile.
 """
 
@@ -36,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Speedups and regrets of one backend's name, over the calls of a set in one pass and dtype."""
+    """Speedups, regrets and rates of one backend's name, over the calls of a set in one pass and dtype."""
 
     set: str
     op: str
@@ -45,6 +46,7 @@ class Distribution:
     backend: str
     speedups: tuple[Value, ...]  # lowest first
     regrets: tuple[Value, ...]  # lowest first
+    rates: tuple[Value, ...] = ()  # over the rate of a copy of as many bytes; lowest first
 
 
 def mean(values: Sequence[Value]) -> float:
@@ -77,7 +79,10 @@ def distributions(rows: Iterable[Row], wanted: Sequence[str]) -> list[Distributi
                 speedups = [Value(row.speedup, _name(row)) for _, row in chosen if row.speedup is not None]
                 costs = [(regret.of_row(row, rows, backend), row) for rows, row in chosen]
                 regrets = [Value(cost, _name(row)) for cost, row in costs if cost is not None]
-                found.append(Distribution(*kind, backend, _sorted(speedups), _sorted(regrets)))
+                rates = [
+                    Value(row.gbs / row.ceiling_gbs, _name(row)) for _, row in chosen if row.gbs and row.ceiling_gbs
+                ]
+                found.append(Distribution(*kind, backend, *map(_sorted, (speedups, regrets, rates))))
     return found
 
 
@@ -104,6 +109,21 @@ def show(found: Sequence[Distribution], console: Console) -> None:
             if (d.set, d.op, d.dtype, d.pass_) == kind:
                 shown.add_row(d.backend, str(len(d.regrets)), *_cells(d.speedups, LOW, 0), *_cells(d.regrets, HIGH, -1))
         console.print(shown)
+    show_rates([d for d in found if d.set == sets.LENGTHS and d.rates], console)
+
+
+def show_rates(found: Sequence[Distribution], console: Console) -> None:
+    """One table: rates over that of a copy of as many bytes, for each operation, dtype, pass and name."""
+    if not found:
+        return
+    shown = Table(title=f"{sets.LENGTHS}: rate over the rate of a copy", title_justify="left")
+    for name in ("operation", "pass", "dtype", "backend", "calls", "mean", "worst", "at"):
+        shown.add_column(name, justify="right" if name in ("calls", "mean", "worst") else "left")
+    for d in found:
+        least = d.rates[0]
+        cells = (d.op, d.pass_, d.dtype, d.backend, str(len(d.rates)))
+        shown.add_row(*cells, f"{mean(d.rates):.3f}", f"{least.ratio:.3f}", least.call)
+    console.print(shown)
 
 
 def _cells(values: Sequence[Value], share: float, worst: int) -> tuple[str, ...]:
