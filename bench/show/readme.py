@@ -11,6 +11,7 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
 - ``regret``: the time of what names chose over that of the best rung, by operation
+- ``matmul model``: the error of the cost model by which matmul's CUDA rungs are chosen
 - ``claims``: the levels' best rungs against other libraries, over all calls
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
@@ -46,6 +47,7 @@ from bench.show import (
     headlines,
     log_index,
     markdown,
+    matmul_model,
     predictions,
     regret,
     scaling,
@@ -116,6 +118,7 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "headlines": headlines.write,
         "claims": claims.write,
         "regret": regret.write,
+        "matmul model": matmul_model.write,
         "index": log_index.write,
         "fusion": fusion.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.measure import sets
-from bench.rows import regret, store
+from bench.rows import published, regret
 from bench.rows.store import Row
 from bench.show import markdown
 
 
 def write(path: Path, found: Sequence[Row]) -> str:
     """A line for each operation and name, from a machine's rows and those of the other sets beside them."""
-    others = [path.parent / name / path.name for name in sets.SETS if name != sets.SWEEP]
-    rows = [*found, *(row for file in others if file.exists() for row in store.read(file))]
+    rows = published.with_other_sets(path, found)
     every = regret.by_name(rows)
     if not every:
         return ""
