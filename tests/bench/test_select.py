@@ -9,7 +9,7 @@ import pytest
 import cuda_impl
 import kernel_ladder
 from bench.__main__ import main
-from bench.measure import environment
+from bench.measure import environment, sets
 from bench.rows import store
 from bench.select import build, command, points
 from bench.select.points import Point
@@ -93,6 +93,19 @@ def test_an_old_row_of_a_split_rung_is_the_time_of_its_level():
     assert point.features.category == "16 bits, unaligned"
     (entry,) = build.entries_of([point], "auto")
     assert entry.better is None
+
+
+@needs_cuda_level
+def test_rows_of_lengths_are_points_of_their_own_kinds_of_arguments():
+    """Labels are integers, which a row does not say; the set does."""
+    case = sets.members(sets.LENGTHS, "cross_entropy")[0].case
+    fields = {"op": "cross_entropy", "shape": case.id, "shapes": list(map(list, case.shapes)), "set": sets.LENGTHS}
+    fields |= {"options": case.options, "when": "2026-11-27T09:00:00"}
+    rows = [row(name, us, **fields) for name, us in (("torch.builtin", 9.0), ("cuda.online", 3.0))]
+    (point,) = points.points(rows, points.machine_of(rows))
+    assert point.features == Features("16 bits, rows, not smoothed", tuple(case.shapes[0]))
+    assert point.usual("auto") == "cuda"
+    assert point.levels == {"torch": 9.0, "cuda": 3.0}
 
 
 @needs_cuda_level
