@@ -146,7 +146,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         **many,
-        help="default: bfloat16, without --quick float32 too for the quick cases; float32 without a GPU",
+        help="default: bfloat16, without --quick float32 too for the quick cases, and float16 for those of matmul and "
+        "linear; float32 without a GPU",
     )
     parser.add_argument(
         "--set",

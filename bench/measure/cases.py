@@ -80,8 +80,17 @@ def sweep_cases(spec: Spec, device: torch.device, quick: bool) -> list[Case]:
     return [case for case, _ in sweep_members(spec, map(Member, spec.sweep), device, quick)]
 
 
-def default_dtypes(case: Case, device: torch.device, quick: bool) -> list[torch.dtype]:
-    """bfloat16, and in a sweep that is not quick float32 too for the quick cases; without a GPU float32 alone."""
+#: Operations whose quick cases are measured in float16 too: other libraries have kernels of their own for it.
+IN_FLOAT16 = ("matmul", "linear")
+
+
+def default_dtypes(op: str, case: Case, device: torch.device, quick: bool) -> list[torch.dtype]:
+    """bfloat16; in a sweep that is not quick, for the quick cases float32 too, and float16 of some operations.
+
+    Without a GPU float32 alone.
+    """
     if device.type != "cuda":
         return [torch.float32]
-    return [torch.bfloat16, torch.float32] if case.quick and not quick else [torch.bfloat16]
+    if quick or not case.quick:
+        return [torch.bfloat16]
+    return [torch.bfloat16, torch.float32, *([torch.float16] if op in IN_FLOAT16 else [])]

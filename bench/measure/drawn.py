@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.measure.models import Call
+from bench.measure.row_lengths import arguments
 from kernel_ladder.spec import Case
 
 #: Calls of each operation.
@@ -64,18 +65,8 @@ def _rows(op: str, choose: random.Random) -> Iterator[Call]:
     for i in range(COUNT):
         n = _size(choose, 128, 160_000, choose.random() < 0.5)
         m = _size(choose, 1, max(MOST_ELEMENTS // n, 1), False)
-        x, vector = (m, n), (n,)
-        shapes, options = {
-            "softmax": ((x,), {"dim": -1}),
-            "layer_norm": ((x, vector, vector), {"normalized_shape": vector, "eps": 1e-5}),
-            "rms_norm": ((x, vector), {"normalized_shape": vector, "eps": None}),
-            "add_rms_norm": ((x, x, vector), {"eps": None}),
-            "bias_gelu": ((x, vector), {"approximate": "none"}),
-            "swiglu": ((x, x), {}),
-            "add": ((x, x), {}),
-        }[op]
         ident = f"{m}x{n} none" if op == "bias_gelu" else f"{m}x{n}"
-        yield Call(op, Case(ident, shapes, options, climb=False, quick=i < 4), "")
+        yield Call(op, Case(ident, **arguments(op, m, n), climb=False, quick=i < 4), "")
 
 
 def calls(seed: int) -> Iterator[Call]:

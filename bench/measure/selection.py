@@ -107,7 +107,7 @@ def groups(selection: Selection, device: torch.device) -> list[Group]:
     found = [
         Group(op, case, dtype, with_kernels(selection.passes, op, case), selection.set, names, not place)
         for op, case, names in members[part - 1 :: parts]
-        for place, dtype in enumerate(selection.dtypes or default_dtypes(case, device, quick))
+        for place, dtype in enumerate(selection.dtypes or default_dtypes(op, case, device, quick))
     ]
     return [group for group in found if group.passes]
 

@@ -1,4 +1,4 @@
-"""The sets of calls that a sweep measures: the specs' own, those of public models, and those drawn from a seed."""
+"""The sets of calls that a sweep measures: the specs' own, and those that nobody tuned for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import kernel_ladder
-from bench.measure import drawn, models
+from bench.measure import drawn, models, row_lengths
 from kernel_ladder.spec import Case
 
-SWEEP, MODELS, RANDOM = "sweep", "models", "random"
+SWEEP, MODELS, RANDOM, LENGTHS = "sweep", "models", "random", "lengths"
 SETS: Mapping[str, str] = {
     SWEEP: "the cases of each operation's spec",
     MODELS: "layers, attention calls and row lengths of public models",
     RANDOM: "sizes drawn from a seed",
+    LENGTHS: "row-wise operations at lengths of rows that no tile divides",
 }
 
 
@@ -36,7 +37,8 @@ def members(set_: str, op: str, seed: int = drawn.SEED) -> tuple[Member, ...]:
 @functools.cache
 def _by_op(set_: str, seed: int) -> dict[str, tuple[Member, ...]]:
     found: dict[str, dict[str, Member]] = {}
-    for op, case, name in models.calls() if set_ == MODELS else drawn.calls(seed):
+    calls = {MODELS: models.calls, LENGTHS: row_lengths.calls}
+    for op, case, name in calls[set_]() if set_ in calls else drawn.calls(seed):
         cases = found.setdefault(op, {})
         known = cases.get(case.id, Member(case))
         names = (*known.names, name) if name and name not in known.names else known.names

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from bench.measure import sets
+from bench.rows import store
+from bench.rows.store import Row
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
@@ -22,3 +27,9 @@ def published(folder: Path = FOLDER) -> Path:
     if len(found) != 1:
         raise LookupError(f"{folder} must have the rows of one GPU, got {[path.name for path in found]}")
     return found[0]
+
+
+def with_other_sets(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """A machine's rows of the sweep, and those of other sets, which lie in folders beside its file."""
+    others = (path.parent / name / path.name for name in sets.SETS if name != sets.SWEEP)
+    return [*rows, *(row for file in others if file.exists() for row in store.read(file))]

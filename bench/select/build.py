@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from bench.rows.regret import NEAR
 from bench.select.points import AUTO_LEVELS, Point
 from kernel_ladder.selection import tables
 from kernel_ladder.selection.tables import Entry
@@ -15,8 +16,6 @@ from kernel_ladder.selection.tables import Entry
 LEAST_MEAN_GAIN = 1.03
 #: or where the rules' worst choice takes longer than the best rung by more than this factor, and the table's does not.
 MOST_REGRET = 1.10
-#: A choice this near the best rung's time counts as right.
-NEAR = 1.03
 #: Calls under this many points per name and pass get no table.
 LEAST_POINTS = 2
 

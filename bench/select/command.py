@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import kernel_ladder
 from bench.measure import environment
 from bench.profile import counters
 from bench.rows import store
@@ -111,6 +112,8 @@ def show(gpu_name: str, parts: Sequence[Part], console: Console) -> None:
             f'"{backend}": {_summary(every)}; of those held out {_summary(held_out)}',
             soft_wrap=True, markup=False, highlight=False,
         )  # fmt: skip
+    if without := [op for op in kernel_ladder.OPS if op not in {part.op for part in parts}]:
+        console.print(f"no call of {', '.join(without)} has times of its choice and of another", soft_wrap=True)
     for part in parts:
         if part.kept:
             line = f"{part.op} {part.backend} {part.pass_}: worst by rules at {part.rules.call}"

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import cuda_impl
-import kernel_ladder
+from bench.measure import sets
 from bench.rows import store
 from bench.rows.store import Row
 from bench.select.split import is_of_other_kernels, older_than_rung
@@ -54,9 +54,10 @@ class Point:
 
 
 def case_of(row: Row) -> Case:
-    """The call of a row: a spec's case, or one made from the row's shapes, layouts and options."""
+    """The call of a row: a set's case, or one made from the row's shapes, layouts and options."""
     shapes = tuple(None if shape is None else tuple(shape) for shape in row.shapes)
-    for case in kernel_ladder.spec(row.op).sweep:
+    known = (*sets.members(sets.SWEEP, row.op), *sets.members(sets.LENGTHS, row.op))
+    for case, _ in known:  # which say what kinds of integers their arguments are
         if case.id == row.shape and tuple(case.shapes) == shapes:
             return case
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in row.options.items()}

@@ -1,6 +1,7 @@
 """``python -m bench distribution FILE…``: what the choices are worth over all calls of a set, and where they are worst.
 
-Speedups are those of the rung that a level's name stood for. Regret is its time over that of the fastest rung measured
+Speedups are those of the rung that a level's name stood for. Of the set `lengths` its rate over that of a copy of as
+many bytes is told too. Regret is its time over that of the fastest rung measured
 beside it: of its level, or for "auto" of all levels but compile.
 """
 
@@ -16,11 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.measure import environment, sets
-from bench.rows import store
+from bench.rows import regret, store
 from bench.rows.store import Row
 from bench.usage import known, split
 from kernel_ladder import table
-from kernel_ladder.selection import MEASURED_LEVELS
 
 #: The shares of calls below and above which the tails lie.
 LOW = 0.05
@@ -37,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Speedups and regrets of one backend's name, over the calls of a set in one pass and dtype."""
+    """Speedups, regrets and rates of one backend's name, over the calls of a set in one pass and dtype."""
 
     set: str
     op: str
@@ -46,6 +46,7 @@ class Distribution:
     backend: str
     speedups: tuple[Value, ...]  # lowest first
     regrets: tuple[Value, ...]  # lowest first
+    rates: tuple[Value, ...] = ()  # over the rate of a copy of as many bytes; lowest first
 
 
 def mean(values: Sequence[Value]) -> float:
@@ -76,16 +77,13 @@ def distributions(rows: Iterable[Row], wanted: Sequence[str]) -> list[Distributi
             chosen = [(rows, row) for rows in by_call.values() for row in rows if backend in row.chosen]
             if chosen:
                 speedups = [Value(row.speedup, _name(row)) for _, row in chosen if row.speedup is not None]
-                regrets = [Value(_regret(row, rows, backend), _name(row)) for rows, row in chosen]
-                found.append(Distribution(*kind, backend, _sorted(speedups), _sorted(regrets)))
+                costs = [(regret.of_row(row, rows, backend), row) for rows, row in chosen]
+                regrets = [Value(cost, _name(row)) for cost, row in costs if cost is not None]
+                rates = [
+                    Value(row.gbs / row.ceiling_gbs, _name(row)) for _, row in chosen if row.gbs and row.ceiling_gbs
+                ]
+                found.append(Distribution(*kind, backend, *map(_sorted, (speedups, regrets, rates))))
     return found
-
-
-def _regret(row: Row, rows: Sequence[Row], backend: str) -> float:
-    levels = MEASURED_LEVELS if backend == "auto" else (backend,)
-    best = min(other.us for other in rows if other.us is not None and other.level in levels)
-    assert row.us is not None
-    return row.us / best
 
 
 def _sorted(values: Iterable[Value]) -> tuple[Value, ...]:
@@ -111,6 +109,21 @@ def show(found: Sequence[Distribution], console: Console) -> None:
             if (d.set, d.op, d.dtype, d.pass_) == kind:
                 shown.add_row(d.backend, str(len(d.regrets)), *_cells(d.speedups, LOW, 0), *_cells(d.regrets, HIGH, -1))
         console.print(shown)
+    show_rates([d for d in found if d.set == sets.LENGTHS and d.rates], console)
+
+
+def show_rates(found: Sequence[Distribution], console: Console) -> None:
+    """One table: rates over that of a copy of as many bytes, for each operation, dtype, pass and name."""
+    if not found:
+        return
+    shown = Table(title=f"{sets.LENGTHS}: rate over the rate of a copy", title_justify="left")
+    for name in ("operation", "pass", "dtype", "backend", "calls", "mean", "worst", "at"):
+        shown.add_column(name, justify="right" if name in ("calls", "mean", "worst") else "left")
+    for d in found:
+        least = d.rates[0]
+        cells = (d.op, d.pass_, d.dtype, d.backend, str(len(d.rates)))
+        shown.add_row(*cells, f"{mean(d.rates):.3f}", f"{least.ratio:.3f}", least.call)
+    console.print(shown)
 
 
 def _cells(values: Sequence[Value], share: float, worst: int) -> tuple[str, ...]:

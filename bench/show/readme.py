@@ -10,6 +10,8 @@ A block stands between ``<!-- results:begin NAME -->`` and ``<!-- results:end NA
 - ``picture OP``: the operation's picture
 - ``roofline OP``, ``roofline``: the roofline of an operation, or of all
 - ``headlines``: PyTorch, the best rungs and the best peer of every operation, a line each
+- ``regret``: the time of what names chose over that of the best rung, by operation
+- ``matmul model``: the error of the cost model by which matmul's CUDA rungs are chosen
 - ``claims``: the levels' best rungs against other libraries, over all calls
 - ``index``: every rung, what it brought, and the page about it
 - ``ladder OP``: the picture of an operation's ladder
@@ -46,8 +48,10 @@ from bench.show import (
     headlines,
     log_index,
     markdown,
+    matmul_model,
     patched,
     predictions,
+    regret,
     scaling,
 )
 from bench.show.headline import headline
@@ -64,6 +68,7 @@ PAGES = [
     environment.ROOT / "docs" / "compilers.md",
     environment.ROOT / "docs" / "models.md",
     environment.ROOT / "docs" / "scaling.md",
+    environment.ROOT / "docs" / "selection.md",
 ]
 
 Machines = dict[Path, list[Row]]
@@ -116,6 +121,8 @@ def _maker(name: str, folder: Path) -> tuple[Callable[[Path, list[Row]], str], s
         "machine": _machine,
         "headlines": headlines.write,
         "claims": claims.write,
+        "regret": regret.write,
+        "matmul model": matmul_model.write,
         "index": log_index.write,
         "fusion": fusion.write,
         "fusion picture": lambda path, found: _fusion(path, found, folder),

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.rows import regret
 from bench.rows.order import by_climb
 from bench.rows.store import CEILING, Row
 from bench.show.headline import headline
@@ -27,6 +28,7 @@ COLUMNS = (
     Column("of ceiling", right=True, spare=2),
     Column("quartiles", right=True, spare=7),
     Column("95 % of speedup", right=True, spare=9),
+    Column("regret", spare=4),
     Column("host", right=True, spare=5),
     Column("first call", right=True, spare=6),
     Column("error / bound", right=True, spare=8),
@@ -150,7 +152,7 @@ def _table(title: str, rows: list[Row], console: Console, left_out: LeftOut, not
         for i, row in enumerate(members):
             marked = row.backend in best
             style = "bold green" if marked else "red" if row.wrong else "dim" if row.us is None else ""
-            cells = [shape if i == 0 else "", f"{row.backend}{' ◀' if marked else ''}", *_cells(row, notes)]
+            cells = [shape if i == 0 else "", f"{row.backend}{' ◀' if marked else ''}", *_cells(row, members, notes)]
             lines.append(Line(cells, style, ends_section=i == len(members) - 1))
     return fit(console, COLUMNS, lines, left_out, title=title, box=box.HEAVY_HEAD)
 
@@ -165,14 +167,20 @@ def _speedup_interval(row: Row) -> str:
     return f"{row.speedup_low:.3f} – {row.speedup_high:.3f}"
 
 
-def _cells(row: Row, notes: Footnotes) -> list[str]:
+def _regret(row: Row, members: Sequence[Row]) -> str:
+    """Of each name that stood for the row's rung its time over that of the best: ``1.04 auto, 1.00 cuda``."""
+    found = ((regret.of_row(row, members, name), name) for name in row.chosen)
+    return ", ".join(f"{value:.2f} {name}" for value, name in found if value is not None)
+
+
+def _cells(row: Row, members: Sequence[Row], notes: Footnotes) -> list[str]:
     host = f"{row.host_us:.1f} µs" if row.host_us is not None else ""
     first = f"{row.compile_s:.2f} s" if row.compile_s is not None else ""
     error = f"{row.error:.1e} / {row.bound:.1e}" if row.error is not None and row.bound is not None else ""
     if row.us is None:
         found = f"WRONG: {row.wrong}" if row.wrong else row.unsupported or "not measured"
         said = f"{'wrong' if row.wrong else '—'} {notes.mark(found)}"
-        return [said, *[""] * 5, host, first, error]
+        return [said, *[""] * 6, host, first, error]
     remarks = [
         f"version {row.peer_version}" if row.peer_version else "",
         "interpreted" if row.interpreted else "",
@@ -186,6 +194,7 @@ def _cells(row: Row, notes: Footnotes) -> list[str]:
         f"{row.of_ceiling:.2f}" if row.of_ceiling is not None else "",
         f"{microseconds(row.us_q1)} – {microseconds(row.us_q3)}",
         _speedup_interval(row),
+        _regret(row, members),
         host,
         first,
         error,

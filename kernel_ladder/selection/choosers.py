@@ -65,6 +65,44 @@ def _attention(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     return query.shape, key.shape, query.dtype, options["is_causal"], options.get("window_size"), more, gradient
 
 
+def _add(inputs: Inputs, options: Options, gradient: bool) -> Kind:
+    x: Any = inputs[0]
+    other: Any = inputs[1]
+    return x.shape, other.shape, x.dtype, gradient
+
+
+def _sum(inputs: Inputs, options: Options, gradient: bool) -> Kind:
+    x: Any = inputs[0]
+    return x.shape, x.stride(), x.dtype, options["dim"], gradient
+
+
+def _loss(inputs: Inputs, options: Options, gradient: bool) -> Kind:
+    x: Any = inputs[0]
+    weight: Any = inputs[1]  # or labels
+    return x.shape, weight.shape, x.dtype, options["label_smoothing"] == 0, gradient
+
+
+def _float8(inputs: Inputs, options: Options, gradient: bool) -> Kind:
+    x: Any = inputs[0]
+    weight: Any = inputs[1]
+    scale: Any = inputs[2]
+    return x.shape, weight.shape, weight.stride(), scale.dim(), options["out_dtype"], gradient
+
+
+def _packed(inputs: Inputs, options: Options, gradient: bool) -> Kind:
+    """A kind of attention to packed sequences, or to keys in pages.
+
+    Queries and keys have the other sizes of values, and of offsets or tables: numbers of elements say the rest, sooner.
+    """
+    query: Any = inputs[0]
+    key: Any = inputs[1]
+    value: Any = inputs[2]
+    places: Any = inputs[3]
+    get = options.get
+    more = get("window_size"), get("batch_invariant")
+    return query.shape, key.shape, value.numel(), places.numel(), query.dtype, options["is_causal"], more, gradient
+
+
 def _any(inputs: Inputs, options: Options, gradient: bool) -> Kind:
     shapes = tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in inputs])
     return shapes, options.get("dim"), options.get("is_causal"), gradient
@@ -76,14 +114,22 @@ KINDS: dict[str, Callable[[Inputs, Options, bool], Kind]] = {
     "softmax": _rows("dim"),
     "matmul": _two_tensors,
     "attention": _attention,
+    "attention_varlen": _packed,
+    "attention_paged": _packed,
+    "add": _add,
+    "sum": _sum,
     "layer_norm": _rows("normalized_shape"),
     "rms_norm": _rows("normalized_shape"),
     "dropout": _rows(),
     "bias_gelu": _rows("approximate"),
+    "cross_entropy": _loss,
+    "rope": _rows("interleaved"),
     "swiglu": _rows(),
     "add_rms_norm": _rows(),
     "bias_dropout_add_layer_norm": _rows(),
     "linear": _two_tensors,
+    "linear_cross_entropy": _loss,
+    "linear_float8": _float8,
 }
 
 

@@ -1,19 +1,21 @@
 """Features of a call, by which a table of measured choices finds the nearest call that was measured.
 
-A category must be the same; sizes are compared by their ratios. An operation without features has no table.
+A category must be the same; sizes are compared by their ratios. Every operation has features: without, it has no table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from kernel_ladder.semantics.cross_entropy import class_dim
 from kernel_ladder.semantics.masks import NO_WINDOW
 from kernel_ladder.semantics.matmul_shapes import as_matrices, batch_shape
 from kernel_ladder.semantics.precision import tf32_allowed
+from kernel_ladder.semantics.reduction import reduced_dims
 from kernel_ladder.spec import Inputs, Options
 from kernel_ladder.tracing import concrete
 
@@ -32,6 +34,10 @@ class Features(NamedTuple):
 
 def _sizes(*sizes: Any) -> tuple[int, ...]:
     return tuple([max(concrete(size), 1) for size in sizes])
+
+
+def _product(sizes: Iterable[Any]) -> int:
+    return math.prod(concrete(size) for size in sizes)
 
 
 def _bits(x: torch.Tensor) -> str:
@@ -61,7 +67,7 @@ def _shape_of_product(aligned: bool, n: Any, k: Any) -> str:
 
 def _matmul(inputs: Inputs, options: Options) -> Features:
     a, b = as_matrices(inputs[0], inputs[1])  # type: ignore[arg-type]
-    batches = math.prod(concrete(size) for size in batch_shape(a, b))
+    batches = _product(batch_shape(a, b))
     words = [_precision(a), _shape_of_product(is_aligned(a) and is_aligned(b), b.shape[-1], a.shape[-1])]
     return Features(", ".join(words), _sizes(batches, a.shape[-2], b.shape[-1], a.shape[-1]))
 
@@ -70,12 +76,42 @@ def _linear(inputs: Inputs, options: Options) -> Features:
     x, weight = inputs[:2]
     assert x is not None
     assert weight is not None
-    k = concrete(x.shape[-1])
-    rows = math.prod(concrete(size) for size in x.shape[:-1])
+    k, rows = concrete(x.shape[-1]), _product(x.shape[:-1])
     aligned = k * x.element_size() % ALIGNMENT == 0 and is_aligned(weight)
     activation = "activation" if options.get("activation") is not None else "no activation"
     words = [_precision(x), _shape_of_product(aligned, weight.shape[0], k), activation]
     return Features(", ".join(words), _sizes(rows, weight.shape[0], k))
+
+
+def _linear_float8(inputs: Inputs, options: Options) -> Features:
+    """As of a linear layer; scales of rows and of whole tensors, and output dtypes, are different categories."""
+    x, weight, scale = inputs[:3]
+    assert x is not None
+    assert weight is not None
+    assert scale is not None
+    n, k = weight.shape
+    aligned = concrete(k) % ALIGNMENT == 0 and is_aligned(weight)
+    scales = "a scale a row" if scale.dim() else "one scale"
+    dtype = str(options["out_dtype"]).removeprefix("torch.")
+    return Features(f"{dtype}, {_shape_of_product(aligned, n, k)}, {scales}", _sizes(_product(x.shape[:-1]), n, k))
+
+
+def _linear_cross_entropy(inputs: Inputs, options: Options) -> Features:
+    x, weight, target = inputs[:3]
+    assert x is not None
+    assert weight is not None
+    assert target is not None
+    return Features(_precision(x), _sizes(_product(target.shape), x.shape[-1], weight.shape[0]))
+
+
+def _seen(options: Options) -> str:
+    """Which keys a query sees."""
+    window = tuple(options.get("window_size", NO_WINDOW)) != NO_WINDOW
+    return "window" if window else "causal" if options.get("is_causal") else "all keys"
+
+
+def _heads(queries: Any, keys: Any) -> str:
+    return "grouped" if concrete(queries) != concrete(keys) else "as many heads"
 
 
 def _attention(inputs: Inputs, options: Options) -> Features:
@@ -83,13 +119,37 @@ def _attention(inputs: Inputs, options: Options) -> Features:
     assert query is not None
     assert key is not None
     assert value is not None
-    heads = math.prod(concrete(size) for size in query.shape[:-2])
-    window = tuple(options.get("window_size", NO_WINDOW)) != NO_WINDOW
-    seen = "window" if window else "causal" if options.get("is_causal") else "all keys"
     mask = "mask" if len(inputs) > 3 and inputs[3] is not None else "no mask"
-    grouped = "grouped" if query.shape[-3] != key.shape[-3] else "as many heads"
-    sizes = (heads, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
-    return Features(", ".join([_bits(query), seen, mask, grouped]), _sizes(*sizes))
+    words = [_bits(query), _seen(options), mask, _heads(query.shape[-3], key.shape[-3])]
+    sizes = (_product(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
+    return Features(", ".join(words), _sizes(*sizes))
+
+
+def _attention_varlen(inputs: Inputs, options: Options) -> Features:
+    """Heads, sequences, all queries, all keys and head dimensions; offsets on a GPU are not read."""
+    query, key, value, offsets = inputs[:4]
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    assert offsets is not None
+    (queries, heads, width), sequences = query.shape, concrete(offsets.shape[0]) - 1
+    words = [_bits(query), _seen(options), _heads(heads, key.shape[1])]
+    return Features(", ".join(words), _sizes(heads, sequences, queries, key.shape[0], width, value.shape[-1]))
+
+
+def _attention_paged(inputs: Inputs, options: Options) -> Features:
+    """Sequences, heads, new tokens, the keys that a row of the table has room for, a page's, and head dimensions."""
+    query, keys, values, table = inputs[:4]
+    assert query is not None
+    assert keys is not None
+    assert values is not None
+    assert table is not None
+    (batch, heads, queries, width), page = query.shape, keys.shape[1]
+    words = [_bits(query), _seen(options), _heads(heads, keys.shape[2])]
+    if options.get("batch_invariant"):
+        words.append("batch invariant")
+    room = concrete(table.shape[1]) * concrete(page)
+    return Features(", ".join(words), _sizes(batch, heads, queries, room, page, width, values.shape[-1]))
 
 
 def _rows(*words: str, dims: Callable[[torch.Tensor, Options], int] = lambda x, options: 1) -> Any:
@@ -99,8 +159,7 @@ def _rows(*words: str, dims: Callable[[torch.Tensor, Options], int] = lambda x, 
         x = inputs[0]
         assert x is not None
         row = dims(x, options)
-        length = math.prod(concrete(size) for size in x.shape[x.dim() - row :])
-        count = math.prod(concrete(size) for size in x.shape[: x.dim() - row])
+        length, count = _product(x.shape[x.dim() - row :]), _product(x.shape[: x.dim() - row])
         return Features(
             ", ".join([_bits(x), *(f"{word} {options.get(word)}" for word in words)]), _sizes(count, length)
         )
@@ -122,9 +181,39 @@ def _add(inputs: Inputs, options: Options) -> Features:
     x, other = inputs[:2]
     assert x is not None
     assert other is not None
-    words = [_bits(x), "two tensors" if x.shape == other.shape else "broadcast"]
+    alike = _sizes(*x.shape) == _sizes(*other.shape)
+    words = [_bits(x), "two tensors" if alike else "broadcast"]
     length = x.shape[-1] if x.dim() else 1
     return Features(", ".join(words), _sizes(concrete(x.numel()) // max(concrete(length), 1), length))
+
+
+def _sum(inputs: Inputs, options: Options) -> Features:
+    """Results, and the elements of each. Sums of last dimensions read rows, those of first ones columns."""
+    x = inputs[0]
+    assert x is not None
+    summed = reduced_dims(options["dim"], x.dim())
+    kept = [d for d in range(x.dim()) if d not in summed]
+    form = "rows" if kept and summed[0] > kept[-1] else "columns" if kept and summed[-1] < kept[0] else "mixed"
+    sizes = _product(x.shape[d] for d in kept), _product(x.shape[d] for d in summed)
+    return Features(f"{_bits(x)}, {form if kept else 'all'}", _sizes(*sizes))
+
+
+def _cross_entropy(inputs: Inputs, options: Options) -> Features:
+    """Rows and classes. Smoothed labels need the sum of all logits, too."""
+    x, target = inputs[:2]
+    assert x is not None
+    assert target is not None
+    place = class_dim(x)
+    words = [_bits(x), "rows" if place == x.dim() - 1 else "columns"]
+    words.append("smoothed" if options["label_smoothing"] else "not smoothed")
+    return Features(", ".join(words), _sizes(_product(target.shape), x.shape[place]))
+
+
+def _rope(inputs: Inputs, options: Options) -> Features:
+    x = inputs[0]
+    assert x is not None
+    pairs = "neighbours" if options["interleaved"] else "halves"
+    return Features(f"{_bits(x)}, {pairs}", _sizes(_product(x.shape[:-1]), x.shape[-1]))
 
 
 FEATURES: dict[str, Callable[[Inputs, Options], Features]] = {
@@ -132,13 +221,20 @@ FEATURES: dict[str, Callable[[Inputs, Options], Features]] = {
     "softmax": _softmax,
     "matmul": _matmul,
     "attention": _attention,
+    "attention_varlen": _attention_varlen,
+    "attention_paged": _attention_paged,
     "add": _add,
+    "sum": _sum,
     "layer_norm": _rows(dims=lambda x, options: len(options["normalized_shape"])),
     "rms_norm": _rows(dims=lambda x, options: len(options["normalized_shape"])),
     "dropout": _rows(),
     "bias_gelu": _rows("approximate"),
+    "cross_entropy": _cross_entropy,
+    "rope": _rope,
     "swiglu": _rows(),
     "add_rms_norm": _rows(),
     "bias_dropout_add_layer_norm": _rows(),
     "linear": _linear,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "linear_float8": _linear_float8,
 }

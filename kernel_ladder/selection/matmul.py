@@ -1,14 +1,15 @@
 """Which rung ``backend="cuda"`` stands for in a product on Hopper: `split_k`, `stream_k` or `persistent`.
 
 A model counts the cycles of each. Its constants are fitted to the times of ten products in a hundred ways on an H200,
-which it predicts to a tenth. It also chooses the tile of `split_k`, and how many blocks share the K of one.
+which it predicts to a tenth; docs/selection.md has its error on the rows of an H100. It also chooses the tile of
+`split_k`, and how many blocks share the K of one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -178,7 +179,65 @@ class _Parts(NamedTuple):
         return sum(count * p.split_cycles(tile, splits, at_once) for p, count in self.products)
 
 
+class Costs(NamedTuple):
+    """Cycles of each rung, None where tiles are too few for `stream_k`; `best` has the tile of `split_k`."""
+
+    best: Plan
+    split_k: int
+    stream_k: int | None
+    persistent: int
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with the fewest cycles. `stream_k` must gain more than the model's last digits."""
+        streamed, whole = self.stream_k, self.persistent
+        stream_k = streamed is not None and streamed < whole - whole // 128
+        if self.split_k < (streamed if stream_k and streamed is not None else whole):
+            return self.best
+        return self.best._replace(rung="cuda.stream_k" if stream_k else "cuda.persistent")
+
+
 _NOTHING = Plan("cuda.split_k", 64, 64, 1, False)
+
+
+def costs_of(
+    m: int,
+    n: int,
+    k: int,
+    batches: int,
+    a_batches: int,
+    b_batches: int,
+    item: int,
+    along_m: bool,
+    at_once: tuple[int, ...],
+    parts: Sequence[tuple[Part, int]] = (),
+) -> Costs:
+    """The cycles of a product of `item` bytes an element, by the kernels alone: copies of operands come before them.
+
+    `along_m`: A lies along M, and its type can be read so. `parts` are those of :func:`matmul_parts.parts`.
+    """
+    k_tiles, workers = _up(k, ROW_BYTES // item), at_once[0] // WHOLE_BLOCKS
+    product = _Parts(((_Product(m, n, k_tiles, batches, a_batches, b_batches), 1),), False)
+    if parts:
+        shared = (a_batches == 1, b_batches == 1)
+        products = (
+            (_Product(p.m, p.n, k_tiles, p.batches, *(1 if s else p.batches for s in shared)), c) for p, c in parts
+        )
+        product = _Parts(tuple(products), True)
+    transposed = (  # A is copied to lie along K
+        m <= FEW_ROWS and batches == 1 and k >= FEW_ROWS_MIN_K and k * n >= FEW_ROWS_MIN_B and k * m <= FEW_ROWS_MAX_A
+    )
+    best, best_cycles = _NOTHING, 0
+    for tile in TILES:
+        if tile.pair and (not along_m or transposed):
+            continue
+        for log_splits, splits in enumerate(SPLITS):
+            if splits > (1 if tile.pair else k_tiles):
+                break
+            count = product.split_cycles(tile, splits, at_once[1 if tile.pair else log_splits])
+            if best is _NOTHING or count < best_cycles:
+                best, best_cycles = Plan("cuda.split_k", tile.rows, tile.columns, splits, tile.pair), count
+    return Costs(best, best_cycles, product.streamed_cycles(workers), product.whole_cycles(workers))
 
 
 def plan_of(
@@ -193,38 +252,15 @@ def plan_of(
     at_once: tuple[int, ...],
     parts: Sequence[tuple[Part, int]] = (),
 ) -> Plan:
-    """The plan of a product of `item` bytes an element.
-
-    `along_m`: A lies along M, and its type can be read so. `parts` are those of :func:`matmul_parts.parts`.
-    """
+    """The plan of a product: see :func:`costs_of`."""
     if m * n * k * batches == 0:
         return _NOTHING
-    k_tiles, workers = _up(k, ROW_BYTES // item), at_once[0] // WHOLE_BLOCKS
-    product = _Parts(((_Product(m, n, k_tiles, batches, a_batches, b_batches), 1),), False)
-    if parts:
-        shared = (a_batches == 1, b_batches == 1)
-        products = (
-            (_Product(p.m, p.n, k_tiles, p.batches, *(1 if s else p.batches for s in shared)), c) for p, c in parts
-        )
-        product = _Parts(tuple(products), True)
-    whole, streamed = product.whole_cycles(workers), product.streamed_cycles(workers)
-    stream_k = streamed is not None and streamed < whole - whole // 128
-    transposed = (  # A is copied to lie along K
-        m <= FEW_ROWS and batches == 1 and k >= FEW_ROWS_MIN_K and k * n >= FEW_ROWS_MIN_B and k * m <= FEW_ROWS_MAX_A
-    )
-    best, best_cycles = _NOTHING, 0
-    for tile in TILES:
-        if tile.pair and (not along_m or transposed):
-            continue
-        for log_splits, splits in enumerate(SPLITS):
-            if splits > (1 if tile.pair else k_tiles):
-                break
-            count = product.split_cycles(tile, splits, at_once[1 if tile.pair else log_splits])
-            if best is _NOTHING or count < best_cycles:
-                best, best_cycles = Plan("cuda.split_k", tile.rows, tile.columns, splits, tile.pair), count
-    if best_cycles < (streamed if stream_k and streamed is not None else whole):
-        return best
-    return best._replace(rung="cuda.stream_k" if stream_k else "cuda.persistent")
+    return costs_of(m, n, k, batches, a_batches, b_batches, item, along_m, at_once, parts).plan
+
+
+def costs(input: torch.Tensor, other: torch.Tensor) -> Costs:
+    """What the model says of ``matmul(input, other)`` on Hopper, which has at least one element and one product."""
+    return costs_of(*_sizes(input, other))
 
 
 def plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
@@ -243,6 +279,11 @@ def plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
 
 
 def _plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
+    return plan_of(*_sizes(input, other))
+
+
+def _sizes(input: torch.Tensor, other: torch.Tensor) -> tuple[Any, ...]:
+    """The arguments of :func:`plan_of`."""
     a, b = input, other
     if b.dim() > 2 and 0 not in b.shape[:-2] and not any(b.stride()[:-2]):
         b = b.as_strided(b.shape[-2:], b.stride()[-2:])  # one matrix for the whole batch
@@ -256,7 +297,7 @@ def _plan(input: torch.Tensor, other: torch.Tensor) -> Plan:
     parts = matmul_parts.parts(
         _operand(a, -2, m, a_batches), _operand(b, -1, n, b_batches), k, batches, item, at_once[0]
     )
-    return plan_of(m, n, k, batches, a_batches, b_batches, item, along_m, at_once, parts)
+    return m, n, k, batches, a_batches, b_batches, item, along_m, at_once, parts
 
 
 def _operand(x: torch.Tensor, rows: int, size: int, batches: int) -> Operand:

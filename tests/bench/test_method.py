@@ -346,7 +346,10 @@ def test_what_takes_long_is_for_the_quick_cases_of_a_sweep_unless_named(name):
 
 def test_a_quick_sweep_on_a_gpu_is_in_bfloat16():
     gpu, quick, other = torch.device("cuda"), Case("a", ((1,),), quick=True), Case("b", ((1,),))
-    assert cases.default_dtypes(quick, gpu, quick=True) == [torch.bfloat16]
-    assert cases.default_dtypes(quick, gpu, quick=False) == [torch.bfloat16, torch.float32]
-    assert cases.default_dtypes(other, gpu, quick=False) == [torch.bfloat16]
-    assert cases.default_dtypes(quick, torch.device("cpu"), quick=True) == [torch.float32]
+    assert cases.default_dtypes("gelu", quick, gpu, quick=True) == [torch.bfloat16]
+    assert cases.default_dtypes("gelu", quick, gpu, quick=False) == [torch.bfloat16, torch.float32]
+    assert cases.default_dtypes("gelu", other, gpu, quick=False) == [torch.bfloat16]
+    assert cases.default_dtypes("gelu", quick, torch.device("cpu"), quick=True) == [torch.float32]
+    assert cases.default_dtypes("matmul", quick, gpu, quick=False) == [torch.bfloat16, torch.float32, torch.float16]
+    assert cases.default_dtypes("matmul", quick, gpu, quick=True) == [torch.bfloat16]
+    assert cases.default_dtypes("matmul", other, gpu, quick=False) == [torch.bfloat16]

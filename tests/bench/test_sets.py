@@ -8,7 +8,7 @@ import torch
 import kernel_ladder
 from bench import sweep
 from bench.__main__ import _selection, _sweep_parser, main
-from bench.measure import drawn, environment, models, sets
+from bench.measure import drawn, environment, models, row_lengths, sets
 from bench.measure.cases import layouts_of, sweep_members
 from bench.measure.selection import Selection, groups
 from bench.rows import store
@@ -17,7 +17,7 @@ from kernel_ladder.testing.samples import empty_inputs
 
 from ..conftest import DEVICE, TIMED, a_row
 
-OTHER_SETS = (sets.MODELS, sets.RANDOM)
+OTHER_SETS = (sets.MODELS, sets.RANDOM, sets.LENGTHS)
 
 
 @pytest.mark.parametrize("set_", OTHER_SETS)
@@ -60,6 +60,16 @@ def test_a_seed_draws_the_same_calls_and_another_others():
     aligned = [all(size % 8 == 0 for size in each) for each in sizes]
     assert True in aligned
     assert False in aligned
+
+
+def test_rows_of_every_length_are_of_64_mib_and_more():
+    for op in row_lengths.OPS:
+        cases = [member.case for member in sets.members(sets.LENGTHS, op)]
+        assert [case.shapes[0][1] for case in cases] == list(row_lengths.LENGTHS)
+        for case in cases:
+            (m, n), *_ = case.shapes
+            assert 0 <= 2 * m * n - 2**26 < 2 * n
+    assert sets.members(sets.LENGTHS, "matmul") == ()
 
 
 def test_a_set_is_measured_with_contenders_and_says_so(monkeypatch, tmp_path):
@@ -131,6 +141,19 @@ def test_distributions_have_mean_tails_and_regret(measured_rows):
     assert cuda.regrets[-1].ratio == 1.25
     assert found["auto"].regrets[-1].ratio == 1.25  # the compile level is none of its candidates
     assert distribution.mean(cuda.speedups) == pytest.approx(1.2 * (0.9 / 1.2) ** (1 / 20))
+
+
+def test_rates_of_lengths_stand_beside_a_copys(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    for shape, gbs in (("a", 3000.0), ("b", 2400.0)):
+        fields = {"set": "lengths", "gbs": gbs, "ceiling_gbs": 3000.0, "ceiling_tflops": 100.0}
+        store.append(path, timed("cuda.registers", shape, 10.0, 1.0, ["cuda"], **fields))
+    (found,) = distribution.distributions(store.read(path), ["lengths"])
+    assert [value.ratio for value in found.rates] == [0.8, 1.0]
+    assert main(["distribution", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "rate over the rate of a copy" in said
+    assert "softmax forward float32 cuda 2 0.894 0.800 b" in said
 
 
 def test_the_command_prints_the_worst_calls(measured_rows, tmp_path, capsys):
