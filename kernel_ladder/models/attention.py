@@ -52,18 +52,30 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: ``(B, H, S, D)`` tensors to ``(B, S_q, H, D_v)``, and None for the weights.
 
     The mask alone says which keys are seen: a :class:`CausalWindow` is a window, and None is causal as in transformers'
     own call of PyTorch's attention. The keyword ``sliding_window`` that some models pass beside a mask is not read.
-    With dropout of attention weights, in training, PyTorch's function does the work, with its own generator.
+    ``s_aux`` are attention sinks, ``(H,)``. With dropout of attention weights, in training, PyTorch's function does the
+    work, with its own generator.
+
+    Raises:
+        ValueError: an argument that changes scores in another way, or sinks with dropout.
     """
-    for name in ("softcap", "position_bias", "s_aux"):
+    for name in ("softcap", "position_bias"):
         if more.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r}: argument `{name}` must be None; use 'eager' or 'sdpa'")
-    window = NO_WINDOW
+    if dropout and s_aux is not None:
+        raise ValueError(
+            f"attn_implementation={NAME!r}: argument `dropout` must be 0 with attention sinks `s_aux`, got {dropout}; "
+            "use 'eager'"
+        )
+    window, sinks = NO_WINDOW, s_aux
+    if sinks is not None and sinks.dtype not in (torch.float32, query.dtype):
+        sinks = sinks.float()
     if isinstance(attention_mask, CausalWindow) and not dropout:
         if attention_mask.size < query.shape[2]:
             window = (attention_mask.size - 1, 0)
@@ -84,6 +96,6 @@ def attention_forward(
     else:
         output = ops.attention(
             query, key, value, attention_mask, is_causal=causal, scale=scaling, enable_gqa=shared,
-            window_size=window, backend=getattr(module, BACKEND, None),
+            window_size=window, sinks=sinks, backend=getattr(module, BACKEND, None),
         )  # fmt: skip
     return output.transpose(1, 2).contiguous(), None
