@@ -31,6 +31,9 @@ def calls():
         for level in ("torch", "triton", "cuda"):
             if level != "triton" or DEVICE.type == "cuda" or family in INTERPRETED:
                 yield family, level
+    yield "llama", "xla"
+    if DEVICE.type == "cuda":  # a C++ compiler takes most of a minute
+        yield "llama", "compile"
 
 
 def skip_unless_all_run(level: str) -> None:
