@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kernel_ladder import gpu
+
 
 class CausalWindow:
     """The mask of queries that see their own key and the ``size - 1`` keys before it; a tensor only where one is asked.
@@ -106,9 +108,7 @@ def _closure(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 def _is_traced() -> bool:
     """Whether values of tensors cannot be read, or would become constants of a graph."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or gpu.capturing()
 
 
 def _all_real(padding: Any, start: int, stop: int) -> bool:
