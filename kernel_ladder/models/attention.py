@@ -90,6 +90,9 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)
     if dropout:
+        if shared and attention_mask is not None:  # PyTorch's fused kernels take grouped heads or a mask, not both
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+            shared = False
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=shared
         )
