@@ -69,7 +69,7 @@ def build_mask(*args: Any, **given: Any) -> torch.Tensor | CausalWindow | None:
     padding = given.get("attention_mask")
     if isinstance(padding, CausalWindow):  # generate() builds masks itself, and the model passes them on
         return padding
-    if not args and _is_causal_window(given) and not _is_traced():
+    if not args and not _is_traced() and _is_causal_window(given):
         size, queries, keys = given["local_size"], given["q_length"], given["kv_length"]
         first, first_key = given.get("q_offset", 0), given.get("kv_offset", 0)
         if all(type(n) is int for n in (size, queries, keys, first, first_key)) and keys >= size:

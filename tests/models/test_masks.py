@@ -167,3 +167,20 @@ def test_a_window_with_dropped_weights_and_checkpoints():
         losses[-1].backward()
     close(losses[1], losses[0])
     close(model.model.embed_tokens.weight.grad, plain.model.embed_tokens.weight.grad)
+
+
+@pytest.mark.parametrize("part", ["model", "layers"])
+def test_inside_compile(part):
+    """A model that is compiled whole builds its mask in the graph; a compiled layer gets the window from outside."""
+    torch._dynamo.reset()
+    plain, model = patched("mistral")
+    tokens = families.inputs("mistral", DEVICE)["input_ids"]
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    with torch.no_grad():
+        wanted = plain(**given).logits
+        if part == "model":
+            model = torch.compile(model, backend="aot_eager", fullgraph=True)
+        else:
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        close(model(**given).logits, wanted)
